@@ -14,9 +14,11 @@ with needed_by("draft", "draft"):
     from draft_service import expansion_width
     from draft_service.draft_loop import DraftLoop
     from draft_service.language_model import LanguageModelDrafter
+    from draft_service.learning_servicer import MIN_KEY_CHARACTERS
     from draft_service.pass_times import PassTimes
     from draft_service.request import MIN_PROBABILITY, ExpansionPolicy
     from draft_service.servicer import DraftLimits, DraftServicer
+    from draft_service.traffic import MAX_KEPT_TOKENS, Traffic
     from draft_service.translation import Translation
     from specdec import ports
     from specdec.command_line import run_command
@@ -153,11 +155,29 @@ def main(
             "by its depth, as in 4,2,1. Default: by probability.",
         ),
     ] = "",
+    learn_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=MAX_KEPT_TOKENS,
+            help="Keep this many tokens of texts whose requests permit it (`learn`), in memory, for `specdec "
+            "train-draft --traffic`. 0 keeps nothing.",
+        ),
+    ] = 0,
+    learn_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File with the key of callers that may read and delete what is kept: one line of at least 16 "
+            "printable ASCII characters. Needed with --learn-tokens.",
+        ),
+    ] = None,
     *,
     server: ServerSettings,
 ) -> None:
     """Serve a draft model: propose candidates ahead of the target."""
     set_memory_policy()
+    key = learning_key(learn_tokens, learn_key_file)
     limits = DraftLimits(
         defaults=default_policy(
             max_nodes=max_nodes,
@@ -193,12 +213,12 @@ def main(
             translation=translation,
             context=directory.context,
         )
-        loop = DraftLoop(drafter)
+        loop = DraftLoop(drafter, Traffic(learn_tokens) if learn_tokens else None)
         loop.start()
         grammars = GrammarCompiler.of(target)
         grammars.prepare()
         trials = GrammarTrials(target.path)
-        return DraftServicer(loop, identity, limits, pod_info(loaded), grammars, trials, translation)
+        return DraftServicer(loop, identity, limits, pod_info(loaded), grammars, trials, translation, key)
 
     run(server, lambda: in_a_thread_of_its_own(start), "draft")
 
@@ -211,6 +231,26 @@ def translated(draft: ModelDirectory, path: Path | None) -> tuple[ModelDirectory
     translation = Translation(draft, target)
     log.info("tokens_in_common", target=str(target.path), tokens=len(translation.common), of=target.vocabulary)
     return target, translation
+
+
+def learning_key(tokens: int, file: Path | None) -> str | None:
+    """Return the key that what is kept to learn from is read with, None if nothing is; typer.BadParameter names the
+    option that is wrong."""
+    if not tokens:
+        return None
+    if file is None:
+        raise typer.BadParameter("is needed with --learn-tokens", param_hint="--learn-key-file")
+    try:
+        key = file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = getattr(error, "strerror", None) or "is not ASCII"
+        raise typer.BadParameter(f"{file}: {problem}", param_hint="--learn-key-file") from None
+    if len(key) < MIN_KEY_CHARACTERS or not key.isprintable():
+        problem = (
+            f"{file}: has {len(key)} characters, must have one line of at least {MIN_KEY_CHARACTERS} printable ones"
+        )
+        raise typer.BadParameter(problem, param_hint="--learn-key-file")
+    return key
 
 
 def default_policy(

@@ -19,6 +19,7 @@ from draft_service.candidate_queue import Extension
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.metrics import DraftStats
 from draft_service.session import DrafterSession
+from draft_service.traffic import Traffic
 from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.response_queue import ResponseQueue
 
@@ -43,9 +44,11 @@ class ServedSession:
 class DraftLoop(EngineWorker[DrafterSession]):
     """The worker that steps all draft sessions with one drafter."""
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, traffic: Traffic | None = None) -> None:
+        """`traffic` keeps texts that permit it; None: nothing is kept."""
         super().__init__("draft-loop")
         self.drafter = drafter
+        self.traffic = traffic
         self.steps = 0
         self.stats = DraftStats()
         self._sessions: dict[DrafterSession, ServedSession] = {}
@@ -73,6 +76,8 @@ class DraftLoop(EngineWorker[DrafterSession]):
         """Forget a session and free its memory; no-op for an unknown one."""
         self._retry.forget(session)
         if self._sessions.pop(session, None) is not None:
+            if self.traffic is not None:
+                self.traffic.keep(session)
             self.drafter.close(session)
 
     def end_session(self, session: DrafterSession, error: Exception) -> None:

@@ -34,5 +34,8 @@ def metrics(told: draft_pb2.DraftServiceGetStatsResponse) -> list[Metric]:
     found.counter("guessed_tokens", "Committed tokens that were in the draft's token tree.", told.guessed_tokens)
     found.counter("sent_candidates", "Candidates sent, repeated ones included.", told.sent_candidates)
     found.counter("sent_messages", "Messages of candidates.", told.sent_messages)
+    found.gauge("kept_texts", "Texts kept to learn from.", told.kept_texts)
+    found.gauge("kept_tokens", "Tokens of texts kept to learn from.", told.kept_tokens)
+    found.gauge("kept_age_seconds", "Age of the oldest text kept to learn from.", told.kept_age_us / 1e6)
     found.gauge("fast_paths_off", "Fast paths disabled in this process.", len(told.fast_paths_off))
     return found.made

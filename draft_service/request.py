@@ -77,6 +77,7 @@ class DrafterSessionRequest:
     tenant: str = ""
     weight: float = 1.0  # of the tenant, relative to others
     own_prompt: Sequence[int] = ()  # the prompt in the draft's tokens, where these are not the target's
+    learn: bool = False  # the text may be kept to learn from it
 
     @property
     def distributions_required(self) -> bool:

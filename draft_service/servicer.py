@@ -11,9 +11,11 @@ from prometheus_client.metrics_core import Metric
 
 from draft_service.candidate_queue import Extension
 from draft_service.draft_loop import DraftLoop, ServedSession
+from draft_service.learning_servicer import LearningServicer, key_gate
 from draft_service.metrics import metrics
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.session import DrafterSession
+from draft_service.traffic import NOTHING_KEPT
 from draft_service.translation import Translation
 from specdec.decoding.calibration import Calibrations
 from specdec.decoding.sampling import Rule, sampling_violations
@@ -75,11 +77,14 @@ class DraftServicer(
         grammars: GrammarCompiler | None = None,
         trials: GrammarTrials | None = None,
         translation: Translation | None = None,
+        learning_key: str | None = None,
     ) -> None:
         """Serve a draft loop. `info`: the pod's part of statistics, besides its identity; without `grammars`, texts
         with a grammar are refused; `trials` tries grammars before they are compiled. `translation`: of the drafter's
-        texts, if its tokenizer is not the target's; `identity` and `grammars` are then the target's."""
+        texts, if its tokenizer is not the target's; `identity` and `grammars` are then the target's. `learning_key`:
+        of callers that may read and delete the loop's traffic."""
         super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
+        self.gates = () if learning_key is None else (key_gate(learning_key),)
         self._started = time.monotonic()
         self._info = info or pod_info()
         self._loop = loop
@@ -96,6 +101,8 @@ class DraftServicer(
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
         TraceServicer("draft", self.timelines).register(server)
+        if self._loop.traffic is not None:
+            LearningServicer(self._loop.traffic).register(server)
 
     async def Draft(  # type: ignore[override]
         self,
@@ -118,6 +125,7 @@ class DraftServicer(
 
     def _told(self) -> draft_pb2.DraftServiceGetStatsResponse:
         loop, stats = self._loop, self._loop.stats
+        kept = NOTHING_KEPT if loop.traffic is None else loop.traffic.kept()
         return draft_pb2.DraftServiceGetStatsResponse(
             pod=self._info,
             up_us=int(1e6 * (time.monotonic() - self._started)),
@@ -134,6 +142,9 @@ class DraftServicer(
             sent_messages=stats.messages,
             identity=self._identity,
             serving=self.works,
+            kept_texts=kept.texts,
+            kept_tokens=kept.tokens,
+            kept_age_us=int(1e6 * kept.age),
         )
 
     def attach(
@@ -176,6 +187,7 @@ class DraftServicer(
             max_depth=policy.max_depth,
             max_branches=1 if draws else policy.max_branches,
             max_nodes=policy.max_nodes,
+            keeps_text=self._loop.traffic is not None and session.request.learn,
         )
         return draft_pb2.DraftResponse(opened=opened)
 
@@ -248,6 +260,7 @@ class DraftServicer(
             message.tenant,
             message.tenant_weight or 1.0,
             own_prompt,
+            message.learn,
         )
         policy = self._policy(message.policy, self._limits.max_nodes)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,6 +69,9 @@ class DrafterSession:
         self._calibration = calibration  # of this text
         self._frontier = Frontier()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # off the frontier until the root or the policy changes
+        self.begun = time.monotonic()
+        self.overruled: list[int] = []
+        """Indices of committed tokens that are not the draft's likeliest guess, ascending."""
         self._expanded: dict[Node, int] = {}  # live nodes, root included: depth below the root at expansion
         self._frontier.add(0.0, self.tree.root)
 
@@ -124,11 +128,13 @@ class DrafterSession:
         depth used is the one at expansion: the draft runs ahead, so the text has come nearer since.
         """
         node, followed, passed = self.tree.root, [], 0.0
-        for token in tokens:
+        for place, token in enumerate(tokens, self.tree.base):
             if not node.children:
                 break
             child = node.children.get(token)
             taken = None if child is None else list(node.children).index(token)
+            if taken != 0:
+                self.overruled.append(place)
             if self.policy.scorer is Scorer.CALIBRATED:
                 self._calibration.learn(
                     self._expanded[node], taken, [sibling.logprob for sibling in node.children.values()]

@@ -22,6 +22,7 @@ from draft_service.__main__ import translated
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
+from draft_service.traffic import Traffic
 from orchestrator.models.catalog import Catalog
 from orchestrator.models.grammar_check import GrammarCheck
 from orchestrator.pods.peers import Peers
@@ -258,6 +259,8 @@ async def stack(
     verifier_kind: type[VerifierServicer] = VerifierServicer,
     draft_kind: type[DraftServicer] = DraftServicer,
     translates: bool = False,
+    traffic: Traffic | None = None,
+    learning_key: str | None = None,
     disguise: Callable[[int, model_pb2.ModelIdentity], None] = as_it_is,
     controller: SpeculationController | None = None,
     draft_model: Path | None = None,
@@ -267,7 +270,8 @@ async def stack(
 ) -> AsyncIterator[Stack]:
     """Run verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine,
     `target_delay` the target's. Verifiers may have a `draft_model` or `heads`; `paged` ones take chains of candidates
-    only. `verifier_kind` and `draft_kind` replace servicers; a draft that `translates` has another tokenizer;
+    only. `verifier_kind` and `draft_kind` replace servicers; a draft that `translates` has another tokenizer; `traffic`
+    keeps texts that permit it, for who has the `learning_key`;
     `disguise` modifies the reported identity of a verifier by number."""
     async with AsyncExitStack() as exits:
 
@@ -304,13 +308,14 @@ async def stack(
                 engine = SlowEngine(engine, delay)
             of_target, translation = translated(directory, target) if translates else (directory, None)
             drafter = LanguageModelDrafter(engine, translation=translation, context=directory.context)
-            loop = DraftLoop(drafter)
+            loop = DraftLoop(drafter, traffic)
             loop.start()
             identity, limits = identity_of(directory, engine, capacity), draft_limits or DraftLimits()
             identity.tokenizer_fingerprint = of_target.tokenizer_fingerprint
             identity.vocabulary_size = of_target.vocabulary
             grammars, trials = GrammarCompiler.of(of_target), GrammarTrials(of_target.path)
-            service = draft_kind(loop, identity, limits, pod_info(engine), grammars, trials, translation)
+            more = (translation, learning_key)
+            service = draft_kind(loop, identity, limits, pod_info(engine), grammars, trials, *more)
             pod = DraftPod(service, loop=loop, drafter=drafter)
             await exits.enter_async_context(running(pod))
             return pod

@@ -62,11 +62,14 @@ class DraftStream(PeerStream):
             vocabulary_size=self._context.model.vocabulary,
             tenant=sample.tenant,
             tenant_weight=sample.weight,
+            learn=sample.learn,
         )
         stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
         opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))
         check_fit(opened.identity, self._context.model, self.peer)
         self._context.granted.by_draft(opened)
+        if opened.keeps_text:
+            self._context.keepers.add(self.pod)
         self.opened = True
         self._feeding = asyncio.create_task(self._feed())
 

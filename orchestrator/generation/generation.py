@@ -114,6 +114,7 @@ class Generation:
         finish.numerics_mode = verification.identity.numerics_mode
         finish.reproducible = self._context.sample.rule is Rule.COUPLED and not verification.numerics_changed
         finish.preemptions = verification.preemptions
+        finish.kept_for_learning = bool(self._context.keepers)
         speculation = finish.speculation
         speculation.undrafted_reason = self._drafting.undrafted_reason
         # Count only tokens before a stop string.

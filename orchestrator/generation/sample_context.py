@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.models.grammar_check import GrammarWatch
 from orchestrator.pods.peers import Peers
+from orchestrator.pods.pods import Pod
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import CommittedText, Sample
 from orchestrator.text.request_timeline import FailoverEvents, SampleTimeline
@@ -63,6 +64,8 @@ class SampleContext:
     grammar_watch: GrammarWatch | None = None  # None: it has no grammar, or grammars are not tried
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of texts without the draft they wanted, by reason; shared by all samples."""
+    keepers: set[Pod] = field(default_factory=set)
+    """Drafts that keep the text to learn from it."""
 
     @property
     def timeout(self) -> float | None:

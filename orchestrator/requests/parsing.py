@@ -86,6 +86,9 @@ def parse(
     if owner is not None and message.tenant not in ("", owner.name):
         problem = f"tenant: is {echo(message.tenant)}, the API key is of {echo(owner.name)}"
         raise PermissionDeniedError(problem, "WRONG_TENANT")
+    if owner is not None and message.learn and not owner.learn:
+        problem = f"learn: is set, the tenant {echo(owner.name)} does not permit it (`learn` in the file of tenants)"
+        raise PermissionDeniedError(problem, "LEARNING_NOT_PERMITTED")
     time = time_of(message, arrived or datetime.now(UTC), violations)
     prompt = prompt_tokens(message, model, time, violations)
     if (
@@ -164,6 +167,7 @@ def parse(
         time=time if message.WhichOneof("prompt") == "chat" else None,
         rejected_candidates=message.rejected_candidates,
         cache_salt=message.cache_salt,
+        learn=message.learn,
     )
     return Request(
         seed,

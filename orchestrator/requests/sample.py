@@ -48,6 +48,7 @@ class Sample:
     prompt_logprobs: int | None = None  # as `top_logprobs`, for the prompt; of the first sample only
     schema_check: UniqueItems | None = None  # of the finished answer: what no grammar enforces of its schema
     cache_salt: str = ""  # separates the text from others of its tenant in caches
+    learn: bool = False  # draft services may keep the text to learn from it
 
     @property
     def cache_scope(self) -> bytes:

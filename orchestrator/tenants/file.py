@@ -46,6 +46,7 @@ class Tenant:
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # of prompts and of texts
+    learn: bool = False  # drafts may learn from texts whose requests permit it too
 
 
 LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
@@ -124,8 +125,9 @@ def _tenant(name: Any, entry: Any) -> Tenant:
     weight = given.get("weight", 1.0)
     if type(weight) not in (int, float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
         raise ValueError(f"weight: is {weight!r}, must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
-    if type(given.get("operator", False)) is not bool:
-        raise ValueError(f"operator: is {given['operator']!r}, must be true or false")
+    for flag in ("operator", "learn"):
+        if type(given.get(flag, False)) is not bool:
+            raise ValueError(f"{flag}: is {given[flag]!r}, must be true or false")
     label = given.get("tenant_class", "default")
     if not isinstance(label, str) or not CLASS.fullmatch(label):
         raise ValueError(f"class: is {label!r}, must be 1 to 32 of a to z, 0 to 9, - and _")

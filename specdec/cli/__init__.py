@@ -22,6 +22,7 @@ from specdec.cli.chat import chat
 from specdec.cli.doctor import doctor
 from specdec.cli.export import export
 from specdec.cli.failure import ending
+from specdec.cli.forget import forget
 from specdec.cli.generate import generate
 from specdec.cli.import_gguf import import_gguf
 from specdec.cli.services import draft, evaluate, openai, orchestrator, serve, up, verifier, warm_up
@@ -62,6 +63,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.callback()(specdec)
 for service in (draft, verifier, orchestrator, openai, up, serve, warm_up, evaluate):
     app.command(context_settings=PASS_ON)(ending(service))
-for command in (doctor, export, import_gguf, train_heads, stats, trace, generate, chat, tokenize, api_key):
+for command in (doctor, export, import_gguf, train_heads, forget, stats, trace, generate, chat, tokenize, api_key):
     app.command()(ending(command))
 app.command(context_settings=PASS_ON)(ending(bench))

@@ -161,6 +161,9 @@ def generate(
             help="Fixed widths of the draft's token tree, as in SpecInfer: children of a node by its depth.",
         ),
     ] = None,
+    learn: Annotated[
+        bool, typer.Option("--learn", help="Permit drafts to keep the text, prompt included, and to learn from it.")
+    ] = False,
     rule: Annotated[
         Literal["coupled", "rejection", "contrastive"],
         typer.Option(help="Acceptance rule: how candidates become tokens."),
@@ -232,6 +235,7 @@ def generate(
         "min_path_probability": min_path_probability,
         "scorer": scorer,
         "expansion": None if expansion is None else _widths(expansion),
+        "learn": learn or None,
         "rule": rule,
         "alpha": alpha,
     }
@@ -352,6 +356,8 @@ def _complete(
             err.file.write(
                 f"not valid under the schema: {broken}\n" if check.keyword else "not checked for uniqueItems\n"
             )
+        if finish.kept_for_learning:
+            err.file.write("kept by a draft service to learn from\n")
         for line in speculation_lines(s, err, in_colours=console.is_terminal):
             err.file.write(f"{line}\n")
 

@@ -51,6 +51,7 @@ class CompletionReport:
             **({"reasoning": reasoning} if (reasoning := "".join(self._reasoning)) else {}),
             "finish_reason": finish.reason,
             **({} if finish.schema_check is None else {"schema_check": asdict(finish.schema_check)}),
+            **({"kept_for_learning": True} if finish.kept_for_learning else {}),
             "usage": {"prompt_tokens": finish.prompt_tokens, "completion_tokens": finish.completion_tokens},
             "seed": self.seed,
             "request_id": self.request_id,

@@ -151,6 +151,9 @@ def _of_draft(stats: DraftServiceGetStatsResponse, before: Stats | None) -> Iter
     )
     guessed = percent(stats.guessed_tokens, stats.committed_tokens)
     yield "tokens", f"{stats.committed_tokens} committed, of which {guessed} were guessed before"
+    if stats.kept_texts:
+        age = f"{stats.kept_age_us / 6e7:.0f} minutes"
+        yield "kept to learn from", f"{stats.kept_texts} texts, {stats.kept_tokens} tokens, the oldest for {age}"
     yield from _off(stats.fast_paths_off)
 
 

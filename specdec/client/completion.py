@@ -121,6 +121,7 @@ class Finish:
     reproducible: bool  # True: repeating the request gives the same tokens
     reasoning_tokens: int  # part of `completion_tokens`
     schema_check: SchemaCheck | None = None  # None: the grammar enforces all of the schema, or there is none
+    kept_for_learning: bool = False  # True: a draft service keeps the text to learn from it (`learn`)
 
 
 @dataclass(frozen=True)
@@ -326,6 +327,7 @@ def _read_finish(finish: pb.Finish) -> Finish:
         reproducible=finish.reproducible,
         reasoning_tokens=finish.usage.reasoning_tokens,
         schema_check=_read_check(finish.schema_check) if finish.HasField("schema_check") else None,
+        kept_for_learning=finish.kept_for_learning,
     )
 
 

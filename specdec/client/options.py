@@ -167,6 +167,9 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: Annotated[
         str | None, "Share the prefix cache only with the tenant's requests with the same salt; at most 256 characters."
     ]
+    learn: Annotated[
+        bool | None, "Permit draft services to keep this text, prompt included, and to learn from it. Default: no."
+    ]
     priority: Annotated[int | None, "Order among waiting requests of the same tenant: lower goes first. Default: 0."]
     generated_tokens: Annotated[
         Sequence[int] | None, "Resume an interrupted text with these tokens; needs its seed, and n = 1."

@@ -49,7 +49,7 @@ _PLAIN = {
     "model", "max_tokens", "min_tokens", "stop_tokens", "ignore_end_token", "ignore_generation_config", "n", "logprobs",
     "fallback_temperature", "generated_tokens", "tenant", "priority", "model_fingerprint", "prompt_digest",
     "prompt_logprobs", "show_special_tokens", "include_stop", "return_prompt_token_ids", "truncate_prompt_tokens",
-    "rejected_candidates", "cache_salt",
+    "rejected_candidates", "cache_salt", "learn",
 }  # fmt: skip
 _SAMPLING = {
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",

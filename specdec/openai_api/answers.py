@@ -318,5 +318,6 @@ def statistics(finish: Finish) -> Json:
         "exact": finish.exact,
         "reproducible": finish.reproducible,
         "preemptions": finish.preemptions,
+        **({"kept_for_learning": True} if finish.kept_for_learning else {}),
         **({} if check is None else {"schema_check": asdict(check)}),
     }

@@ -47,6 +47,7 @@ OWN = frozenset(
         "forced",
         "ignore_generation_config",
         "jacobi",
+        "learn",
         "lookahead",
         "max_branches",
         "max_candidates",

@@ -106,6 +106,7 @@ class DraftOpen(google.protobuf.message.Message):
     GRAMMAR_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     TENANT_WEIGHT_FIELD_NUMBER: builtins.int
+    LEARN_FIELD_NUMBER: builtins.int
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -120,6 +121,8 @@ class DraftOpen(google.protobuf.message.Message):
     """
     tenant_weight: builtins.float
     """Weight of the tenant in this pod's passes relative to competing tenants, 0.01 to 100; 0 means 1."""
+    learn: builtins.bool
+    """The text may be kept to learn from it."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -164,9 +167,10 @@ class DraftOpen(google.protobuf.message.Message):
         grammar: specdec.v2.model_pb2.Grammar | None = ...,
         tenant: builtins.str = ...,
         tenant_weight: builtins.float = ...,
+        learn: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "learn", b"learn", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___DraftOpen = DraftOpen
 
@@ -180,6 +184,7 @@ class DraftOpened(google.protobuf.message.Message):
     MAX_DEPTH_FIELD_NUMBER: builtins.int
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
+    KEEPS_TEXT_FIELD_NUMBER: builtins.int
     max_depth: builtins.int
     """Maximum tokens this session may draft ahead of the committed text: the smaller of its policy's and this pod's
     limit. 0: not reported.
@@ -188,6 +193,8 @@ class DraftOpened(google.protobuf.message.Message):
     """Maximum children of a node, likewise limited by policy and pod."""
     max_nodes: builtins.int
     """Maximum live nodes, likewise limited by policy and pod."""
+    keeps_text: builtins.bool
+    """Whether the text is kept to learn from it, once the session ends."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -199,9 +206,10 @@ class DraftOpened(google.protobuf.message.Message):
         max_depth: builtins.int = ...,
         max_branches: builtins.int = ...,
         max_nodes: builtins.int = ...,
+        keeps_text: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity", b"identity", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "keeps_text", b"keeps_text", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes"]) -> None: ...
 
 global___DraftOpened = DraftOpened
 
@@ -306,6 +314,9 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
     SENT_MESSAGES_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
     SERVING_FIELD_NUMBER: builtins.int
+    KEPT_TEXTS_FIELD_NUMBER: builtins.int
+    KEPT_TOKENS_FIELD_NUMBER: builtins.int
+    KEPT_AGE_US_FIELD_NUMBER: builtins.int
     up_us: builtins.int
     """Time since the pod started, microseconds."""
     sessions: builtins.int
@@ -330,6 +341,12 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
     """Counter: messages of candidates sent."""
     serving: builtins.bool
     """Whether it accepts sessions: its health is SERVING."""
+    kept_texts: builtins.int
+    """Texts kept to learn from."""
+    kept_tokens: builtins.int
+    """Their tokens."""
+    kept_age_us: builtins.int
+    """Time since the oldest was kept, microseconds."""
     @property
     def pod(self) -> specdec.v2.model_pb2.PodInfo:
         """The process that answers."""
@@ -360,8 +377,11 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
         sent_messages: builtins.int = ...,
         identity: specdec.v2.model_pb2.ModelIdentity | None = ...,
         serving: builtins.bool = ...,
+        kept_texts: builtins.int = ...,
+        kept_tokens: builtins.int = ...,
+        kept_age_us: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity", "pod", b"pod"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "fast_paths_off", b"fast_paths_off", "guessed_tokens", b"guessed_tokens", "identity", b"identity", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "pod", b"pod", "sent_candidates", b"sent_candidates", "sent_messages", b"sent_messages", "serving", b"serving", "sessions", b"sessions", "steps", b"steps", "up_us", b"up_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "fast_paths_off", b"fast_paths_off", "guessed_tokens", b"guessed_tokens", "identity", b"identity", "kept_age_us", b"kept_age_us", "kept_texts", b"kept_texts", "kept_tokens", b"kept_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "pod", b"pod", "sent_candidates", b"sent_candidates", "sent_messages", b"sent_messages", "serving", b"serving", "sessions", b"sessions", "steps", b"steps", "up_us", b"up_us"]) -> None: ...
 
 global___DraftServiceGetStatsResponse = DraftServiceGetStatsResponse

@@ -90,6 +90,7 @@ class GenerateRequest(google.protobuf.message.Message):
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    LEARN_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served. NAME@REVISION selects a revision; otherwise one is drawn by traffic
     share, the same one for the same prompt and seed as long as the shares do not change.
@@ -155,6 +156,10 @@ class GenerateRequest(google.protobuf.message.Message):
     cache_salt: builtins.str
     """Share cached prefixes only with requests of the tenant with the same salt, and no finished texts. At most 256
     characters; empty: with those that have none. It changes no token.
+    """
+    learn: builtins.bool
+    """Permits draft services to keep this text, prompt included, and to learn from it: Finish.kept_for_learning. Refused
+    where tenants have keys and the tenant's entry does not permit it too.
     """
     @property
     def tokens(self) -> global___TokenPrompt:
@@ -236,9 +241,10 @@ class GenerateRequest(google.protobuf.message.Message):
         return_prompt_token_ids: builtins.bool = ...,
         truncate_prompt_tokens: builtins.int = ...,
         cache_salt: builtins.str = ...,
+        learn: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "include_stop", b"include_stop", "json_schema", b"json_schema", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rejected_candidates", b"rejected_candidates", "return_prompt_token_ids", b"return_prompt_token_ids", "rule", b"rule", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "include_stop", b"include_stop", "json_schema", b"json_schema", "learn", b"learn", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rejected_candidates", b"rejected_candidates", "return_prompt_token_ids", b"return_prompt_token_ids", "rule", b"rule", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_fallback_temperature", b"_fallback_temperature"]) -> typing.Literal["fallback_temperature"] | None: ...
     @typing.overload
@@ -892,6 +898,7 @@ class Finish(google.protobuf.message.Message):
     NUMERICS_MODE_FIELD_NUMBER: builtins.int
     PREEMPTIONS_FIELD_NUMBER: builtins.int
     SCHEMA_CHECK_FIELD_NUMBER: builtins.int
+    KEPT_FOR_LEARNING_FIELD_NUMBER: builtins.int
     reason: specdec.v2.model_pb2.FinishReason.ValueType
     """Why."""
     stop: builtins.str
@@ -906,6 +913,10 @@ class Finish(google.protobuf.message.Message):
     """Whether the tokens may depend on the other sessions in the steps."""
     preemptions: builtins.int
     """Preemptions of the text; each recomputes it."""
+    kept_for_learning: builtins.bool
+    """Whether a draft service keeps the text to learn from it: the request permits it, and a draft that collects texts had
+    a part in it.
+    """
     @property
     def usage(self) -> global___Usage:
         """Token counts."""
@@ -932,9 +943,10 @@ class Finish(google.protobuf.message.Message):
         numerics_mode: specdec.v2.model_pb2.NumericsMode.ValueType = ...,
         preemptions: builtins.int = ...,
         schema_check: global___SchemaCheck | None = ...,
+        kept_for_learning: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["schema_check", b"schema_check", "speculation", b"speculation", "usage", b"usage"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["numerics_fingerprint", b"numerics_fingerprint", "numerics_mode", b"numerics_mode", "preemptions", b"preemptions", "reason", b"reason", "reproducible", b"reproducible", "schema_check", b"schema_check", "speculation", b"speculation", "stop", b"stop", "usage", b"usage"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept_for_learning", b"kept_for_learning", "numerics_fingerprint", b"numerics_fingerprint", "numerics_mode", b"numerics_mode", "preemptions", b"preemptions", "reason", b"reason", "reproducible", b"reproducible", "schema_check", b"schema_check", "speculation", b"speculation", "stop", b"stop", "usage", b"usage"]) -> None: ...
 
 global___Finish = Finish
 

@@ -21,6 +21,7 @@ CALLERS = {
     *("INVALID_REQUEST", "PROMPT_TOO_LONG", "UNKNOWN_MODEL", "NOT_BUILT"),
     *("DEADLINE", "PROMPT_CHANGED", "MODEL_CHANGED"),
     *("UNAUTHENTICATED", "WRONG_TENANT", "TENANT_LIMIT", "UNKNOWN_REQUEST", "GRAMMAR_TOO_COMPLEX"),
+    "LEARNING_NOT_PERMITTED",
 }
 """Error reasons without an alert: caused by callers, or by a change of the model."""
 

@@ -58,6 +58,8 @@ MISTAKES = (
     Mistake("specdec export target notes", USAGE, "notes: contains something other than an exported model"),
     Mistake("specdec train-heads target notes --text notes", USAGE, "notes: is not empty; go on with --resume, or"),
     Mistake("specdec train-heads target new", USAGE, "--text: give the text to train on, or go on with --resume"),
+    Mistake("specdec forget acme --draft 127.0.0.1:9", UNREACHABLE, "it may keep the texts still"),
+    Mistake("specdec draft --model draft --learn-tokens 9", USAGE, "'--learn-key-file': is needed with --learn-tokens"),
     Mistake("specdec verifier", USAGE, "Missing option '--model'."),
     Mistake("specdec verifier --model target-1", CANNOT, "target-1: no such directory"),
     Mistake("specdec verifier --model big.gguf", CANNOT, "big.gguf: is not a GGUF file: it begins with b'vers'"),

@@ -129,6 +129,13 @@ async def test_a_key_opens_its_own_tenant_alone(address: str) -> None:
         assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.PERMISSION_DENIED, "WRONG_TENANT")
 
 
+async def test_a_tenant_has_to_permit_learning_too(address: str) -> None:
+    async with AsyncClient(address, api_key=ACME) as client:
+        with pytest.raises(AccessDenied, match="learn: is set, the tenant 'acme' does not permit it") as refused:
+            await client.complete("x", learn=True)
+        assert refused.value.reason == "LEARNING_NOT_PERMITTED"
+
+
 async def test_only_operators_see_what_concerns_all(address: str) -> None:
     code, message = await status(address, "GetStats", ("authorization", f"Bearer {ACME}"))
     assert (code, message) == (grpc.StatusCode.PERMISSION_DENIED, "tenant 'acme' is not an operator")

@@ -29,12 +29,14 @@ tenants:
     max_concurrent_requests: 3
     requests_per_minute: 60
     tokens_per_minute: 1000
-  watchers: {{api_keys: ["{api_keys.hash_of("third")}"], operator: true}}
+  watchers: {{api_keys: ["{api_keys.hash_of("third")}"], operator: true, learn: true}}
 """,
     ).read()
     acme = Tenant("acme", (ONE, OTHER), False, "gold", 2, 3, 60, 1000)
     assert found[ONE] == found[OTHER] == acme
-    assert found[api_keys.hash_of("third")] == Tenant("watchers", (api_keys.hash_of("third"),), operator=True)
+    assert found[api_keys.hash_of("third")] == Tenant(
+        "watchers", (api_keys.hash_of("third"),), operator=True, learn=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,7 @@ tenants:
         (f"tenants: {{a: {{api_keys: ['{ONE}'], weight: .nan}}}}", "weight: is nan, must be from 0.01 to 100"),
         (f"tenants: {{a: {{api_keys: ['{ONE}'], weight: true}}}}", "weight: is True, must be from 0.01 to 100"),
         (f"tenants: {{a: {{api_keys: ['{ONE}'], operator: 'no'}}}}", "operator: is 'no', must be true or false"),
+        (f"tenants: {{a: {{api_keys: ['{ONE}'], learn: 1}}}}", "learn: is 1, must be true or false"),
         (f"tenants: {{a: {{api_keys: ['{ONE}'], class: Gold}}}}", "class: is 'Gold', must be 1 to 32 of a to z"),
         (
             f"tenants: {{a: {{api_keys: ['{ONE}'], tokens_per_minute: 1.5}}}}",

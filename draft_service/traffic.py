@@ -1,0 +1,106 @@
+"""Traffic: the texts that a draft may learn from, in memory alone.
+
+A text is kept when its session ends, if its request permits it; the oldest texts give way. What is forgotten is gone at
+once, and texts of that tenant that are still running are not kept either.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draft_service.session import DrafterSession
+
+MAX_KEPT_TOKENS = 1 << 28
+"""Limit on the tokens kept: 2 GB, with the places where the draft was overruled."""
+
+MAX_FORGOTTEN = 10_000
+"""Tenants remembered as forgotten, for their running texts; the one forgotten first is dropped first."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeptText:
+    """A text to learn from."""
+
+    tenant: str
+    tokens: NDArray[np.uint32]  # the prompt's first
+    prompt: int  # tokens of the prompt
+    overruled: NDArray[np.uint32]  # indices of tokens that are not the draft's likeliest guess, ascending
+    kept_at: float  # by the clock
+
+
+class Kept(NamedTuple):
+    """How much is kept."""
+
+    texts: int
+    tokens: int
+    age: float  # seconds since the oldest text was kept
+
+
+NOTHING_KEPT = Kept(0, 0, 0.0)
+
+
+class Traffic:
+    """The last `most` tokens of texts that permit learning. Thread-safe."""
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._texts: deque[KeptText] = deque()
+        self._tokens = 0
+        self._forgotten: OrderedDict[str, float] = OrderedDict()  # tenant -> when
+
+    def keep(self, session: DrafterSession) -> bool:
+        """Keep the text of a session that ends, if its request permits it and its tenant was not forgotten meanwhile.
+        Only the last tokens of a text that is too long are kept."""
+        request = session.request
+        if not request.learn or session.tree.base == len(request.prompt):  # nothing of the target's
+            return False
+        cut = max(0, session.tree.base - self._most)
+        overruled = np.asarray(session.overruled, dtype=np.uint32)
+        text = KeptText(
+            request.tenant,
+            np.asarray(session.tree.committed[cut:], dtype=np.uint32),
+            max(0, len(request.prompt) - cut),
+            overruled[overruled >= cut] - np.uint32(cut),
+            self._clock(),
+        )
+        with self._lock:
+            if self._forgotten.get(request.tenant, -1.0) >= session.begun:
+                return False
+            self._texts.append(text)
+            self._tokens += len(text.tokens)
+            while self._tokens > self._most:
+                self._tokens -= len(self._texts.popleft().tokens)
+        return True
+
+    def forget(self, tenant: str) -> tuple[int, int]:
+        """Delete the texts of a tenant; return their number and that of their tokens."""
+        with self._lock:
+            gone = [text for text in self._texts if text.tenant == tenant]
+            self._texts = deque(text for text in self._texts if text.tenant != tenant)
+            tokens = sum(len(text.tokens) for text in gone)
+            self._tokens -= tokens
+            self._forgotten[tenant] = self._clock()
+            self._forgotten.move_to_end(tenant)
+            if len(self._forgotten) > MAX_FORGOTTEN:
+                self._forgotten.popitem(last=False)
+        return len(gone), tokens
+
+    def texts(self) -> list[KeptText]:
+        """Return the kept texts, oldest first."""
+        with self._lock:
+            return list(self._texts)
+
+    def kept(self) -> Kept:
+        with self._lock:
+            age = self._clock() - self._texts[0].kept_at if self._texts else 0.0
+            return Kept(len(self._texts), self._tokens, age)

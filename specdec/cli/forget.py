@@ -1,0 +1,47 @@
+"""`specdec forget`: delete what draft services keep of a tenant's texts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import grpc
+import typer
+
+from specdec import ports
+from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
+from specdec.cli.failure import STATUS, fail
+from specdec.client.errors import from_rpc
+from specdec.command_line import addresses, duration
+from specdec.v2 import learning_pb2, learning_pb2_grpc
+from specdec.wire.address import parse_addresses
+
+
+def forget(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help='Name of the tenant; "" for texts without one.')],
+    draft: Annotated[
+        str,
+        typer.Option(
+            callback=addresses, help="Addresses of all draft services that keep texts, comma-separated: HOST:PORT each."
+        ),
+    ] = f"127.0.0.1:{ports.DRAFT}",
+    timeout: Annotated[float, duration("Timeout in seconds, for each.", min=0.001)] = 5.0,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
+    api_key_file: ApiKeyFile = None,
+) -> None:
+    """Delete what draft services keep of a tenant's texts to learn from, at once. --api-key-file has the key of their
+    --learn-key-file."""
+    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
+    request = learning_pb2.ForgetRequest(tenant=tenant)
+    for at in parse_addresses(draft):
+        with allowed.channel(at.target) as channel:
+            stub = learning_pb2_grpc.LearningServiceStub(channel)
+            try:
+                gone = stub.Forget(request, timeout=timeout, metadata=allowed.metadata)
+            except grpc.RpcError as error:
+                problem = from_rpc(error)
+                fail(f"{at.target}: {problem}: it may keep the texts still", STATUS[type(problem)])
+        print(f"{at.target}: {gone.texts} texts, {gone.tokens} tokens forgotten")

@@ -1,0 +1,152 @@
+"""What a draft service keeps to learn from: texts that permit it, within its limit, until they are forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draft_service.__main__ import learning_key
+from draft_service.draft_loop import DraftLoop
+from draft_service.learning_servicer import MIN_KEY_CHARACTERS, key_gate
+from draft_service.request import DrafterSessionRequest, ExpansionPolicy
+from draft_service.session import DrafterSession
+from draft_service.traffic import KeptText, Traffic
+from specdec.decoding.calibration import Calibration
+from specdec.decoding.query import RequestSampler
+from specdec.decoding.sampling import Sampling
+from specdec.serving.errors import UnauthenticatedError
+from tests.draft_service.fakes import VOCABULARY, Engine, Listener, Pod
+
+PROMPT = [1, 2, 3]
+GUESSED = 7
+"""The fake engine's likeliest token everywhere."""
+
+
+def session(tenant: str = "a", learn: bool = True, prompt: Sequence[int] = PROMPT) -> DrafterSession:
+    request = DrafterSessionRequest(
+        list(prompt), [], RequestSampler(Sampling()), frozenset(), 200, 10_000, tenant=tenant, learn=learn
+    )
+    return DrafterSession(request, ExpansionPolicy(max_nodes=8), VOCABULARY, Calibration())
+
+
+def ended(traffic: Traffic, text: Sequence[int], **fields: object) -> DrafterSession:
+    """Return a session whose text went on by these tokens, and that was offered to the traffic."""
+    made = session(**fields)  # type: ignore[arg-type]
+    made.commit(made.tree.base, list(text))
+    traffic.keep(made)
+    return made
+
+
+def tokens(texts: Sequence[KeptText]) -> list[list[int]]:
+    return [text.tokens.tolist() for text in texts]
+
+
+def test_a_text_is_kept_at_its_end_with_where_the_draft_was_wrong() -> None:
+    traffic = Traffic(1000)
+    pod = Pod(Engine())
+    loop = DraftLoop(pod.drafter, traffic)
+    text = session()
+    Listener(loop, text)
+    for committed in ([GUESSED, GUESSED], [5], [GUESSED, 6]):
+        while loop.turn() is not None:
+            pass
+        loop.commit(text, text.tree.base, committed, 0.0)
+    assert traffic.texts() == []
+    loop.detach(text)
+    loop.detach(text)  # detached again: kept once
+    (kept,) = traffic.texts()
+    assert kept.tokens.tolist() == [*PROMPT, GUESSED, GUESSED, 5, GUESSED, 6]
+    assert (kept.tenant, kept.prompt, kept.overruled.tolist()) == ("a", 3, [5, 7])
+
+
+@pytest.mark.parametrize(("learn", "text"), [(False, [4, 5]), (True, [])])
+def test_nothing_is_kept_without_permission_or_without_a_text(learn: bool, text: list[int]) -> None:
+    traffic = Traffic(1000)
+    ended(traffic, text, learn=learn)
+    assert traffic.texts() == []
+
+
+@given(lengths=st.lists(st.integers(1, 12), max_size=20), most=st.integers(4, 30))
+def test_the_last_tokens_are_kept(lengths: list[int], most: int) -> None:
+    """Whole texts, as many of the last ones as fit; of a text that alone is too long, its end."""
+    traffic = Traffic(most)
+    for number, length in enumerate(lengths):
+        ended(traffic, [number % VOCABULARY] * length)
+    expected: list[list[int]] = []
+    for number, length in reversed(list(enumerate(lengths))):
+        text = [*PROMPT, *[number % VOCABULARY] * length][-most:]
+        if sum(map(len, expected)) + len(text) > most:
+            break
+        expected.insert(0, text)
+    assert tokens(traffic.texts()) == expected
+    assert traffic.kept().tokens == sum(map(len, expected))
+    assert all(
+        text.prompt == max(0, 3 - (3 + length - len(text.tokens)))
+        for text, length in zip(traffic.texts(), lengths[len(lengths) - len(expected) :], strict=True)
+    )
+
+
+def test_what_is_forgotten_is_gone_and_running_texts_are_not_kept() -> None:
+    now = [0.0]
+    traffic = Traffic(1000, clock=lambda: now[0])
+    ended(traffic, [4, 5])
+    ended(traffic, [6], tenant="b")
+    running, other = session(), session("b")
+    now[0] = running.begun + 1.0
+    assert traffic.forget("a") == (1, 5)
+    assert traffic.forget("a") == (0, 0)
+    for text in (running, other):
+        text.commit(3, [9])
+        traffic.keep(text)
+    assert tokens(traffic.texts()) == [[*PROMPT, 6], [*PROMPT, 9]]
+    now[0] = 0.0
+    assert {text.tenant for text in traffic.texts()} == {"b"}
+
+
+def test_a_tenant_may_permit_learning_again() -> None:
+    traffic = Traffic(1000)
+    traffic.forget("a")
+    ended(traffic, [4])
+    assert tokens(traffic.texts()) == [[*PROMPT, 4]]
+
+
+KEY = "k" * MIN_KEY_CHARACTERS
+
+
+@pytest.mark.parametrize(
+    ("method", "metadata", "passes"),
+    [
+        ("/specdec.v2.LearningService/GetTraffic", (("authorization", f"Bearer {KEY}"),), True),
+        ("/specdec.v2.LearningService/GetTraffic", (("authorization", f"Bearer {KEY[1:]}"),), False),
+        ("/specdec.v2.LearningService/Forget", (), False),
+        ("/specdec.v2.LearningService/Forget", (("authorization", b"\xff"),), False),
+        ("/specdec.v2.DraftService/Draft", (), True),
+    ],
+)
+def test_who_has_the_key(method: str, metadata: tuple[tuple[str, str | bytes], ...], passes: bool) -> None:
+    gate = key_gate(KEY)
+    if passes:
+        gate(method, metadata)
+    else:
+        with pytest.raises(UnauthenticatedError):
+            gate(method, metadata)
+
+
+def test_the_key_is_needed_and_checked(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    assert learning_key(0, None) is None
+    file.write_text(f"{KEY}\n")
+    assert learning_key(1000, file) == KEY
+    for content in ("short", "two lines of key\nand more", "\u00e9" * 20):
+        file.write_text(content)
+        with pytest.raises(typer.BadParameter, match="key: "):
+            learning_key(1000, file)
+    with pytest.raises(typer.BadParameter, match="is needed with --learn-tokens"):
+        learning_key(1000, None)
+    with pytest.raises(typer.BadParameter, match="nowhere"):
+        learning_key(1000, tmp_path / "nowhere")
