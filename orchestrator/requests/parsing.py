@@ -71,8 +71,7 @@ def parse(
     streamed: bool = True,
     arrived: datetime | None = None,
 ) -> Request:
-    """Parse a message into a request, or raise an error that names every wrong field; a prompt over the limit is
-    reported first, and alone.
+    """Parse a message into a request, or raise an error that names every wrong field, or only an overlong prompt.
 
     `owner` is the tenant of the caller's key; without one, the message names the tenant. `untrusted_drafts` refuses
     rules that let a draft service influence tokens. Commits may be coalesced unless the request is `streamed` or a stop

@@ -31,7 +31,7 @@ def operation(request: generation_pb2.GenerateRequest) -> str:
 
 def record_parsed(timeline: Timeline, request: Request) -> None:
     """Record the parameters of a parsed request."""
-    sample = request.samples[0]  # samples differ in their seeds alone
+    sample = request.samples[0]  # samples differ only in their seeds
     timeline.set(
         max_tokens=sample.max_tokens,
         temperature=sample.sampling.temperature,

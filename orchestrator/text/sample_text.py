@@ -241,7 +241,7 @@ does not get them before the next token."""
 
 
 class SampleText:
-    """Detokenises one sample. Marks of reasoning are not shown; stop strings are searched for in the answer alone.
+    """Detokenises one sample. Marks of reasoning are not shown; stop strings are searched for only in the answer.
     White space around the opening mark and after the closing one is dropped. With a grammar the answer keeps its white
     space, and there is reasoning only if the mark is the first token: the grammar holds for all other texts."""
 

@@ -190,7 +190,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     service = loading.result()
     if exporter is not None:
         service.timelines.exporter = exporter
-    log_settings()  # only now: a failed start prints its reason alone
+    log_settings()  # only now: a failed start prints only its reason
     options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
     if service.connection_seconds is not None:  # running calls continue without limit
         options.append(("grpc.max_connection_age_ms", int(1e3 * service.connection_seconds)))
