@@ -149,6 +149,7 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"kind": "a", "x": 1}, {"kind": "b"}],
         [{"kind": "a"}, {"kind": "b", "x": 1}, {}],
     ),
+    "allOf with true": ({"type": "object", "allOf": [True, {"required": ["a"]}]}, [{"a": 1}], [{}]),
     "several ifs": (
         {
             **KIND,

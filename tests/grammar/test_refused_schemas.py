@@ -68,6 +68,7 @@ def test_what_has_no_equivalent_is_refused_with_its_place(schema: dict[str, Any]
         {"minimum": "5", "maxItems": True, "prefixItems": {}, "contains": 5, "$ref": 5},
         {"propertyNames": 5, "unevaluatedProperties": 5, "not": 5},
         {"if": 5, "then": 5},
+        {"type": "object", "allOf": ["an if", 5]},
         {"$id": 5, "$anchor": 5, "$ref": "#x"},
         {"$id": "http://[", "$ref": "http://["},
         {"$defs": {"a": {"$ref": "#/$defs/a"}}, "not": {"$ref": "#/$defs/a"}},

@@ -55,7 +55,7 @@ def _cases(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> tuple[l
     identities of the schemas with these ifs. Rewritten one by one, these ifs would make too many combinations."""
     groups: dict[str, list[tuple[list[Any], Mapping[str, Any]]]] = {}
     if schema.get("type") == "object":
-        parts = [part for part in list_of(schema.get("allOf")) if object_of(part).keys() <= IF_ALONE]
+        parts = [part for part in map(object_of, list_of(schema.get("allOf"))) if part.keys() <= IF_ALONE]
         for part in (schema, *parts):
             if "if" in part and (found := _asked_value(part["if"], schema.get("required"))) is not None:
                 groups.setdefault(found[0], []).append((found[1], part))
