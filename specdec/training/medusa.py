@@ -7,103 +7,62 @@ than single ones (Hinton et al. 2015). The loss is the sum of the heads' cross-e
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.engine.heads.medusa import MedusaHeads
 from specdec.engine.hf.hidden_states import with_hidden_states
-from specdec.engine.model_file import ModelDirectoryError, read_fields
+from specdec.training.files import STATE, TEXTS, replace_json, replace_tensors
+from specdec.training.plan import HEADS, MAX_TOKENS, Origin, Plan, ResumeError, check_texts, plan_begun
 from specdec.training.texts import Windows
-
-STATE, PLAN, TEXTS = "training.safetensors", "training.json", "texts.safetensors"
-"""Files of a training that is not over: heads and moments in float32 with the steps done, its plan, and its tokens."""
-
-DONE = "done"
-"""Name of the number of steps among the tensors of STATE."""
+from specdec.training.training import Training
 
 DECAY = 0.8
 """Weight of a head's loss, relative to the head before it."""
 
-WARM_UP = 0.1
-"""Part of the steps in which the learning rate rises."""
-
-MOMENTS = "exp_avg", "exp_avg_sq"
-BETAS, EPSILON = (0.9, 0.95), 1e-8
 TOLD_RANKS = (1, 3, 10)
 
 
-class ResumeError(ModelDirectoryError):
-    """Raised, with a one-line message, if a training cannot go on."""
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """The parameters of a training. On one machine, the same plan and texts give the same heads."""
+@dataclass(frozen=True, kw_only=True)
+class HeadPlan(Plan):
+    """The parameters of a training of heads."""
 
     heads: int = 5
     layers: int = 1
     own_outputs: bool = False
-    steps: int = 2000
-    rows: int = 8  # windows of a step
-    length: int = 256  # tokens of a window
-    rate: float = 1e-3
-    seed: int = 0
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The target and the text that a training was begun with."""
+class HeadTraining(Training[HeadPlan]):
+    """A training of Medusa heads."""
 
-    target: str  # its name
-    text: str  # digest of the files of text
-    own_tokens: int  # written by the target, besides
-
-
-class HeadTraining:
-    """A training of Medusa heads: call `step` until `over`, and `save` at any time."""
-
-    def __init__(self, model: PreTrainedModel, windows: Windows, plan: TrainingPlan, origin: Origin) -> None:
-        self.plan = plan
-        self.origin = origin
-        self.done = 0  # steps
+    def __init__(self, model: PreTrainedModel, windows: Windows, plan: HeadPlan, origin: Origin) -> None:
         self._model = model.requires_grad_(False).eval()
         self._windows = windows
         head = model.get_output_embeddings()
         self.heads = MedusaHeads.untrained(plan.heads, plan.layers, head, own_outputs=plan.own_outputs)
         parameters = (self.heads.weights, self.heads.biases, self.heads.outputs)
-        self._trained = [parameter.requires_grad_() for parameter in parameters if parameter is not None]
-        self._optimizer = torch.optim.AdamW(self._trained, lr=plan.rate, betas=BETAS, eps=EPSILON, weight_decay=0.0)
+        super().__init__(plan, origin, windows, [parameter for parameter in parameters if parameter is not None])
 
-    @property
-    def over(self) -> bool:
-        return self.done >= self.plan.steps
+    def describe(self, loss: float) -> str:
+        return f"step {self.done} of {self.total}, {loss:.3f} nats a token at the first head"
 
-    def step(self) -> float:
-        """Train on one batch of windows; return the loss of the first head, in nats a token."""
-        plan = self.plan
-        for group in self._optimizer.param_groups:
-            group["lr"] = plan.rate * _schedule(self.done / plan.steps)
-        hidden, targets = self._read(self._windows.batch(plan.rows, plan.seed, self.done))
+    def _learn(self, windows: Tensor) -> float:
+        """Return the loss of the first head, in nats a token."""
+        hidden, targets = self._read(windows)
         first = math.nan
-        for number in range(plan.heads):
+        for number in range(self.plan.heads):
             ahead = number + 1
             logits = self.heads.head(number, hidden[:, :-ahead].flatten(0, 1))
             loss = F.cross_entropy(logits, targets[:, ahead:].flatten(0, 1))
             (DECAY**ahead * loss).backward()  # type: ignore[no-untyped-call]
             first = loss.item() if number == 0 else first
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        self.done += 1
         return first
 
     @torch.no_grad()
@@ -112,9 +71,7 @@ class HeadTraining:
         head's k likeliest, by k in TOLD_RANKS; over `most` windows, evenly spread."""
         hits = torch.zeros(self.plan.heads, max(TOLD_RANKS))
         count = torch.zeros(self.plan.heads, 1)
-        held_out = self._windows.held_out
-        spread = torch.linspace(0, len(held_out) - 1, min(most, len(held_out))).long()
-        for rows in torch.split(held_out[spread], self.plan.rows):
+        for rows in torch.split(self._windows.spread(most), self.plan.rows):
             hidden, targets = self._read(rows)
             best = targets.argmax(-1)
             for number in range(self.plan.heads):
@@ -133,21 +90,17 @@ class HeadTraining:
             logits, hidden = with_hidden_states(self._model, lambda: self._model(tokens, use_cache=False).logits)
             return hidden.float().view(*tokens.shape, -1), logits.float().softmax(-1)
 
-    # --- files --------------------------------------------------------------------------------------
-
-    def save(self, out: Path) -> None:
-        """Write the heads in vLLM's layout, and the state to go on from while the training is not `over`. Heads without
-        an output head of their own use the target's."""
-        out.mkdir(parents=True, exist_ok=True)
+    def _write(self, out: Path) -> None:
+        """Write the heads in vLLM's layout. Heads without an output head of their own use the target's."""
         shape = self.heads.shape
         stored = {name: tensor.to(torch.bfloat16) for name, tensor in _named(self.heads)}
         if self.plan.own_outputs:
             assert self.heads.outputs is not None
             outputs = self.heads.outputs.detach().to(torch.bfloat16)
             stored |= {f"lm_heads.{number}.weight": outputs[number].clone() for number in range(shape.heads)}
-        _replace(out / "model.safetensors", stored)
+        replace_tensors(out / "model.safetensors", stored)
         (out / "model.safetensors").chmod(0o644)  # for services of other users; texts stay private
-        _write_json(
+        replace_json(
             out / "config.json",
             {
                 "model_type": "medusa",
@@ -161,71 +114,19 @@ class HeadTraining:
                 "original_lm_head": not self.plan.own_outputs,
             },
         )
-        if self.over:
-            for name in (STATE, PLAN, TEXTS):
-                (out / name).unlink(missing_ok=True)
-            return
-        _write_json(out / PLAN, {**asdict(self.origin), "plan": asdict(self.plan)})
-        state: dict[str, Tensor] = {DONE: torch.tensor(self.done)}
-        for number, parameter in enumerate(self._trained):
-            state[f"{number}"] = parameter.detach().clone()
-            for name in MOMENTS:
-                if self.done:
-                    state[f"{number}.{name}"] = self._optimizer.state[parameter][name].clone()
-        _replace(out / STATE, state)
-
-    def resume(self, out: Path) -> None:
-        """Go on from the state in a directory that `check_unfinished` has passed; ResumeError if it does not fit the
-        target."""
-        state = load_file(out / STATE)
-        done = int(state[DONE])
-        for number, parameter in enumerate(self._trained):
-            if f"{number}" not in state or state[f"{number}"].shape != parameter.shape:
-                raise ResumeError(f"{out / STATE}: is not of this target")
-            parameter.data.copy_(state[f"{number}"])
-            if done:
-                moments = {name: state[f"{number}.{name}"].to(parameter.device) for name in MOMENTS}
-                self._optimizer.state[parameter] = {"step": torch.tensor(float(done)), **moments}
-        self.done = done
 
 
 def check_unfinished(
-    out: Path, plan: TrainingPlan, *, target: str, text: str | None = None, own_tokens: int | None = None
+    out: Path, plan: HeadPlan, *, target: str, text: str | None = None, own_tokens: int | None = None
 ) -> Origin:
     """Return the origin of the unfinished training in a directory; ResumeError, naming the option, if there is none, or
     one of another plan, target or text. `text`, `own_tokens`: as in Origin; None: those of the beginning."""
-    missing = [name for name in (PLAN, STATE, TEXTS) if not (out / name).is_file()]
-    kept = read_fields(out / PLAN)
-    if kept is None or missing:
-        raise ResumeError(f"{out}: has no unfinished training: {', '.join(missing)} not found")
-    begun = kept.fields("plan").content
-    for name, value in asdict(plan).items():
-        if begun.get(name) != value:
-            option = name.replace("_", "-")
-            raise ResumeError(f"{out}: was begun with --{option} {begun.get(name)}, cannot go on with {value}")
-    origin = Origin(kept.text("target"), kept.text("text"), kept.integer("own_tokens", 0, 2**63))
+    kept = plan_begun(out, HEADS, plan, STATE, TEXTS)
+    origin = Origin(kept.text("target"), kept.text("text"), kept.integer("own_tokens", 0, MAX_TOKENS))
     if origin.target != target:
         raise ResumeError(f"{out}: was begun for {origin.target}, cannot go on for {target}")
-    if text not in (None, origin.text):
-        raise ResumeError(
-            f"{out}: was begun with another --text, and keeps it: go on without --text, or begin elsewhere"
-        )
-    if own_tokens not in (None, origin.own_tokens):
-        raise ResumeError(f"{out}: was begun with --own-tokens {origin.own_tokens}, cannot go on with {own_tokens}")
+    check_texts(out, origin, text=text, own_tokens=own_tokens)
     return origin
-
-
-def write_texts(out: Path, tokens: Tensor) -> None:
-    """Write the tokens of a training, int64 [n], readable by their owner alone."""
-    out.mkdir(parents=True, exist_ok=True)
-    _replace(out / TEXTS, {"tokens": tokens})
-
-
-def _schedule(progress: float) -> float:
-    """Return the learning rate relative to its peak: a linear rise, then a cosine to zero."""
-    if progress < WARM_UP:
-        return (progress + 1e-3) / (WARM_UP + 1e-3)
-    return 0.5 * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP)))
 
 
 def _named(heads: MedusaHeads) -> Iterator[tuple[str, Tensor]]:
@@ -235,16 +136,3 @@ def _named(heads: MedusaHeads) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.weight", heads.weights.detach()[number, layer].clone()
             if heads.biases is not None:
                 yield f"{name}.bias", heads.biases.detach()[number, layer].clone()
-
-
-def _replace(file: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors so that a file there is either the old or the new one."""
-    partial = file.with_name(f"{file.name}.partial")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, file)
-
-
-def _write_json(file: Path, content: dict[str, object]) -> None:
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, file)

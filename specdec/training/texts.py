@@ -48,8 +48,33 @@ class Windows:
 
     def batch(self, rows: int, seed: int, step: int) -> Tensor:
         """Return `rows` windows to train on, int64 [rows, length]."""
-        generator = torch.Generator().manual_seed((seed << 32) + step)
+        return self.drawn(rows, torch.Generator().manual_seed((seed << 32) + step))
+
+    def drawn(self, rows: int, generator: torch.Generator) -> Tensor:
+        """Return `rows` windows to train on, drawn with replacement, int64 [rows, length]."""
         return self.trained[torch.randint(len(self.trained), (rows,), generator=generator)]
+
+    def spread(self, most: int) -> Tensor:
+        """Return up to `most` windows that are held out, evenly spread, int64 [n, length]."""
+        places = torch.linspace(0, len(self.held_out) - 1, min(most, len(self.held_out)))
+        return self.held_out[places.long()]
+
+
+class Mixture:
+    """Windows of new text with older ones among them, so that a model that learns the new does not forget the old."""
+
+    def __init__(self, new: Windows, old: Windows | None = None, share: float = 0.0) -> None:
+        """`share`: expected part of the older windows in a batch."""
+        self.new, self.old = new, old
+        self._share = share
+
+    def batch(self, rows: int, seed: int, step: int) -> Tensor:
+        """Return `rows` windows to train on, int64 [rows, length]; the same seed and step give the same ones."""
+        if self.old is None:
+            return self.new.batch(rows, seed, step)
+        generator = torch.Generator().manual_seed((seed << 32) + step)
+        is_old = torch.rand(rows, 1, generator=generator) < self._share
+        return torch.where(is_old, self.old.drawn(rows, generator), self.new.drawn(rows, generator))
 
 
 def tokens_of(files: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> Tensor:
@@ -105,7 +130,6 @@ def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
             raise TextError(f"{file}:{number}: has neither text, a string, nor messages, a list")
 
 
-@torch.inference_mode()
 def continued(
     model: PreTrainedModel,
     tokens: Tensor,
@@ -116,30 +140,42 @@ def continued(
     until: float = math.inf,
     wrote: Callable[[int], None] = lambda rows: None,
 ) -> Tensor:
-    """Return `rows` texts of `length` tokens, one after the other, int64 [rows * length]: PROMPT_TOKENS from random
-    places of `tokens`, and what the target writes next, in half of the texts greedily, in half sampled at temperature
-    0.8. Fewer if `time.monotonic` reaches `until` meanwhile. `wrote` gets the number of texts so far, now and then.
+    """Return `rows` texts of `length` tokens, one after the other, int64 [rows * length]: those of `continuations`.
+    Fewer if `time.monotonic` reaches `until` meanwhile. `wrote` gets the number of texts so far, now and then."""
+    found = tokens.new_empty(0, length)
+    parts = continuations(model, tokens, length, rows, seed)
+    while len(found) < rows and time.monotonic() < until:
+        found = torch.cat([found, next(parts)])
+        wrote(len(found))
+    return found.flatten()
 
-    Heads draft for text that the target writes, which differs from what others wrote.
+
+def continuations(
+    model: PreTrainedModel, tokens: Tensor, length: int, rows: int, seed: int, *, begin: int = 0
+) -> Iterator[Tensor]:
+    """Yield `rows` texts in parts, int64 [n, length] each: PROMPT_TOKENS from random places of `tokens`, and what the
+    target writes next, in every other part greedily, else sampled at temperature 0.8. `begin`: number of texts, all of
+    whole parts, that there are already; the rest is the same as without them.
+
+    Heads and drafts draft for text that the target writes, which differs from what others wrote.
     """
-    generator = torch.Generator().manual_seed(seed)
-    found: list[Tensor] = []
     at_once = min(CONTINUED_ROWS, max(1, rows // 2))
-    while len(found) * at_once < rows and time.monotonic() < until:
-        starts = torch.randint(max(1, len(tokens) - PROMPT_TOKENS), (at_once,), generator=generator)
-        prompts = torch.stack([tokens[start : start + PROMPT_TOKENS] for start in starts.tolist()]).to(model.device)
-        torch.manual_seed((seed << 32) + len(found))
-        sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0} if len(found) % 2 else {"do_sample": False}
+    generator = torch.Generator().manual_seed(seed)
+    for part, written in enumerate(range(0, rows, at_once)):
+        starts = torch.randint(max(1, len(tokens) - PROMPT_TOKENS), (at_once,), generator=generator).tolist()
+        if written < begin:
+            continue
+        prompts = torch.stack([tokens[start : start + PROMPT_TOKENS] for start in starts]).to(model.device)
+        torch.manual_seed((seed << 32) + part)
+        sampled = {"do_sample": True, "temperature": 0.8, "top_k": 0} if part % 2 else {"do_sample": False}
         generate: Any = model.generate
-        found.append(
-            generate(
+        with torch.inference_mode():
+            texts = generate(
                 prompts,
                 attention_mask=torch.ones_like(prompts),
                 min_new_tokens=length - PROMPT_TOKENS,
                 max_new_tokens=length - PROMPT_TOKENS,
                 pad_token_id=0,
                 **sampled,
-            ).cpu()
-        )
-        wrote(min(rows, len(found) * at_once))
-    return torch.cat(found)[:rows].flatten() if found else tokens[:0]
+            )
+        yield texts[: rows - written].cpu().clone()  # a tensor that gradients may pass

@@ -18,21 +18,14 @@ from specdec.engine.hf.pretrained import load
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.text.tokenizer import Tokenizer
-from specdec.training.medusa import PLAN as PLAN_FILE
-from specdec.training.medusa import (
-    STATE,
-    TEXTS,
-    HeadTraining,
-    Origin,
-    ResumeError,
-    TrainingPlan,
-    check_unfinished,
-    write_texts,
-)
+from specdec.training.files import PLAN as PLAN_FILE
+from specdec.training.files import STATE, TEXTS, write_texts
+from specdec.training.medusa import HeadPlan, HeadTraining, check_unfinished
+from specdec.training.plan import Origin, ResumeError
 from specdec.training.texts import TextError, Windows, continued, digest_of, tokens_of
 from tests.models import VOCABULARY, make
 
-PLAN = TrainingPlan(heads=2, layers=1, steps=6, rows=2, length=16, rate=0.01)
+PLAN = HeadPlan(heads=2, layers=1, steps=6, rows=2, length=16, rate=0.01)
 ORIGIN = Origin("tiny", "0123", 500)
 
 
@@ -70,7 +63,7 @@ def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path
     target = load(directory, torch.float32, "cpu")
     target.set_attn_implementation("sdpa")
     text = tokens_of([Path(argparse.__file__)], Tokenizer(directory), end=0)
-    plan = TrainingPlan(heads=2, steps=16, rows=4, length=64, rate=0.003, own_outputs=own_outputs)
+    plan = HeadPlan(heads=2, steps=16, rows=4, length=64, rate=0.003, own_outputs=own_outputs)
     training = HeadTraining(target, Windows(text, plan.length), plan, ORIGIN)
     before = training.accuracies(most=4)
     losses = [training.step() for _ in range(plan.steps)]
@@ -132,7 +125,7 @@ def test_a_training_of_another_plan_or_target_is_refused(
     write_texts(tmp_path, tokens)
     assert (tmp_path / TEXTS).stat().st_mode & 0o077 == 0
     check_unfinished(tmp_path, PLAN, target="tiny")
-    other = TrainingPlan(heads=3, steps=6, rows=2, length=16, rate=0.01)
+    other = HeadPlan(heads=3, steps=6, rows=2, length=16, rate=0.01)
     with pytest.raises(ResumeError, match="was begun with --heads 2, cannot go on with 3"):
         check_unfinished(tmp_path, other, target="tiny")
     with pytest.raises(ResumeError, match="was begun for tiny, cannot go on for small"):

@@ -1,4 +1,4 @@
-"""Preparation of a training by `specdec train-heads`: its target, its texts, and heads to begin or go on with."""
+"""Preparation of a training of heads: its target, its texts, and heads to begin or go on with."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
-from specdec.engine.hf.pretrained import DTYPES, load
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import Placement
-from specdec.engine.preflight.dtype import dtype_of
 from specdec.progress import ProgressLines
 from specdec.text.tokenizer import Tokenizer
-from specdec.training.medusa import TEXTS, HeadTraining, Origin, TrainingPlan, check_unfinished, write_texts
+from specdec.training.files import TEXTS, clear, read_tensors, write_texts
+from specdec.training.medusa import HeadPlan, HeadTraining, check_unfinished
+from specdec.training.models import load_target
+from specdec.training.plan import Origin
 from specdec.training.texts import PROMPT_TOKENS, Windows, continued, digest_of, tokens_of
 
 
@@ -33,7 +32,7 @@ class Wishes:
 def prepared(
     directory: ModelDirectory,
     wishes: Wishes,
-    plan: TrainingPlan,
+    plan: HeadPlan,
     out: Path,
     *,
     resume: bool,
@@ -44,15 +43,13 @@ def prepared(
     text = digest_of(wishes.files) if wishes.files else None
     if resume:
         origin = check_unfinished(out, plan, target=directory.name, text=text, own_tokens=wishes.own_tokens)
-        windows = Windows(load_file(out / TEXTS)["tokens"], plan.length)
+        windows = Windows(read_tensors(out / TEXTS)["tokens"], plan.length)
     else:
         assert text is not None
         origin = Origin(directory.name, text, wishes.own_tokens or 0)
         ids = tokens_of(wishes.files, Tokenizer(directory), min(directory.end_tokens, default=None))
         windows = Windows(ids, plan.length)  # refused before the target is loaded
-    dtype = dtype_of(directory, Placement("eager", device=wishes.device))
-    model = load(directory, DTYPES[dtype], wishes.device)
-    model.set_attn_implementation("sdpa")
+    model = load_target(directory, wishes.device)
     if not resume and wishes.own_tokens:
         say(f"the target writes {wishes.own_tokens} tokens to train on")
         written = plan.length - PROMPT_TOKENS  # tokens of a text
@@ -73,6 +70,7 @@ def prepared(
     if resume:
         training.resume(out)
     else:
+        clear(out)
         write_texts(out, windows.tokens)
         training.save(out)
     say(f"training {plan.heads} heads on {len(windows.tokens)} tokens")

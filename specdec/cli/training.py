@@ -1,0 +1,161 @@
+"""What `train-heads` and `train-draft` share: options, failures, and a loop that can be stopped."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Protocol
+
+import typer
+
+from specdec.cli.failure import fail, say
+from specdec.command_line import number
+from specdec.exit_status import ExitStatus
+from specdec.progress import ProgressLines
+
+SAVE_SECONDS = 120.0
+LOOK_SECONDS = 60.0
+"""Minimum seconds between two looks at what has been learned."""
+
+SHARE = 0.05
+"""Maximum share of the time for saving, and for looking."""
+
+Target = Annotated[
+    Path, typer.Argument(metavar="TARGET", help="Directory of the target in Hugging Face's layout, or its GGUF file.")
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; `--resume` goes on with what is there.")]
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Text to train on, such as the target meets when it serves: a file, or a .jsonl file of objects with "
+        "`text` or `messages`. May be given several times. With --resume it may be left out: OUT keeps it."
+    ),
+]
+OwnTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=100_000_000,
+        help="Also train on this many tokens that the target writes itself, as continuations of the text. Writing "
+        "takes longer than learning. Default: none.",
+    ),
+]
+Steps = Annotated[int, typer.Option(min=1, max=10_000_000, help="Steps of training.")]
+Rows = Annotated[int, typer.Option(min=1, max=4096, help="Windows of text in a step.")]
+Length = Annotated[int, typer.Option(min=64, max=32_768, help="Tokens of a window.")]
+Device = Annotated[str, typer.Option(help="Device of the training: cpu, cuda, or cuda:N.")]
+Minutes = Annotated[
+    float | None, number("Stop after this many minutes; `--resume` goes on. Default: no limit.", min=0.1, max=1e5)
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the unfinished training in OUT.")]
+
+
+class Work(Protocol):
+    """Work in units that can be saved after each, and gone on with."""
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def done(self) -> int: ...
+
+    @property
+    def total(self) -> int:
+        """The number of units."""
+
+    @property
+    def over(self) -> bool: ...
+
+    def step(self) -> float:
+        """Do some units; return a figure about them."""
+
+    def describe(self, figure: float) -> str:
+        """Return a line for a person about the last step."""
+
+    def save(self, out: Path) -> None: ...
+
+
+class Stops:
+    """Ctrl-C and SIGTERM, heard instead of ending the process: a step is completed, since half of one could not be
+    resumed. A second signal of a kind ends the process at once, at the cost of what was not saved."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+        for ending in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(ending, self._hear)
+
+    def _hear(self, came: int, _: FrameType | None) -> None:
+        self.heard.append(came)
+        signal.signal(came, signal.SIG_DFL)
+
+    def end(self) -> None:
+        """End the process if a signal was heard."""
+        if self.heard:
+            raise SystemExit(ExitStatus.INTERRUPTED if self.heard[0] == signal.SIGINT else ExitStatus.TERMINATED)
+
+
+class Seldom:
+    """Something done at most every `seconds`, and in at most SHARE of the time."""
+
+    def __init__(self, seconds: float, do: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._do, self._clock = seconds, do, clock
+        self._due = clock() + seconds
+
+    def __call__(self) -> None:
+        """Do it if it is due."""
+        begin = self._clock()
+        if begin >= self._due:
+            self._do()
+            end = self._clock()
+            self._due = end + max(self._seconds, (end - begin) / SHARE)
+
+
+def check_begin(text: list[Path] | None, *, resume: bool) -> None:
+    """End the process unless there is text, or a training to go on with."""
+    if not text and not resume:
+        fail("--text: give the text to train on, or go on with --resume", ExitStatus.USAGE)
+
+
+def check_place(out: Path, *, resume: bool) -> None:
+    """End the process unless a training may begin in `out`, or is to go on there."""
+    from specdec.training.files import is_unused
+
+    if not resume and not is_unused(out):
+        fail(f"{out}: is not empty; go on with --resume, or write elsewhere", ExitStatus.USAGE)
+
+
+@contextmanager
+def failing_in_one_line() -> Iterator[None]:
+    """Prepare a training and work on it; if that fails, end the process with a line about it."""
+    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.unsupported import UnsupportedModelError
+    from specdec.training.files import WriteError
+    from specdec.training.plan import DivergedError
+
+    try:
+        yield
+    except (ModelDirectoryError, UnsupportedModelError) as error:
+        fail(str(error), ExitStatus.USAGE)
+    except (WriteError, DivergedError) as error:
+        fail(str(error))
+
+
+def work_on(work: Work, out: Path, stops: Stops, until: float, look: Callable[[], object] = lambda: None) -> None:
+    """Work until it is over, a signal is heard, or `time.monotonic` reaches `until`; then save. Meanwhile save and
+    `look` seldom, and say how far the work is. WriteError if it cannot be saved: --resume goes on from the last time
+    that it was."""
+    progress = ProgressLines(say, work.total, begun=work.done)
+    save, look = Seldom(SAVE_SECONDS, lambda: work.save(out)), Seldom(LOOK_SECONDS, look)
+    while not work.over and not stops.heard and time.monotonic() < until:
+        figure = work.step()
+        progress.heard(work.done, work.describe(figure))
+        if not work.over:
+            look()
+            save()
+    work.save(out)
+    if not work.over:
+        say(f"stopped at {work.unit} {work.done} of {work.total}; the same command with --resume goes on")

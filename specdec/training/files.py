@@ -1,0 +1,95 @@
+"""Files of a training that is not over. Each is replaced as a whole, so a process killed at any moment leaves the old
+file or the new one. Imports no torch: whether a training may begin is told at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from specdec.engine.model_file import ModelDirectoryError, in_one_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STATE, PLAN, TEXTS = "training.safetensors", "training.json", "texts.safetensors"
+"""Weights and moments in float32 with the steps done, the plan with its origin, and the tokens."""
+
+PARTIAL = ".partial"
+"""Suffix of a file that is being written."""
+
+
+class WriteError(Exception):
+    """Raised, with a one-line message, if a file cannot be written, as on a full disk. The file before it stays."""
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield the path to write a file's new content to; afterwards it takes the file's place. WriteError if that
+    fails."""
+    partial = file.with_name(f"{file.name}{PARTIAL}")
+    try:
+        yield partial
+        os.replace(partial, file)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)  # a full disk has room again
+        why = error.strerror if isinstance(error, OSError) and error.strerror else in_one_line(error)
+        raise WriteError(f"{file}: cannot be written: {why}") from error
+
+
+def replace_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors, readable by their owner alone."""
+    from safetensors.torch import save_file  # imports torch
+
+    with replacing(file) as partial:
+        save_file(dict(tensors), partial, metadata={"format": "pt"})
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file; ModelDirectoryError if it cannot be read."""
+    from safetensors.torch import load_file  # imports torch
+
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelDirectoryError(f"{file}: cannot be read: {in_one_line(error)}") from error
+
+
+def replace_json(file: Path, content: Mapping[str, object]) -> None:
+    with replacing(file) as partial:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of a training; WriteError if that fails."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(f"{out}: cannot be made: {error.strerror or error}") from error
+
+
+def write_texts(out: Path, tokens: Tensor, **further: Tensor) -> None:
+    """Write the tokens of a training, int64: `tokens`, and what is kept apart from them."""
+    make_folder(out)
+    replace_tensors(out / TEXTS, {"tokens": tokens, **further})
+
+
+def is_unused(out: Path) -> bool:
+    """Return whether a training may begin in a folder: it is missing, empty, or has only what one left that was killed
+    before it had a plan."""
+    if not out.exists():
+        return True
+    left = {TEXTS, STATE, *(f"{name}{PARTIAL}" for name in (PLAN, TEXTS, STATE))}
+    return out.is_dir() and {file.name for file in out.iterdir()} <= left
+
+
+def clear(out: Path) -> None:
+    """Remove what an earlier training left in an unused folder."""
+    for name in (STATE, TEXTS):
+        (out / name).unlink(missing_ok=True)

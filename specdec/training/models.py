@@ -1,0 +1,29 @@
+"""Models as they run in a training: whole windows at a time, with the attention of transformers."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.engine.hf.pretrained import DTYPES, load
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import Placement
+from specdec.engine.preflight.dtype import dtype_of
+
+
+def load_target(directory: ModelDirectory, device: str) -> PreTrainedModel:
+    """Load a target, which stays as it is, in the dtype that fits the device."""
+    return for_windows(load(directory, DTYPES[dtype_of(directory, Placement("eager", device=device))], device))
+
+
+def load_draft(directory: ModelDirectory, device: str) -> PreTrainedModel:
+    """Load a draft to be trained, in float32."""
+    return for_windows(load(directory, torch.float32, device))
+
+
+def for_windows(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a model the fastest attention that computes its own logits."""
+    config = model.config.get_text_config()
+    capped = getattr(config, "attn_logit_softcapping", None)  # unknown to torch's function
+    model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")
+    return model

@@ -1,0 +1,154 @@
+"""What every training has in common: steps of AdamW on a schedule, and a state to go on from."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from specdec.training.files import PLAN, STATE, TEXTS, make_folder, read_tensors, replace_tensors
+from specdec.training.plan import DivergedError, Origin, Plan, ResumeError, write_plan
+
+DONE = "done"
+"""Name of the number of steps among the tensors of STATE."""
+
+WARM_UP = 0.1
+"""Part of the steps in which the learning rate rises."""
+
+MOMENTS = "exp_avg", "exp_avg_sq"
+STEP = "step"
+BETAS, EPSILON = (0.9, 0.95), 1e-8
+
+
+class Batches(Protocol):
+    """Where the windows of a step come from; the same seed and step give the same ones."""
+
+    def batch(self, rows: int, seed: int, step: int) -> Tensor:
+        """Return `rows` windows to train on, int64 [rows, length]."""
+
+
+P = TypeVar("P", bound=Plan)
+
+
+class Training(ABC, Generic[P]):
+    """A training, such as of heads or of a draft: call `step` until `over`, and `save` at any time."""
+
+    unit = "step"
+
+    def __init__(
+        self,
+        plan: P,
+        origin: Origin,
+        batches: Batches,
+        trained: Iterable[Tensor],
+        max_norm: float | None = None,
+    ) -> None:
+        """`trained`: the weights to learn, float32. `max_norm`: limit on the norm of a step's gradient; None: none."""
+        self.plan = plan
+        self.origin = origin
+        self.done = 0  # steps
+        self._batches = batches
+        self._trained = [parameter.requires_grad_() for parameter in trained]
+        self._max_norm = max_norm
+        self._optimizer = torch.optim.AdamW(self._trained, lr=plan.rate, betas=BETAS, eps=EPSILON, weight_decay=0.0)
+
+    @property
+    def total(self) -> int:
+        return self.plan.steps
+
+    @property
+    def over(self) -> bool:
+        return self.done >= self.total
+
+    def step(self) -> float:
+        """Train on one batch of windows; return the loss that `describe` tells. DivergedError if there is none."""
+        plan = self.plan
+        for group in self._optimizer.param_groups:
+            group["lr"] = plan.rate * _schedule(self.done / plan.steps)
+        loss = self._learn(self._batches.batch(plan.rows, plan.seed, self.done))
+        size = loss
+        if self._max_norm is not None:
+            size += torch.nn.utils.clip_grad_norm_(self._trained, self._max_norm).item()
+        if not math.isfinite(size):
+            raise DivergedError(f"step {self.done + 1} has no finite loss or gradient: begin again with a lower --rate")
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.done += 1
+        return loss
+
+    @abstractmethod
+    def describe(self, loss: float) -> str:
+        """Return a line for a person about the last step."""
+
+    @abstractmethod
+    def _learn(self, windows: Tensor) -> float:
+        """Add the gradients of a batch, int64 [rows, length], to the trained weights; return its loss."""
+
+    @abstractmethod
+    def _write(self, out: Path) -> None:
+        """Write what has been trained so far, for use."""
+
+    def _kept(self) -> dict[str, object]:
+        """Return what PLAN keeps beside plan and origin."""
+        return {}
+
+    # --- files --------------------------------------------------------------------------------------
+
+    def save(self, out: Path) -> None:
+        """Write what has been trained, and the state to go on from while the training is not `over`. WriteError if a
+        file cannot be written: those of the last time stay."""
+        make_folder(out)
+        if not self.over:
+            replace_tensors(out / STATE, self._state())
+            write_plan(out, self.plan, self.origin, **self._kept())  # last: with it a training goes on
+        self._write(out)
+        if self.over:
+            for name in (PLAN, STATE, TEXTS):  # without its plan a training does not go on, whatever else is left
+                (out / name).unlink(missing_ok=True)
+
+    def _state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {DONE: torch.tensor(self.done)}
+        for number, parameter in enumerate(self._trained):
+            state[f"{number}"] = _stored(parameter)
+            moments = self._optimizer.state.get(parameter, {})  # empty for a weight that no step has used
+            for name in MOMENTS:
+                if name in moments:
+                    state[f"{number}.{name}"] = _stored(moments[name])
+            if moments and moments[STEP].item() != self.done:
+                state[f"{number}.{STEP}"] = _stored(moments[STEP])
+        return state
+
+    def resume(self, out: Path) -> None:
+        """Go on from the state in a directory whose plan was compared; ResumeError if it does not fit the model."""
+        state = read_tensors(out / STATE)
+        numbered = [(f"{number}", parameter) for number, parameter in enumerate(self._trained)]
+        if DONE not in state or any(name not in state or state[name].shape != to.shape for name, to in numbered):
+            raise ResumeError(f"{out / STATE}: is not of this model")
+        done = int(state[DONE])
+        for number, parameter in numbered:
+            parameter.data.copy_(state[number])
+            moments = {
+                name: state[f"{number}.{name}"].to(parameter.device, copy=True)  # the file is mapped
+                for name in MOMENTS
+                if f"{number}.{name}" in state
+            }
+            if moments:
+                step = state.get(f"{number}.{STEP}", torch.tensor(float(done)))
+                self._optimizer.state[parameter] = {STEP: step, **moments}
+        self.done = done
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
+
+
+def _schedule(progress: float) -> float:
+    """Return the learning rate relative to its peak: a linear rise, then a cosine to zero."""
+    if progress < WARM_UP:
+        return (progress + 1e-3) / (WARM_UP + 1e-3)
+    return 0.5 * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP)))

@@ -1,0 +1,93 @@
+"""The loop that trainings share: it saves, looks, and stops between two steps."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec.cli.training import LOOK_SECONDS, Seldom, Stops, work_on
+
+
+class Counting:
+    """Work that counts, and at `interrupted_at` gets a signal."""
+
+    unit = "step"
+    total = 10
+
+    def __init__(self, interrupted_at: int | None = None, by: signal.Signals = signal.SIGINT) -> None:
+        self.done = 0
+        self.saved: list[int] = []
+        self._interrupted_at, self._by = interrupted_at, by
+
+    @property
+    def over(self) -> bool:
+        return self.done >= self.total
+
+    def step(self) -> float:
+        if self.done == self._interrupted_at:
+            signal.raise_signal(self._by)
+        self.done += 1
+        return self.done / 2
+
+    def describe(self, figure: float) -> str:
+        return f"step {self.done} of {self.total}, {figure}"
+
+    def save(self, out: Path) -> None:
+        self.saved.append(self.done)
+
+
+@pytest.fixture
+def stops() -> Iterator[Stops]:
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    yield Stops()
+    for kind, handler in before.items():
+        signal.signal(kind, handler)
+
+
+def test_work_is_saved_when_it_is_over(stops: Stops, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = Counting()
+    work_on(work, tmp_path, stops, math.inf)
+    stops.end()
+    assert work.saved == [10]
+    assert capsys.readouterr().err == "specdec: step 10 of 10, 5.0\n"
+
+
+@pytest.mark.parametrize(("by", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_it_after_the_step_at_hand(
+    by: signal.Signals, status: int, stops: Stops, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = Counting(interrupted_at=3, by=by)
+    work_on(work, tmp_path, stops, math.inf)
+    assert work.saved == [4]
+    assert "stopped at step 4 of 10; the same command with --resume goes on" in capsys.readouterr().err
+    assert signal.getsignal(by) == signal.SIG_DFL  # a second one ends the process
+    with pytest.raises(SystemExit) as ended:
+        stops.end()
+    assert ended.value.code == status
+
+
+def test_time_stops_it(stops: Stops, tmp_path: Path) -> None:
+    work = Counting()
+    work_on(work, tmp_path, stops, time.monotonic() - 1)
+    stops.end()
+    assert work.saved == [0]
+
+
+def test_what_is_done_seldom_takes_a_small_part_of_the_time() -> None:
+    """30 of each 630 seconds."""
+    now, done = [0.0], list[float]()
+
+    def slow() -> None:
+        done.append(now[0])
+        now[0] += 30.0
+
+    look = Seldom(LOOK_SECONDS, slow, clock=lambda: now[0])
+    while now[0] < 2000:
+        look()
+        now[0] += 1.0
+    assert done == [60.0, 690.0, 1320.0, 1950.0]
