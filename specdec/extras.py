@@ -74,6 +74,7 @@ NEEDED = {
     "serve": "all",
     "export": "export",
     "import-gguf": "verifier",
+    "train-draft": "verifier",
     "train-heads": "verifier",
     "bench": "dev",
 }

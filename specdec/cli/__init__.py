@@ -29,6 +29,7 @@ from specdec.cli.services import draft, evaluate, openai, orchestrator, serve, u
 from specdec.cli.stats import stats
 from specdec.cli.tokenize import tokenize
 from specdec.cli.trace import trace
+from specdec.cli.train_draft import train_draft
 from specdec.cli.train_heads import train_heads
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -63,6 +64,10 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.callback()(specdec)
 for service in (draft, verifier, orchestrator, openai, up, serve, warm_up, evaluate):
     app.command(context_settings=PASS_ON)(ending(service))
-for command in (doctor, export, import_gguf, train_heads, forget, stats, trace, generate, chat, tokenize, api_key):
+COMMANDS = (
+    *(doctor, export, import_gguf, train_draft, train_heads, forget),
+    *(stats, trace, generate, chat, tokenize, api_key),
+)
+for command in COMMANDS:
     app.command()(ending(command))
 app.command(context_settings=PASS_ON)(ending(bench))

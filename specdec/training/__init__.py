@@ -1,1 +1,1 @@
-"""Training of heads beside a frozen target."""
+"""Training of drafts and heads beside a frozen target."""

@@ -60,6 +60,13 @@ MISTAKES = (
     Mistake("specdec train-heads target new", USAGE, "--text: give the text to train on, or go on with --resume"),
     Mistake("specdec forget acme --draft 127.0.0.1:9", UNREACHABLE, "it may keep the texts still"),
     Mistake("specdec draft --model draft --learn-tokens 9", USAGE, "'--learn-key-file': is needed with --learn-tokens"),
+    Mistake(
+        "specdec train-draft target foreign new --text notes", USAGE, "the tokenizers of target and foreign differ"
+    ),
+    Mistake("specdec train-draft target draft notes --text notes", USAGE, "notes: is not empty; go on with --resume"),
+    Mistake(
+        "specdec train-draft target draft new --text a --replay-share 0.5", USAGE, "--replay-share: needs --replay"
+    ),
     Mistake("specdec verifier", USAGE, "Missing option '--model'."),
     Mistake("specdec verifier --model target-1", CANNOT, "target-1: no such directory"),
     Mistake("specdec verifier --model big.gguf", CANNOT, "big.gguf: is not a GGUF file: it begins with b'vers'"),

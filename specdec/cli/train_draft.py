@@ -1,0 +1,172 @@
+"""`specdec train-draft`: a draft distilled from its target."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from specdec.cli.failure import end_on_sigterm, fail, say
+from specdec.cli.training import (
+    Device,
+    Length,
+    Minutes,
+    Out,
+    OwnTokens,
+    Resume,
+    Rows,
+    Steps,
+    Stops,
+    Target,
+    Text,
+    check_begin,
+    check_place,
+    failing_in_one_line,
+    work_on,
+)
+from specdec.command_line import number
+from specdec.engine.cpu_count import MAX_THREADS, threads_for
+from specdec.exit_status import ExitStatus
+from specdec.extras import check_installed
+
+RATE, UNTRAINED_RATE = 1e-4, 1e-3
+"""Default peaks of the learning rate: from trained weights, and from random ones."""
+
+NICENESS = 19
+"""Lowest priority of Linux: what is not niced gets some 70 times the processor time of it on a core that both want."""
+
+
+def train_draft(
+    target: Target,
+    draft: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DRAFT",
+            help="Directory of the draft to begin with, or its GGUF file. It stays as it is. With --untrained its "
+            "config.json is enough.",
+        ),
+    ],
+    out: Out,
+    text: Text = None,
+    own_tokens: OwnTokens = None,
+    replay: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Older text that the draft must not forget, mixed in: a file as for --text. May be given several "
+            "times. With --resume it may be left out."
+        ),
+    ] = None,
+    replay_share: Annotated[
+        float | None, number("Part of the windows that are of --replay. Default: 0.25.", min=0.01, max=0.99)
+    ] = None,
+    untrained: Annotated[
+        bool, typer.Option("--untrained", help="Begin with random weights: DRAFT gives the configuration alone.")
+    ] = False,
+    loss: Annotated[
+        Literal["forward", "reverse", "jsd", "tv"],
+        typer.Option(
+            help="What is made small: forward KL, reverse KL, the Jensen-Shannon divergence, or total variation of the "
+            "two distributions."
+        ),
+    ] = "forward",
+    overruled: Annotated[
+        float,
+        number(
+            "Extra weight of places where the target's likeliest token is not the draft's: they count 1 + this.",
+            min=0.0,
+            max=1000.0,
+        ),
+    ] = 0.0,
+    steps: Steps = 2000,
+    rows: Rows = 8,
+    length: Length = 256,
+    rate: Annotated[
+        float | None,
+        number("Peak of the learning rate. Default: 0.0001, with --untrained 0.001.", min=1e-8, max=1.0),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the order of windows and of the target's text.")
+    ] = 0,
+    device: Device = "cpu",
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_THREADS, help="CPU threads. Default: one per core, with --niced half as many."),
+    ] = None,
+    niced: Annotated[
+        bool,
+        typer.Option("--niced", help="Run at the lowest priority, for services on the same cores to keep their speed."),
+    ] = False,
+    minutes: Minutes = None,
+    resume: Resume = False,
+) -> None:
+    """Distil a draft from its target, whose weights stay as they are. Ctrl-C keeps what was learned."""
+    check_begin(text, resume=resume)
+    if replay_share is not None and not replay and not resume:
+        fail("--replay-share: needs --replay", ExitStatus.USAGE)
+    check_installed("numpy", "safetensors", "structlog", "torch", "transformers")  # they take seconds to import
+    from specdec.engine.placement import Placement
+    from specdec.engine.preflight.check import Wanted, check_model
+
+    begin = time.monotonic()
+    if niced:
+        os.nice(NICENESS)  # before any other thread starts: on Linux each has a priority, inherited from its parent
+    with failing_in_one_line():
+        from specdec.training.given_draft import GivenDraft
+
+        big = check_model(Wanted(target, Placement("eager", device=device)))
+        small = GivenDraft.checked(draft, big, device, untrained=untrained)
+        for name, context in (("target", big.context), ("draft", small.directory.context)):
+            if length > context:
+                fail(f"--length: is {length}, must be at most {context}, the {name}'s context", ExitStatus.USAGE)
+        check_place(out, resume=resume)
+        end_on_sigterm()
+        from specdec.serving.process import logs
+
+        logs.configure("train-draft", "warning")  # before the import of libraries that write to stderr
+        import torch
+
+        from specdec.training.draft import NEW, DraftPlan
+        from specdec.training.draft_command import DraftWishes, prepared
+
+        cores = threads_for(device)
+        torch.set_num_threads(threads or (max(1, cores // 2) if niced else cores))
+        plan = DraftPlan(
+            untrained=untrained,
+            loss=loss,
+            overruled=overruled,
+            steps=steps,
+            rows=rows,
+            length=length,
+            rate=rate or (UNTRAINED_RATE if untrained else RATE),
+            seed=seed,
+        )
+        until = math.inf if minutes is None else begin + 60 * minutes
+        wishes = DraftWishes(text or [], own_tokens, replay or [], replay_share, device)
+        work = prepared(big, small, wishes, plan, out, resume=resume)
+        stops = Stops()
+        if not work.own_text.over:
+            say(f"the target writes {work.own_text.tokens} tokens to train on")
+            work_on(work.own_text, out, stops, until)
+            stops.end()
+            if not work.own_text.over:
+                return
+        training = work.training(out)
+        for kind, found in training.before.items():
+            say(f"{kind}: acceptance before training {found}")
+
+        def look() -> None:
+            for kind, found in training.measure().items():
+                say(f"{kind}: acceptance at step {training.done} {found}")
+
+        work_on(training, out, stops, until, look)
+    stops.end()
+    after = training.measure()
+    for kind, found in after.items():
+        say(f"{kind}: acceptance {training.before[kind]} -> {found}")
+    if after[NEW].coupled <= training.before[NEW].coupled:
+        say("the draft is not better than before on held-out text: keep the one before")
+    print(out)

@@ -1,0 +1,200 @@
+"""Distillation of a draft from its target (Hinton et al. 2015): at every place of a text the draft learns the target's
+whole distribution of the next token.
+
+All weights of the draft learn, in float32. What it learns from is text that the target meets or writes (on-policy for
+the target, Zhou et al. 2024, DistillSpec), since that is what a draft sees in service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.engine.model_file import Fields
+from specdec.training.acceptance import Acceptance, acceptance
+from specdec.training.divergences import NAMES, Loss, divergence, overruled
+from specdec.training.draft_files import DraftFiles
+from specdec.training.files import TEXTS
+from specdec.training.plan import DRAFT, MAX_TOKENS, TRAINS, Origin, Plan, ResumeError, check_texts, plan_begun
+from specdec.training.texts import Mixture, Windows
+from specdec.training.training import Training
+
+MAX_NORM = 1.0
+"""Limit on the norm of a step's gradient."""
+
+LOGITS_A_PASS = 1 << 26
+"""Logits of a model in one pass, 256 MB in float32: a step of more windows takes several passes."""
+
+HELD_OUT_WINDOWS = 32
+"""Windows on which a draft is measured, at most."""
+
+BEFORE = "before"
+"""Field of PLAN: acceptance before the first step, by kind of text."""
+
+NEW, OLD = "held-out text", "replay"
+"""Kinds of text on which a draft is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan(Plan):
+    """The parameters of a draft's training."""
+
+    untrained: bool = False  # begins with random weights
+    loss: Loss = "forward"
+    overruled: float = 0.0  # extra weight of places where the target's likeliest token is not the draft's
+
+
+@dataclass(frozen=True)
+class DraftOrigin(Origin):
+    """The models and the texts that a draft's training was begun with."""
+
+    target_fingerprint: str
+    draft: str  # its name
+    draft_fingerprint: str
+    replay: str  # digest of the files of older text; empty without
+    replay_share: float
+
+    @classmethod
+    def kept(cls, fields: Fields) -> DraftOrigin:
+        """Return the origin in PLAN."""
+        return cls(
+            fields.text("target"),
+            fields.text("text"),
+            fields.integer("own_tokens", 0, MAX_TOKENS),
+            fields.text("target_fingerprint"),
+            fields.text("draft"),
+            fields.text("draft_fingerprint"),
+            fields.text("replay"),
+            fields.number("replay_share"),
+        )
+
+
+class DraftTraining(Training[DraftPlan]):
+    """A training of a draft beside its frozen target."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        mixture: Mixture,
+        plan: DraftPlan,
+        origin: DraftOrigin,
+        files: DraftFiles,
+    ) -> None:
+        """`draft` is in float32, on the target's device."""
+        self.before: dict[str, Acceptance] = {}
+        """Acceptance before the first step, by kind of text; empty until `measure_before`."""
+        self._target = target.requires_grad_(False).eval()
+        self._draft = draft.requires_grad_(True).eval()  # without dropout a step depends on its windows alone
+        self._mixture = mixture
+        self._files = files
+        super().__init__(plan, origin, mixture, draft.parameters(), MAX_NORM)
+
+    def describe(self, loss: float) -> str:
+        return f"step {self.done} of {self.total}, {NAMES[self.plan.loss]} {loss:.3f}"
+
+    def _learn(self, windows: Tensor) -> float:
+        """Return the mean divergence of the batch, without the extra weight of overruled places."""
+        total = 0.0
+        for log_p, log_q in self._passes(windows):
+            apart = divergence(self.plan.loss, log_p, log_q)
+            weighted = apart * (1 + self.plan.overruled * overruled(log_p, log_q))
+            (weighted.sum() / windows.numel()).backward()  # type: ignore[no-untyped-call]
+            total += apart.sum().item()
+        return total / windows.numel()
+
+    def _passes(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield log-probabilities [rows, length, V] of target and draft for some windows at a time, over the token ids
+        that both have. The logits of a place are those of the token after it."""
+        for rows in torch.split(windows.to(self._draft.device), rows_a_pass(self.plan, self._widest)):
+            with torch.no_grad():
+                p = self._target(rows, use_cache=False).logits
+            q = self._draft(rows, use_cache=False).logits
+            common = min(p.shape[-1], q.shape[-1])
+            yield p[..., :common].float().log_softmax(-1), q[..., :common].float().log_softmax(-1)
+
+    @property
+    def _widest(self) -> int:
+        return max(int(model.config.get_text_config().vocab_size) for model in (self._target, self._draft))
+
+    # --- measuring ----------------------------------------------------------------------------------
+
+    def measure(self) -> dict[str, Acceptance]:
+        """Return the draft's acceptance on text that no step trains on, by kind of text: NEW, and OLD with a
+        replay."""
+        found = {NEW: self._on(self._mixture.new)}
+        if self._mixture.old is not None:
+            found[OLD] = self._on(self._mixture.old)
+        return found
+
+    @torch.no_grad()
+    def _on(self, windows: Windows) -> Acceptance:
+        sums, count = torch.zeros(3, dtype=torch.float64), 0
+        for log_p, log_q in self._passes(windows.spread(HELD_OUT_WINDOWS)):
+            found = acceptance(log_p.flatten(0, 1), log_q.flatten(0, 1))
+            sums += found.sum(0).cpu()
+            count += len(found)
+        return Acceptance(*(sums / count).tolist())
+
+    def measure_before(self) -> None:
+        """Measure the draft as it was, unless that was done: call it before the first step."""
+        if not self.before:
+            assert not self.done, "the draft is no longer as it was"
+            self.before = self.measure()
+
+    # --- files --------------------------------------------------------------------------------------
+
+    def _kept(self) -> dict[str, object]:
+        return {TRAINS: DRAFT, BEFORE: {kind: list(found) for kind, found in self.before.items()}}
+
+    def _write(self, out: Path) -> None:
+        self._files.write(self._draft, out)
+
+    def resume(self, out: Path) -> None:
+        super().resume(out)
+        kept = plan_begun(out, DRAFT, self.plan).content.get(BEFORE, {})
+        self.before = {kind: Acceptance(*found) for kind, found in kept.items()}
+
+
+def rows_a_pass(plan: Plan, vocabulary: int) -> int:
+    """Return the number of windows of one pass."""
+    return max(1, min(plan.rows, LOGITS_A_PASS // (plan.length * vocabulary)))
+
+
+def check_unfinished(
+    out: Path,
+    plan: DraftPlan,
+    *,
+    target: tuple[str, str],
+    draft: tuple[str, str],
+    text: str | None,
+    own_tokens: int | None,
+    replay: str | None,
+    replay_share: float | None,
+) -> DraftOrigin:
+    """Return the origin of the unfinished training in a directory; ResumeError, naming the option, if there is none, or
+    one of another plan, model or text. `target`, `draft`: name and fingerprint; the rest as in DraftOrigin, None for
+    what it was begun with."""
+    kept = plan_begun(out, DRAFT, plan, TEXTS)
+    origin = DraftOrigin.kept(kept)
+    begun = {"for": (origin.target, origin.target_fingerprint), "from": (origin.draft, origin.draft_fingerprint)}
+    for word, found in (("for", target), ("from", draft)):
+        if found[0] != begun[word][0]:
+            raise ResumeError(f"{out}: was begun {word} {begun[word][0]}, cannot go on {word} {found[0]}")
+        if found[1] != begun[word][1]:
+            raise ResumeError(f"{out}: was begun {word} another {found[0]}: its configuration or weights have changed")
+    check_texts(out, origin, text=text, own_tokens=own_tokens)
+    if replay not in (None, origin.replay):
+        raise ResumeError(
+            f"{out}: was begun with another --replay, and keeps it: go on without --replay, or begin elsewhere"
+        )
+    if replay_share not in (None, origin.replay_share):
+        raise ResumeError(
+            f"{out}: was begun with --replay-share {origin.replay_share}, cannot go on with {replay_share}"
+        )
+    return origin

@@ -1,0 +1,132 @@
+"""Preparation of a training of a draft: its models and texts, to begin or go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.engine.memory import free_bytes
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import BYTES
+from specdec.engine.preflight.memory_needed import in_gigabytes
+from specdec.engine.unsupported import UnsupportedModelError
+from specdec.text.tokenizer import Tokenizer
+from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining, check_unfinished, rows_a_pass
+from specdec.training.draft_files import DraftFiles, dtype_of_weights
+from specdec.training.files import STATE, clear
+from specdec.training.given_draft import GivenDraft
+from specdec.training.models import load_draft, load_target
+from specdec.training.own_text import OwnText, TrainingText
+from specdec.training.plan import DRAFT, TRAINS, write_plan
+from specdec.training.texts import digest_of, tokens_of
+
+REPLAY_SHARE = 0.25
+"""Default part of a batch that is older text, where there is any."""
+
+COPIES = 3
+"""Float32 numbers for each weight beside it: its gradient and two moments."""
+
+LOGIT_COPIES = 8
+"""Float32 numbers for each logit of a pass: logits, logarithms and probabilities of both models, and gradients."""
+
+
+@dataclass(frozen=True)
+class DraftWishes:
+    """The texts of a training, and its device. To go on, None stands for what it was begun with."""
+
+    files: Sequence[Path]  # to go on, none or those of the beginning
+    own_tokens: int | None  # written by the target
+    replay: Sequence[Path]  # older text; to go on, none or that of the beginning
+    replay_share: float | None
+    device: str
+
+
+class PreparedDraft:
+    """A training of a draft with its models loaded: first the target writes `own_text`, then comes the `training`."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        text: TrainingText,
+        plan: DraftPlan,
+        origin: DraftOrigin,
+        files: DraftFiles,
+    ) -> None:
+        self.text = text
+        self.own_text = OwnText(target, text, plan, origin.own_tokens)
+        self._target, self._draft = target, draft
+        self._plan, self._origin, self._files = plan, origin, files
+
+    def training(self, out: Path) -> DraftTraining:
+        """Return the training, at its beginning or where the one in `out` stopped, with the acceptance before it."""
+        mixture = self.text.mixture(self._plan.length, self._files.draft.vocabulary, self._origin.replay_share)
+        training = DraftTraining(self._target, self._draft, mixture, self._plan, self._origin, self._files)
+        if (out / STATE).is_file():
+            training.resume(out)
+        training.measure_before()
+        training.save(out)
+        return training
+
+
+def prepared(
+    target: ModelDirectory, draft: GivenDraft, wishes: DraftWishes, plan: DraftPlan, out: Path, *, resume: bool
+) -> PreparedDraft:
+    """Return a training to begin, or to go on with where the one in `out` stopped; from now on `out` has what it takes
+    to go on. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text, the
+    models have no room, or `out` nothing to go on with; WriteError if `out` cannot be written."""
+    text_digest = digest_of(wishes.files) if wishes.files else None
+    replay_digest = digest_of(wishes.replay) if wishes.replay else None
+    if resume:
+        origin = check_unfinished(
+            out,
+            plan,
+            target=(target.name, target.model_fingerprint),
+            draft=(draft.directory.name, draft.fingerprint),
+            text=text_digest,
+            own_tokens=wishes.own_tokens,
+            replay=replay_digest,
+            replay_share=wishes.replay_share,
+        )
+        text = TrainingText.kept(out)
+    else:
+        assert text_digest is not None
+        share = REPLAY_SHARE if wishes.replay_share is None else wishes.replay_share
+        origin = DraftOrigin(
+            target.name,
+            text_digest,
+            wishes.own_tokens or 0,
+            target.model_fingerprint,
+            draft.directory.name,
+            draft.fingerprint,
+            replay_digest or "",
+            share if wishes.replay else 0.0,
+        )
+        tokenizer, end = Tokenizer(target), min(target.end_tokens, default=None)
+        given, replay = (tokens_of(files, tokenizer, end) for files in (wishes.files, wishes.replay))
+        text = TrainingText(given, replay, torch.empty(0, plan.length, dtype=torch.int64))
+        text.check(plan.length, draft.directory.vocabulary)  # before the models are loaded
+    big, small = load_target(target, wishes.device), load_draft(draft.directory, wishes.device)
+    _check_room(small, plan, max(target.vocabulary, draft.directory.vocabulary), wishes.device, draft.directory.name)
+    if not resume:
+        clear(out)
+        text.save(out)
+        write_plan(out, plan, origin, **{TRAINS: DRAFT})
+    files = DraftFiles(draft.directory, draft.tokenizer, dtype_of_weights(draft.directory))
+    return PreparedDraft(big, small, text, plan, origin, files)
+
+
+def _check_room(draft: PreTrainedModel, plan: DraftPlan, vocabulary: int, device: str, name: str) -> None:
+    """Raise UnsupportedModelError unless there is room for what a training needs beside both models."""
+    weights = sum(parameter.numel() for parameter in draft.parameters())
+    logits = rows_a_pass(plan, vocabulary) * plan.length * vocabulary
+    needed = BYTES["float32"] * (COPIES * weights + LOGIT_COPIES * logits)
+    if needed > (free := free_bytes(device)):
+        raise UnsupportedModelError(
+            f"{name}: its training needs {in_gigabytes(needed)} more for gradients, moments and logits, but {device} "
+            f"has {in_gigabytes(free)} free: use a smaller draft, or a smaller --length"
+        )

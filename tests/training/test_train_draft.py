@@ -1,0 +1,136 @@
+"""`specdec train-draft` as a process: killed, stopped, out of room; and what it leaves is a draft like any other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specdec.engine.model_directory import ModelDirectory
+from specdec.exit_status import ExitStatus
+from specdec.roles import environment
+from specdec.training.files import PLAN, STATE, TEXTS
+from tests.models import make, near
+
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(1800)]
+
+OPTIONS: tuple[str, ...] = (
+    "--text",
+    argparse.__file__,
+    "--replay",
+    json.__file__,
+    "--own-tokens",
+    "6400",
+    "--steps",
+    "300",
+)
+OPTIONS += ("--length", "64", "--rows", "4", "--threads", "1", "--niced")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("pair")
+    near(make("llama", made / "target"), made / "draft", noise=0.5)
+    return made
+
+
+def command(folder: Path, out: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", "specdec.cli", "train-draft", "target", "draft", out, *OPTIONS, *more]
+
+
+def run(folder: Path, *words: str, room: int | None = None) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        if room is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+
+    return subprocess.run(
+        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600, preexec_fn=limit
+    )
+
+
+def stopped_when(met: Callable[[], bool], by: signal.Signals, folder: Path, *words: str) -> int:
+    """Run a command, send it a signal as soon as a condition is met, and return its status."""
+    with subprocess.Popen(words, cwd=folder, env=environment(), stdout=subprocess.DEVNULL) as process:
+        while not met() and process.poll() is None:
+            time.sleep(0.001)
+        process.send_signal(by)
+        return process.wait(300)
+
+
+def test_a_killed_training_ends_with_the_same_draft(folder: Path) -> None:
+    """Killed as soon as it has written each file, it goes on; before it has a plan, it begins again."""
+    whole = run(folder, *command(folder, "whole"))
+    assert (whole.returncode, whole.stdout) == (0, "whole\n"), whole.stderr
+    assert "held-out text: acceptance " in whole.stderr
+    assert "replay: acceptance " in whole.stderr
+    assert "Traceback" not in whole.stderr
+    out = folder / "killed"
+    for name, more in ((TEXTS, ()), (PLAN, ()), (STATE, ("--resume",)), ("model.safetensors", ("--resume",))):
+        had = (out / PLAN).exists()
+        assert had == bool(more)
+        status = stopped_when((out / name).exists, signal.SIGKILL, folder, *command(folder, "killed", *more))
+        assert status == -signal.SIGKILL
+        if name == TEXTS and (out / PLAN).exists():  # killed a moment late: it goes on all the same
+            (out / PLAN).unlink()
+    other = run(folder, *command(folder, "killed", "--resume", "--seed", "1"))
+    assert other.returncode == ExitStatus.USAGE
+    assert "was begun with --seed 0, cannot go on with 1" in other.stderr
+    before = (out / STATE).stat().st_mtime_ns
+    status = stopped_when(
+        lambda: (out / STATE).stat().st_mtime_ns != before,
+        signal.SIGINT,
+        folder,
+        *command(folder, "killed", "--resume"),
+    )
+    assert status == ExitStatus.INTERRUPTED
+    rest = run(folder, *command(folder, "killed", "--resume"))
+    assert (rest.returncode, rest.stdout) == (0, "killed\n"), rest.stderr
+    assert (out / "model.safetensors").read_bytes() == (folder / "whole" / "model.safetensors").read_bytes()
+    assert {file.name for file in out.iterdir()} == {file.name for file in (folder / "whole").iterdir()}
+
+
+def test_minutes_and_a_full_disk_keep_what_was_learned(folder: Path) -> None:
+    status = stopped_when(
+        (folder / "short" / STATE).exists, signal.SIGTERM, folder, *command(folder, "short", "--steps", "100000")
+    )
+    assert status == ExitStatus.TERMINATED
+    good = {file.name: file.read_bytes() for file in (folder / "short").iterdir()}
+    again = command(folder, "short", "--steps", "100000", "--resume")
+    full = run(folder, *again, "--minutes", "0.2", room=1_000_000)
+    assert full.returncode == ExitStatus.FAILED
+    assert full.stderr.splitlines()[-1].startswith(f"specdec: short/{STATE}: cannot be written: ")
+    assert {file.name: file.read_bytes() for file in (folder / "short").iterdir()} == good
+    timed = run(folder, *again, "--minutes", "0.2")
+    assert timed.returncode == 0, timed.stderr
+    assert "of 100000; the same command with --resume goes on" in timed.stderr
+
+
+def test_what_it_leaves_drafts_for_its_target(folder: Path) -> None:
+    """From random weights of another architecture, of which there is a configuration alone."""
+    sketch = make("qwen3", folder / "sketch", num_hidden_layers=1)
+    for file in sketch.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    words = [word if word != "draft" else "sketch" for word in command(folder, "made", "--untrained", "--loss", "tv")]
+    made = run(folder, *words)
+    assert made.returncode == 0, made.stderr
+    ModelDirectory(folder / "made").check_pair(ModelDirectory(folder / "target"))
+    (folder / "prompts.jsonl").write_text('{"text": "def main("}\n')
+    specdec = (sys.executable, "-m", "specdec.cli")
+    told = run(
+        folder, *specdec, "evaluate", "target", "made", "--prompts", "prompts.jsonl", "--max-tokens", "16",
+        "--kv-tokens", "2048", "--streams", "1",
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    exported = run(folder, *specdec, "export", "made", "exported")
+    assert exported.returncode == 0, exported.stderr
+    assert os.path.getsize(folder / "exported" / "model.onnx")
