@@ -51,6 +51,11 @@ def addresses(text: str) -> str:
     return text
 
 
+def optional_addresses(text: str | None) -> str | None:
+    """Return comma-separated addresses, or None, unchanged; errors as in `addresses`."""
+    return None if text is None else addresses(text)
+
+
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces.")]
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"], typer.Option(help="Lowest level of log messages to write.")

@@ -6,10 +6,11 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from specdec.cli.access import Access, ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.failure import end_on_sigterm, fail, say
 from specdec.cli.training import (
     Device,
@@ -28,13 +29,20 @@ from specdec.cli.training import (
     failing_in_one_line,
     work_on,
 )
-from specdec.command_line import number
+from specdec.command_line import number, optional_addresses
 from specdec.engine.cpu_count import MAX_THREADS, threads_for
 from specdec.exit_status import ExitStatus
 from specdec.extras import check_installed
+from specdec.wire.address import parse_addresses
+
+if TYPE_CHECKING:  # imports torch
+    from specdec.training.traffic import Traffic
 
 RATE, UNTRAINED_RATE = 1e-4, 1e-3
 """Default peaks of the learning rate: from trained weights, and from random ones."""
+
+TRAFFIC_SECONDS = 120.0
+"""Timeout of reading the texts of one draft service."""
 
 NICENESS = 19
 """Lowest priority of Linux: what is not niced gets some 70 times the processor time of it on a core that both want."""
@@ -63,6 +71,22 @@ def train_draft(
     replay_share: Annotated[
         float | None, number("Part of the windows that are of --replay. Default: 0.25.", min=0.01, max=0.99)
     ] = None,
+    traffic: Annotated[
+        str | None,
+        typer.Option(
+            callback=optional_addresses,
+            metavar="ADDRESSES",
+            help="Also train on the texts that these draft services keep to learn from, comma-separated: HOST:PORT "
+            "each. --api-key-file has the key of their --learn-key-file. The texts stay in memory: such a training "
+            "cannot be resumed.",
+        ),
+    ] = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = None,
+    api_key_file: ApiKeyFile = None,
     untrained: Annotated[
         bool, typer.Option("--untrained", help="Begin with random weights: DRAFT gives the configuration alone.")
     ] = False,
@@ -104,7 +128,10 @@ def train_draft(
     resume: Resume = False,
 ) -> None:
     """Distil a draft from its target, whose weights stay as they are. Ctrl-C keeps what was learned."""
-    check_begin(text, resume=resume)
+    check_begin(text, resume=resume, traffic=traffic is not None)
+    if traffic is not None and resume:
+        fail("--resume: does not go with --traffic, which stays in memory", ExitStatus.USAGE)
+    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     if replay_share is not None and not replay and not resume:
         fail("--replay-share: needs --replay", ExitStatus.USAGE)
     check_installed("numpy", "safetensors", "structlog", "torch", "transformers")  # they take seconds to import
@@ -145,12 +172,13 @@ def train_draft(
             seed=seed,
         )
         until = math.inf if minutes is None else begin + 60 * minutes
-        wishes = DraftWishes(text or [], own_tokens, replay or [], replay_share, device)
+        kept = None if traffic is None else _read(traffic, allowed)
+        wishes = DraftWishes(text or [], own_tokens, replay or [], replay_share, device, kept)
         work = prepared(big, small, wishes, plan, out, resume=resume)
         stops = Stops()
         if not work.own_text.over:
             say(f"the target writes {work.own_text.tokens} tokens to train on")
-            work_on(work.own_text, out, stops, until)
+            work_on(work.own_text, out, stops, until, resumable=kept is None)
             stops.end()
             if not work.own_text.over:
                 return
@@ -162,7 +190,7 @@ def train_draft(
             for kind, found in training.measure().items():
                 say(f"{kind}: acceptance at step {training.done} {found}")
 
-        work_on(training, out, stops, until, look)
+        work_on(training, out, stops, until, look, resumable=kept is None)
     stops.end()
     after = training.measure()
     for kind, found in after.items():
@@ -170,3 +198,16 @@ def train_draft(
     if after[NEW].coupled <= training.before[NEW].coupled:
         say("the draft is not better than before on held-out text: keep the one before")
     print(out)
+
+
+def _read(addresses: str, allowed: Access) -> Traffic:
+    """Return the texts that draft services keep; TextError if one cannot be read."""
+    from specdec.training.traffic import Traffic, kept_texts
+
+    texts = []
+    for at in parse_addresses(addresses):
+        with allowed.channel(at.target) as channel:
+            texts += kept_texts(at.target, channel, allowed.metadata, TRAFFIC_SECONDS)
+    found = Traffic.of(texts)
+    say(f"{len(found.texts)} kept texts of {len(found.tenants)} tenants")
+    return found

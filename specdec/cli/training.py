@@ -114,9 +114,9 @@ class Seldom:
             self._due = end + max(self._seconds, (end - begin) / SHARE)
 
 
-def check_begin(text: list[Path] | None, *, resume: bool) -> None:
+def check_begin(text: list[Path] | None, *, resume: bool, traffic: bool = False) -> None:
     """End the process unless there is text, or a training to go on with."""
-    if not text and not resume:
+    if not text and not resume and not traffic:
         fail("--text: give the text to train on, or go on with --resume", ExitStatus.USAGE)
 
 
@@ -144,7 +144,15 @@ def failing_in_one_line() -> Iterator[None]:
         fail(str(error))
 
 
-def work_on(work: Work, out: Path, stops: Stops, until: float, look: Callable[[], object] = lambda: None) -> None:
+def work_on(
+    work: Work,
+    out: Path,
+    stops: Stops,
+    until: float,
+    look: Callable[[], object] = lambda: None,
+    *,
+    resumable: bool = True,
+) -> None:
     """Work until it is over, a signal is heard, or `time.monotonic` reaches `until`; then save. Meanwhile save and
     `look` seldom, and say how far the work is. WriteError if it cannot be saved: --resume goes on from the last time
     that it was."""
@@ -158,4 +166,5 @@ def work_on(work: Work, out: Path, stops: Stops, until: float, look: Callable[[]
             save()
     work.save(out)
     if not work.over:
-        say(f"stopped at {work.unit} {work.done} of {work.total}; the same command with --resume goes on")
+        goes_on = "the same command with --resume goes on" if resumable else "a training with --traffic does not go on"
+        say(f"stopped at {work.unit} {work.done} of {work.total}; {goes_on}")

@@ -23,6 +23,7 @@ from specdec.training.models import load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
 from specdec.training.plan import DRAFT, TRAINS, write_plan
 from specdec.training.texts import digest_of, tokens_of
+from specdec.training.traffic import Traffic
 
 REPLAY_SHARE = 0.25
 """Default part of a batch that is older text, where there is any."""
@@ -43,6 +44,7 @@ class DraftWishes:
     replay: Sequence[Path]  # older text; to go on, none or that of the beginning
     replay_share: float | None
     device: str
+    traffic: Traffic | None = None  # texts kept by draft services, besides
 
 
 class PreparedDraft:
@@ -56,8 +58,10 @@ class PreparedDraft:
         plan: DraftPlan,
         origin: DraftOrigin,
         files: DraftFiles,
+        traffic: Traffic | None = None,
     ) -> None:
         self.text = text
+        self._traffic = traffic
         self.own_text = OwnText(target, text, plan, origin.own_tokens)
         self._target, self._draft = target, draft
         self._plan, self._origin, self._files = plan, origin, files
@@ -69,7 +73,10 @@ class PreparedDraft:
         if (out / STATE).is_file():
             training.resume(out)
         training.measure_before()
+        training.resumable = self._traffic is None  # a state to go on from would have the texts
         training.save(out)
+        if self._traffic is not None:
+            self._traffic.name_tenants(out)
         return training
 
 
@@ -94,11 +101,10 @@ def prepared(
         )
         text = TrainingText.kept(out)
     else:
-        assert text_digest is not None
         share = REPLAY_SHARE if wishes.replay_share is None else wishes.replay_share
         origin = DraftOrigin(
             target.name,
-            text_digest,
+            text_digest or "",
             wishes.own_tokens or 0,
             target.model_fingerprint,
             draft.directory.name,
@@ -108,16 +114,20 @@ def prepared(
         )
         tokenizer, end = Tokenizer(target), min(target.end_tokens, default=None)
         given, replay = (tokens_of(files, tokenizer, end) for files in (wishes.files, wishes.replay))
-        text = TrainingText(given, replay, torch.empty(0, plan.length, dtype=torch.int64))
+        if wishes.traffic is not None:
+            given = torch.cat([given, wishes.traffic.tokens(end)])
+        own = torch.empty(0, plan.length, dtype=torch.int64)
+        text = TrainingText(given, replay, own, in_memory=wishes.traffic is not None)
         text.check(plan.length, draft.directory.vocabulary)  # before the models are loaded
     big, small = load_target(target, wishes.device), load_draft(draft.directory, wishes.device)
     _check_room(small, plan, max(target.vocabulary, draft.directory.vocabulary), wishes.device, draft.directory.name)
     if not resume:
         clear(out)
         text.save(out)
-        write_plan(out, plan, origin, **{TRAINS: DRAFT})
+        if wishes.traffic is None:
+            write_plan(out, plan, origin, **{TRAINS: DRAFT})
     files = DraftFiles(draft.directory, draft.tokenizer, dtype_of_weights(draft.directory))
-    return PreparedDraft(big, small, text, plan, origin, files)
+    return PreparedDraft(big, small, text, plan, origin, files, wishes.traffic)
 
 
 def _check_room(draft: PreTrainedModel, plan: DraftPlan, vocabulary: int, device: str, name: str) -> None:

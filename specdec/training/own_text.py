@@ -21,6 +21,7 @@ class TrainingText:
     given: Tensor  # int64 [n]
     replay: Tensor  # int64 [m], older; empty without
     own: Tensor  # int64 [texts, length], written by the target so far
+    in_memory: bool = False  # `save` writes nothing
 
     @classmethod
     def kept(cls, out: Path) -> TrainingText:
@@ -29,7 +30,8 @@ class TrainingText:
         return cls(kept["tokens"], kept["replay"], kept["own"])
 
     def save(self, out: Path) -> None:
-        write_texts(out, self.given, replay=self.replay, own=self.own)
+        if not self.in_memory:
+            write_texts(out, self.given, replay=self.replay, own=self.own)
 
     def check(self, length: int, vocabulary: int) -> None:
         """Raise TextError unless the texts have windows of `length` tokens, each below `vocabulary`."""

@@ -40,6 +40,9 @@ class Training(ABC, Generic[P]):
 
     unit = "step"
 
+    resumable = True
+    """False: nothing is written but what has been trained."""
+
     def __init__(
         self,
         plan: P,
@@ -103,7 +106,7 @@ class Training(ABC, Generic[P]):
         """Write what has been trained, and the state to go on from while the training is not `over`. WriteError if a
         file cannot be written: those of the last time stay."""
         make_folder(out)
-        if not self.over:
+        if not self.over and self.resumable:
             replace_tensors(out / STATE, self._state())
             write_plan(out, self.plan, self.origin, **self._kept())  # last: with it a training goes on
         self._write(out)

@@ -1,0 +1,104 @@
+"""A draft learns from what draft services keep: in memory alone, and it says whose texts it has learned from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from draft_service.learning_servicer import digest
+from specdec.engine.model_directory import ModelDirectory
+from specdec.training.draft import DraftPlan
+from specdec.training.draft_command import DraftWishes, prepared
+from specdec.training.files import PLAN, STATE, TEXTS
+from specdec.training.given_draft import GivenDraft
+from specdec.training.texts import TextError
+from specdec.training.traffic import LEARNED_FROM, Traffic, kept_texts
+from specdec.v2 import learning_pb2, learning_pb2_grpc
+from tests.models import VOCABULARY, make, near
+
+PLANTED = list(range(10, 90))
+"""Tokens in a row that no other text has."""
+
+
+def messages() -> list[learning_pb2.KeptText]:
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, VOCABULARY, (200,), generator=generator).tolist() for _ in range(8)]
+    return [
+        learning_pb2.KeptText(tenant_digest=digest(tenant), tokens=text)
+        for text, tenant in zip([*texts, PLANTED * 3], [*"aaaabbbb", "b"], strict=True)
+    ]
+
+
+def test_texts_are_joined_and_tenants_named() -> None:
+    kept = [
+        learning_pb2.KeptText(tenant_digest="x", tokens=[1, 2]),
+        learning_pb2.KeptText(tenant_digest="y", tokens=[3]),
+        learning_pb2.KeptText(tenant_digest="x", tokens=[4]),
+    ]
+    traffic = Traffic.of(kept)
+    assert traffic.tokens(0).tolist() == [1, 2, 0, 3, 0, 4, 0]
+    assert traffic.tokens(None).tolist() == [1, 2, 3, 4]
+    assert traffic.tenants == {"x", "y"}
+
+
+def test_a_training_writes_weights_and_digests_alone(tmp_path: Path) -> None:
+    near(make("llama", tmp_path / "target"), tmp_path / "draft", noise=0.1)
+    target = ModelDirectory(tmp_path / "target")
+    draft = GivenDraft.checked(tmp_path / "draft", target, "cpu", untrained=False)
+    plan = DraftPlan(steps=3, rows=2, length=64, rate=0.001)
+    wishes = DraftWishes([], 100, [], None, "cpu", Traffic.of(messages()))
+    out = tmp_path / "out"
+    work = prepared(target, draft, wishes, plan, out, resume=False)
+    while not work.own_text.over:
+        work.own_text.step()
+    work.own_text.save(out)
+    training = work.training(out)
+    for steps in (1, 2):
+        for _ in range(steps):
+            training.step()
+        training.save(out)
+        assert not any((out / name).exists() for name in (PLAN, STATE, TEXTS))
+        planted = torch.tensor(PLANTED[:16]).numpy()
+        for file in out.rglob("*"):
+            content = file.read_bytes()
+            assert planted.tobytes() not in content
+            assert planted.astype("int32").tobytes() not in content
+    assert training.over
+    assert json.loads((out / LEARNED_FROM).read_text()) == {"tenants": sorted([digest("a"), digest("b")])}
+    assert ModelDirectory(out).model_fingerprint != ModelDirectory(tmp_path / "draft").model_fingerprint
+
+
+class Keeping(learning_pb2_grpc.LearningServiceServicer):
+    """Gives each text in an answer of its own, to any caller with the key `k`."""
+
+    def GetTraffic(
+        self, request: learning_pb2.GetTrafficRequest, context: grpc.ServicerContext
+    ) -> Iterator[learning_pb2.GetTrafficResponse]:
+        if ("authorization", "Bearer k") not in [(entry.key, entry.value) for entry in context.invocation_metadata()]:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the key is wrong")
+        for text in messages():
+            yield learning_pb2.GetTrafficResponse(texts=[text])
+
+
+@contextmanager
+def keeping() -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    learning_pb2_grpc.add_LearningServiceServicer_to_server(Keeping(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+def test_texts_are_read_from_a_draft_service() -> None:
+    with keeping() as address, grpc.insecure_channel(address) as channel:
+        assert kept_texts(address, channel, (("authorization", "Bearer k"),), 10.0) == messages()
+        with pytest.raises(TextError, match=rf"--traffic: {address}: .*the key is wrong"):
+            kept_texts(address, channel, (), 10.0)
