@@ -22,7 +22,6 @@ with needed_by("draft", "draft"):
     from draft_service.translation import Translation
     from specdec import ports
     from specdec.command_line import run_command
-    from specdec.decoding.sampling import Rule
     from specdec.decoding.speculation import Scorer
     from specdec.engine import fast_paths
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
@@ -104,7 +103,12 @@ def main(
         ),
     ] = None,
     branches: Annotated[
-        int, typer.Option(min=1, max=MAX_BRANCHES, help="Children of a node, unless a request names `max_branches`.")
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_BRANCHES,
+            help="Children of a node, unless a request names `max_branches`; under REJECTION one.",
+        ),
     ] = ExpansionPolicy.max_branches,
     depth: Annotated[
         int,
@@ -271,7 +275,7 @@ def default_policy(
     if wrong := [word for word in words if not (word.isascii() and word.isdecimal() and len(word) < 4)]:
         raise typer.BadParameter(f"has {wrong[0]!r}, must have numbers of children", param_hint="--expansion")
     widths = tuple(map(int, words))
-    for field, problem in expansion_violations("", widths, Rule.COUPLED):
+    for field, problem in expansion_violations("", widths):
         depth_of_it = f"at depth {int(field.strip('[]')) + 1} it " if field else ""
         raise typer.BadParameter(f"is {expansion}: {depth_of_it}{problem}", param_hint="--expansion")
     return ExpansionPolicy(max_nodes, depth[1], branches[1], min_path_probability, scorer, widths)

@@ -39,18 +39,20 @@ class CandidateQueue:
 
     def __init__(self, tree: TokenTree, rule: Rule, policy: ExpansionPolicy) -> None:
         self._tree = tree
-        self._drawn = rule is Rule.REJECTION  # a node is sent with the distribution it was drawn from
+        self._drawn = rule is Rule.REJECTION  # siblings are sent together, with the distribution they were drawn from
         self._contrasted = rule is Rule.CONTRASTIVE  # no token can be chosen without the distributions
         self._policy = policy
         self._unsent: list[Node] = []
         self._unsent_distributions: list[Node] = []  # nodes with an unsent distribution over their children
-        self._held_back = Frontier()
+        self._held_back = Frontier()  # of siblings drawn together, the first
         self._timer = SendTimer()
 
     @property
     def offered(self) -> int:
         """The number of live nodes sent or about to be sent."""
-        return self._tree.size - len(self._held_back)
+        if not self._drawn:
+            return self._tree.size - len(self._held_back)
+        return self._tree.size - sum(len(self._sent_together(node)) for node in self._held_back)
 
     @property
     def has_unsent(self) -> bool:
@@ -60,8 +62,9 @@ class CandidateQueue:
     # --- input --------------------------------------------------------------------------------------
 
     def add(self, path_logprob: float, node: Node) -> None:
-        """Take a new node of the tree. Offer it if it is probable enough and at most `max_nodes` are offered, itself
-        included; otherwise hold it back. The likeliest next token is always sent: a verifier may be waiting for it."""
+        """Take a new node of the tree, or the first of siblings drawn together. Offer it if it is probable enough and
+        at most `max_nodes` are offered, itself included; otherwise hold it back. The likeliest next token is always
+        sent: a verifier may be waiting for it."""
         policy = self._policy
         sendable = path_logprob >= policy.min_sent_logprob and self.offered <= policy.max_nodes
         if sendable or (node.parent is self._tree.root and node is self._likeliest):
@@ -100,7 +103,8 @@ class CandidateQueue:
         self._unsent, self._unsent_distributions = [], []
         self._held_back.clear()
         for path_logprob, node in self._tree.by_path_logprob():
-            self._held_back.add(path_logprob, node)
+            if node is self._sent_together(node)[0]:
+                self._held_back.add(path_logprob, node)
         if self._contrasted and self._tree.root.distribution is not None:
             self._unsent_distributions.append(self._tree.root)
         self._release()
@@ -113,10 +117,18 @@ class CandidateQueue:
         """The likeliest next token: the root's first child."""
         return next(iter(self._tree.root.children.values()), None)
 
+    def _sent_together(self, node: Node) -> list[Node]:
+        """Return the nodes sent together with this one, in order: its siblings too if they were drawn with it, since
+        whether one is sent must not depend on its value."""
+        if not self._drawn:
+            return [node]
+        assert node.parent is not None
+        return list(node.parent.children.values())
+
     def _offer(self, node: Node) -> None:
-        """Put a node into the next message, with the distribution it was drawn from (REJECTION) or the one over its
-        children, if any (CONTRASTIVE)."""
-        self._unsent.append(node)
+        """Put a node into the next message, with its siblings and the distribution they were drawn from (REJECTION), or
+        with the distribution over its children, if any (CONTRASTIVE)."""
+        self._unsent += self._sent_together(node)
         if self._drawn:
             assert node.parent is not None
             self._unsent_distributions.append(node.parent)
@@ -128,7 +140,8 @@ class CandidateQueue:
         held_back, policy = self._held_back, self._policy
         while held_back:
             path_logprob, node = held_back.best()  # a held-back likeliest next token is the best of all
-            sendable = path_logprob >= policy.min_sent_logprob and self.offered < policy.max_nodes
+            nodes = self.offered + len(self._sent_together(node))
+            sendable = path_logprob >= policy.min_sent_logprob and nodes <= policy.max_nodes
             if not sendable and node is not self._likeliest:
                 break
             self._offer(held_back.take()[1])

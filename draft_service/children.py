@@ -54,8 +54,8 @@ def give(children: Chosen) -> dict[DrafterSession, Exception]:
             match found:
                 case Exception():
                     failed[session] = found
-                case Proposal(token=int(token), row=distribution):
-                    session.add_draw(node, token, distribution)
+                case Proposal(tokens=tokens, row=distribution):
+                    session.add_draws(node, tokens, distribution)
                 case DraftDistribution():
                     session.add_distribution(node, found)
         except Exception as error:  # an error of one session must not end the others
@@ -67,9 +67,9 @@ def give(children: Chosen) -> dict[DrafterSession, Exception]:
 
 
 def _by_whole_row(computed: Computed, logits: Logits) -> Proposal | DraftDistribution | Exception | None:
-    """Return a node's draw or distribution under its rule, or the error. A non-finite row gives None, or an error if
+    """Return a node's draws or distribution under its rule, or the error. A non-finite row gives None, or an error if
     the rule needs the distribution."""
-    session, _, (_, query, vocabulary) = computed
+    session, node, (_, query, vocabulary) = computed
     logits = logits[:vocabulary]
     try:
         if not abs(logits.max()) < MAX_ABS_LOGIT:
@@ -77,6 +77,6 @@ def _by_whole_row(computed: Computed, logits: Logits) -> Proposal | DraftDistrib
             return FloatingPointError("the draft's logits are not finite") if required else None
         if session.request.sampler.rule is Rule.CONTRASTIVE:
             return contrastive.amateur_distribution(logits, session.request.sampler.contrast)
-        return rejection.propose(logits, query)
+        return rejection.propose(logits, query, session.width(node))
     except Exception as error:  # ends this session only
         return error

@@ -174,18 +174,18 @@ class DraftServicer(
             case "committed":
                 self._loop.commit(session, request.committed.base, list(request.committed.tokens), arrived)
             case "policy":
-                if wrong := token_tree_violations("policy", request.policy, session.request.sampler.rule):
+                if wrong := token_tree_violations("policy", request.policy):
                     raise ValueError("; ".join(" ".join(violation) for violation in wrong))
-                session.set_policy(self._policy(request.policy, session.max_nodes))
+                session.set_policy(self._policy(request.policy, session.max_nodes, session.request.sampler.rule))
             case "resend":
                 session.outgoing.resend()
 
     def opened(self, session: DrafterSession) -> draft_pb2.DraftResponse:
-        policy, draws = session.policy, session.request.sampler.rule is Rule.REJECTION
+        policy = session.policy
         opened = draft_pb2.DraftOpened(
             identity=self._identity,
             max_depth=policy.max_depth,
-            max_branches=1 if draws else policy.max_branches,
+            max_branches=policy.max_branches,
             max_nodes=policy.max_nodes,
             keeps_text=self._loop.traffic is not None and session.request.learn,
         )
@@ -197,14 +197,16 @@ class DraftServicer(
     def is_last(self, response: draft_pb2.DraftResponse) -> bool:
         return False  # only the caller ends a draft session
 
-    def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
-        """Clamp a policy to this pod's limits and to `most_nodes`, the nodes that memory is reserved for."""
+    def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int, rule: Rule) -> ExpansionPolicy:
+        """Clamp a policy to this pod's limits and to `most_nodes`, the nodes that memory is reserved for. Under
+        REJECTION a tree is a chain unless siblings are asked for: a chain is verified as a block."""
         limits, defaults = self._limits, self._limits.defaults
+        branches = 1 if rule is Rule.REJECTION else defaults.max_branches
         chosen = message.max_depth or message.max_branches  # by the request, against fixed widths by default
         return ExpansionPolicy(
             max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
             max_depth=min(message.max_depth or defaults.max_depth, limits.max_depth),
-            max_branches=min(message.max_branches or defaults.max_branches, limits.max_branches),
+            max_branches=min(message.max_branches or branches, limits.max_branches),
             scorer=scorer_of(message.scorer) or defaults.scorer,
             expansion=tuple(message.expansion) or (() if chosen else defaults.expansion),
             min_path_probability=max(message.min_path_probability, defaults.min_path_probability),
@@ -237,7 +239,7 @@ class DraftServicer(
         if message.HasField("grammar"):
             violations += grammar_violations(message.grammar, end_tokens, vocabulary)
         rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown one is refused
-        violations += token_tree_violations("policy", message.policy, rule)
+        violations += token_tree_violations("policy", message.policy)
         if not violations and rule not in self._loop.drafter.rules:
             served = ", ".join(known.name for known in Rule if known in self._loop.drafter.rules)
             violations.append(("rule", f"is {rule.name}, this draft serves {served}"))
@@ -262,7 +264,7 @@ class DraftServicer(
             own_prompt,
             message.learn,
         )
-        policy = self._policy(message.policy, self._limits.max_nodes)
+        policy = self._policy(message.policy, self._limits.max_nodes, rule)
         try:
             return DrafterSession(wanted, policy, vocabulary, self._calibrations.of(wanted.sampler, message.tenant))
         except GrammarError as error:

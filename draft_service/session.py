@@ -15,8 +15,10 @@ from draft_service.frontier import Frontier
 from draft_service.request import MIN_PROBABILITY, DrafterSessionRequest, ExpansionPolicy
 from specdec.decoding import rejection
 from specdec.decoding.calibration import RANKS, Calibration, corrected
+from specdec.decoding.noise import text_hash
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import PenaltyState, SamplingQuery
+from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import Scorer
 from specdec.decoding.tree import Node, TokenTree
 from specdec.serving.errors import InvalidRequestError
@@ -203,6 +205,7 @@ class DrafterSession:
             path,
             allowed=None if self.grammar is None else self.grammar.hint(path),
             ruled_out=sampler.ruled_out(self.tree.committed, path),
+            text_hash=text_hash(self.tree.committed, path) if sampler.rule is Rule.REJECTION else 0,
         )
 
     def width(self, node: Node) -> int:
@@ -224,14 +227,22 @@ class DrafterSession:
                 break
             self._add_child(node, token, logprob, path_logprob + logprob)
 
-    def add_draw(self, node: Node, token: int, distribution: DraftDistribution) -> None:
-        """Add one child drawn from this distribution (REJECTION). The decision to add it must not depend on the token,
-        so the token is not looked at."""
+    def add_draws(self, node: Node, tokens: Sequence[int], distribution: DraftDistribution) -> None:
+        """Add children drawn from this distribution without replacement, in the order of the draws (REJECTION). The
+        first is always added, the others if they are probable enough, within `max_nodes`. That must not depend on a
+        draw, so no token is looked at."""
         node.distribution = distribution
-        ((logprob,),) = corrected(
-            [self.shifts(node)], np.array([[math.log(rejection.acceptance(distribution))]])
-        ).tolist()
-        self._add_child(node, token, logprob, node.path_logprob() + logprob)
+        estimates = np.log(rejection.acceptances(distribution, len(tokens)))
+        (logprobs,) = corrected([self.shifts(node)], estimates[None]).tolist()
+        path_logprob, least = node.path_logprob(), -math.inf if self.policy.expansion else MIN_CHILD_LOGPROB
+        probable = sum(logprob >= least for logprob in logprobs)  # never rising
+        count = max(1, min(probable, self.policy.max_nodes - self.outgoing.offered))
+        added = [
+            self._grow(node, token, logprob, path_logprob + logprob)
+            for token, logprob in zip(tokens[:count], logprobs, strict=False)
+        ]
+        if added[0] is not None:
+            self.outgoing.add(path_logprob + logprobs[0], added[0])
 
     def add_distribution(self, node: Node, distribution: DraftDistribution) -> None:
         """Add the draft's distribution over a node's children (CONTRASTIVE)."""
@@ -239,12 +250,16 @@ class DrafterSession:
         self.outgoing.add_distribution(node)
 
     def _add_child(self, parent: Node, token: int, logprob: float, path_logprob: float) -> None:
+        child = self._grow(parent, token, logprob, path_logprob)
+        if child is not None:
+            self.outgoing.add(path_logprob, child)
+
+    def _grow(self, parent: Node, token: int, logprob: float, path_logprob: float) -> Node | None:
+        """Add a child to the tree, and to the frontier if it may have children."""
         child = self.tree.add(parent, token, logprob)
-        if child is None:
-            return
-        if child.position < self.end - 1 and token not in self.request.end_tokens:
+        if child is not None and child.position < self.end - 1 and token not in self.request.end_tokens:
             self._frontier.add(path_logprob, child)
-        self.outgoing.add(path_logprob, child)
+        return child
 
 
 def add_children(

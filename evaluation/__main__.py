@@ -163,9 +163,7 @@ def _evaluated(
     layout = replace(REMOTE_DRAFT.layout, delay=distance.hop + distance.network, draft_speed=draft_speed)
     remote = replace(REMOTE_DRAFT, layout=layout)
     rules = [Rule.COUPLED, Rule.REJECTION] if any(not sample.sampling.greedy for sample in samples) else [Rule.COUPLED]
-    asked = [
-        (rule, tree) for rule in rules for tree in TREES if rule is Rule.COUPLED or tree.branches == 1
-    ]  # REJECTION has one candidate per position
+    asked = [(rule, tree) for rule in rules for tree in TREES]
     ways = {way: remote if way is REMOTE_DRAFT else way for way in WAYS if pair.has_local_draft or way is not LOCAL}
     planned = {many: _tokens(_warming(samples, many)) + _tokens(_enough(samples, many)) for many in streams}
     most_runs = len(ways) + len(VERIFIERS)

@@ -266,12 +266,13 @@ async def stack(
     draft_model: Path | None = None,
     heads: Path | None = None,
     paged: bool = False,
+    block_verification: bool = True,
     tuning: Tuning = DEFAULTS,
 ) -> AsyncIterator[Stack]:
     """Run verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine,
     `target_delay` the target's. Verifiers may have a `draft_model` or `heads`; `paged` ones take chains of candidates
-    only. `verifier_kind` and `draft_kind` replace servicers; a draft that `translates` has another tokenizer; `traffic`
-    keeps texts that permit it, for who has the `learning_key`;
+    only; without `block_verification` they test draws one by one. `verifier_kind` and `draft_kind` replace servicers; a
+    draft that `translates` has another tokenizer; `traffic` keeps texts that permit it, for who has the `learning_key`;
     `disguise` modifies the reported identity of a verifier by number."""
     async with AsyncExitStack() as exits:
 
@@ -287,7 +288,15 @@ async def stack(
                 own = DraftModelProposer(small, ModelDirectory(draft_model).context)
             cost = cost_of(engine, tuning, target, capacity, dtype, exact, target_delay, paged)
             medusa = None if heads is None else read_heads(heads, None, ModelDirectory(target)).load(engine)
-            loop = StepLoop(engine, latency=cost, controller=controller, draft_model=own, heads=medusa, tuning=tuning)
+            loop = StepLoop(
+                engine,
+                latency=cost,
+                controller=controller,
+                draft_model=own,
+                heads=medusa,
+                block_verification=block_verification,
+                tuning=tuning,
+            )
             loop.start()
             identity = identity_of(ModelDirectory(target), engine, loop.context)
             disguise(number, identity)

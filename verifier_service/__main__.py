@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from specdec.extras import needed_by
 
@@ -151,6 +151,14 @@ def main(
             help="Maximum rows (tokens) that a requested lookahead window adds to a step; larger ones are refused.",
         ),
     ] = MAX_WINDOW_ROWS,
+    rejection: Annotated[
+        Literal["block", "token"],
+        typer.Option(
+            help="How the REJECTION rule tests a chain of draws. block: as a whole, which accepts at least as many "
+            "(block verification, Sun et al. 2024). token: one by one (Leviathan et al. 2023), for comparison. The "
+            "distribution of tokens is the target's either way."
+        ),
+    ] = "block",
     suffix_cache_tokens: Annotated[
         int,
         typer.Option(
@@ -279,6 +287,7 @@ def main(
             suffix_cache_tokens=suffix_cache_tokens,
             draft_model=local_draft,
             heads=None if files is None else files.load(loaded),
+            block_verification=rejection == "block",
         )
         loop.start()
         grammars = GrammarCompiler.of(directory)

@@ -84,7 +84,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
     finished texts kept per tenant, whose texts then share the n-grams of their windows; `latency`: of the target's
     steps, measured by default; `controller`: one for all texts, instead of one per group; `draft_model`: the local
-    draft; `heads`: heads in its place; `proposers`: additional ones; `tuning`: fitted constants.
+    draft; `heads`: heads in its place; `proposers`: additional ones; `block_verification`: of chains of draws
+    (REJECTION); `tuning`: fitted constants.
     """
 
     def __init__(
@@ -99,9 +100,11 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         draft_model: DraftModelProposer | None = None,
         heads: MedusaProposer | None = None,
         proposers: Sequence[Proposer] = (),
+        block_verification: bool = True,
         tuning: Tuning = DEFAULTS,
     ) -> None:
         super().__init__("step-loop")
+        self._block_verification = block_verification
         self.stats = VerifierStats()
         self._engine = engine
         self.chains_only = chains_only(engine)
@@ -173,6 +176,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             vocabulary,
             self._tuning,
             chains_only=self.chains_only,
+            block_verification=self._block_verification,
             draft_gain=gain,
             tenant_windows=self._windows.of(request.tenant),
         )

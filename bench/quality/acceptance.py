@@ -5,9 +5,9 @@
 Draft and verifier sessions of the real services alternate in this process: the draft expands its tree as far as
 worthwhile, and a step verifies its best nodes, so nothing depends on time. The demo pair continues held-out prompts.
 
-Acceptance is counted per position with a tested candidate. Its bounds, on the same texts: no rule with one candidate
-per position can exceed 1 - TV(p, q); sampling with shared noise reaches at least (1 - TV) / (1 + TV) (Daliri, Musco,
-Suresh 2024).
+Acceptance is counted per position with a tested candidate. Its bounds, on the same texts: no test of one candidate
+alone can exceed 1 - TV(p, q); sampling with shared noise reaches at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh
+2024). REJECTION verifies chains as blocks (Sun et al. 2024), and for comparison one by one.
 """
 
 from __future__ import annotations
@@ -68,6 +68,14 @@ SHAPES = (
 )
 
 
+TESTS = (
+    ("COUPLED", Rule.COUPLED, False),
+    ("REJECTION", Rule.REJECTION, True),
+    ("REJECTION, one by one", Rule.REJECTION, False),
+)
+"""Rules by name, and whether chains are verified as blocks."""
+
+
 @dataclass
 class Count:
     tokens: int = 0
@@ -95,13 +103,22 @@ class Pair:
         self.context = directories[0].context
 
     def run(
-        self, prompt: list[int], sampler: RequestSampler, shape: Shape, tokens: int, calibration: Calibration
+        self,
+        prompt: list[int],
+        sampler: RequestSampler,
+        shape: Shape,
+        tokens: int,
+        calibration: Calibration,
+        *,
+        blocks: bool = True,
     ) -> Text:
         growing = DrafterSessionRequest(prompt, [], sampler, frozenset(), tokens, self.context)
         policy = ExpansionPolicy(CREDIT if shape.branches > 1 else shape.nodes, shape.depth, shape.branches)
         draft = DrafterSession(growing, policy, self.draft.vocabulary, calibration)
         wanted = VerifierSessionRequest(prompt, [], sampler, frozenset(), tokens, None, self.context)
-        verifier = VerifierSession(wanted, Policy(REMOTE, shape.nodes, 0.0), CREDIT, self.target.vocabulary)
+        verifier = VerifierSession(
+            wanted, Policy(REMOTE, shape.nodes, 0.0), CREDIT, self.target.vocabulary, block_verification=blocks
+        )
         pushed: list[Extension] = []
 
         def fail(error: Exception) -> None:
@@ -183,15 +200,15 @@ def main(given: Sequence[str]) -> None:
     prompts = held_out(args.prompts)
     print("| T | rule | tree | acceptance | tokens a step | bounds (1-TV)/(1+TV), 1-TV |\n|---|---|---|---|---|---|")
     for temperature in (0.0, 0.7, 1.0):
-        for rule in (Rule.COUPLED, Rule.REJECTION):
+        for name, rule, blocks in TESTS:
             for shape in SHAPES:
-                if rule is Rule.REJECTION and (not temperature or shape.branches > 1):
-                    continue  # greedy REJECTION equals COUPLED; and it has one candidate per position
+                if rule is Rule.REJECTION and not temperature:
+                    continue  # it equals COUPLED
                 calibration, total, distances = Calibration(), Count(), []
                 for seed, prompt in enumerate(prompts):
                     sampler = RequestSampler(Sampling(temperature=temperature, seed=seed), rule=rule)
-                    text = pair.run(prompt, sampler, shape, args.tokens, calibration)
-                    total = replace(total, **{name: n + getattr(text.count, name) for name, n in vars(total).items()})
+                    text = pair.run(prompt, sampler, shape, args.tokens, calibration, blocks=blocks)
+                    total = replace(total, **{key: n + getattr(text.count, key) for key, n in vars(total).items()})
                     if temperature:
                         distances.append(pair.distance(text.tokens, len(prompt), temperature))
                 bounds = ""
@@ -199,7 +216,7 @@ def main(given: Sequence[str]) -> None:
                     tv = np.concatenate(distances)
                     bounds = f"{np.mean((1 - tv) / (1 + tv)):.3f}, {np.mean(1 - tv):.3f}"
                 print(
-                    f"| {temperature:g} | {rule.name} | {shape.name} | {total.acceptance:.3f} | "
+                    f"| {temperature:g} | {name} | {shape.name} | {total.acceptance:.3f} | "
                     f"{total.tokens_a_step:.2f} | {bounds} |",
                     flush=True,
                 )

@@ -114,10 +114,10 @@ class DraftServicer(draft_service.servicer.DraftServicer):
         calibration = self._calibrations.of(plain.request.sampler, request.open.tenant)
         return DraftSession(plain.request, plain.policy, plain.vocabulary, calibration)
 
-    def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int) -> ExpansionPolicy:
+    def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int, rule: Rule) -> ExpansionPolicy:
         """Return a policy of K nodes, regardless of the break-even probability; improbable nodes are omitted, for a
         faster answer."""
-        policy = super()._policy(message, most_nodes)
+        policy = super()._policy(message, most_nodes, rule)
         nodes = min(policy.max_depth, most_nodes)
         return replace(
             policy,

@@ -316,7 +316,7 @@ def _speculation(
     """Return how to speculate; faults are appended to `violations`."""
     wanted = message.speculation
     rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown one is refused
-    wrong = speculation_limit_violations("speculation", wanted, rule)
+    wrong = speculation_limit_violations("speculation", wanted)
     wrong += drafter_violations("speculation.drafters", wanted.drafters)
     if wrong:
         violations += wrong

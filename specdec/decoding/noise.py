@@ -12,6 +12,9 @@ provably loses. No row's winner depends on the other rows.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,8 +22,13 @@ DOMAIN_CHOICE = 0x63686F6963650001
 DOMAIN_DRAFT = 0x6472616674000002
 DOMAIN_ACCEPT = 0x6163636570740003
 DOMAIN_RESIDUAL = 0x7265736964750004
-"""Domains separating the noise of the choice from the three draws of rejection sampling: a random number reused for a
-second purpose would correlate draws that must be independent."""
+DOMAIN_BLOCK = 0x626C6F636B000005
+"""Domains separating the noise of the choice from the draws and tests of rejection sampling: a random number reused for
+a second purpose would correlate draws that must be independent."""
+
+HASHED_TOKENS = 256
+"""Tokens before a position that `text_hash` covers: more than a step's tokens, so that texts which part ways within a
+step have different hashes."""
 
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -94,9 +102,20 @@ def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float
     return word_gumbel(words(seed, position, ids))
 
 
-def uniform(seed: int, position: int, domain: int) -> float:
-    """Return a uniform number of 52 bits, strictly inside (0, 1), for one draw at an absolute position."""
-    return float(((mix(stream(seed, position, domain)) >> 12) + 0.5) * 2.0**-52)
+def uniform(seed: int, position: int, domain: int, *indices: int) -> float:
+    """Return a uniform number of 52 bits, strictly inside (0, 1), for one draw at an absolute position. `indices` tell
+    several draws of a domain at this position apart."""
+    state = stream(seed, position, domain)
+    for index in indices:
+        state = mix((state + index) & MASK)
+    return float(((mix(state) >> 12) + 0.5) * 2.0**-52)
+
+
+def text_hash(text: Sequence[int], path: Sequence[int]) -> int:
+    """Return a 64-bit hash of the last HASHED_TOKENS tokens of a text with a path below it."""
+    tokens = [*text[-HASHED_TOKENS:], *path][-HASHED_TOKENS:]
+    digest = hashlib.blake2b(np.asarray(tokens, dtype="<u4").tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def sample_seed(seed: int, index: int) -> int:

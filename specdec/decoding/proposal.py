@@ -1,4 +1,4 @@
-"""A draft's proposal for one position, as sent: a token, and the distribution it was drawn from (REJECTION) or the
+"""A draft's proposal for one position, as sent: tokens, and the distribution they were drawn from (REJECTION) or the
 target is contrasted with (CONTRASTIVE)."""
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def distribution_sizes(rule: Rule, vocabulary: int) -> tuple[int, int]:
 
 
 class Proposal(NamedTuple):
-    """A proposal: a token, None if nothing is offered, and the draft distribution."""
+    """A proposal: the tokens drawn for a position without replacement, in the order of the draws, and the draft
+    distribution. Without tokens nothing is offered."""
 
-    token: int | None
+    tokens: tuple[int, ...]
     row: DraftDistribution

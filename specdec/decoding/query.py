@@ -100,7 +100,8 @@ class SamplingQuery(NamedTuple):
     `penalty_state` covers the committed text and is required if the sampling penalises; `path` holds the candidates
     between the committed text and this position. `proposal` is the draft's proposal for this position, under REJECTION
     and CONTRASTIVE; CONTRASTIVE cannot choose without it. `allowed` are the tokens a grammar allows here; None: all.
-    `ruled_out` are tokens banned at this position only (`RequestSampler.ruled_out`).
+    `ruled_out` are tokens banned at this position only (`RequestSampler.ruled_out`). `text_hash`: of the text before
+    this position (`noise.text_hash`), which a draft's draws depend on (REJECTION).
     """
 
     sampler: RequestSampler
@@ -110,6 +111,7 @@ class SamplingQuery(NamedTuple):
     proposal: Proposal | None = None
     allowed: TokenMask | None = None
     ruled_out: Sequence[int] = ()
+    text_hash: int = 0
 
     @property
     def adjusts(self) -> bool:

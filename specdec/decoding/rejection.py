@@ -2,21 +2,28 @@
 decoding", algorithm 1; Chen et al. 2023, "Accelerating large language model decoding with speculative sampling").
 
 A candidate x, drawn from the draft's q, is accepted with probability min(1, p(x) / q(x)); otherwise the token is drawn
-from norm(max(0, p - q)). Without a candidate it is drawn from p. The tokens are distributed as p for any q, under two
-conditions: x was drawn from this very q, so q is truncated and rounded *before* the draw; and whether x was offered
-does not depend on x.
+from norm(max(0, p - q)). Without a candidate it is drawn from p. Several candidates x1, x2, ... of one position are
+drawn without replacement and tested in this order: after a rejection p becomes norm(max(0, p - q)), q loses the
+rejected token and is normalised again (Chen et al. 2024, "Sequoia: scalable, robust, and hardware-aware speculative
+decoding", algorithm 2; Jeon et al. 2024, "Recursive speculative decoding").
 
-Each position has three random numbers, one for each purpose. They are functions of (seed, position), so a restarted
-draft draws the same candidates; tokens still depend on what was offered. At temperature 0 this rule equals COUPLED, and
-COUPLED is used.
+The tokens are distributed as p for any q, under two conditions: candidates were drawn from this very q, so q is
+truncated and rounded *before* the draw; and whether one is tested depends neither on it nor on a later draw.
+
+Here positions are decided one by one. A chain of draws may be decided as a whole: `block_verification.py`.
+
+Random numbers are functions of (seed, position), one for each purpose. A draw's also depends on the text before it:
+block verification looks at draws that it then drops with the text below a rejection, and the draws of the text that
+takes their place must be independent of them. A restarted draft draws the same candidates; tokens still depend on what
+was offered, and in which step. At temperature 0 this rule equals COUPLED, and COUPLED is used.
 
 `verifier_service/verification/tree_verification.py` applies a rule along the token trees of a step. Together with this
-file it is the whole of speculative sampling.
+file and `block_verification.py` it is the whole of speculative sampling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +39,9 @@ Ids = NDArray[np.int64]
 Weights = NDArray[np.float64]
 
 
-def propose(logits: Logits, query: SamplingQuery) -> Proposal | None:
-    """Draw a candidate from a draft's float32 logits [V]; None if they are broken after penalties, bias and bans."""
+def propose(logits: Logits, query: SamplingQuery, count: int = 1) -> Proposal | None:
+    """Draw up to `count` candidates from a draft's float32 logits [V], without replacement: fewer if fewer tokens are
+    plausible. None if the logits are broken after penalties, bias and bans."""
     sampling = query.sampler.sampling
     with np.errstate(over="ignore", invalid="ignore"):
         z = adjusted(logits[None], [query])
@@ -46,31 +54,51 @@ def propose(logits: Logits, query: SamplingQuery) -> Proposal | None:
         ids, weights = ids[kept], weights[kept]
     values = weights.astype(np.float16)
     row = DraftDistribution(ids[values > 0], values[values > 0])
-    drawn = draw(row.values.astype(np.float64), uniform(sampling.seed, query.position, DOMAIN_DRAFT))
+    return Proposal(tuple(_draws(row, query, count)), row)
+
+
+def _draws(row: DraftDistribution, query: SamplingQuery, count: int) -> Iterator[int]:
+    """Yield different tokens drawn one after the other, up to `count`."""
     assert row.ids is not None
-    return Proposal(int(row.ids[drawn]), row)
+    weights = row.values.astype(np.float64)
+    for index in range(min(count, len(weights))):
+        number = uniform(query.sampler.sampling.seed, query.position, DOMAIN_DRAFT, query.text_hash, index)
+        drawn = draw(weights, number)
+        weights[drawn] = 0.0
+        yield int(row.ids[drawn])
 
 
 def decide(z: Logits, queries: Sequence[SamplingQuery]) -> Ids:
     """Return int64 [n]: the tokens chosen from processed logits [n, V], given before the division by T."""
-    z = tempered(z, [query.sampler.sampling for query in queries])
     return np.array([_decide(row, query) for row, query in zip(z, queries, strict=True)], dtype=np.int64)
 
 
 def _decide(z: Logits, query: SamplingQuery) -> int:
-    sampling, position = query.sampler.sampling, query.position
-    ids, weights = _plausible(z, sampling)
-    p = weights / weights.sum()
-    if query.proposal is not None and query.proposal.token is not None:
-        q = _on(ids, query.proposal.row)
-        offered = ids == query.proposal.token
-        q_offered = _probability(query.proposal.row, query.proposal.token)
-        # u < p / q without dividing by q. Strictly less, and u is never 0: a token with p = 0 is never accepted.
-        if uniform(sampling.seed, position, DOMAIN_ACCEPT) * q_offered < p[offered].sum():
-            return query.proposal.token
-        residual = np.maximum(p - q, 0.0)
-        p = residual if residual.any() else p  # zero only if q equals p, up to rounding
-    return int(ids[draw(p, uniform(sampling.seed, position, DOMAIN_RESIDUAL))])
+    seed, position = query.sampler.sampling.seed, query.position
+    ids, p = target_probabilities(z, query.sampler.sampling)
+    if query.proposal is not None:
+        for index, (token, probability) in enumerate(trials(ids, p, query.proposal)):
+            # Strictly less, and a uniform number is never 0: a token with p = 0 is never accepted.
+            if uniform(seed, position, DOMAIN_ACCEPT, index) < probability:
+                return token
+    return int(ids[draw(p, uniform(seed, position, DOMAIN_RESIDUAL))])
+
+
+def trials(ids: Ids, p: Weights, proposal: Proposal) -> Iterator[tuple[int, float]]:
+    """Yield each candidate of a position and the probability of accepting it, given that those before it were rejected.
+
+    `p` [n] are the target's probabilities of `ids`, ascending. Going on after a candidate rejects it: `p` becomes the
+    distribution of the residual, in place.
+    """
+    drafted, q = draft_probabilities(proposal.row)
+    for token in proposal.tokens:
+        place = int(drafted.searchsorted(token))
+        yield token, min(1.0, float(p[ids == token].sum() / q[place]))
+        residual = np.maximum(p - probabilities_of(ids, drafted, q), 0.0)
+        if residual.any():  # all zero only if q equals p, up to rounding
+            p[:] = residual / residual.sum()
+        q[place] = 0.0
+        q /= q.sum() or 1.0  # no draw is left
 
 
 def draw(weights: Weights, number: float) -> int:
@@ -90,29 +118,55 @@ def acceptance(row: DraftDistribution) -> float:
     return float(1.0 - (1.0 - q.max() / q.sum()) * DISAGREEMENT)
 
 
+def acceptances(row: DraftDistribution, count: int) -> Weights:
+    """Return float64 [count]: the estimated probabilities that the first, second, ... draw from this distribution is
+    the one accepted, a function of the distribution alone."""
+    first = acceptance(row)
+    later = (1.0 - first) * LATER_ACCEPTANCE * (1.0 - LATER_ACCEPTANCE) ** np.arange(count - 1)
+    return np.asarray(np.maximum(np.concatenate([[first], later]), LEAST_ACCEPTANCE))
+
+
 DISAGREEMENT = 0.4
 """Fraction of the probability mass outside the draft's most probable token that is assumed to be rejected."""
+
+LATER_ACCEPTANCE = 0.3
+"""Assumed probability that a draw is accepted once those before it were rejected. The residual is where the draft
+under-rates tokens, so it is low; calibration corrects it by rank."""
+
+LEAST_ACCEPTANCE = 1e-9
+"""Lower limit of an estimate: a certain draft leaves nothing to a second draw, and logarithms stay finite."""
+
+
+def target_probabilities(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
+    """Return the ids that survive truncation, ascending, and the target's probabilities of them, from processed logits
+    [V], given before the division by T."""
+    ids, weights = _plausible(tempered(z[None], [sampling])[0], sampling)
+    return ids, weights / weights.sum()
+
+
+def draft_probabilities(row: DraftDistribution) -> tuple[Ids, Weights]:
+    """Return the ids of a draft's distribution, ascending, and its probabilities of them."""
+    assert row.ids is not None
+    values = row.values.astype(np.float64)
+    return row.ids, values / values.sum()
+
+
+def probabilities_of(wanted: Ids, ids: Ids, probabilities: Weights) -> Weights:
+    """Return float64, shaped as `wanted`: the probabilities of these ids, given those of `ids`; 0 for others. Both are
+    ascending. The fewer are looked up among the more."""
+    few, many = (wanted, ids) if len(wanted) < len(ids) else (ids, wanted)
+    at = np.searchsorted(many, few)
+    known = at < len(many)
+    known[known] = many[at[known]] == few[known]
+    found = np.zeros(len(wanted))
+    if few is wanted:
+        found[known] = probabilities[at[known]]
+    else:
+        found[at[known]] = probabilities[known]
+    return found
 
 
 def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
     """Return the surviving ids, ascending, and their weights, the largest of which is 1."""
     ids = survivors(z, sampling)
     return ids, np.exp(z[ids].astype(np.float64) - z[ids].max())
-
-
-def _on(ids: Ids, row: DraftDistribution) -> Weights:
-    """Return the draft distribution's probabilities of these ids, which must be ascending."""
-    assert row.ids is not None
-    values = row.values.astype(np.float64)
-    at = np.searchsorted(ids, row.ids)
-    known = at < len(ids)
-    known[known] = ids[at[known]] == row.ids[known]
-    q = np.zeros(len(ids))
-    q[at[known]] = values[known] / values.sum()
-    return q
-
-
-def _probability(row: DraftDistribution, token: int) -> float:
-    assert row.ids is not None
-    values = row.values.astype(np.float64)
-    return float(values[row.ids == token].sum() / values.sum())

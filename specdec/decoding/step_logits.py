@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding import block_verification
+from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
 from specdec.decoding.choice import BLOCK, Tokens, choose
 from specdec.decoding.logprobs import TokenLogprobs, logprobs
 from specdec.decoding.processing import Logits
@@ -25,6 +27,9 @@ class StepLogits(Protocol):
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
         """Return the tokens chosen by these rows, as `choice.choose` does, and which rows are sound (the token's logit
         is finite). The others are broken."""
+
+    def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
+        """Return the accepted prefixes of chains of draws, as `block_verification.verify` does."""
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         """Return the log-probabilities of these rows, as `logprobs.logprobs` does."""
@@ -51,6 +56,9 @@ class HostLogits:
             tokens = np.concatenate(chosen)
         # argmax returns the first NaN, if any, so a broken row shows in the chosen token's logit
         return tokens, np.isfinite(self._logits[np.asarray(rows, dtype=np.int64), tokens])
+
+    def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
+        return [block_verification.verify((self._logits[row] for row in chain.rows), chain.queries) for chain in chains]
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         blocks = self._blocks(len(rows))

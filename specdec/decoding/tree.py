@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from specdec.decoding.proposal import DraftDistribution
 
 
+MAX_DRAWS = 16
+"""Most siblings of a sampled tree: the contract's limit on `max_branches`. Each costs the verifier a pass over the
+vocabulary."""
+
+
 class BaseAheadError(ValueError):
     """Candidates start beyond the committed text: their sender and this tree disagree about what is committed."""
 
@@ -84,8 +89,8 @@ class TokenTree:
     with ids outside the vocabulary or non-finite logprobs, or where `permits` (parent, token) returns False. They are
     also dropped while `max_nodes` are alive.
 
-    In a `sampled` tree (REJECTION) candidates are draws: a node has one child at most, and gets it together with the
-    distribution the child was drawn from. The first child to arrive stays, whichever token it is.
+    In a `sampled` tree (REJECTION) candidates are draws: a node gets its children together, in the order of the draws,
+    with the distribution they were drawn from. The first ones to arrive stay, whichever tokens they are.
     """
 
     def __init__(
@@ -156,7 +161,9 @@ class TokenTree:
             return known
         if not self._sampled:
             return self.add(place, token, logprob, origin)
-        if place.children or row is None or not row.can_draw(token):
+        # Only the siblings of one message come from one series of draws without replacement.
+        late = bool(place.children) and place.distribution is not row
+        if late or row is None or not row.can_draw(token) or len(place.children) == MAX_DRAWS:
             return None
         child = self.add(place, token, logprob, origin)
         if child is not None:

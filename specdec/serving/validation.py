@@ -207,7 +207,7 @@ def depth_violations(
 
 
 def token_tree_violations(
-    field: str, message: generation_pb2.Speculation | draft_pb2.DraftPolicy, rule: Rule
+    field: str, message: generation_pb2.Speculation | draft_pb2.DraftPolicy
 ) -> list[tuple[str, str]]:
     """Return violations of a message's fields about the token tree of a draft service, except its number of nodes."""
     found = depth_violations(field, message) + _above(field, message.max_branches, "max_branches", MAX_BRANCHES)
@@ -216,26 +216,24 @@ def token_tree_violations(
         found.append((f"{field}.min_path_probability", problem))
     if message.scorer and message.scorer not in set(map(int, Scorer)):
         found.append((f"{field}.scorer", f"is {message.scorer}, must be a value of DraftScorer"))
-    return found + expansion_violations(f"{field}.expansion", message.expansion, rule)
+    return found + expansion_violations(f"{field}.expansion", message.expansion)
 
 
-def expansion_violations(field: str, widths: Sequence[int], rule: Rule) -> list[tuple[str, str]]:
+def expansion_violations(field: str, widths: Sequence[int]) -> list[tuple[str, str]]:
     """Return violations of a list of fixed widths."""
     if len(widths) > MAX_DEPTH:
         return [(field, f"has {len(widths)} widths, must have at most {MAX_DEPTH}")]
     for index, width in enumerate(widths):
         if not 1 <= width <= MAX_BRANCHES:
             return [(f"{field}[{index}]", f"is {width}, must be 1 to {MAX_BRANCHES}")]
-        if width > 1 and rule is Rule.REJECTION:
-            return [(f"{field}[{index}]", f"is {width}, must be 1 under REJECTION, which draws one candidate a place")]
     if (nodes := sum(itertools.accumulate(widths, operator.mul))) > MAX_NODES:
         return [(field, f"makes a tree of {nodes} nodes, must make at most {MAX_NODES}")]
     return []
 
 
-def speculation_limit_violations(field: str, message: generation_pb2.Speculation, rule: Rule) -> list[tuple[str, str]]:
+def speculation_limit_violations(field: str, message: generation_pb2.Speculation) -> list[tuple[str, str]]:
     """Return violations of a request's limits on candidates, and of its wishes for the token tree."""
-    found = candidate_limit_violations(field, message) + token_tree_violations(field, message, rule)
+    found = candidate_limit_violations(field, message) + token_tree_violations(field, message)
     found += _above(field, message.max_nodes, "max_nodes", MAX_NODES)
     for name in ("max_depth", "max_branches", "min_path_probability"):
         if message.expansion and getattr(message, name):

@@ -21,7 +21,7 @@ logits = st.lists(st.floats(-20, 20, width=16), min_size=2, max_size=12)
 def chosen(target: list[float], draft: list[float], contrast: Contrast = DEFAULT_CONTRAST, **sampling: object) -> int:
     row = amateur_distribution(np.asarray(draft, dtype=np.float32), contrast)
     sampler = RequestSampler(Sampling(**sampling), rule=Rule.CONTRASTIVE, contrast=contrast)  # type: ignore[arg-type]
-    query = SamplingQuery(sampler, 3, proposal=Proposal(None, row))
+    query = SamplingQuery(sampler, 3, proposal=Proposal((), row))
     return int(choose(np.asarray([target], dtype=np.float32), [query])[0])
 
 

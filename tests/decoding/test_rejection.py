@@ -1,16 +1,17 @@
-"""Speculative sampling preserves the target's distribution for truncated, rounded and late drafts; negative controls
-show that the test detects violations.
+"""Speculative sampling preserves the target's distribution for truncated, rounded and late drafts, and for several
+draws at a position; negative controls show that the tests detect violations.
 
 Chi-square tests of joint distributions, each with false-alarm probability FALSE_ALARM, on fixed seeds: the outcome
-is deterministic.
+is deterministic. Outcomes of several draws are enumerated too, with their exact probabilities. (Draws tested as a
+whole: `test_block_verification.py`.)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -21,9 +22,10 @@ from scipy import stats
 
 from specdec.decoding import rejection
 from specdec.decoding.choice import choose
+from specdec.decoding.noise import HASHED_TOKENS, text_hash
 from specdec.decoding.proposal import DraftDistribution, Proposal
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
-from specdec.decoding.rejection import draw
+from specdec.decoding.rejection import acceptance, acceptances, draw, probabilities_of, trials
 from specdec.decoding.rejection import propose as propose_if_sound
 from specdec.decoding.sampling import Rule, Sampling
 
@@ -65,9 +67,9 @@ Offer = Callable[[int, Path, Proposal], bool]
 """Whether run `run` offers a proposal after a path."""
 
 
-def propose(logits: Logits, query: SamplingQuery) -> Proposal:
+def propose(logits: Logits, query: SamplingQuery, count: int = 1) -> Proposal:
     """Return a draft's proposal; its logits must be finite."""
-    proposal = propose_if_sound(logits, query)
+    proposal = propose_if_sound(logits, query, count)
     assert proposal is not None
     return proposal
 
@@ -123,7 +125,7 @@ def after_some_prefixes(seed: int, path: Path, proposal: Proposal) -> bool:
 def where_the_draw_is_probable(seed: int, path: Path, proposal: Proposal) -> bool:
     """Invalid: depends on the drawn token."""
     assert proposal.row.ids is not None
-    return bool(proposal.row.values[proposal.row.ids == proposal.token] >= 0.9)
+    return bool(proposal.row.values[proposal.row.ids == proposal.tokens[0]] >= 0.9)
 
 
 OFFERS = (always, never, late, where_the_draft_is_sure, after_some_prefixes)
@@ -180,7 +182,7 @@ def test_the_better_draw_of_two_sessions_is_found_out_too() -> None:
 def weight(proposal: Proposal) -> float:
     assert proposal.row.ids is not None
     values = proposal.row.values
-    return float(values[proposal.row.ids == proposal.token][0] / values.sum())
+    return float(values[proposal.row.ids == proposal.tokens[0]][0] / values.sum())
 
 
 def test_a_guess_that_was_not_sampled() -> None:
@@ -189,7 +191,7 @@ def test_a_guess_that_was_not_sampled() -> None:
     sampler = [RequestSampler(Sampling(temperature=1.0, seed=seed), rule=Rule.REJECTION) for seed in range(RUNS)]
     row = DraftDistribution(np.array([2]), np.ones(1, np.float16))
     counts = Counter(
-        int(choose(TARGET(())[None], [SamplingQuery(each, 0, proposal=Proposal(2, row))])[0]) for each in sampler
+        int(choose(TARGET(())[None], [SamplingQuery(each, 0, proposal=Proposal((2,), row))])[0]) for each in sampler
     )
     p = probabilities(TARGET(()), sampling)
     assert stats.chisquare([counts[v] for v in range(VOCABULARY)], RUNS * p).pvalue > FALSE_ALARM
@@ -204,8 +206,167 @@ def test_candidates_are_accepted_as_often_as_can_be() -> None:
     for seed in range(RUNS):
         query = SamplingQuery(RequestSampler(Sampling(temperature=1.0, seed=seed), rule=Rule.REJECTION), 0)
         proposal = propose(DRAFT(()), query)
-        accepted += int(choose(TARGET(())[None], [query._replace(proposal=proposal)])[0]) == proposal.token
+        accepted += int(choose(TARGET(())[None], [query._replace(proposal=proposal)])[0]) in proposal.tokens
     assert abs(accepted / RUNS - wanted) < 5 * (wanted * (1 - wanted) / RUNS) ** 0.5 + 1e-3  # float16
+
+
+# --- several draws at one position ------------------------------------------------------------------------
+
+TOLERANCE = 1e-12
+
+
+@st.composite
+def positions(draw: st.DrawFn) -> tuple[NDArray[np.float64], DraftDistribution]:
+    """Draw the target's probabilities of all tokens, some of them ruled out, and a draft's weights of some tokens."""
+    generator = np.random.default_rng(draw(st.integers(0, 10_000)))
+    size = draw(st.integers(1, 4))
+    p = generator.dirichlet(np.full(size, 0.5)) * (generator.random(size) < 0.8)
+    p = p / p.sum() if p.any() else np.eye(size)[0]
+    ids = np.flatnonzero(generator.random(size) < 0.8)
+    ids = ids if len(ids) else np.array([0])
+    return p, DraftDistribution(ids, (generator.random(len(ids)) + 0.01).astype(np.float16))
+
+
+def series(row: DraftDistribution, count: int, drawn: Path = ()) -> Iterator[tuple[Path, float]]:
+    """Yield every series of draws without replacement, with its probability."""
+    assert row.ids is not None
+    left = [i for i, token in enumerate(row.ids.tolist()) if token not in drawn]
+    if len(drawn) == count or not left:
+        yield drawn, 1.0
+        return
+    values = row.values.astype(np.float64)
+    for i in left:
+        for tokens, probability in series(row, count, (*drawn, int(row.ids[i]))):
+            yield tokens, float(values[i] / values[left].sum()) * probability
+
+
+Rejects = Callable[[NDArray[np.float64], Proposal], Iterator[tuple[int, float]]]
+
+
+def decided(
+    p: NDArray[np.float64], row: DraftDistribution, count: int, tests: Rejects
+) -> tuple[NDArray[np.float64], float]:
+    """Return the distribution of the token decided with up to `count` draws, and the probability that it is a draw."""
+    found, accepted = np.zeros(len(p)), 0.0
+    for tokens, probability in series(row, count):
+        left = p.copy()
+        for token, accepts in tests(left, Proposal(tokens, row)):
+            found[token] += probability * accepts
+            accepted += probability * accepts
+            probability *= 1 - accepts
+        found += probability * left
+    return found, accepted
+
+
+def in_turn(left: NDArray[np.float64], proposal: Proposal) -> Iterator[tuple[int, float]]:
+    return trials(np.arange(len(left)), left, proposal)
+
+
+def each_from_the_same_distribution(left: NDArray[np.float64], proposal: Proposal) -> Iterator[tuple[int, float]]:
+    """Invalid without replacement: a rejected token stays in the draft's distribution."""
+    for token in proposal.tokens:
+        yield next(in_turn(left, one := Proposal((token,), proposal.row)))
+        list(trials(np.arange(len(left)), left, one))
+
+
+def without_residual(left: NDArray[np.float64], proposal: Proposal) -> Iterator[tuple[int, float]]:
+    """Invalid: each draw is tested against the target's distribution."""
+    for token in proposal.tokens:
+        yield next(in_turn(left.copy(), Proposal((token,), proposal.row)))
+
+
+@given(positions(), st.integers(1, 4))
+def test_however_many_draws_all_outcomes_together_are_distributed_as_the_target(
+    position: tuple[NDArray[np.float64], DraftDistribution], count: int
+) -> None:
+    p, row = position
+    found, _ = decided(p, row, count, in_turn)
+    assert np.abs(found - p).max() < TOLERANCE
+
+
+@given(positions())
+def test_a_further_draw_is_accepted_sometimes(position: tuple[NDArray[np.float64], DraftDistribution]) -> None:
+    """With all tokens drawn, one of them always."""
+    p, row = position
+    accepted = [decided(p, row, count, in_turn)[1] for count in range(1, len(p) + 1)]
+    assert all(more >= fewer - TOLERANCE for fewer, more in pairwise(accepted))
+    if row.ids is not None and set(np.flatnonzero(p)) <= set(row.ids.tolist()):
+        assert accepted[-1] == pytest.approx(1.0, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("tests", [each_from_the_same_distribution, without_residual])
+def test_wrong_tests_of_several_draws_are_found_out_by_enumeration(tests: Rejects) -> None:
+    """Negative controls."""
+    p = np.array([0.4, 0.3, 0.2, 0.1])
+    row = DraftDistribution(np.arange(4), np.array([0.1, 0.2, 0.3, 0.4], np.float16))
+    assert np.abs(decided(p, row, 2, in_turn)[0] - p).max() < TOLERANCE
+    assert np.abs(decided(p, row, 2, tests)[0] - p).max() > 1e-2
+
+
+def draws_decided(seed: int, sampling: Sampling, count: int, *, forgets: bool = False) -> Path:
+    """Generate LENGTH tokens with up to `count` draws at each position."""
+    sampler = RequestSampler(
+        Sampling(temperature=sampling.temperature, top_k=sampling.top_k, seed=seed), rule=Rule.REJECTION
+    )
+    path: Path = ()
+    while len(path) < LENGTH:
+        query = SamplingQuery(sampler, len(path))
+        proposal = propose(DRAFT(path), query, count)
+        token = int(choose(TARGET(path)[None], [query._replace(proposal=proposal)])[0])
+        if forgets and token not in proposal.tokens:
+            p = probabilities(TARGET(path), sampling)
+            token = int(np.random.default_rng([seed, len(path)]).choice(VOCABULARY, p=p))
+        path += (token,)
+    return path
+
+
+@pytest.mark.parametrize("count", [2, 3, VOCABULARY])
+@pytest.mark.parametrize("sampling", [ALL, K3], ids=["all", "k3"])
+def test_with_several_draws_the_distribution_is_the_targets(sampling: Sampling, count: int) -> None:
+    counts = Counter(draws_decided(seed, sampling, count) for seed in range(RUNS // 3))
+    assert pvalue(counts, sampling) > FALSE_ALARM
+
+
+def test_a_forgotten_residual_is_found_out() -> None:
+    """Negative control: after all rejections the token is drawn as if nothing had been drawn."""
+    counts = Counter(draws_decided(seed, ALL, 2, forgets=True) for seed in range(RUNS))
+    assert pvalue(counts, ALL) < FALSE_ALARM
+
+
+@given(st.sets(st.integers(0, 20)), st.dictionaries(st.integers(0, 20), st.floats(0.1, 1.0)))
+def test_probabilities_are_those_of_the_ids(wanted: set[int], known: dict[int, float]) -> None:
+    ids = sorted(known)
+    found = probabilities_of(
+        np.array(sorted(wanted), np.int64), np.array(ids, np.int64), np.array([known[token] for token in ids])
+    )
+    assert found.tolist() == [known.get(token, 0.0) for token in sorted(wanted)]
+
+
+def test_draws_of_one_position_are_different_tokens_and_a_series_begins_as_a_shorter_one() -> None:
+    sampler = RequestSampler(Sampling(temperature=1.0, seed=3), rule=Rule.REJECTION)
+    for position in range(50):
+        drawn = propose(DRAFT(()), SamplingQuery(sampler, position), 9).tokens
+        assert sorted(drawn) == list(range(VOCABULARY))
+        assert propose(DRAFT(()), SamplingQuery(sampler, position), 2).tokens == drawn[:2]
+
+
+def test_draws_depend_on_the_text_before_them() -> None:
+    sampler = RequestSampler(Sampling(temperature=1.0, seed=3), rule=Rule.REJECTION)
+    drawn = {propose(DRAFT(()), SamplingQuery(sampler, 300, text_hash=text_hash([n], [])), 3).tokens for n in range(99)}
+    assert len(drawn) > 9
+    long = list(range(2 * HASHED_TOKENS))
+    assert text_hash(long, []) == text_hash(long[:-3], long[-3:]) == text_hash(long[HASHED_TOKENS:], [])
+    assert text_hash(long, []) != text_hash([*long[:-HASHED_TOKENS], 7, *long[1 - HASHED_TOKENS :]], [])
+
+
+def test_estimates_of_later_draws_fall_and_depend_on_the_distribution_alone() -> None:
+    row = DraftDistribution(np.arange(3), np.array([1.0, 0.5, 0.5], np.float16))
+    estimates = acceptances(row, 4)
+    assert estimates[0] == acceptance(row)
+    assert (np.diff(estimates) < 0).all()
+    assert estimates.sum() < 1
+    sure = DraftDistribution.certain(3)
+    assert (acceptances(sure, 2) > 0).all()
 
 
 weights = st.lists(st.sampled_from([0.0, 1e-300, 0.1, 0.3, 1.0, 5.0]), min_size=1, max_size=8).filter(any)

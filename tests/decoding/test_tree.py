@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.decoding.proposal import DraftDistribution
-from specdec.decoding.tree import BaseAheadError, Node, Paths, TokenTree, spell
+from specdec.decoding.tree import MAX_DRAWS, BaseAheadError, Node, Paths, TokenTree, spell
 
 VOCABULARY = 4
 PROMPT = (1, 2)
@@ -445,6 +445,18 @@ class TestSampled:
         assert tree.insert(2, Paths([4], [0], [-0.1], [(0, row(4))])) == []
         assert list(tree.root.children) == [3]
         assert tree.root.distribution is mine
+
+    def test_siblings_come_in_one_message_or_not_at_all(self) -> None:
+        tree = self.grown()
+        assert len(tree.insert(2, Paths([5, 3], [0, 0], [-1.0, -2.0], [(0, row(3, 4, 5))]))) == 2
+        assert tree.insert(2, Paths([5, 3, 4], [0, 0, 0], [-1.0, -2.0, -3.0], [(0, row(3, 4, 5))])) == []
+        assert list(tree.root.children) == [5, 3]
+
+    def test_there_are_at_most_as_many_as_the_contract_permits(self) -> None:
+        tree = TokenTree([1, 2], vocabulary=99, last_position=9, sampled=True)
+        many = list(range(MAX_DRAWS + 1))
+        assert len(tree.insert(2, Paths(many, [0] * len(many), [-1.0] * len(many), [(0, row(*many))]))) == MAX_DRAWS
+        assert list(tree.root.children) == many[:MAX_DRAWS]
 
     def test_again_changes_nothing(self) -> None:
         tree = self.grown()

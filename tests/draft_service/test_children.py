@@ -175,10 +175,10 @@ def test_a_pass_whose_rows_do_not_come_is_made_up_for(sampler: RequestSampler) -
     assert described(session) == described(other)
 
 
-@pytest.mark.parametrize("name", ["query", "add_calibrated", "add_draw"])
+@pytest.mark.parametrize("name", ["query", "add_calibrated", "add_draws"])
 def test_a_session_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     drafter = LanguageModelDrafter(Host())
-    rule = Rule.REJECTION if name == "add_draw" else Rule.COUPLED
+    rule = Rule.REJECTION if name == "add_draws" else Rule.COUPLED
     failing, *others = sessions = opened(drafter, [RequestSampler(Sampling(temperature=0.8, seed=2), rule=rule)] * 3)
     assert not drafter.expand(sessions)
     sizes = [each.tree.size for each in others]

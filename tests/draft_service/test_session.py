@@ -100,14 +100,52 @@ def test_a_paused_draft_keeps_up_with_a_long_text() -> None:
     assert not draft.wants_step
 
 
-def test_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() -> None:
-    draft = Draft(Rule.REJECTION, temperature=1.0)
+def test_with_one_branch_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() -> None:
+    draft = Draft(Rule.REJECTION, temperature=1.0, max_branches=1)
     for _ in range(4):
         draft.step()
     paths = draft.take()
     assert list(paths.parents) == [0, 1, 2, 3]
     assert [parent for parent, _ in paths.distributions] == [0, 1, 2, 3]
     assert all(row.fits(Rule.REJECTION, VOCABULARY) for _, row in paths.distributions)
+
+
+def test_draws_of_one_place_are_sent_together_in_their_order() -> None:
+    """Whether a draw is sent must not depend on it. The verifier tests siblings in the order of its tree."""
+    draft = Draft(Rule.REJECTION, temperature=1.0, max_branches=3, min_path_probability=0.02)
+    known = TokenTree([1, 2, 3], vocabulary=VOCABULARY, last_position=CONTEXT, sampled=True)
+    while draft.wants_step:
+        draft.step(best=1.5)
+        known.insert(3, draft.take())
+        drawn = _children(draft.tree)
+        assert all(children in ([], drawn[path]) for path, children in _children(known).items())
+    assert len(known.root.children) == 3
+
+
+def _children(tree: TokenTree) -> dict[tuple[int, ...], list[int]]:
+    """Return the children of every node, by its path."""
+    nodes = (tree.root, *tree.root.walk())
+    return {tuple(step.token for step in node.path()): list(node.children) for node in nodes}
+
+
+def test_fixed_widths_hold_for_draws() -> None:
+    draft = Draft(Rule.REJECTION, temperature=1.0, expansion=(3, 1, 2))
+    while draft.wants_step:
+        draft.step()
+    widths = {len(node.path()): len(node.children) for node in (draft.tree.root, *draft.tree.root.walk())}
+    assert widths == {0: 3, 1: 1, 2: 2, 3: 0}
+
+
+def test_a_calibration_learns_the_rank_of_the_draw_that_was_taken() -> None:
+    calibration = Calibration()
+    draft = Draft(Rule.REJECTION, temperature=1.0, max_branches=3, calibration=calibration)
+    draft.step(best=1.5)
+    before = list(calibration.shifts(0))
+    second = list(draft.tree.root.children)[1]
+    draft.commit(3, [second])
+    after = calibration.shifts(0)
+    assert after[0] < before[0]
+    assert after[1] > before[1]
 
 
 def test_a_draw_does_not_depend_on_how_often_the_draft_starts() -> None:

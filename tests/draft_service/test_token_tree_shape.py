@@ -113,11 +113,7 @@ WARM: dict[str, Any] = {
         ({"expansion": [2, 0]}, {}, ("policy.expansion[1]", "is 0, must be 1 to 16")),
         ({"expansion": [16, 16]}, {}, ("policy.expansion", "makes a tree of 272 nodes, must make at most 256")),
         ({"expansion": [1] * 129}, {}, ("policy.expansion", "has 129 widths, must have at most 128")),
-        (
-            {"expansion": [1, 2]},
-            WARM,
-            ("policy.expansion[1]", "is 2, must be 1 under REJECTION, which draws one candidate a place"),
-        ),
+        ({"expansion": [1, 17]}, WARM, ("policy.expansion[1]", "is 17, must be 1 to 16")),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_by_value_and_limit(
@@ -144,9 +140,19 @@ def test_a_pod_decides_what_is_left_open_and_grants_no_more_than_its_limits() ->
     assert (opened.max_nodes, opened.max_depth, opened.max_branches) == (40, 8, 4)  # reported to the client
 
 
-def test_where_candidates_are_drawn_there_is_one_a_place_and_the_client_is_told() -> None:
-    session = servicer().parse(opening(draft_pb2.DraftPolicy(max_branches=9), **WARM), None)
-    assert servicer().opened(session).opened.max_branches == 1
+@pytest.mark.parametrize(
+    ("policy", "branches", "expansion"),
+    [({}, 1, ()), ({"max_branches": 9}, 9, ()), ({"expansion": [3, 1]}, 1, (3, 1))],
+)
+def test_where_candidates_are_drawn_they_are_a_chain_unless_siblings_are_asked_for(
+    policy: dict[str, Any], branches: int, expansion: tuple[int, ...]
+) -> None:
+    service = servicer()
+    session = service.parse(opening(draft_pb2.DraftPolicy(**policy), **WARM), None)
+    assert service.opened(session).opened.max_branches == branches
+    assert session.policy.expansion == expansion
+    service.act(session, draft_pb2.DraftRequest(policy=draft_pb2.DraftPolicy(**policy)), 0.0)
+    assert (session.policy.max_branches, session.policy.expansion) == (branches, expansion)
 
 
 USUAL: dict[str, Any] = {

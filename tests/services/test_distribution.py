@@ -51,10 +51,25 @@ def expected(directories: Directories, prompt: list[int], banned: Sequence[int] 
     return result
 
 
-@pytest.mark.parametrize("rule", ["COUPLED", "REJECTION"])
-async def test_sampled_tokens_follow_the_target(directories: Directories, rule: str) -> None:
-    async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.04)) as services:
-        sources = await check(services, expected(directories, PROMPT), PROMPT, rule, ALWAYS)
+@pytest.mark.parametrize(
+    ("rule", "options", "tree"),
+    [
+        pytest.param("COUPLED", {}, {}, id="COUPLED"),
+        pytest.param("REJECTION", {}, {}, id="REJECTION"),
+        pytest.param("REJECTION", {"block_verification": False}, {}, id="REJECTION-token", marks=pytest.mark.verify),
+        pytest.param("REJECTION", {}, {"max_branches": 3}, id="REJECTION-siblings", marks=pytest.mark.verify),
+        pytest.param("REJECTION", {}, {"expansion": [1, 3, 1]}, id="REJECTION-fixed", marks=pytest.mark.verify),
+    ],
+)
+async def test_sampled_tokens_follow_the_target(
+    directories: Directories, rule: str, options: dict[str, Any], tree: dict[str, Any]
+) -> None:
+    speculation = generation_pb2.Speculation(**tree)
+    speculation.MergeFrom(ALWAYS)
+    async with stack(
+        directories.target, directories.near, target_delay=lambda: time.sleep(0.04), **options
+    ) as services:
+        sources = await check(services, expected(directories, PROMPT), PROMPT, rule, speculation)
     assert sources[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] > 15  # some of the tested tokens were drafted,
     assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5  # and some corrected
 

@@ -54,7 +54,7 @@ class Reference:
         """Return the next token and its margin over the second best."""
         z = self.target.logits(text)
         row = amateur_distribution(self.draft.logits(text), self.sampler.contrast)
-        token = int(choose(z[None], [SamplingQuery(self.sampler, len(text), proposal=Proposal(None, row))])[0])
+        token = int(choose(z[None], [SamplingQuery(self.sampler, len(text), proposal=Proposal((), row))])[0])
         plausible = z >= z.max() + math.log(self.sampler.contrast.alpha)
         scores = np.sort((z - row.values.astype(np.float64))[plausible])
         return token, float(scores[-1] - scores[-2]) if len(scores) > 1 else math.inf

@@ -49,6 +49,17 @@ limits = st.integers(0, 60)
 Batch = list[tuple[TokenTree, int]]
 
 
+def chains() -> st.SearchStrategy[list[float]]:
+    """Logprobs of the nodes of a chain."""
+    return st.lists(st.sampled_from([-1e-6, -0.1, -0.7, -3.0]), max_size=6)
+
+
+def chain(logprobs: list[float]) -> TokenTree:
+    tree = TokenTree([1, 2, 3], vocabulary=100, last_position=1000)
+    tree.insert(3, Paths([7] * len(logprobs), range(len(logprobs)), logprobs))
+    return tree
+
+
 def chosen_of(batch: Batch, latency: StepLatency, rows: int, most: int) -> list[list[Node]]:
     """`select_candidates` over trees, each with a limit on its nodes."""
     return select_candidates(
@@ -107,6 +118,27 @@ class TestCandidates:
     def test_free_rows_are_all_taken(self, batch: Batch, rows: int, most: int) -> None:
         chosen = chosen_of(batch, FREE, rows, most)
         assert sum(map(len, chosen)) == min(most, sum(min(tree.size, limit) for tree, limit in batch))
+
+    @given(batches, any_cost, rows_before, limits, chains(), chains(), chains(), st.booleans())
+    def test_no_candidate_depends_on_those_below_its_child_if_none_may_be_left_out(
+        self,
+        batch: Batch,
+        latency: StepLatency,
+        rows: int,
+        most: int,
+        above: list[float],
+        one: list[float],
+        other: list[float],
+        explore: bool,
+    ) -> None:
+        """Where a block ends must not depend on the draws behind the end, which decide their own probabilities."""
+        before = [BestNodes.of(tree.by_path_logprob(), limit) for tree, limit in batch]
+        taken = []
+        for below in (one, other):
+            offer = BestNodes.of(chain([*above, -0.3, *below]).by_path_logprob(), 99)
+            found = select_candidates([*before, offer], latency, rows, most, explore=explore, leave_out=False)
+            taken.append([len(found.nodes[-1]) > depth for depth in range(len(above))])
+        assert taken[0] == taken[1]
 
     @given(batches.filter(bool), costs, rows_before)
     def test_it_pays(self, batch: Batch, latency: StepLatency, rows: int) -> None:

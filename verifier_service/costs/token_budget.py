@@ -43,13 +43,16 @@ def select_candidates(
     spent: float = 0.0,
     *,
     explore: bool = False,
+    leave_out: bool = True,
 ) -> Selection:
     """Return the candidates with the highest goodput of a step, out of each session's offer.
 
     The step has `rows` rows already, each certain to bring a token; at most `most` rows are added. `spent`: seconds
     taken by the local draft model before the step. With `explore`, if the latency model permits it for this step, there
     are two experiments: candidates that do not pay by the current estimate but may pay are added, up to the next
-    measured point; or some paying ones are left out, to learn whether fewer rows cost as much as estimated.
+    measured point; or some paying ones are left out, to learn whether fewer rows cost as much as estimated. Without
+    `leave_out`, and with `spent` independent of the offers, a candidate is chosen by the probabilities down to it and
+    to its first child, and by no others below, as block verification requires.
     """
     ranked = sorted((-logprob, index) for index, offer in enumerate(offers) for logprob in offer.logprobs)[:most]
     gains = [math.exp(-negative) for negative, _ in ranked]
@@ -66,7 +69,7 @@ def select_candidates(
         least = _optimistic_break_even(expected, latency, rows + paying, spent)
         if paying < len(gains) and latency.may_explore and least <= gains[paying]:
             taken = min(len(gains), latency.next_point(rows + paying) - rows)
-        else:
+        elif leave_out:
             taken = min(paying, latency.uncertain_below(rows + paying, rows) - rows)
         if break_even > EXPLORED_PROBABILITY:
             break_even = min(break_even, max(least, EXPLORED_PROBABILITY))

@@ -13,6 +13,7 @@ from specdec.decoding import rejection
 from specdec.decoding.calibration import Calibration, corrected
 from specdec.decoding.candidates import AskedRow, draft_candidates, over
 from specdec.decoding.draft_logits import DraftLogits
+from specdec.decoding.noise import text_hash
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import SamplingQuery
@@ -126,6 +127,7 @@ class DraftChain:
             self.tokens,
             allowed=session.hint(self.tokens),
             ruled_out=sampler.ruled_out(session.tree.committed, self.tokens),
+            text_hash=text_hash(session.tree.committed, self.tokens) if session.samples_candidates else 0,
         )
         return AskedRow(number, query, session.vocabulary)
 
@@ -137,10 +139,9 @@ class DraftChain:
         if proposal is None:
             self.ended = True
             return
-        assert proposal.token is not None
         self._rows.append(proposal.row)
         acceptance = rejection.acceptance(proposal.row)
-        self.add([proposal.token], self.calibration.corrected(len(self.tokens), [math.log(acceptance)]))
+        self.add([*proposal.tokens], self.calibration.corrected(len(self.tokens), [math.log(acceptance)]))
 
     def add(self, tokens: list[int], logprobs: list[float]) -> None:
         """Add the likeliest of these tokens, and the others as its siblings. Logprobs are calibrated and padded with

@@ -79,8 +79,18 @@ class CandidateChoice:
         """Choose for `sessions` in a step of `decoding` ones. Only a step of one tenant `may_explore` the cost of rows:
         no prompt and no other tenant may wait for an experiment."""
         offers = [session.candidates() for session in sessions]
-        explore = decoding > 0 and may_explore
-        found = select_candidates(offers, self.latency, decoding, self.free, self.spent, explore=explore)
+        # Where a block ends must not depend on draws behind the end (`block_verification.py`): neither on what an
+        # experiment leaves out, nor on how far a proposer drew, which takes time.
+        blocks = any(session.block_verification for session in sessions)
+        found = select_candidates(
+            offers,
+            self.latency,
+            decoding,
+            self.free,
+            0.0 if blocks else self.spent,
+            explore=decoding > 0 and may_explore,
+            leave_out=not blocks,
+        )
         if found.exploring is not None:
             self.latency.explore(found.exploring)
         _insist(sessions, found.nodes, self.free)
@@ -93,9 +103,10 @@ class CandidateChoice:
         return StepCandidates(found.nodes, windows, found.break_even)
 
     def by_tenant(self, speculating: Sequence[RunningSession], decoding: int, division: Division) -> StepCandidates:
-        """Choose for `speculating` sessions in a step of `decoding` ones, divided among tenants."""
+        """Choose for `speculating` sessions in a step of `decoding` ones, divided among tenants. That compares all
+        candidates, so draws are verified one by one."""
         sessions = [entry.session for entry in speculating]
-        offers = [session.candidates() for session in sessions]
+        offers = [session.compare_candidates() for session in sessions]
         joint = select_candidates(offers, self.latency, decoding, self.free, self.spent)
         _insist(sessions, joint.nodes, self.free)
         own = {

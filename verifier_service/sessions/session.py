@@ -52,9 +52,14 @@ class VerifierSession:
         tuning: Tuning = DEFAULTS,
         *,
         chains_only: bool = False,
+        block_verification: bool = True,
         draft_gain: DraftGain | None = None,
         tenant_windows: TenantWindows | None = None,
     ) -> None:
+        sampler = request.sampler
+        self.block_verification = block_verification and sampler.rule is Rule.REJECTION and not sampler.sampling.greedy
+        """True if chains of draws are verified as blocks where `verifies_blocks` is True."""
+        self._compared = 0  # position of the last candidate compared with those of other texts
         self.chains_only = chains_only
         """True if the engine verifies a single chain of candidates instead of a tree."""
         self.request = request
@@ -114,7 +119,7 @@ class VerifierSession:
 
     @property
     def samples_candidates(self) -> bool:
-        """True if candidates are drawn, at most one per place (REJECTION)."""
+        """True if candidates are drawn (REJECTION)."""
         return self.request.sampler.rule is Rule.REJECTION
 
     @property
@@ -311,6 +316,16 @@ class VerifierSession:
     def candidates(self) -> BestNodes:
         """Return the candidates to choose from for the coming step."""
         return self.best_nodes if self.max_candidates else NO_NODES
+
+    def compare_candidates(self) -> BestNodes:
+        """Return the candidates to choose from, for a step that compares all of them with those of other texts."""
+        self._compared = max(self._compared, *(node.position for node in self.candidates().nodes), 0)
+        return self.candidates()
+
+    @property
+    def verifies_blocks(self) -> bool:
+        """True if the chain below the text may be verified as a block: compared draws had a say in where steps end."""
+        return self.block_verification and self.tree.base > self._compared
 
     def wait_estimate(self, now: float, break_even: float) -> WaitEstimate:
         best = self.best_nodes

@@ -2,9 +2,11 @@
 
 Start at the root, take the target's own choice, move to the child with that token, and stop where there is none. All
 sessions advance together, one level at a time, so that one vectorised call makes all their choices (`verify_trees`).
-`TreeVerification` holds one session's part, `VerifiedStep` the outcome of a whole step.
+Chains of draws (REJECTION) are taken as wholes where a session verifies blocks: down to the next node with several
+children, or the last row of the step. `TreeVerification` holds one session's part, `VerifiedStep` the outcome of a
+whole step.
 
-With `specdec/decoding/choice.py` and `specdec/decoding/rejection.py`, where a row's token is chosen under each
+With `specdec/decoding/choice.py`, `rejection.py` and `block_verification.py`, where tokens are chosen under each
 acceptance rule, this is the whole of speculative decoding.
 """
 
@@ -18,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from specdec.decoding.block_verification import ChainQuery
 from specdec.decoding.choice import choose
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.query import RequestSampler, SamplingQuery
@@ -128,7 +131,19 @@ def _prompt_scores(
 class TreeVerification:
     """The verification of a session's token tree in one step; a `TreeWalker` for `verify_trees`."""
 
-    __slots__ = ("_asked", "_node", "_path", "error", "kv_copies", "planned", "result", "row", "rows", "session")
+    __slots__ = (
+        "_asked",
+        "_blocks",
+        "_node",
+        "_path",
+        "error",
+        "kv_copies",
+        "planned",
+        "result",
+        "row",
+        "rows",
+        "session",
+    )
 
     def __init__(self, session: VerifierSession, planned: ScheduledRows) -> None:
         assert planned.root_row is not None  # a chunk of prompt chooses no token
@@ -143,6 +158,7 @@ class TreeVerification:
         self._node = session.tree.root
         self._path: list[int] = []
         self._asked: dict[int, SamplingQuery] = {}  # queries made in advance, by row
+        self._blocks = session.verifies_blocks
 
     def query(self) -> SamplingQuery:
         asked = self._asked.get(self.row)
@@ -150,8 +166,8 @@ class TreeVerification:
 
     def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
         """Yield (row index among the results, sampling query) for every row the step may reach: the root's, all
-        candidates', and those of the window not among them. A row is left out if its grammar cannot give a mask in
-        advance: it is queried when reached."""
+        candidates', and those of the window not among them. A row is left out if a chain query covers it, or if its
+        grammar cannot give a mask in advance: it is queried when reached."""
         tree = self.planned.tree
         nodes, paths = {self.row: self._node}, {id(self._node): self._path}
         if tree is not None:
@@ -159,6 +175,8 @@ class TreeVerification:
                 nodes[tree.results[id(node)]] = node
                 paths[id(node)] = [*paths[id(node.parent)], node.token]
         for row, node in nodes.items():
+            if self._blocks and _on_chain(node):
+                continue
             path = paths[id(node)]
             try:
                 allowed = self.session.allowed(path)
@@ -167,6 +185,27 @@ class TreeVerification:
             self._asked[row] = query = self._query(node, path, allowed)
             yield row, query
         yield from ((row, query) for row, query in self.lookahead_queries() if row not in nodes)
+
+    def chain(self) -> ChainQuery | None:
+        """Return the query about the chain of draws below the current node, as far as the step has rows for it and no
+        node has several children. None if there is no chain, or chains are not taken as wholes."""
+        if not self._blocks:
+            return None
+        tree, node, path, row = self.planned.tree, self._node, self._path, self.row
+        rows, queries = list[int](), list[SamplingQuery]()
+        try:
+            while len(node.children) <= 1:
+                queries.append(self._query(node, path, self.session.allowed(path)))
+                rows.append(row)
+                child = next(iter(node.children.values()), None)
+                if child is None or tree is None or id(child) not in tree.results:
+                    break
+                node, path, row = child, [*path, child.token], tree.results[id(child)]
+        except GrammarError:
+            pass  # raised again if the text comes there
+        if not queries or queries[0].proposal is None:
+            return None
+        return ChainQuery(rows, queries)
 
     @property
     def lookahead_count(self) -> int:
@@ -240,9 +279,9 @@ class TreeVerification:
         return child if child is not None and id(child) in tree.results else None
 
     def _query(self, node: Node, path: list[int], allowed: TokenMask | None) -> SamplingQuery:
-        """Return the sampling query below a node. A sampled child is tested even if it is not in this step: if
-        accepted, the candidates below it stay alive."""
-        proposal = None if node.distribution is None else Proposal(next(iter(node.children), None), node.distribution)
+        """Return the sampling query below a node. Sampled children are tested even if they are not in this step: if
+        one is accepted, the candidates below it stay alive."""
+        proposal = None if node.distribution is None else Proposal(tuple(node.children), node.distribution)
         session, sampler = self.session, self.session.request.sampler
         ruled_out = sampler.ruled_out(session.tree.committed, path)
         return SamplingQuery(sampler, node.position + 1, session.penalty_state, path, proposal, allowed, ruled_out)
@@ -255,6 +294,12 @@ class TreeVerification:
             return PLAIN
         offered = any(id(other) in tree.results for other in self._node.children.values())
         return CORRECTION if offered else BONUS
+
+
+def _on_chain(node: Node) -> bool:
+    """Return True if a chain query covers the row of this node: below it, or up to it, there is one draw only."""
+    above = node.parent
+    return len(node.children) == 1 or (not node.children and above is not None and len(above.children) == 1)
 
 
 ANY = SamplingQuery(RequestSampler(Sampling(temperature=0.0)), 0)
@@ -274,6 +319,9 @@ class TreeWalker(Protocol):
     row: int
     """Index of the current node's logits among the results."""
 
+    def chain(self) -> ChainQuery | None:
+        """Return the query about a chain below the current node; None if the node is decided alone."""
+
     def query(self) -> SamplingQuery:
         """Return the sampling query below the current node; GrammarError if the grammar is too complex for one."""
 
@@ -285,29 +333,51 @@ class TreeWalker(Protocol):
 
 
 def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
-    """Verify the trees of all walkers, each until it ends or fails."""
-    while True:
-        queries: list[SamplingQuery] = []
-        asking: list[TreeWalker] = []
-        for walker in walkers:
-            try:
-                queries.append(walker.query())
-            except GrammarError as error:
-                _, (finite,) = rows.choose([walker.row], [ANY])  # non-finite: its memory must be wiped
-                walker.fail(GrammarFailureError(str(error)) if finite else NotFiniteError())
-            else:
-                asking.append(walker)
-        if not asking:
-            return
-        walkers = asking
-        tokens, sound = rows.choose([walker.row for walker in walkers], queries)
-        remaining: list[TreeWalker] = []
-        for walker, token, finite in zip(walkers, tokens.tolist(), sound.tolist(), strict=True):
+    """Verify the trees of all walkers, each until it ends or fails. The node that a chain leads to is decided alone: it
+    has several children, or its row is broken."""
+    while walkers:
+        walkers = _at_one_level(_past_chains(walkers, rows), rows)
+
+
+def _past_chains(walkers: Sequence[TreeWalker], rows: StepLogits) -> Sequence[TreeWalker]:
+    """Take the chains below the current nodes; return the walkers that go on."""
+    queries = [walker.chain() for walker in walkers]
+    asked = [query for query in queries if query is not None]
+    if not asked:
+        return walkers
+    remaining: list[TreeWalker] = []
+    found = iter(rows.verify_chains(asked))
+    for walker, query in zip(walkers, queries, strict=True):
+        tokens = list[int]()
+        if query is not None:
+            accepted, drawn = next(found)
+            tokens = query.draws[:accepted] + ([] if drawn is None else [drawn])
+        if all(walker.take(token) for token in tokens):
+            remaining.append(walker)
+    return remaining
+
+
+def _at_one_level(walkers: Sequence[TreeWalker], rows: StepLogits) -> list[TreeWalker]:
+    """Choose a token at the current node of each walker; return the walkers that go on."""
+    queries: list[SamplingQuery] = []
+    asking: list[TreeWalker] = []
+    for walker in walkers:
+        try:
+            queries.append(walker.query())
+        except GrammarError as error:
+            _, (finite,) = rows.choose([walker.row], [ANY])  # non-finite: its memory must be wiped
+            walker.fail(GrammarFailureError(str(error)) if finite else NotFiniteError())
+        else:
+            asking.append(walker)
+    remaining: list[TreeWalker] = []
+    if asking:
+        tokens, sound = rows.choose([walker.row for walker in asking], queries)
+        for walker, token, finite in zip(asking, tokens.tolist(), sound.tolist(), strict=True):
             if not finite:
                 walker.fail(NotFiniteError())
             elif walker.take(token):
                 remaining.append(walker)
-        walkers = remaining
+    return remaining
 
 
 def warm_up(vocabulary: int) -> None:

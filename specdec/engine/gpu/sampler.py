@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.decoding import block_verification
+from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
 from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.processing import Logits
@@ -41,6 +44,10 @@ class GpuLogits:
         self._decide({row: query for row, query in zip(rows, queries, strict=True) if row not in self._known})
         tokens, sound = zip(*(self._known[row] for row in rows), strict=True)
         return np.array(tokens, dtype=np.int64), np.array(sound, dtype=bool)
+
+    def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
+        whole = iter(self._whole([row for chain in chains for row in chain.rows]))
+        return [block_verification.verify(list(islice(whole, len(chain.rows))), chain.queries) for chain in chains]
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         found = LogprobParts(self._of(rows), tokens, tops)

@@ -21,6 +21,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
 from specdec.decoding.choice import Tokens
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.query import SamplingQuery
@@ -250,6 +251,10 @@ class WorkerLogits:
             self._known.update(zip(unknown, zip(tokens.tolist(), sound.tolist(), strict=True), strict=True))
         chosen, are_sound = zip(*(self._known[row] for row in rows), strict=True)
         return np.array(chosen, dtype=np.int64), np.array(are_sound, dtype=np.bool_)
+
+    def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
+        accepted: list[AcceptedPrefix] = self._call("specdec_verify_chains", list(chains))
+        return accepted
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         found: list[TokenLogprobs] = self._call("specdec_logprobs", list(rows), tokens, list(tops))

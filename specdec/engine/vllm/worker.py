@@ -24,6 +24,7 @@ from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import current_stream
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
+from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
 from specdec.decoding.choice import Tokens
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.query import SamplingQuery
@@ -95,6 +96,11 @@ class Passes:
         if not rows:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
         return self._specdec_rows.choose(rows, queries)
+
+    @on_the_stream
+    def specdec_verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix] | None:
+        """Return the accepted prefixes of chains of draws, from the last pass's logits."""
+        return None if get_tp_group().rank_in_group else self._specdec_rows.verify_chains(chains)
 
     @on_the_stream
     def specdec_logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs] | None:

@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.decoding.block_verification import ChainQuery
+from specdec.decoding.proposal import DraftDistribution, Proposal
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.step_logits import HostLogits
@@ -92,6 +94,21 @@ def test_other_rules_are_decided_by_whole_rows() -> None:
     want, _ = HostLogits(logits).choose([0, 1, 2], queries)
     got, _ = GpuLogits(torch.from_numpy(logits).to(DEVICE), dict(enumerate(queries))).choose([0, 1, 2], queries)
     assert got.tolist() == want.tolist()
+
+
+def test_chains_of_draws_are_verified_by_whole_rows() -> None:
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(6, 50)).astype(np.float32)
+    row = DraftDistribution(np.arange(50), np.ones(50, np.float16))
+    chains = []
+    for seed, rows in enumerate(([4, 0, 2], [1, 5])):
+        sampler = RequestSampler(Sampling(temperature=0.8, seed=seed), rule=Rule.REJECTION)
+        queries = [
+            SamplingQuery(sampler, 7 + i, proposal=Proposal((int(random.integers(50)),), row)) for i in range(len(rows))
+        ]
+        chains.append(ChainQuery(rows, queries))
+    want = HostLogits(logits).verify_chains(chains)
+    assert GpuLogits(torch.from_numpy(logits).to(DEVICE), {}).verify_chains(chains) == want
 
 
 @settings(max_examples=50, deadline=None)
