@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.quality.diversity import distinct, entropy
+from bench.diversity import distinct, entropy
 from specdec.client import Completion
 
 MEASURES: dict[str, Callable[[Sequence[int]], float]] = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.quality.diversity import distinct, entropy, ngrams
+from bench.diversity import distinct, entropy, ngrams
 
 TEXTS = st.lists(st.integers(0, 5), max_size=40)
 
