@@ -79,8 +79,7 @@ def completion(**fields: Any) -> ParsedRequest:
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": TAGS}, "strict": True}}},
             "response_format",
-            "/items/uniqueItems: cannot be enforced: items must be an enum of at most 4 values, as strict demands: "
-            "leave out uniqueItems, or strict",
+            "maxItems at most 1, as strict demands: leave out uniqueItems, or strict",
         ),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "must have one constraint"),
         (
