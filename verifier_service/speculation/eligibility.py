@@ -131,19 +131,21 @@ class Eligibility:
         return self._controllers.of(session).rates
 
     def _mode_name(self, session: VerifierSession) -> str:
-        if is_exempt(session):
-            return FORCED
+        return FORCED if is_exempt(session) else self._mode_of(session).value
+
+    def _mode_of(self, session: VerifierSession) -> Mode:
+        """Return the mode that governs a session, as far as the session permits its drafters."""
         if not session.speculates:
-            return Mode.OFF.value
+            return Mode.OFF
         mode = self._controllers.of(session).mode
         if mode is Mode.REMOTE_DRAFT and session.policy.remote:
-            return mode.value
+            return mode
         if mode in LOCAL_MODELS.values() and session.takes_own_candidates and self._may_use_local_model(session):
-            return mode.value
+            return mode
         # What else the mode permits is there only for a session with a proposer that needs no model.
         without_model = session.policy.ngram or session.policy.windows or session.grammar is not None
         lookups = mode is not Mode.OFF and session.takes_own_candidates and without_model
-        return (Mode.NGRAM if lookups else Mode.OFF).value
+        return Mode.NGRAM if lookups else Mode.OFF
 
     def profile(self, sessions: Sequence[VerifierSession], beside: int = 0) -> BatchProfile | None:
         """Return the batch profile of the sessions of a step with a common mode, with `beside` other sessions in the
