@@ -11,7 +11,7 @@ import pytest
 from specdec.engine import derived_models
 from specdec.engine.heads.medusa_files import memory_of_heads
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import BYTES, Placement
+from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted
 from specdec.engine.preflight.memory_needed import memory_needed
 from specdec.engine.preflight.memory_table import memory_lines, memory_of
@@ -40,7 +40,7 @@ def test_heads_are_counted_beside_the_target() -> None:
     needed = memory_of(pair, heads=partial(memory_of_heads, DEMO / "heads"))
     assert list(needed) == ["target", "heads", "draft"]
     assert needed["heads"].dtype == needed["target"].dtype
-    assert needed["heads"].weights == 4 * 384 * (384 + 1) * BYTES[needed["target"].dtype]
+    assert needed["heads"].weights == 4 * 384 * (384 + 1) * (4 if needed["target"].dtype == "float32" else 2)
     assert needed["heads"].total == needed["heads"].weights + needed["heads"].working
     heads = list(memory_lines(needed))[2]
     assert heads.startswith("heads   ")
