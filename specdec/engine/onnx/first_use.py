@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
@@ -23,9 +24,12 @@ Dtype = Literal["float32", "float16"]
 log = structlog.get_logger()
 
 
-def exported(directory: ModelDirectory, dtype: Dtype = "float32", *, quantised: bool = False) -> Path:
+def exported(
+    directory: ModelDirectory, dtype: Dtype = "float32", *, quantised: bool = False, niceness: int = 0
+) -> Path:
     """Return the path of a model's export: the directory itself, or one in the user's cache, made now if it is missing
-    or broken. `quantised`: choose the bits of its weights, as `export` does by default."""
+    or broken. `quantised`: choose the bits of its weights, as `export` does by default. `niceness`: of the exporting
+    process, beside one that serves."""
     if (directory.path / GRAPH).is_file():
         return directory.path
     target = place_of_export(directory, dtype, quantised=quantised)
@@ -35,23 +39,23 @@ def exported(directory: ModelDirectory, dtype: Dtype = "float32", *, quantised: 
         with start_phases.phase(start_phases.EXPORT):
             try:
                 make_user_cache()
-                _export(directory, target, dtype, quantised)
+                _export(directory, target, dtype, quantised, niceness)
             except OSError as error:
-                target = _without_cache(directory, dtype, quantised, error)
+                target = _without_cache(directory, dtype, quantised, niceness, error)
         description = read_fields(target / DESCRIPTION)
         if description is not None and description.has("agreement"):
             log.info("quantised", bits=description.content["bits"], **description.fields("agreement").content)
     return target
 
 
-def _without_cache(directory: ModelDirectory, dtype: Dtype, quantised: bool, error: OSError) -> Path:
+def _without_cache(directory: ModelDirectory, dtype: Dtype, quantised: bool, niceness: int, error: OSError) -> Path:
     """Export a model into a folder that lives as long as this process, since the cache cannot be written; return its
     path. ModelDirectoryError, naming both folders, if that fails too."""
     folder, why = user_cache(), error.strerror or str(error)
     log.warning("cache_not_used", folder=str(folder), why=why, cost="every start exports the draft again")
     target = temporary() / directory.name
     try:
-        _export(directory, target, dtype, quantised)
+        _export(directory, target, dtype, quantised, niceness)
     except OSError as again:
         raise ModelDirectoryError(
             f"{directory.path}: the export can be written neither to {folder} ({why}) nor to {target.parent} "
@@ -60,12 +64,13 @@ def _without_cache(directory: ModelDirectory, dtype: Dtype, quantised: bool, err
     return target
 
 
-def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bool) -> None:
+def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bool, niceness: int) -> None:
     """Run the export in a new process, and report its progress; raise its error, an OSError if the folder cannot be
     written."""
     context = multiprocessing.get_context("spawn")
     told, telling = context.Pipe(duplex=False)
-    process = context.Process(target=_in_process, args=(directory.path, target, dtype, quantised, telling), daemon=True)
+    given = (directory.path, target, dtype, quantised, niceness, telling)
+    process = context.Process(target=_in_process, args=given, daemon=True)
     process.start()
     telling.close()
     progress = start_phases.progress_to(start_phases.report)
@@ -82,9 +87,10 @@ def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bo
         raise UnsupportedModelError(f"{directory.name} was not exported: {how_it_ended(process.exitcode)}")
 
 
-def _in_process(path: Path, target: Path, dtype: Dtype, quantised: bool, telling: Connection) -> None:
+def _in_process(path: Path, target: Path, dtype: Dtype, quantised: bool, niceness: int, telling: Connection) -> None:
     """Export, and send progress, then the error if there is one. If the parent has died, sending fails, and what was
     written is removed."""
+    os.nice(niceness)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the parent logs
     logging.disable(logging.WARNING)  # the libraries report each rule that they apply
     try:
