@@ -21,7 +21,7 @@ from specdec.decoding.candidates import AskedRow
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
-from specdec.engine.engine import Engine, draft_pass_of
+from specdec.engine.engine import DraftPass, Engine, draft_pass_of
 from specdec.engine.kv.slots import KVPool, Slots
 from specdec.engine.model_directory import MAX_CONTEXT
 from specdec.engine.probe import EngineProbe
@@ -120,7 +120,7 @@ class ModelSession:
         self._planned_text = len(text)
         rows = packer.add_rows(text, start, self.slots.add_text(len(text)))
         packer.add_path(self.slots.text, rows)
-        if not self.pending_text:
+        if not self.pending_text and not self.session.root_is_expanded:
             self._planned.append(self.session.take_best())
             self._wanted.append(packer.want(rows[-1]))
         return len(text)
@@ -196,7 +196,8 @@ class LanguageModelDrafter(Drafter):
     Limits of one pass: `rows` nodes over all sessions, `rows_per_session` nodes of one session, and `prompt_budget`
     tokens of committed text, shortest remaining first. Fewer text tokens are computed while other sessions would wait
     for them. With `times`, a pass computes no further node that lowers its rate of path probability. `translation`:
-    for a target with another tokenizer, of texts whose `own_prompt` is set, up to the model's `context`.
+    for a target with another tokenizer, of texts whose `own_prompt` is set, up to the model's `context`. `forward`
+    replaces the engine's pass.
     """
 
     def __init__(
@@ -209,11 +210,12 @@ class LanguageModelDrafter(Drafter):
         times: PassTimes | None = None,
         translation: Translation | None = None,
         context: int = MAX_CONTEXT,
+        forward: DraftPass | None = None,
     ) -> None:
         self.engine = engine
         # Where tokens are missing the draft's probability is 0, and CONTRASTIVE divides by it.
         self.rules = frozenset(Rule) if translation is None else frozenset(Rule) - {Rule.CONTRASTIVE}
-        self._forward = draft_pass_of(engine)
+        self._forward = forward or draft_pass_of(engine)
         self._translation = translation
         self._context = context
         self._pool = KVPool(engine.capacity)
@@ -256,6 +258,8 @@ class LanguageModelDrafter(Drafter):
             return -math.inf
         if session.policy.paused and not session.over:
             return 0.0 if self._sessions[session].pending_text > PAUSED_LAG_TOKENS else -math.inf
+        if session.root_is_expanded and self._sessions[session].pending_text and not session.over:
+            return 0.0  # another model has expanded the root: its text is read in advance
         return session.best_logprob()
 
     def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:

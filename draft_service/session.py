@@ -99,7 +99,7 @@ class DrafterSession:
             self.grammar.commit(new_tokens)
         self._frontier.descend(passed, alive)
         self._expanded = {node: at for node, at in self._expanded.items() if node in alive or node is tree.root}
-        if tree.root not in self._expanded:
+        if not self.root_is_expanded:
             self._frontier.add(0.0, tree.root)
         self.outgoing.follow_root(passed, alive)
         return RootMove(new_tokens, followed, alive)
@@ -174,6 +174,20 @@ class DrafterSession:
         """Return a node to the frontier: the pass that should have given it children failed."""
         self._expanded.pop(node, None)
         self._frontier.add(node.path_logprob(), node)
+
+    @property
+    def root_is_expanded(self) -> bool:
+        """True if the root has got its children, or gets them in the planned pass."""
+        return self.tree.root in self._expanded
+
+    def abandon_frontier(self) -> None:
+        """Give up the nodes to expand, for another model, which has computed none of their ancestors. Only the root, if
+        it has no children yet, stays: the other model begins once the text has left the tree. The tree's candidates,
+        and the distributions they were drawn from, stay as they are."""
+        self._frontier.clear()
+        self._too_deep.clear()
+        if not self.root_is_expanded:
+            self._frontier.add(0.0, self.tree.root)
 
     @property
     def over(self) -> bool:
