@@ -1,0 +1,184 @@
+"""The trial of a new version of a draft's model: do its tokens come true more often than the serving version's?
+
+Sessions opened during the trial are drawn by chance for one of the two. Each gives one observation in [0, 1]: the share
+of guessed tokens among its first WINDOW_TOKENS. Tokens of one text depend on each other, texts do not. Observations are
+compared as they come, the new version's with those of the serving one that came meanwhile: D_1, D_2, ... in [-1, 1],
+with the mean 0 if the versions are equally good. Two bettors, one on "better" and one on "worse", begin with a wealth
+of 1 and stake a share lambda_i in [0, 1) of it, chosen before D_i is known (+ for "better", - for "worse"):
+
+    W_t = prod_i (1 +- lambda_i D_i)            lambda_i = mean / (variance + mean^2) of the differences before, clipped
+
+If the version is not better, the first wealth is a non-negative supermartingale, which ever reaches 2 / alpha with a
+probability of at most alpha / 2 (Ville's inequality); the other one if it is not worse. So the trial may end at any
+time, and a verdict is wrong with a probability of at most alpha, for any distribution and any number of looks.
+(Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting"; lambda_i is their
+approximate GRAPA.)
+
+Knows neither models nor sessions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+from statistics import fmean
+from typing import Generic, TypeVar
+
+WINDOW_TOKENS = 256
+"""Tokens at the beginning of a session that count. A bound, so that long texts give an observation soon."""
+
+MIN_TOKENS = 16
+"""Minimum tokens of an observation: shorter texts say little, with the weight of a long one."""
+
+MAX_BET = 0.9
+"""Maximum share of its wealth that a bettor stakes; the rest survives a difference of -1."""
+
+PRIOR_VARIANCE = 0.25
+"""Variance of the differences before any is known, with the weight of one of them."""
+
+SPEED_PASSES = 50
+"""Passes of the new version before its speed counts. One pass says little: another process may have had the core."""
+
+Session = TypeVar("Session", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class TrialLimits:
+    """How new versions are tried."""
+
+    share: float = 0.1  # of new sessions that the new version drafts for
+    tokens: int = 50_000  # committed in its sessions, unless paused, after which it is given up
+    alpha: float = 0.05  # probability of a wrong verdict
+    max_slowdown: float = 1.5  # seconds of a pass, in multiples of the serving version's
+
+
+class Verdict(Enum):
+    """How a trial ends."""
+
+    PROMOTED = "promoted"
+    WORSE = "worse"
+    SLOW = "slow"
+    UNDECIDED = "undecided"
+
+
+class Bettor:
+    """Bets that the mean of numbers in [-1, 1] is positive."""
+
+    def __init__(self) -> None:
+        self.log_wealth = 0.0
+        self._count = 0
+        self._sum = 0.0
+        self._squares = PRIOR_VARIANCE  # of the deviations from the mean so far
+
+    def observe(self, difference: float) -> None:
+        """Stake on the next number, and learn it."""
+        mean, variance = self._sum / (self._count + 1), self._squares / (self._count + 1)
+        bet = min(max(mean / (variance + mean * mean), 0.0), MAX_BET)
+        self.log_wealth += math.log1p(bet * difference)
+        self._count += 1
+        self._sum += difference
+        self._squares += (difference - self._sum / (self._count + 1)) ** 2
+
+
+@dataclass
+class _Observed:
+    """The beginning of a session on trial."""
+
+    is_new: bool  # drafted by the new version
+    tokens: int = 0
+    guessed: int = 0
+
+
+class Trial(Generic[Session]):
+    """The trial of one version."""
+
+    def __init__(self, limits: TrialLimits) -> None:
+        self.verdict: Verdict | None = None
+        """None while it goes on."""
+        self.tokens = 0
+        """Tokens committed in sessions of the new version while it was not paused."""
+        self._limits = limits
+        self._running: dict[Session, _Observed] = {}  # sessions without an observation so far
+        self._unpaired: tuple[list[float], list[float]] = [], []  # observations of the serving, the new version
+        self._shares: tuple[list[float], list[float]] = [], []  # all of them, for the reason
+        self._better, self._worse = Bettor(), Bettor()
+        self._passes = self._slow_passes = 0
+        self._new: set[Session] = set()
+
+    @property
+    def reason(self) -> str:
+        """What the trial has found, in words."""
+        if self.verdict is Verdict.SLOW:
+            return (
+                f"{self._slow_passes} of {self._passes} passes took more than {self._limits.max_slowdown:g} times as "
+                "long as the serving version's"
+            )
+        serving, new = self._shares
+        if not (serving and new):
+            return f"{self.tokens} tokens, in too few texts to compare"
+        return (
+            f"guessed {fmean(new):.1%} of the tokens in {len(new)} texts, the serving version {fmean(serving):.1%} in "
+            f"{len(serving)}; {self.tokens} tokens on trial"
+        )
+
+    def opened(self, session: Session, *, is_new: bool) -> None:
+        """Add a session drawn for the new version or for the serving one."""
+        self._running[session] = _Observed(is_new)
+        if is_new:
+            self._new.add(session)
+
+    def committed(self, session: Session, tokens: int, guessed: int, *, paused: bool) -> None:
+        """Count tokens of a session; the first `guessed` ones were guessed. A paused draft costs nothing, so its tokens
+        do not use up the trial. They count as any others: a version may be paused because it guesses badly, and leaving
+        them out would leave out its worst texts."""
+        if session in self._new and not paused:
+            self.tokens += tokens
+        found = self._running.get(session)
+        if found is not None:
+            counted = min(tokens, WINDOW_TOKENS - found.tokens)
+            found.tokens += counted
+            found.guessed += min(guessed, counted)
+            if found.tokens == WINDOW_TOKENS:
+                self._observe(session)
+        if self.verdict is None and self.tokens >= self._limits.tokens:
+            self.verdict = Verdict.UNDECIDED
+
+    def closed(self, session: Session) -> None:
+        """End a session, known or not."""
+        self._new.discard(session)
+        found = self._running.get(session)
+        if found is None:
+            return
+        if found.tokens >= MIN_TOKENS:
+            self._observe(session)
+        else:
+            del self._running[session]
+
+    def passed(self, seconds: float, expected: float) -> None:
+        """Count a pass of the new version; `expected`: seconds of such a pass of the serving one."""
+        self._passes += 1
+        self._slow_passes += seconds > self._limits.max_slowdown * expected
+        if self.verdict is None and self._passes >= SPEED_PASSES and 2 * self._slow_passes > self._passes:
+            self.verdict = Verdict.SLOW
+
+    def _observe(self, session: Session) -> None:
+        """Take the observation of a session."""
+        found = self._running.pop(session)
+        share = found.guessed / found.tokens
+        self._shares[found.is_new].append(share)
+        self._unpaired[found.is_new].append(share)
+        serving, new = self._unpaired
+        if not (serving and new):
+            return
+        difference = fmean(new) - fmean(serving)
+        serving.clear()
+        new.clear()
+        self._better.observe(difference)
+        self._worse.observe(-difference)
+        needed = math.log(2 / self._limits.alpha)
+        if self.verdict is None and self._better.log_wealth >= needed:
+            self.verdict = Verdict.PROMOTED
+        elif self.verdict is None and self._worse.log_wealth >= needed:
+            self.verdict = Verdict.WORSE
