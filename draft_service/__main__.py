@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -20,8 +21,13 @@ with needed_by("draft", "draft"):
     from draft_service.servicer import DraftLimits, DraftServicer
     from draft_service.traffic import MAX_KEPT_TOKENS, Traffic
     from draft_service.translation import Translation
+    from draft_service.version_folder import VersionsFolder
+    from draft_service.version_follower import VersionFollower
+    from draft_service.version_loading import LoadedVersion, VersionLoader
+    from draft_service.version_trial import TrialLimits
+    from draft_service.versions import VersionedDrafter
     from specdec import ports
-    from specdec.command_line import run_command
+    from specdec.command_line import number, run_command
     from specdec.decoding.speculation import Scorer
     from specdec.engine import fast_paths
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
@@ -37,6 +43,7 @@ with needed_by("draft", "draft"):
     from specdec.serving.process.options import serving
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
     from specdec.serving.validation import MAX_BRANCHES, MAX_DEPTH, MAX_NODES, expansion_violations
+    from specdec.serving.watched import Watched
     from specdec.wire.speculation import ScorerName
 
 log = structlog.get_logger()
@@ -176,10 +183,51 @@ def main(
             "printable ASCII characters. Needed with --learn-tokens.",
         ),
     ] = None,
+    versions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of new versions of the draft: a directory in it with a file COMPLETE, or an export, is tried "
+            "without a restart. Default: none are tried.",
+        ),
+    ] = None,
+    canary: Annotated[
+        float,
+        number("With --versions: share of new sessions that a version on trial drafts for.", min=0.001, max=0.5),
+    ] = TrialLimits.share,
+    canary_tokens: Annotated[
+        int,
+        typer.Option(
+            min=1000,
+            help="With --versions: tokens committed in a version's sessions after which its trial is given up.",
+        ),
+    ] = TrialLimits.tokens,
+    canary_alpha: Annotated[
+        float,
+        number(
+            "With --versions: probability that a trial promotes a version that is not better, or rolls back one as "
+            "worse that is not.",
+            min=1e-6,
+            max=0.5,
+        ),
+    ] = TrialLimits.alpha,
+    canary_slowdown: Annotated[
+        float,
+        number(
+            "With --versions: limit on a version's seconds of a pass, in multiples of the serving one's.",
+            min=1.0,
+            max=100.0,
+        ),
+    ] = TrialLimits.max_slowdown,
     *,
     server: ServerSettings,
 ) -> None:
     """Serve a draft model: propose candidates ahead of the target."""
+    if versions is not None and engine != "onnx" and device != "cpu":
+        raise typer.BadParameter(
+            f"is for --engine onnx, or for CPUs: --engine {engine} on {device} cannot load a model beside its passes",
+            param_hint="--versions",
+        )
     set_memory_policy()
     key = learning_key(learn_tokens, learn_key_file)
     limits = DraftLimits(
@@ -199,6 +247,7 @@ def main(
     )
 
     def start() -> DraftServicer:
+        folder = None if versions is None else Watched(VersionsFolder(versions))  # before a model is loaded in vain
         placement = Placement(engine, dtype, device, kv_tokens, sessions=max_sessions, is_draft=True)
         (directory,) = check(Wanted(model, placement))
         loaded = load_engine(directory, placement, threads=(threads or threads_for(device),))
@@ -209,20 +258,39 @@ def main(
         identity.tokenizer_fingerprint, identity.vocabulary_size = target.tokenizer_fingerprint, target.vocabulary
         width = expansion_width.measured(loaded, limits.defaults.max_branches)
         log.info("expansion_width", nodes_of_a_session_in_a_step=width.of_session, nodes_in_a_step=width.of_all)
+        times = PassTimes(width.seconds)
         drafter = LanguageModelDrafter(
             loaded,
             rows=width.of_all,
             rows_per_session=width.of_session,
-            times=PassTimes(width.seconds),
+            times=times,
             translation=translation,
             context=directory.context,
         )
-        loop = DraftLoop(drafter, Traffic(learn_tokens) if learn_tokens else None)
+        versioned = None
+        if folder is not None:
+            first = LoadedVersion(drafter, identity.model_fingerprint, times, width.of_all)
+            trial = TrialLimits(canary, canary_tokens, canary_alpha, canary_slowdown)
+            versioned = VersionedDrafter(directory.name, first, trial)
+        loop = DraftLoop(versioned or drafter, Traffic(learn_tokens) if learn_tokens else None)
         loop.start()
         grammars = GrammarCompiler.of(target)
         grammars.prepare()
         trials = GrammarTrials(target.path)
-        return DraftServicer(loop, identity, limits, pod_info(loaded), grammars, trials, translation, key)
+        follower = None
+        if folder is not None and versioned is not None:
+            loader = VersionLoader(
+                directory,
+                identity.context_tokens,
+                replace(placement, kv_tokens=loaded.capacity),
+                threads or threads_for(device),
+                limits.defaults.max_branches,
+                canary_slowdown,
+                translation,
+            )
+            follower = VersionFollower(folder, loader, loop, versioned)
+            follower.start()
+        return DraftServicer(loop, identity, limits, pod_info(loaded), grammars, trials, translation, key, follower)
 
     run(server, lambda: in_a_thread_of_its_own(start), "draft")
 

@@ -21,6 +21,9 @@ class DraftStats:
     messages: int = 0
 
 
+STATE_PREFIX = "DRAFT_VERSION_STATE_"
+
+
 def metrics(told: draft_pb2.DraftServiceGetStatsResponse) -> list[Metric]:
     """Return the metrics for a `GetStats` response."""
     found = Families("draft")
@@ -37,5 +40,55 @@ def metrics(told: draft_pb2.DraftServiceGetStatsResponse) -> list[Metric]:
     found.gauge("kept_texts", "Texts kept to learn from.", told.kept_texts)
     found.gauge("kept_tokens", "Tokens of texts kept to learn from.", told.kept_tokens)
     found.gauge("kept_age_seconds", "Age of the oldest text kept to learn from.", told.kept_age_us / 1e6)
+    _versions(found, told)
     found.gauge("fast_paths_off", "Fast paths disabled in this process.", len(told.fast_paths_off))
     return found.made
+
+
+def _versions(found: Families, told: draft_pb2.DraftServiceGetStatsResponse) -> None:
+    """Add the figures of versions; without `--versions` none has a value."""
+    label = ("version",)
+    found.gauges(
+        "version_state",
+        "1 for the state of a version of the draft's model.",
+        ("version", "state"),
+        {(each.name, state_name(each.state)): 1.0 for each in told.versions},
+    )
+    found.gauges(
+        "version_sessions",
+        "Open sessions of a version.",
+        label,
+        {(each.name,): each.sessions for each in told.versions},
+    )
+    found.counters(
+        "version_committed_tokens",
+        "Tokens committed in sessions of a version.",
+        label,
+        {(each.name,): each.committed_tokens for each in told.versions},
+    )
+    found.counters(
+        "version_guessed_tokens",
+        "Committed tokens of a version that were in the draft's token tree.",
+        label,
+        {(each.name,): each.guessed_tokens for each in told.versions},
+    )
+    found.counters(
+        "version_passes", "Forward passes of a version.", label, {(each.name,): each.passes for each in told.versions}
+    )
+    found.counters(
+        "version_busy_seconds",
+        "Seconds spent in passes of a version.",
+        label,
+        {(each.name,): each.busy_us / 1e6 for each in told.versions},
+    )
+    found.counters(
+        "version_outcomes",
+        "Ended trials of versions, and refused versions, by outcome.",
+        ("outcome",),
+        {(outcome,): count for outcome, count in told.version_outcomes.items()},
+    )
+
+
+def state_name(state: draft_pb2.DraftVersionState.ValueType) -> str:
+    """Return the name of a version's state, as in "canary"."""
+    return draft_pb2.DraftVersionState.Name(state).removeprefix(STATE_PREFIX).lower()

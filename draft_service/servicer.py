@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.session import DrafterSession
 from draft_service.traffic import NOTHING_KEPT
 from draft_service.translation import Translation
+from draft_service.version_follower import VersionFollower
+from draft_service.versions import Version
 from specdec.decoding.calibration import Calibrations
 from specdec.decoding.sampling import Rule, sampling_violations
 from specdec.engine.fast_paths import fast_paths_off
@@ -46,6 +49,21 @@ from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 MAX_AGE_US = 2**32 - 1
 """Largest `base_age_us`, 71 minutes; a session may wait longer for its reader."""
+
+
+def version_message(version: Version) -> draft_pb2.DraftVersion:
+    """Return a version's state and figures as a message."""
+    return draft_pb2.DraftVersion(
+        name=version.name,
+        state=draft_pb2.DraftVersionState.Value(f"DRAFT_VERSION_STATE_{version.state.name}"),
+        reason=version.reason,
+        model_fingerprint=version.fingerprint,
+        sessions=version.sessions,
+        committed_tokens=version.committed,
+        guessed_tokens=version.guessed,
+        passes=version.passes,
+        busy_us=int(1e6 * version.busy),
+    )
 
 
 @dataclass(frozen=True)
@@ -78,11 +96,13 @@ class DraftServicer(
         trials: GrammarTrials | None = None,
         translation: Translation | None = None,
         learning_key: str | None = None,
+        versions: VersionFollower | None = None,
     ) -> None:
         """Serve a draft loop. `info`: the pod's part of statistics, besides its identity; without `grammars`, texts
         with a grammar are refused; `trials` tries grammars before they are compiled. `translation`: of the drafter's
         texts, if its tokenizer is not the target's; `identity` and `grammars` are then the target's. `learning_key`:
-        of callers that may read and delete the loop's traffic."""
+        of callers that may read and delete the loop's traffic. `versions`: of the loop's drafter, if it tries new
+        ones."""
         super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
         self.gates = () if learning_key is None else (key_gate(learning_key),)
         self._started = time.monotonic()
@@ -93,8 +113,11 @@ class DraftServicer(
         self._calibrations = Calibrations()
         self._grammars = Grammars(grammars, trials)
         self._translation = translation
+        self._versions = versions
 
     async def close(self) -> None:
+        if self._versions is not None:
+            await asyncio.to_thread(self._versions.close)
         await super().close()
         await self._grammars.close()
 
@@ -126,6 +149,7 @@ class DraftServicer(
     def _told(self) -> draft_pb2.DraftServiceGetStatsResponse:
         loop, stats = self._loop, self._loop.stats
         kept = NOTHING_KEPT if loop.traffic is None else loop.traffic.kept()
+        versions = None if self._versions is None else self._versions.drafter
         return draft_pb2.DraftServiceGetStatsResponse(
             pod=self._info,
             up_us=int(1e6 * (time.monotonic() - self._started)),
@@ -140,18 +164,35 @@ class DraftServicer(
             guessed_tokens=stats.guessed,
             sent_candidates=stats.sent,
             sent_messages=stats.messages,
-            identity=self._identity,
+            identity=self._identity if versions is None else self._identity_of(versions.serving),
             serving=self.works,
             kept_texts=kept.texts,
             kept_tokens=kept.tokens,
             kept_age_us=int(1e6 * kept.age),
+            versions=[] if versions is None else [version_message(version) for version in versions.known],
+            version_outcomes={} if versions is None else dict(versions.outcomes),
         )
+
+    def _identity_of(self, version: Version) -> model_pb2.ModelIdentity:
+        identity = model_pb2.ModelIdentity()
+        identity.CopyFrom(self._identity)
+        identity.model_fingerprint = version.fingerprint
+        return identity
+
+    def _version_of(self, session: DrafterSession) -> Version | None:
+        return None if self._versions is None else self._versions.drafter.version_of(session)
 
     def attach(
         self, session: DrafterSession, responses: ResponseQueue[draft_pb2.DraftResponse], timeline: Timeline
     ) -> None:
+        drafted_by: Version | None = None
+
         def message(extension: Extension) -> draft_pb2.DraftResponse:
+            nonlocal drafted_by
             timeline.first("first_candidates")
+            if self._versions is not None and (version := self._version_of(session)) is not drafted_by:
+                drafted_by = version
+                timeline.event("version", version="" if version is None else version.name)
             timeline.add(messages=1, candidates=len(extension.paths.tokens))
             extend = paths_message(extension.base, extension.paths)
             extend.base_age_us = min(int(1e6 * extension.held), MAX_AGE_US)
@@ -182,8 +223,10 @@ class DraftServicer(
 
     def opened(self, session: DrafterSession) -> draft_pb2.DraftResponse:
         policy = session.policy
+        version = self._version_of(session)
         opened = draft_pb2.DraftOpened(
-            identity=self._identity,
+            identity=self._identity if version is None else self._identity_of(version),
+            version="" if version is None else version.name,
             max_depth=policy.max_depth,
             max_branches=policy.max_branches,
             max_nodes=policy.max_nodes,

@@ -253,6 +253,40 @@ DRAFTS = [
         {"{{instance}}": f"{DRAFT}_kv_cache_usage_perc{JOB}"},
         "KV cache usage by sessions.",
     ),
+    Panel(
+        "Versions of drafts, by state",
+        "short",
+        {"{{version}} {{state}}": f"count by (version, state) ({DRAFT}_version_state{JOB})"},
+        "Draft pods that have a version in this state. Nothing without --versions.",
+    ),
+    Panel(
+        "Outcomes of versions",
+        "short",
+        {"{{outcome}}": f"sum by (outcome) (increase({DRAFT}_version_outcomes_total{JOB}[$__rate_interval]))"},
+        "Promotions, rollbacks and refusals.",
+    ),
+    Panel(
+        "Guessed tokens, by version",
+        "percentunit",
+        {
+            "{{version}}": share(
+                f"{DRAFT}_version_guessed_tokens_total", f"{DRAFT}_version_committed_tokens_total", "version"
+            )
+        },
+        "Share of the committed tokens in a version's sessions that were in its token tree.",
+    ),
+    Panel(
+        "Sessions of drafts, by version",
+        "short",
+        {"{{version}}": total(f"{DRAFT}_version_sessions", "version")},
+        "Open sessions of each version.",
+    ),
+    Panel(
+        "Mean time of a draft's pass, by version",
+        "s",
+        {"{{version}}": share(f"{DRAFT}_version_busy_seconds_total", f"{DRAFT}_version_passes_total", "version")},
+        "Seconds of a forward pass, with the choice of children.",
+    ),
 ]
 
 FAILURES = [

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec.cli.pod_stats import PodStats, Stats
-from specdec.v2.draft_pb2 import DraftServiceGetStatsResponse
+from specdec.v2.draft_pb2 import DraftServiceGetStatsResponse, DraftVersion, DraftVersionState
 from specdec.v2.generation_pb2 import BreakerState, GenerationServiceGetStatsResponse, PodView, RevisionView
 from specdec.v2.model_pb2 import NUMERICS_MODE_EXACT, ModelIdentity, PodInfo, SpeculationDecisions
 from specdec.v2.verifier_pb2 import GetStatsResponse
@@ -154,7 +154,21 @@ def _of_draft(stats: DraftServiceGetStatsResponse, before: Stats | None) -> Iter
     if stats.kept_texts:
         age = f"{stats.kept_age_us / 6e7:.0f} minutes"
         yield "kept to learn from", f"{stats.kept_texts} texts, {stats.kept_tokens} tokens, the oldest for {age}"
+    for number, version in enumerate(stats.versions):
+        yield "" if number else "versions", _version(version)
     yield from _off(stats.fast_paths_off)
+
+
+def _version(version: DraftVersion) -> str:
+    """Return a version of a draft's model in words: its state, and its figures if it has drafted."""
+    known = version.state in DraftVersionState.values()  # a newer draft may have others
+    state = DraftVersionState.Name(version.state).removeprefix("DRAFT_VERSION_STATE_").lower() if known else "unknown"
+    parts = [f"{version.name}  {state}"]
+    if version.passes:
+        guessed = percent(version.guessed_tokens, version.committed_tokens)
+        parts.append(f"{version.sessions} sessions, {guessed} of {version.committed_tokens} tokens guessed")
+        parts.append(f"{1e6 * version.passes / max(1, version.busy_us):.0f} passes a busy second")
+    return ", ".join(parts) + (f": {version.reason}" if version.reason else "")
 
 
 def _of_orchestrator(stats: GenerationServiceGetStatsResponse, before: Stats | None) -> Iterator[Line]:

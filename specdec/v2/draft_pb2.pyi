@@ -7,11 +7,82 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import specdec.v2.model_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _DraftVersionState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DraftVersionStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_DraftVersionState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DRAFT_VERSION_STATE_UNSPECIFIED: _DraftVersionState.ValueType  # 0
+    """Not reported."""
+    DRAFT_VERSION_STATE_WAITING: _DraftVersionState.ValueType  # 1
+    """It waits for its trial."""
+    DRAFT_VERSION_STATE_LOADING: _DraftVersionState.ValueType  # 2
+    """It is checked, exported and loaded."""
+    DRAFT_VERSION_STATE_CANARY: _DraftVersionState.ValueType  # 3
+    """On trial: it drafts for a share of new sessions."""
+    DRAFT_VERSION_STATE_SERVING: _DraftVersionState.ValueType  # 4
+    """It drafts for new sessions."""
+    DRAFT_VERSION_STATE_RETIRED: _DraftVersionState.ValueType  # 5
+    """A newer one was promoted; it drafts for the sessions that it has."""
+    DRAFT_VERSION_STATE_ENDED: _DraftVersionState.ValueType  # 6
+    """Replaced, without sessions and memory."""
+    DRAFT_VERSION_STATE_REFUSED: _DraftVersionState.ValueType  # 7
+    """Never served: it cannot be, or is too slow."""
+    DRAFT_VERSION_STATE_WORSE: _DraftVersionState.ValueType  # 8
+    """Rolled back: its tokens come true less often."""
+    DRAFT_VERSION_STATE_SLOW: _DraftVersionState.ValueType  # 9
+    """Rolled back: its passes take too long."""
+    DRAFT_VERSION_STATE_FAILED: _DraftVersionState.ValueType  # 10
+    """Rolled back: a pass failed, or gave numbers that are not finite."""
+    DRAFT_VERSION_STATE_UNDECIDED: _DraftVersionState.ValueType  # 11
+    """Rolled back: neither better nor worse after the tokens of a trial."""
+    DRAFT_VERSION_STATE_REMOVED: _DraftVersionState.ValueType  # 12
+    """Rolled back: its directory was removed."""
+
+class DraftVersionState(_DraftVersionState, metaclass=_DraftVersionStateEnumTypeWrapper):
+    """The state of a version."""
+
+DRAFT_VERSION_STATE_UNSPECIFIED: DraftVersionState.ValueType  # 0
+"""Not reported."""
+DRAFT_VERSION_STATE_WAITING: DraftVersionState.ValueType  # 1
+"""It waits for its trial."""
+DRAFT_VERSION_STATE_LOADING: DraftVersionState.ValueType  # 2
+"""It is checked, exported and loaded."""
+DRAFT_VERSION_STATE_CANARY: DraftVersionState.ValueType  # 3
+"""On trial: it drafts for a share of new sessions."""
+DRAFT_VERSION_STATE_SERVING: DraftVersionState.ValueType  # 4
+"""It drafts for new sessions."""
+DRAFT_VERSION_STATE_RETIRED: DraftVersionState.ValueType  # 5
+"""A newer one was promoted; it drafts for the sessions that it has."""
+DRAFT_VERSION_STATE_ENDED: DraftVersionState.ValueType  # 6
+"""Replaced, without sessions and memory."""
+DRAFT_VERSION_STATE_REFUSED: DraftVersionState.ValueType  # 7
+"""Never served: it cannot be, or is too slow."""
+DRAFT_VERSION_STATE_WORSE: DraftVersionState.ValueType  # 8
+"""Rolled back: its tokens come true less often."""
+DRAFT_VERSION_STATE_SLOW: DraftVersionState.ValueType  # 9
+"""Rolled back: its passes take too long."""
+DRAFT_VERSION_STATE_FAILED: DraftVersionState.ValueType  # 10
+"""Rolled back: a pass failed, or gave numbers that are not finite."""
+DRAFT_VERSION_STATE_UNDECIDED: DraftVersionState.ValueType  # 11
+"""Rolled back: neither better nor worse after the tokens of a trial."""
+DRAFT_VERSION_STATE_REMOVED: DraftVersionState.ValueType  # 12
+"""Rolled back: its directory was removed."""
+global___DraftVersionState = DraftVersionState
 
 @typing.final
 class DraftRequest(google.protobuf.message.Message):
@@ -184,6 +255,7 @@ class DraftOpened(google.protobuf.message.Message):
     MAX_DEPTH_FIELD_NUMBER: builtins.int
     MAX_BRANCHES_FIELD_NUMBER: builtins.int
     MAX_NODES_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     KEEPS_TEXT_FIELD_NUMBER: builtins.int
     max_depth: builtins.int
     """Maximum tokens this session may draft ahead of the committed text: the smaller of its policy's and this pod's
@@ -193,6 +265,10 @@ class DraftOpened(google.protobuf.message.Message):
     """Maximum children of a node, likewise limited by policy and pod."""
     max_nodes: builtins.int
     """Maximum live nodes, likewise limited by policy and pod."""
+    version: builtins.str
+    """Version of the model that drafts for the session at first, of a pod that tries new versions (`DraftVersion`). Empty:
+    it has no versions, or the session has no memory yet.
+    """
     keeps_text: builtins.bool
     """Whether the text is kept to learn from it, once the session ends."""
     @property
@@ -206,10 +282,11 @@ class DraftOpened(google.protobuf.message.Message):
         max_depth: builtins.int = ...,
         max_branches: builtins.int = ...,
         max_nodes: builtins.int = ...,
+        version: builtins.str = ...,
         keeps_text: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity", b"identity", "keeps_text", b"keeps_text", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "keeps_text", b"keeps_text", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "version", b"version"]) -> None: ...
 
 global___DraftOpened = DraftOpened
 
@@ -299,6 +376,22 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class VersionOutcomesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     POD_FIELD_NUMBER: builtins.int
     UP_US_FIELD_NUMBER: builtins.int
     FAST_PATHS_OFF_FIELD_NUMBER: builtins.int
@@ -314,6 +407,8 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
     SENT_MESSAGES_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
     SERVING_FIELD_NUMBER: builtins.int
+    VERSIONS_FIELD_NUMBER: builtins.int
+    VERSION_OUTCOMES_FIELD_NUMBER: builtins.int
     KEPT_TEXTS_FIELD_NUMBER: builtins.int
     KEPT_TOKENS_FIELD_NUMBER: builtins.int
     KEPT_AGE_US_FIELD_NUMBER: builtins.int
@@ -359,6 +454,16 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves, as in DraftOpened."""
 
+    @property
+    def versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DraftVersion]:
+        """Versions of its model: the one that the pod began with, then the latest found, in order. Empty: the pod tries none."""
+
+    @property
+    def version_outcomes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Counter: ended trials of versions, and refused versions, by the name of the state without its prefix, in lower case.
+        A promoted version counts as "promoted".
+        """
+
     def __init__(
         self,
         *,
@@ -377,11 +482,63 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
         sent_messages: builtins.int = ...,
         identity: specdec.v2.model_pb2.ModelIdentity | None = ...,
         serving: builtins.bool = ...,
+        versions: collections.abc.Iterable[global___DraftVersion] | None = ...,
+        version_outcomes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         kept_texts: builtins.int = ...,
         kept_tokens: builtins.int = ...,
         kept_age_us: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity", "pod", b"pod"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "fast_paths_off", b"fast_paths_off", "guessed_tokens", b"guessed_tokens", "identity", b"identity", "kept_age_us", b"kept_age_us", "kept_texts", b"kept_texts", "kept_tokens", b"kept_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "pod", b"pod", "sent_candidates", b"sent_candidates", "sent_messages", b"sent_messages", "serving", b"serving", "sessions", b"sessions", "steps", b"steps", "up_us", b"up_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "fast_paths_off", b"fast_paths_off", "guessed_tokens", b"guessed_tokens", "identity", b"identity", "kept_age_us", b"kept_age_us", "kept_texts", b"kept_texts", "kept_tokens", b"kept_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "pod", b"pod", "sent_candidates", b"sent_candidates", "sent_messages", b"sent_messages", "serving", b"serving", "sessions", b"sessions", "steps", b"steps", "up_us", b"up_us", "version_outcomes", b"version_outcomes", "versions", b"versions"]) -> None: ...
 
 global___DraftServiceGetStatsResponse = DraftServiceGetStatsResponse
+
+@typing.final
+class DraftVersion(google.protobuf.message.Message):
+    """A version of a draft's model, found in the pod's folder of versions."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    MODEL_FINGERPRINT_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    COMMITTED_TOKENS_FIELD_NUMBER: builtins.int
+    GUESSED_TOKENS_FIELD_NUMBER: builtins.int
+    PASSES_FIELD_NUMBER: builtins.int
+    BUSY_US_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of its directory."""
+    state: global___DraftVersionState.ValueType
+    """What became of it."""
+    reason: builtins.str
+    """Why it was refused, or rolled back; else empty."""
+    model_fingerprint: builtins.str
+    """SHA-256 over config and weights, hex; empty until it is checked."""
+    sessions: builtins.int
+    """Open sessions that it drafts for."""
+    committed_tokens: builtins.int
+    """Counter: tokens committed in its sessions."""
+    guessed_tokens: builtins.int
+    """Counter: of these, tokens that were in the session's token tree before."""
+    passes: builtins.int
+    """Counter: its forward passes."""
+    busy_us: builtins.int
+    """Counter: time spent in them, microseconds."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        state: global___DraftVersionState.ValueType = ...,
+        reason: builtins.str = ...,
+        model_fingerprint: builtins.str = ...,
+        sessions: builtins.int = ...,
+        committed_tokens: builtins.int = ...,
+        guessed_tokens: builtins.int = ...,
+        passes: builtins.int = ...,
+        busy_us: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "guessed_tokens", b"guessed_tokens", "model_fingerprint", b"model_fingerprint", "name", b"name", "passes", b"passes", "reason", b"reason", "sessions", b"sessions", "state", b"state"]) -> None: ...
+
+global___DraftVersion = DraftVersion

@@ -36,7 +36,12 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.exit_status import ExitStatus
 from specdec.local import DEMO
 from specdec.serving.process.server import Servicer
-from specdec.v2.draft_pb2 import DraftServiceGetStatsResponse
+from specdec.v2.draft_pb2 import (
+    DRAFT_VERSION_STATE_REFUSED,
+    DRAFT_VERSION_STATE_SERVING,
+    DraftServiceGetStatsResponse,
+    DraftVersion,
+)
 from specdec.v2.generation_pb2 import (
     BREAKER_STATE_HALF_OPEN,
     BREAKER_STATE_OPEN,
@@ -232,6 +237,24 @@ def test_the_lines_of_an_orchestrator() -> None:
         "  drafts       none",
     ):
         assert line in shown
+
+
+def test_versions_of_a_draft_have_a_line_each() -> None:
+    of_first = DraftVersion(
+        name="first",
+        state=DRAFT_VERSION_STATE_SERVING,
+        sessions=3,
+        committed_tokens=200,
+        guessed_tokens=150,
+        passes=40,
+        busy_us=100_000,
+    )
+    refused = DraftVersion(name="v2", state=DRAFT_VERSION_STATE_REFUSED, reason="no weights")
+    newer = DraftVersion(name="v3", state=99)  # type: ignore[arg-type]  # of a draft of a later version
+    seen = lines("draft", DraftServiceGetStatsResponse(pod=POD, versions=[of_first, refused, newer]))
+    at = seen.index("  versions     first  serving, 3 sessions, 75 % of 200 tokens guessed, 400 passes a busy second")
+    assert seen[at + 1 : at + 3] == [f"{' ' * 15}v2  refused: no weights", f"{' ' * 15}v3  unknown"]
+    assert not any(line.startswith("  versions") for line in lines("draft", DRAFT))
 
 
 def test_rates_are_those_since_the_look_before() -> None:

@@ -41,6 +41,7 @@ NOT_HERE = {
     "SpecdecFileRefused": "takes files that are watched",
     "SpecdecRevisionFails": "takes two revisions of a model",
     "SpecdecRevisionSlow": "takes two revisions of a model",
+    "SpecdecDraftVersionRolledBack": "takes versions of a draft",
     "SpecdecDraftLate": "depends on the machine",
     "SpecdecSpeculationOff": "depends on the machine",
 }

@@ -74,7 +74,8 @@ class Families:
         """Add the metrics of watched files."""
         self.gauges(
             "files_refused",
-            "Watched sets of files that are unusable in their current state, by kind: TLS files, tenants, models.",
+            "Watched sets of files that are unusable in their current state, by kind: TLS files, tenants, models, "
+            "versions.",
             ("what",),
             {(what,): count for what, count in watched.refused().items()},
         )

@@ -1,0 +1,117 @@
+"""The folder of versions: its sub-directories are versions of the draft's model, once they are complete.
+
+A version is complete once it has a marker: the file MARKER, written last, or the description of an export, which
+`specdec export` moves into its place with everything else. Names that begin with a dot, or belong to an unfinished
+export, are not looked at, so a writer may also fill a directory under such a name and rename it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import structlog
+
+from specdec.engine.model_directory import DESCRIPTION
+from specdec.engine.model_file import ModelDirectoryError
+from specdec.wire.file_version import Version as FileVersion
+from specdec.wire.file_version import version_of
+
+log = structlog.get_logger()
+
+MARKER = "COMPLETE"
+"""The file that completes a version, of any contents."""
+
+UNFINISHED = ".partial-"
+"""Part of the name of an export that is being written (`model_folder.py`)."""
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""A version's name: it is a label of metrics, too."""
+
+MAX_VERSIONS = 64
+"""Maximum versions in the folder; the oldest of more are left out."""
+
+
+class VersionsError(ModelDirectoryError):
+    """Raised if the folder of versions cannot be read."""
+
+
+class FoundVersion(NamedTuple):
+    """A complete version."""
+
+    name: str
+    path: Path
+    marked: FileVersion
+    """Version of its marker: a new one asks for another trial."""
+
+
+class VersionsFolder:
+    """The folder's complete versions, the oldest marker first (`Watched`)."""
+
+    what: ClassVar[str] = "versions"
+    unusable: ClassVar[type[Exception]] = VersionsError
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.left_out = ""
+
+    @property
+    def all(self) -> tuple[Path]:
+        return (self.path,)
+
+    def version(self) -> FileVersion:
+        """Return the current version of the folder, its directories and their markers; OSError if it cannot be
+        read."""
+        found = version_of(self.path)
+        for directory in self._directories():
+            for file in (directory, directory / MARKER, directory / DESCRIPTION):
+                try:
+                    found += version_of(file)
+                except OSError:  # removed meanwhile, or there is no such marker
+                    continue
+        return found
+
+    def read(self) -> tuple[FoundVersion, ...]:
+        """Return the complete versions; VersionsError if the folder cannot be read."""
+        try:
+            directories = self._directories()
+        except OSError as error:
+            raise VersionsError(f"--versions {self.path}: cannot be read: {error.strerror or error}") from error
+        found: list[FoundVersion] = []
+        problems: list[str] = []
+        for directory in directories:
+            if not NAME.fullmatch(directory.name):
+                problems.append(f"{directory.name!r} is no name of 1 to 64 letters, digits, . _ and -")
+            elif (marked := _marked(directory)) is None:
+                problems.append(f"{directory.name} has neither {MARKER} nor {DESCRIPTION}")
+            else:
+                found.append(FoundVersion(directory.name, directory, marked))
+        found.sort(key=lambda version: (version.marked[0][1], version.name))
+        if len(found) > MAX_VERSIONS:
+            problems.append(f"{len(found)} versions, must be at most {MAX_VERSIONS}: the oldest are left out")
+        if (left_out := "; ".join(problems)) != self.left_out and left_out:
+            log.warning("versions_left_out", folder=str(self.path), why=left_out)
+        self.left_out = left_out
+        return tuple(found[-MAX_VERSIONS:])
+
+    def _directories(self) -> list[Path]:
+        """Return the directories with names of versions, sorted by name."""
+        with os.scandir(self.path) as entries:
+            names = [
+                entry.name
+                for entry in entries
+                if not entry.name.startswith(".") and UNFINISHED not in entry.name and entry.is_dir()
+            ]
+        return [self.path / name for name in sorted(names)]
+
+
+def _marked(directory: Path) -> FileVersion | None:
+    """Return the version of a directory's marker; None if it is not complete."""
+    for name in (MARKER, DESCRIPTION):
+        try:
+            return version_of(directory / name)
+        except OSError:
+            continue
+    return None

@@ -1,0 +1,222 @@
+"""Loading a new version of a draft's model beside the serving one.
+
+A version is checked as at a start, and compared with the model that the service began with: everything that a session
+relies on must be the same. Then it is exported, in a process of lower priority, loaded, and measured.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import structlog
+
+from draft_service import expansion_width
+from draft_service.drafter import Drafter
+from draft_service.language_model import LanguageModelDrafter
+from draft_service.pass_times import PassTimes
+from draft_service.translation import Translation
+from draft_service.version_folder import FoundVersion
+from specdec.decoding.draft_logits import DraftLogits, Shortlists
+from specdec.decoding.processing import MAX_ABS_LOGIT, Logits
+from specdec.engine.batch import PackedBatch
+from specdec.engine.derived_models import user_cache
+from specdec.engine.engine import DraftPass, Engine, draft_pass_of
+from specdec.engine.engines.loading import load_engine
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import in_one_line
+from specdec.engine.placement import Placement
+from specdec.engine.preflight.check import Wanted, check
+from specdec.engine.preflight.device import is_exported
+from specdec.engine.preflight.dtype import dtype_of
+from specdec.engine.preflight.finite_weights import check_finite
+
+log = structlog.get_logger()
+
+NICENESS = 10
+"""Of the process that exports a version: it yields the cores to a service on the same machine."""
+
+PROBED_TOKENS = 32
+"""Tokens of the text whose logits must be finite before a version serves."""
+
+BESIDE = 2.0
+"""Factor allowed while a version is loaded: it is measured beside passes of the serving one, on the same cores. On
+trial, where the two take turns, the limit applies as it is."""
+
+NODES = expansion_width.WIDTHS[0]
+"""Nodes of the passes whose times are compared."""
+
+
+class VersionRefusedError(Exception):
+    """Raised, with a one-line reason, for a version that cannot serve here."""
+
+
+@dataclass
+class LoadedVersion:
+    """A version's model in memory."""
+
+    drafter: Drafter
+    fingerprint: str  # of config and weights
+    times: PassTimes | None = None
+    widest: int = 0  # nodes of the largest pass that `times` describes
+    watched: CheckedPass | None = None  # its forward pass; None: of a model that never was on trial
+    export: Path | None = None  # directory of an export made for it
+
+
+class CheckedPass:
+    """The forward pass of a version. While it `checks`, logits that are not finite raise FloatingPointError, where they
+    would otherwise only give no candidates."""
+
+    def __init__(self, forward: DraftPass) -> None:
+        self.checks = True
+        self.rows = 0
+        """Rows of the latest pass."""
+        self._forward = forward
+
+    def __call__(self, batch: PackedBatch) -> DraftLogits:
+        self.rows = len(batch.tokens)
+        logits = self._forward(batch)
+        return _Checked(logits) if self.checks else logits
+
+
+class _Checked:
+    """Draft logits that raise FloatingPointError where they are not finite."""
+
+    def __init__(self, logits: DraftLogits) -> None:
+        self._logits = logits
+
+    def shortlists(self, rows: Sequence[int]) -> Shortlists:
+        found = self._logits.shortlists(rows)
+        _check_peaks(found.values[:, 0])
+        return found
+
+    def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
+        found = self._logits.whole(rows)
+        if found:
+            _check_peaks(np.array([row.max() for row in found]))
+        return found
+
+
+def _check_peaks(peaks: Logits) -> None:
+    """Raise FloatingPointError unless the largest logits of rows, float32 [n], are sound. NaN is the largest of all."""
+    unsound = int((~(np.abs(peaks) < MAX_ABS_LOGIT)).sum())
+    if unsound:
+        raise FloatingPointError(f"the logits of {unsound} of {len(peaks)} rows are not finite")
+
+
+@dataclass(frozen=True)
+class VersionLoader:
+    """Loads versions of one draft's model."""
+
+    first: ModelDirectory
+    """The model that the service began with."""
+    context: int
+    """Length in tokens of the longest text of a session."""
+    placement: Placement
+    """As of the first model, with its number of KV slots."""
+    threads: int
+    branches: int
+    """Children of a node while the width of passes is measured."""
+    max_slowdown: float
+    """Limit on the seconds of a pass, in multiples of the serving version's."""
+    translation: Translation | None = None
+
+    def load(self, found: FoundVersion, expected: Callable[[int], float] | None) -> LoadedVersion:
+        """Check and load a version; VersionRefusedError if it cannot serve. `expected` maps the nodes of a pass to the
+        seconds that the serving version needs at present; None: unknown.
+
+        Runs in a thread that ends afterwards: OpenMP keeps a team of threads for each thread that has computed.
+        """
+        export: Path | None = None
+        try:
+            directory = self._checked(found.path)
+            fingerprint = directory.model_fingerprint
+            if self.placement.kind == "onnx" and not is_exported(directory, self.placement):
+                export = exported(directory, self.placement)
+            loaded = self._loaded(directory if export is None else ModelDirectory(export), expected)
+        except Exception as error:  # whatever is wrong with a version, the service goes on
+            if export is not None:
+                remove_export(export)
+            if not isinstance(error, VersionRefusedError):
+                error = VersionRefusedError(in_one_line(error))
+            raise error from None
+        return replace(loaded, fingerprint=fingerprint, export=export)
+
+    def _checked(self, path: Path) -> ModelDirectory:
+        """Return the directory of a version that a session would not tell from the first model but by its guesses."""
+        (directory,) = check(Wanted(path, replace(self.placement, beside=True)))
+        directory.check_pair(self.first)
+        for what, own, needed in (
+            ("a vocabulary", directory.vocabulary, self.first.vocabulary),
+            ("a context", min(directory.context, self.context), self.context),
+        ):
+            if own != needed:
+                raise VersionRefusedError(f"has {what} of {own} tokens, must have {needed}")
+        check_finite(directory)
+        return directory
+
+    def _loaded(self, directory: ModelDirectory, expected: Callable[[int], float] | None) -> LoadedVersion:
+        engine = load_engine(directory, self.placement, threads=(self.threads,))
+        check_logits(engine)
+        width = expansion_width.measured(engine, self.branches)
+        if expected is not None:
+            _check_speed(width.seconds[NODES], expected(NODES), self.max_slowdown)
+        watched, times = CheckedPass(draft_pass_of(engine)), PassTimes(width.seconds)
+        drafter = LanguageModelDrafter(
+            engine,
+            rows=width.of_all,
+            rows_per_session=width.of_session,
+            times=times,
+            translation=self.translation,
+            context=directory.context,
+            forward=watched,
+        )
+        return LoadedVersion(drafter, "", times, width.of_all, watched)
+
+
+def _check_speed(seconds: float, expected: float, max_slowdown: float) -> None:
+    allowed = BESIDE * max_slowdown
+    if seconds > allowed * expected:
+        raise VersionRefusedError(
+            f"a pass over {NODES} nodes takes {1e3 * seconds:.3g} ms, must take at most {allowed:g} times the "
+            f"{1e3 * expected:.3g} ms of the serving version"
+        )
+
+
+def check_logits(engine: Engine) -> None:
+    """Raise VersionRefusedError unless the logits of a short text are finite. No session may hold slots yet."""
+    packer = engine.packer()
+    slots = np.arange(1, 1 + PROBED_TOKENS)
+    rows = packer.add_rows([token % engine.vocabulary for token in range(PROBED_TOKENS)], 0, slots)
+    packer.add_path(slots, rows)
+    for row in rows:
+        packer.want(row)
+    logits = engine.forward(packer.pack())
+    if np.isnan(logits).any() or not np.abs(logits.max(axis=1)).max() < MAX_ABS_LOGIT:
+        raise VersionRefusedError(f"its logits of a text of {PROBED_TOKENS} tokens are not finite")
+
+
+def exported(directory: ModelDirectory, placement: Placement) -> Path:
+    """Return the path of a version's export, in the user's cache, made now if it is missing."""
+    from specdec.engine.onnx.first_use import exported as exported_on_first_use
+
+    begin = time.monotonic()
+    dtype: Literal["float16", "float32"] = "float16" if dtype_of(directory, placement) == "float16" else "float32"
+    path = exported_on_first_use(directory, dtype, quantised=placement.may_quantise, niceness=NICENESS)
+    log.info("version_exported", version=directory.name, seconds=round(time.monotonic() - begin, 2))
+    return path
+
+
+def remove_export(export: Path) -> None:
+    """Remove a version's export, and its folder in the cache: versions come again and again. Processes that have loaded
+    it keep what they have open."""
+    shutil.rmtree(export, ignore_errors=True)
+    if user_cache() in export.parents:
+        with suppress(OSError):  # another model with the same weights is beside it
+            export.parent.rmdir()

@@ -1,0 +1,359 @@
+"""A drafter that holds several versions of its model, each with a drafter of its own.
+
+One version *serves* new sessions. A new one is first a *canary*: it drafts for a share of the sessions opened from then
+on, drawn by chance, and a trial compares the two (`version_trial.py`). If it is better it serves, and the version
+before it is *retired*: it keeps the sessions that it has, and is freed after the last. If it is not, or fails, its
+sessions move to the serving version between two passes. There is at most one canary or retired version at a time.
+
+No text is lost by a move, and none changes. The nodes of a session's tree stay, and so do the distributions that they
+were drawn from, by which the verifier judges them (REJECTION); only nodes without children get theirs from another
+version. CONTRASTIVE is not served: there the draft's distribution decides on tokens.
+
+A step is a pass of each version that has sessions to expand, so all get the same number of passes, and are compared
+fairly.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import structlog
+
+from draft_service.drafter import Drafter, ExpansionError
+from draft_service.session import DrafterSession, RootMove
+from draft_service.version_loading import LoadedVersion
+from draft_service.version_trial import Trial, TrialLimits, Verdict
+from specdec.decoding.sampling import Rule
+from specdec.engine.kv.slots import PoolFullError
+from specdec.engine.model_file import in_one_line
+
+log = structlog.get_logger()
+
+MAX_KNOWN = 96
+"""Versions with figures; of more, the first that are over are forgotten. More than a folder may have."""
+
+
+class State(Enum):
+    """The state of a version, as in the contract."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    CANARY = "canary"
+    SERVING = "serving"
+    RETIRED = "retired"
+    ENDED = "ended"
+    REFUSED = "refused"
+    WORSE = "worse"
+    SLOW = "slow"
+    FAILED = "failed"
+    UNDECIDED = "undecided"
+    REMOVED = "removed"
+
+
+LIVE = frozenset({State.CANARY, State.SERVING, State.RETIRED})
+"""States of versions in memory."""
+
+OVER = frozenset(State) - LIVE - {State.WAITING, State.LOADING}
+
+OUTCOMES = (Verdict.PROMOTED.value, *(state.value for state in State if state in OVER - {State.ENDED}))
+"""Outcomes of versions: promoted, or the state in which they are over. All are counted from 0, so that a rate sees the
+first of them."""
+
+ROLLED_BACK: Mapping[Verdict, State] = {
+    Verdict.WORSE: State.WORSE,
+    Verdict.SLOW: State.SLOW,
+    Verdict.UNDECIDED: State.UNDECIDED,
+}
+
+
+@dataclass(eq=False)
+class Version:
+    """A version of the model, with its figures. Written by the draft loop's thread, read by any."""
+
+    name: str
+    state: State = State.WAITING
+    reason: str = ""  # why it was refused or rolled back
+    fingerprint: str = ""
+    loaded: LoadedVersion | None = None  # while it is live
+    sessions: int = 0
+    committed: int = 0  # tokens committed in its sessions
+    guessed: int = 0  # committed tokens found in the session's tree
+    passes: int = 0
+    busy: float = 0.0  # seconds spent in passes
+
+    @property
+    def drafter(self) -> Drafter:
+        """The drafter of a live version."""
+        assert self.loaded is not None
+        return self.loaded.drafter
+
+
+class VersionedDrafter(Drafter):
+    """The drafter of several versions. Everything but `slots`, `slots_used`, `version_of`, `known`, `is_free` and
+    `expected` is for the draft loop's thread."""
+
+    def __init__(
+        self, name: str, loaded: LoadedVersion, limits: TrialLimits, draw: Callable[[], float] = random.random
+    ) -> None:
+        """Serve a first version; `draw` returns numbers in [0, 1) that decide which sessions a canary gets."""
+        self.rules = loaded.drafter.rules - {Rule.CONTRASTIVE}
+        self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
+        """Ended trials and refused versions, by outcome."""
+        self.dropped: queue.SimpleQueue[LoadedVersion] = queue.SimpleQueue()
+        """Models whose memory is to be freed, in another thread than the loop's: that takes a pass's time."""
+        self._limits, self._draw = limits, draw
+        self._serving = Version(name, State.SERVING, fingerprint=loaded.fingerprint, loaded=loaded)
+        self._canary: Version | None = None
+        self._trial: Trial[DrafterSession] = Trial(limits)  # of the canary, if there is one
+        self._retired: Version | None = None
+        self._known = {name: self._serving}
+        self._of: dict[DrafterSession, Version] = {}
+        self._homeless: dict[DrafterSession, None] = {}  # moved, while the serving version had no memory for them
+
+    # --- read by any thread ---------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> int:
+        return sum(loaded.drafter.slots for loaded in self._in_memory())
+
+    @property
+    def slots_used(self) -> int:
+        return sum(loaded.drafter.slots_used for loaded in self._in_memory())
+
+    def _in_memory(self) -> list[LoadedVersion]:
+        versions = (self._serving, self._canary, self._retired)
+        found = [version.loaded for version in versions if version is not None]
+        return [loaded for loaded in found if loaded is not None]
+
+    def version_of(self, session: DrafterSession) -> Version | None:
+        """Return the version that drafts for a session; None while it has no memory."""
+        return self._of.get(session)
+
+    @property
+    def serving(self) -> Version:
+        return self._serving
+
+    @property
+    def known(self) -> list[Version]:
+        """The versions with figures: the first, then in the order in which they were found."""
+        return list(self._known.values())
+
+    @property
+    def is_free(self) -> bool:
+        """True if a canary may begin: the memory of earlier versions is free."""
+        return self._canary is None and self._retired is None
+
+    @property
+    def expected(self) -> Callable[[int], float] | None:
+        """The seconds of a pass of the serving version over a number of nodes; None if unknown."""
+        loaded = self._serving.loaded
+        return None if loaded is None or loaded.times is None else loaded.times.of
+
+    # --- versions come and go -------------------------------------------------------------------------
+
+    def note(self, name: str, state: State, reason: str = "") -> None:
+        """Record the state of a version that is not live; no-op for a name of one that is."""
+        known = self._known.get(name)
+        if known is not None and known.state in LIVE:
+            return
+        if known is None or known.state in OVER:
+            self._known.pop(name, None)  # found again, it is the latest
+            known = self._known[name] = Version(name)
+            self._forget_some()
+        known.state, known.reason = state, reason
+        if state is State.REFUSED:
+            self.outcomes[state.value] += 1
+            log.warning("version_refused", version=name, why=reason)
+
+    def _forget_some(self) -> None:
+        """Forget the first versions that are over, beyond MAX_KNOWN."""
+        for name in [name for name, version in self._known.items() if version.state in OVER]:
+            if len(self._known) <= MAX_KNOWN:
+                break
+            del self._known[name]
+
+    def begin(self, name: str, loaded: LoadedVersion) -> None:
+        """Begin the trial of a version that has been noted."""
+        version = self._known.get(name)
+        if version is None or version.state in LIVE or not self.is_free:  # its directory was removed meanwhile
+            self.dropped.put(loaded)
+            return
+        version.loaded, version.fingerprint, version.state = loaded, loaded.fingerprint, State.CANARY
+        self._canary, self._trial = version, Trial(self._limits)
+        log.info("version_on_trial", version=name, share=self._limits.share, tokens=self._limits.tokens)
+
+    def remove(self, name: str) -> None:
+        """Follow the removal of a version's directory: a trial ends, a live version stays, others are forgotten."""
+        version = self._known.get(name)
+        if version is None:
+            return
+        if version is self._canary:
+            self._roll_back(version, State.REMOVED, "its directory was removed")
+        elif version.state in (State.WAITING, State.LOADING):
+            del self._known[name]
+
+    def _settle(self) -> None:
+        """End the trial if there is a verdict."""
+        canary, verdict = self._canary, self._trial.verdict
+        if canary is None or verdict is None:
+            return
+        if verdict is Verdict.PROMOTED:
+            self._promote(canary)
+        else:
+            self._roll_back(canary, ROLLED_BACK[verdict], self._trial.reason)
+
+    def _promote(self, version: Version) -> None:
+        before = self._serving
+        if version.loaded is not None and version.loaded.watched is not None:
+            version.loaded.watched.checks = False  # from now on it fails as any draft does
+        version.state, before.state = State.SERVING, State.RETIRED
+        self._serving, self._retired, self._canary = version, before, None
+        self.outcomes[Verdict.PROMOTED.value] += 1
+        log.info("version_promoted", version=version.name, before=before.name, why=self._trial.reason)
+        self._end_retired()
+
+    def _roll_back(self, version: Version, state: State, reason: str) -> None:
+        """Move a version's sessions to the serving one, and free its memory."""
+        for session in [session for session, own in self._of.items() if own is version]:
+            version.drafter.close(session)
+            del self._of[session]
+            session.abandon_frontier()
+            self._homeless[session] = None
+        moved, version.sessions = version.sessions, 0
+        version.state, version.reason = state, reason
+        if version is self._canary:
+            self._canary = None
+        else:
+            self._retired = None
+        self._drop(version)
+        self.outcomes[state.value] += 1
+        log.warning("version_rolled_back", version=version.name, outcome=state.value, why=reason, sessions=moved)
+        self._house()
+
+    def _end_retired(self) -> None:
+        """Free the retired version if it has no sessions left."""
+        version = self._retired
+        if version is not None and not version.sessions:
+            version.state, self._retired = State.ENDED, None
+            self._drop(version)
+            log.info("version_ended", version=version.name)
+
+    def _drop(self, version: Version) -> None:
+        if version.loaded is not None:
+            self.dropped.put(version.loaded)
+            version.loaded = None
+
+    def _house(self) -> None:
+        """Give moved sessions memory of the serving version, as far as there is any. The others get no candidates until
+        memory is free; they follow commits."""
+        for session in list(self._homeless):
+            try:
+                self._open(session, self._serving)
+            except PoolFullError:
+                continue
+            del self._homeless[session]
+
+    # --- sessions -------------------------------------------------------------------------------------
+
+    def open(self, session: DrafterSession) -> None:
+        canary = self._canary
+        if canary is None:
+            self._open(session, self._serving)
+            return
+        is_new = self._draw() < self._limits.share
+        try:
+            self._open(session, canary if is_new else self._serving)
+        except PoolFullError:
+            if not is_new:
+                raise
+            self._open(session, self._serving)  # it was not drawn for it: it is no part of the trial
+        else:
+            self._trial.opened(session, is_new=is_new)
+
+    def _open(self, session: DrafterSession, version: Version) -> None:
+        version.drafter.open(session)
+        self._of[session] = version
+        version.sessions += 1
+
+    def commit(self, session: DrafterSession, move: RootMove) -> None:
+        version = self._of.get(session)
+        if version is None:
+            return
+        version.drafter.commit(session, move)
+        version.committed += len(move.tokens)
+        version.guessed += len(move.followed)
+        if self._canary is not None:
+            paused = session.policy.paused
+            self._trial.committed(session, len(move.tokens), len(move.followed), paused=paused)
+            self._settle()
+
+    def close(self, session: DrafterSession) -> None:
+        version = self._of.pop(session, None)
+        self._homeless.pop(session, None)
+        if version is None:
+            return
+        version.drafter.close(session)
+        version.sessions -= 1
+        if self._canary is not None:
+            self._trial.closed(session)
+            self._settle()
+        self._end_retired()
+        if self._homeless:
+            self._house()
+
+    # --- passes ---------------------------------------------------------------------------------------
+
+    def best_logprob(self, session: DrafterSession) -> float:
+        version = self._of.get(session)
+        return float("-inf") if version is None else version.drafter.best_logprob(session)
+
+    def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:
+        of_versions: dict[Version, list[DrafterSession]] = {}
+        for session in sessions:
+            of_versions.setdefault(self._of[session], []).append(session)
+        failed: Mapping[DrafterSession, Exception] = {}
+        broken: ExpansionError | None = None
+        for version, own in of_versions.items():
+            begin = time.monotonic()
+            try:
+                lost = version.drafter.expand(own)
+            except Exception as error:  # the serving version's is the loop's to handle, after the others' passes
+                if version is self._serving:
+                    broken = error if isinstance(error, ExpansionError) else ExpansionError(own, error)
+                else:
+                    self._fail(version, error.cause if isinstance(error, ExpansionError) else error)
+                continue
+            if version is self._serving:
+                failed = lost
+            elif lost:  # it may be the session's fault: then it fails with the serving version, too
+                self._fail(version, next(iter(lost.values())))
+                continue
+            self._passed(version, time.monotonic() - begin)
+        if broken is not None:
+            raise broken
+        return failed
+
+    def _fail(self, version: Version, error: Exception) -> None:
+        """Roll back a version after a failed pass, the canary or a retired one."""
+        log.error("version_failed", version=version.name, exc_info=error)
+        self._roll_back(version, State.FAILED, f"a pass failed: {in_one_line(error)}")
+
+    def _passed(self, version: Version, seconds: float) -> None:
+        """Count a pass, and compare a canary's time with the serving version's. Passes over more rows read prompts."""
+        version.passes += 1
+        version.busy += seconds
+        loaded, serving = version.loaded, self._serving.loaded
+        if version is not self._canary or loaded is None or loaded.watched is None:
+            return
+        if serving is not None and serving.times is not None and 0 < loaded.watched.rows <= serving.widest:
+            self._trial.passed(seconds, serving.times.of(loaded.watched.rows))
+            self._settle()
+
+    def recover(self) -> bool:
+        return self._serving.drafter.recover()
