@@ -1,6 +1,6 @@
 """The folder of versions: its sub-directories are versions of the draft's model, once they are complete.
 
-A version is complete once it has a marker: the file MARKER, written last, or the description of an export, which
+A version is complete once it has a marker: the file COMPLETE, written last, or the description of an export, which
 `specdec export` moves into its place with everything else. Names that begin with a dot, or belong to an unfinished
 export, are not looked at, so a writer may also fill a directory under such a name and rename it.
 """
@@ -14,15 +14,12 @@ from typing import ClassVar, NamedTuple
 
 import structlog
 
-from specdec.engine.model_directory import DESCRIPTION
+from specdec.engine.model_directory import COMPLETE, DESCRIPTION
 from specdec.engine.model_file import ModelDirectoryError
 from specdec.wire.file_version import Version as FileVersion
 from specdec.wire.file_version import version_of
 
 log = structlog.get_logger()
-
-MARKER = "COMPLETE"
-"""The file that completes a version, of any contents."""
 
 UNFINISHED = ".partial-"
 """Part of the name of an export that is being written (`model_folder.py`)."""
@@ -66,7 +63,7 @@ class VersionsFolder:
         read."""
         found = version_of(self.path)
         for directory in self._directories():
-            for file in (directory, directory / MARKER, directory / DESCRIPTION):
+            for file in (directory, directory / COMPLETE, directory / DESCRIPTION):
                 try:
                     found += version_of(file)
                 except OSError:  # removed meanwhile, or there is no such marker
@@ -85,7 +82,7 @@ class VersionsFolder:
             if not NAME.fullmatch(directory.name):
                 problems.append(f"{directory.name!r} is no name of 1 to 64 letters, digits, . _ and -")
             elif (marked := _marked(directory)) is None:
-                problems.append(f"{directory.name} has neither {MARKER} nor {DESCRIPTION}")
+                problems.append(f"{directory.name} has neither {COMPLETE} nor {DESCRIPTION}")
             else:
                 found.append(FoundVersion(directory.name, directory, marked))
         found.sort(key=lambda version: (version.marked[0][1], version.name))
@@ -109,7 +106,7 @@ class VersionsFolder:
 
 def _marked(directory: Path) -> FileVersion | None:
     """Return the version of a directory's marker; None if it is not complete."""
-    for name in (MARKER, DESCRIPTION):
+    for name in (COMPLETE, DESCRIPTION):
         try:
             return version_of(directory / name)
         except OSError:

@@ -24,6 +24,9 @@ DESCRIPTION = "specdec.json"
 """Files of an exported model besides its configuration and tokenizer: GRAPH, COPY_GRAPH, SHORTLISTS_GRAPH (missing in
 exports of earlier versions), DESCRIPTION."""
 
+COMPLETE = "COMPLETE"
+"""File, of any contents, that completes a version of a draft in a folder of versions."""
+
 WEIGHTS = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model" + INDEX_SUFFIX

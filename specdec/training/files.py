@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
+from specdec.engine.model_directory import COMPLETE
 from specdec.engine.model_file import ModelDirectoryError, in_one_line
 
 if TYPE_CHECKING:
@@ -64,6 +65,12 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 def replace_json(file: Path, content: Mapping[str, object]) -> None:
     with replacing(file) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def complete(out: Path) -> None:
+    """Mark a trained draft as a complete version, for a folder of versions. WriteError if that fails."""
+    with replacing(out / COMPLETE) as partial:
+        partial.touch()
 
 
 def make_folder(out: Path) -> None:

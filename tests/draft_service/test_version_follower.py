@@ -13,10 +13,11 @@ import pytest
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
-from draft_service.version_folder import MARKER, FoundVersion, VersionsFolder
+from draft_service.version_folder import FoundVersion, VersionsFolder
 from draft_service.version_follower import VersionFollower
 from draft_service.version_loading import LoadedVersion, VersionRefusedError
 from draft_service.versions import State
+from specdec.engine.model_directory import COMPLETE
 from specdec.serving.watched import Watched
 from specdec.v2 import draft_pb2, model_pb2
 from tests.captured_logs import captured_logs
@@ -51,7 +52,7 @@ class Loader:
     def load(self, found: FoundVersion, expected: Callable[[int], float] | None) -> LoadedVersion:
         self.loaded.append(found.name)
         engine: Engine
-        match (found.path / MARKER).read_text():
+        match (found.path / COMPLETE).read_text():
             case "bad":
                 engine = Guessing(BAD)
             case "breaks":
@@ -79,8 +80,8 @@ class Followed:
     def add(self, name: str, what: str = "", at: int = 100) -> None:
         """Add a version of a kind that the loader knows."""
         directory = version(self.folder, name, at)
-        (directory / MARKER).write_text(what)
-        os.utime(directory / MARKER, (at, at))
+        (directory / COMPLETE).write_text(what)
+        os.utime(directory / COMPLETE, (at, at))
 
     def states(self) -> dict[str, State]:
         return {version.name: version.state for version in self.service.drafter.known}
@@ -139,7 +140,7 @@ def test_it_is_tried_again_only_when_its_marker_changes(tmp_path: Path) -> None:
     for _ in range(3):
         found.follower.look()
     assert found.loader.loaded == ["v1"]
-    (tmp_path / "v1" / MARKER).write_text("")
+    (tmp_path / "v1" / COMPLETE).write_text("")
     found.follower.look()
     assert found.loader.loaded == ["v1", "v1"]
     assert found.states()["v1"] is State.CANARY

@@ -26,12 +26,11 @@ from draft_service.drafter import Drafter
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
 from draft_service.session import DrafterSession, RootMove
-from draft_service.version_folder import MARKER
 from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.client import Client
 from specdec.decoding.sampling import Rule
-from specdec.engine.model_directory import WEIGHTS, ModelDirectory
+from specdec.engine.model_directory import COMPLETE, WEIGHTS, ModelDirectory
 from specdec.local import DEMO
 from specdec.local import Stack as Processes
 from specdec.serving.identity import identity_of
@@ -154,7 +153,7 @@ class Versions:
         writing = copied(source, self._folder / f".{name}", change)
         if truncated:
             (writing / WEIGHTS).write_bytes((writing / WEIGHTS).read_bytes()[:-1000])
-        (writing / MARKER).write_text("")
+        (writing / COMPLETE).write_text("")
         writing.rename(self._folder / name)
 
 
