@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,17 @@ from specdec.decoding.choice import BLOCK, Tokens, choose
 from specdec.decoding.logprobs import TokenLogprobs, logprobs
 from specdec.decoding.processing import Logits
 from specdec.decoding.query import SamplingQuery
+
+
+class RowFeatures(NamedTuple):
+    """The features of all t rows of a forward pass, and which of its rows have logits."""
+
+    values: Any  # [t, m, d], an array or a tensor: the residual stream entering each of m layers
+    wanted: NDArray[np.int64]  # [n] rows of the pass, by row of the step logits
+
+    def places(self, rows: Sequence[int], others: Sequence[int]) -> NDArray[np.int64]:
+        """Return rows of the pass: those of these rows of the step logits, then the `others`."""
+        return np.concatenate([self.wanted[np.asarray(rows, dtype=np.int64)], np.asarray(others, dtype=np.int64)])
 
 
 class StepLogits(Protocol):
@@ -38,14 +49,22 @@ class StepLogits(Protocol):
         """Return the hidden states of these rows, [n, d], where the pass keeps them: an array of float32, or a tensor
         on its device. Only for passes launched with hidden states."""
 
+    def features(self, rows: Sequence[int], others: Sequence[int] = ()) -> Any:
+        """Return the features of these rows, then those of `others`, rows of the whole pass by their place in its
+        batch: [n, m, d], where the pass keeps them, as in `hidden`. Only for passes launched with features of m
+        layers."""
+
 
 class HostLogits:
     """Step logits in host memory."""
 
-    def __init__(self, logits: Logits, hidden: NDArray[np.float32] | None = None) -> None:
+    def __init__(
+        self, logits: Logits, hidden: NDArray[np.float32] | None = None, features: RowFeatures | None = None
+    ) -> None:
         """`logits` are float32 [n, V]; `hidden`: the hidden states of the same rows, [n, d]."""
         self._logits = logits
         self._hidden = hidden
+        self._features = features
 
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
         count = len(rows)
@@ -68,6 +87,10 @@ class HostLogits:
     def hidden(self, rows: Sequence[int]) -> NDArray[np.float32]:
         assert self._hidden is not None  # asked for at launch
         return self._hidden[np.asarray(rows, dtype=np.int64)]
+
+    def features(self, rows: Sequence[int], others: Sequence[int] = ()) -> Any:
+        assert self._features is not None  # asked for at launch
+        return self._features.values[self._features.places(rows, others)]
 
     def _of(self, rows: Sequence[int]) -> Logits:
         return self._logits[np.asarray(rows, dtype=np.int64)]

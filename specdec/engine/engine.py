@@ -2,13 +2,13 @@
 
 Optional features are capabilities: protocols beside `Engine`. An engine's capabilities depend on what was loaded, so
 they are looked up at run time, with one function each: `launch_of`, `queues_passes`, `draft_pass_of`, `cpu_threads`,
-`hidden_states`, `chains_only`, `longest_text`.
+`hidden_states`, `layer_features`, `chains_only`, `longest_text`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from specdec.decoding.draft_logits import DraftLogits, HostDraftLogits
 from specdec.decoding.query import SamplingQuery
-from specdec.decoding.step_logits import HostLogits, StepLogits
+from specdec.decoding.step_logits import HostLogits, RowFeatures, StepLogits
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots
 from specdec.engine.unsupported import UnsupportedModelError as UnsupportedModelError
@@ -75,9 +75,14 @@ Launch = Callable[[PackedBatch], Pass]
 """Launches a forward pass."""
 
 
-def launch_of(engine: Engine, *, hidden: bool = False) -> Launch:
+def launch_of(engine: Engine, *, hidden: bool = False, features: Sequence[int] = ()) -> Launch:
     """Return the function that launches a forward pass of this engine. With `hidden`, its step logits include hidden
-    states; UnsupportedModelError if the engine has none."""
+    states, or else the features of the layers `features`; UnsupportedModelError if the engine has none."""
+    if features:
+        with_layers = layer_features(engine)
+        if isinstance(with_layers, GpuLayerFeatures):
+            return partial(with_layers.launch_features, layers=tuple(features))
+        return partial(HostFeaturesPass, with_layers, tuple(features))
     if hidden:
         source = hidden_states(engine)
         return source.launch_hidden if isinstance(source, GpuHiddenStates) else partial(HostHiddenPass, source)
@@ -217,3 +222,51 @@ def hidden_states(engine: Engine) -> HiddenStates:
     if isinstance(engine, HiddenStates):
         return engine
     raise UnsupportedModelError(f"{type(engine).__name__} returns no hidden states with logits; use --engine torch")
+
+
+@runtime_checkable
+class LayerFeatures(Protocol):
+    """Features of an engine: the residual stream entering its model's layers, for drafters that read several depths of
+    the target (EAGLE-3), and the token embeddings that such drafters share."""
+
+    def layer_count(self) -> int:
+        """Return the number of layers that have features; UnsupportedModelError if the model's cannot be found."""
+
+    def forward_features(
+        self, batch: PackedBatch, layers: Sequence[int]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Run a forward pass like `forward`. Return the logits, with the same bits, and the residual stream [t,
+        len(layers), d] entering each of these layers, before its norm, of *all* t rows of the batch: drafters read the
+        prompt too. Layer 0 reads the embedded tokens. The numbers are float32, converted losslessly from a narrower
+        dtype."""
+
+    def token_embeddings(self) -> Any:
+        """Return the table of token embeddings, a tensor [ids, width] on the engine's device."""
+
+
+@runtime_checkable
+class GpuLayerFeatures(Protocol):
+    """Features that stay on the GPU, beside logits that are sampled there."""
+
+    def launch_features(self, batch: PackedBatch, layers: Sequence[int]) -> Pass:
+        """Launch a forward pass like `GpuSampling.launch`; its step logits include the features of these layers."""
+
+
+@dataclass(frozen=True)
+class HostFeaturesPass:
+    """A `HostPass` whose step logits include the features of these layers."""
+
+    engine: LayerFeatures
+    layers: tuple[int, ...]
+    batch: PackedBatch
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        logits, features = self.engine.forward_features(self.batch, self.layers)
+        return HostLogits(logits, features=RowFeatures(features, self.batch.wanted))
+
+
+def layer_features(engine: Engine) -> LayerFeatures:
+    """Return the engine as a source of features; UnsupportedModelError if it has none."""
+    if isinstance(engine, LayerFeatures):
+        return engine
+    raise UnsupportedModelError(f"{type(engine).__name__} returns no features of layers; use --engine torch")

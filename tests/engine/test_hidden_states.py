@@ -1,4 +1,5 @@
-"""Hidden states of wanted rows: those of the model's own forward pass, with unchanged logits, and not retained.
+"""Hidden states of wanted rows, and features of layers of all rows: those of the model's own forward pass, with
+unchanged logits, and not retained.
 
 For every architecture of `tests.models`, with ragged and with padded batches; GPUs are covered in
 `gpu/test_engine.py`.
@@ -18,9 +19,10 @@ from transformers import AutoModelForCausalLM
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch
-from specdec.engine.engine import UnsupportedModelError, hidden_states, launch_of
+from specdec.engine.engine import UnsupportedModelError, hidden_states, launch_of, layer_features
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.torch_engine import TorchEngine
+from specdec.engine.hf.hidden_states import Features, decoder_layers
 from specdec.engine.model_directory import ModelDirectory
 from tests.models import ARCHITECTURES, VOCABULARY, make
 from tests.verifier_service.fakes import TextEngine
@@ -31,6 +33,9 @@ HIDDEN = 64
 TOLERANCE = 1e-4
 """Relative to the largest number. Float32 rounding is about 1e-6 of it, another layer's state differs by more than
 1e-2."""
+
+LAYERS = (1, 0, 1)
+"""Layers with features: of at least two; heads may read them in any order, and one of them twice."""
 
 LENGTH, COMPUTED = 40, 30
 TEXT = [int(token) for token in np.random.default_rng(2).integers(3, VOCABULARY, LENGTH)]
@@ -48,6 +53,12 @@ class Oracle:
     def states(self, text: list[int]) -> NDArray[np.float32]:
         output = self.model.base_model(input_ids=torch.tensor([text]), use_cache=False)
         return np.asarray(output.last_hidden_state[0].numpy())
+
+    @torch.inference_mode()
+    def features(self, text: list[int]) -> NDArray[np.float32]:
+        """Return the features [t, m, d] of LAYERS."""
+        output = self.model.base_model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
+        return np.stack([output.hidden_states[layer][0].numpy() for layer in LAYERS], axis=1)
 
     @torch.inference_mode()
     def logits(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -103,6 +114,19 @@ def test_they_are_the_model_s_own(engine: TorchEngine, oracle: Oracle) -> None:
     assert close(hidden[-1], oracle.states([*TEXT[:-1], BRANCH])[-1])
 
 
+def test_features_are_the_model_s_own_of_all_rows(engine: TorchEngine, oracle: Oracle) -> None:
+    count = LENGTH - COMPUTED
+    _, features = layer_features(engine).forward_features(step(engine), LAYERS)
+    assert features.dtype == np.float32
+    assert close(features[:count], oracle.features(TEXT)[COMPUTED:])
+    assert close(features[count], oracle.features([*TEXT[:-1], BRANCH])[-1])
+
+
+def test_layers_and_embeddings_are_the_model_s(engine: TorchEngine, oracle: Oracle) -> None:
+    assert engine.layer_count() == len(decoder_layers(oracle.model)) == oracle.model.config.num_hidden_layers
+    assert torch.equal(engine.token_embeddings(), oracle.model.get_input_embeddings().weight.detach())
+
+
 def test_they_are_what_the_head_reads(engine: TorchEngine, oracle: Oracle) -> None:
     logits, hidden = engine.forward_hidden(step(engine))
     assert close(logits, oracle.logits(hidden))
@@ -118,9 +142,20 @@ def test_a_launched_pass_has_them_by_row(engine: TorchEngine) -> None:
     assert np.array_equal(np.argmax(head.float().numpy(), axis=1), np.argmax(logits, axis=1))
 
 
+def test_a_launched_pass_has_features_by_row(engine: TorchEngine) -> None:
+    _, features = engine.forward_features(step(engine), LAYERS)
+    rows = launch_of(engine, features=LAYERS)(step(engine)).logits(dict)
+    of_wanted = [*(position - COMPUTED for position in WANTED), LENGTH - COMPUTED]
+    assert np.array_equal(rows.features([3, 0]), features[[of_wanted[3], of_wanted[0]]])
+    assert np.array_equal(rows.features([1], [3, 0]), features[[of_wanted[1], 3, 0]])
+    assert np.array_equal(rows.features([], [2]), features[[2]])
+
+
 def test_logits_have_the_same_bits(engine: TorchEngine) -> None:
     before = engine.forward(step(engine))
     logits, _ = engine.forward_hidden(step(engine))
+    assert np.array_equal(logits, before)
+    logits, _ = engine.forward_features(step(engine), LAYERS)
     assert np.array_equal(logits, before)
     assert np.array_equal(logits, engine.forward(step(engine)))
 
@@ -128,12 +163,14 @@ def test_logits_have_the_same_bits(engine: TorchEngine) -> None:
 def test_the_next_step_leaves_them_alone(engine: TorchEngine) -> None:
     """They are not views of memory shared by steps."""
     _, hidden = engine.forward_hidden(step(engine))
-    kept = hidden.copy()
+    _, features = engine.forward_features(step(engine), LAYERS)
+    kept, kept_features = hidden.copy(), features.copy()
     packer = engine.packer()
     packer.add_path(np.arange(1, 9), packer.add_rows([9] * 8, 0, np.arange(1, 9)))
     packer.want(0)
     engine.forward(packer.pack())
     assert np.array_equal(hidden, kept)
+    assert np.array_equal(features, kept_features)
 
 
 def test_who_does_not_ask_has_nothing_done(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +199,10 @@ def test_a_pass_that_fails_leaves_no_hook(engine: TorchEngine, monkeypatch: pyte
         patched.setattr(type(head), "forward", failing)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.forward_hidden(batch)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.forward_features(batch, LAYERS)
     assert not head._forward_pre_hooks
+    assert not any(layer._forward_pre_hooks for layer in decoder_layers(engine.model))
 
 
 def test_where_tiles_make_rows_exact_too(tmp_path: Path) -> None:
@@ -175,8 +215,47 @@ def test_where_tiles_make_rows_exact_too(tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(hidden).bfloat16().float(), torch.from_numpy(hidden))
     want = Oracle(directory.path).states(TEXT)[list(WANTED)]
     assert np.abs(hidden[: len(WANTED)] - want).max() < 0.1 * np.abs(want).max()
+    logits, features = engine.forward_features(step(engine), LAYERS)
+    assert np.array_equal(logits, engine.forward(step(engine)))
+    assert torch.equal(torch.from_numpy(features).bfloat16().float(), torch.from_numpy(features))
+    want = Oracle(directory.path).features(TEXT)[COMPUTED:]
+    assert np.abs(features[: len(want)] - want).max() < 0.1 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_every_choice_of_layers_leaves_the_bits_of_logits(tmp_path: Path, bits: int | None) -> None:
+    """In compiled layers, and in interpreted ones with quantised weights."""
+    directory = ModelDirectory(make("llama", tmp_path, num_hidden_layers=4))
+    engine = CpuEngine(directory, capacity=1024, exact=bits is not None, bits=bits)
+    want = engine.forward(step(engine))
+    for layers in ((0,), (3,), (0, 1, 2, 3), (2, 2, 1)):
+        logits, features = engine.forward_features(step(engine), layers)
+        assert np.array_equal(logits, want)
+        assert features.shape[1:] == (len(layers), engine.hidden_size)
+        for place, layer in enumerate(layers):
+            _, alone = engine.forward_features(step(engine), (layer,))
+            assert np.array_equal(features[:, place], alone[:, 0])
+
+
+def test_a_model_without_a_list_of_layers_is_refused() -> None:
+    class Model(torch.nn.Module):
+        class Config:
+            num_hidden_layers = 3
+
+            def get_text_config(self) -> Any:
+                return self
+
+        config = Config()
+
+    model: Any = Model()
+    with pytest.raises(UnsupportedModelError, match=r"^Model has no list of its 3 layers"):
+        decoder_layers(model)
+    with pytest.raises(UnsupportedModelError, match=r"^Model has no list"), Features((0,)).of(model):
+        pass
 
 
 def test_an_engine_without_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"^TextEngine returns no hidden states"):
         hidden_states(TextEngine(4))
+    with pytest.raises(UnsupportedModelError, match=r"^TextEngine returns no features of layers; use --engine torch"):
+        layer_features(TextEngine(4))

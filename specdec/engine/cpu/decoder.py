@@ -22,8 +22,9 @@ from specdec.engine.cpu.arithmetic import Array, array_of
 from specdec.engine.cpu.attention import EVERYTHING, RaggedAttention
 from specdec.engine.cpu.layers import PRODUCTS, Buffers, StepRows, ThreadShares, Weights, compiled, interpreted
 from specdec.engine.cpu.openmp import evenly
-from specdec.engine.cpu.packed_gemm import PackedGemm, TiledInputs
+from specdec.engine.cpu.packed_gemm import PackedGemm, Products, TiledInputs
 from specdec.engine.hf.batch_invariance import TiledLinear
+from specdec.engine.hf.hidden_states import Features
 from specdec.engine.hf.pretrained import LayerAttention
 
 FIRST_POSITIONS = 1024
@@ -37,6 +38,7 @@ SHARED_FROM = 1 << 13
 class _Workspace:
     """Memory for steps of one row count. All layers have the same shapes and use the same memory in turn."""
 
+    residual: Tensor  # [t, hidden]
     normal: Tensor  # [t, hidden]
     inputs: list[Tensor]  # inputs of the products, one per kind
     buffers: Buffers  # the same memory as arrays
@@ -66,8 +68,15 @@ class Decoder:
         self._workspaces: dict[int, _Workspace] = {}
         self._make_room(1)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, wanted: Tensor, attention: RaggedAttention) -> Tensor:
-        """Return the logits [n, vocabulary], float32, of the wanted rows."""
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        wanted: Tensor,
+        attention: RaggedAttention,
+        features: Features | None = None,
+    ) -> Tensor:
+        """Return the logits [n, vocabulary], float32, of the wanted rows; keep `features`, if any."""
         batch = attention.batch
         rows = len(tokens)
         self._know_angles(int(batch.positions.max()))
@@ -76,28 +85,32 @@ class Decoder:
         work = self._workspace(rows)
         work.buffers.residual[:] = 0
         products, layers = self._products(work)
-        layers(
-            products,
-            self._weights,
-            StepRows(
-                batch.positions,
-                batch.slots,
-                batch.keys,
-                batch.first,
-                attention.pieces,
-                *attention.scratch(self._width, self._width),
-            ),
-            keys,
-            values,
-            work.buffers,
-            ThreadShares(
-                norms=evenly(rows, attention.threads, SHARED_FROM // self._hidden),
-                heads=evenly(rows, attention.threads, SHARED_FROM // self._projected),
-                gates=evenly(rows, attention.threads, SHARED_FROM // self._inner),
-                attention=attention.shares_of(keys.shape[1], self._width),
-            ),
-            self._embed(tokens),
+        step = StepRows(
+            batch.positions,
+            batch.slots,
+            batch.keys,
+            batch.first,
+            attention.pieces,
+            *attention.scratch(self._width, self._width),
         )
+        shares = ThreadShares(
+            norms=evenly(rows, attention.threads, SHARED_FROM // self._hidden),
+            heads=evenly(rows, attention.threads, SHARED_FROM // self._projected),
+            gates=evenly(rows, attention.threads, SHARED_FROM // self._inner),
+            attention=attention.shares_of(keys.shape[1], self._width),
+        )
+        update = self._embed(tokens)
+        if features is None:
+            layers(products, self._weights, step, keys, values, work.buffers, shares, update)
+        else:
+            # A run over the layers before layer i ends with what layer i begins with: its norm of the residual stream.
+            bounds = [0, *sorted(set(features.layers)), len(keys)]
+            for begin, end in itertools.pairwise(bounds):
+                parts = _parts(products, begin, end), _weights_of(self._weights, begin, end)
+                layers(*parts, step, keys[begin:end], values[begin:end], work.buffers, shares, update)
+                features.keep(end, work.residual)
+                # Negative zeros, added to the stream, change no bit of it.
+                update = array_of(torch.full((rows, self._hidden), -0.0, dtype=self._dtype))
         logits: Tensor = self._head(work.normal[wanted])
         return logits
 
@@ -125,7 +138,7 @@ class Decoder:
             )
             tiles = [_tiles(linear, rows) for linear in self._linears[:PRODUCTS]]
             tiled = None if self._packed is None else TiledInputs(inputs, tiles)
-            found = self._workspaces[rows] = _Workspace(normal, inputs, buffers, tiled)
+            found = self._workspaces[rows] = _Workspace(residual, normal, inputs, buffers, tiled)
         return found
 
     def _make_room(self, rows: int) -> None:
@@ -163,6 +176,24 @@ def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weig
         windows=np.asarray([attention.window or EVERYTHING for attention in attends]),
         scales=np.asarray([attention.scale for attention in attends], np.float32),
     )
+
+
+def _weights_of(weights: Weights, begin: int, end: int) -> Weights:
+    """Return the weights of layers begin..end-1, with the norm of the next layer, or the last one, as the last norm."""
+    return weights._replace(
+        norms=weights.norms[2 * begin : 2 * end + 1],
+        head_norms=weights.head_norms[begin:end],
+        windows=weights.windows[begin:end],
+        scales=weights.scales[begin:end],
+    )
+
+
+def _parts(products: Any, begin: int, end: int) -> Any:
+    """Return the products of layers begin..end-1: compiled code's, or a list of functions."""
+    own = slice(PRODUCTS * begin, PRODUCTS * end)
+    if isinstance(products, Products):
+        return products._replace(weights=products.weights[own], biases=products.biases[own])
+    return products[own]
 
 
 def _linears(layer: Any) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import tile
 from specdec.engine.hf.block_linear import HEAD_BITS, quantise
+from specdec.engine.hf.hidden_states import Features
 from specdec.engine.hf.linear import Head, PackedLinear, SlicedHead, can_pack, lay_out
 from specdec.engine.memory import drop_file_pages
 from specdec.engine.model_directory import ModelDirectory
@@ -125,8 +126,10 @@ class CpuEngine(TorchEngine):
         layout = "packed" if self._packed else "plain" if self._bits is None else f"int{self._bits}"
         return f"threads-{threads}", layout, "joined" if self._joined else "layers"
 
-    def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
+    def _run(
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention, features: Features | None
+    ) -> Tensor:
         if self._decoder is None:
-            return super()._run(tokens, positions, wanted, packed)
+            return super()._run(tokens, positions, wanted, packed, features)
         assert isinstance(packed, RaggedAttention)  # from the ragged backend
-        return self._decoder(tokens, positions, wanted, packed)
+        return self._decoder(tokens, positions, wanted, packed, features)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,7 @@ from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import make_exact, tile, untile
 from specdec.engine.hf.fingerprint import device_kind
-from specdec.engine.hf.hidden_states import with_hidden_states
+from specdec.engine.hf.hidden_states import Features, decoder_layers, with_hidden_states
 from specdec.engine.hf.linear import Float32Head, Head, lay_out
 from specdec.engine.hf.pretrained import DTYPES, attention_of, load
 from specdec.engine.hf.reference_check import ReferenceCheck
@@ -103,6 +106,21 @@ class TorchEngine:
         return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
 
     @torch.inference_mode()
+    def forward_features(
+        self, batch: PackedBatch, layers: Sequence[int]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        features = Features(layers)
+        logits = self.logits(batch, features)
+        return np.asarray(logits.cpu().numpy()), np.asarray(features.stacked().float().cpu().numpy())
+
+    def layer_count(self) -> int:
+        return len(decoder_layers(self.model))
+
+    def token_embeddings(self) -> Tensor:
+        table: Tensor = self.model.get_input_embeddings().weight
+        return table.detach()
+
+    @torch.inference_mode()
     def output_head(self, hidden: Tensor) -> Tensor:
         count = len(hidden)
         rows = self._product_rows
@@ -115,13 +133,13 @@ class TorchEngine:
         """The row counts at which products run; None: any."""
         return self._rows
 
-    def logits(self, batch: PackedBatch) -> Tensor:
-        """Run a forward pass and return its logits [n, vocabulary], on the device."""
+    def logits(self, batch: PackedBatch, features: Features | None = None) -> Tensor:
+        """Run a forward pass and return its logits [n, vocabulary], on the device; keep `features`, if any."""
         with torch.inference_mode():
             tokens, positions, wanted = (
                 upload(array, self._device) for array in (batch.tokens, batch.positions, batch.wanted)
             )
-            return self._run(tokens, positions, wanted, self._backend.attention(batch))
+            return self._run(tokens, positions, wanted, self._backend.attention(batch), features)
 
     @torch.inference_mode()
     def copy(self, source: Slots, target: Slots) -> None:
@@ -143,9 +161,16 @@ class TorchEngine:
         """Return the parts of the numerics fingerprint about products and layers."""
         return "plain", "layers"
 
-    def _run(self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention) -> Tensor:
-        """Return the logits [n, vocabulary] of the wanted rows."""
-        logits: Tensor = self.model(
-            input_ids=tokens[None], position_ids=positions[None], logits_to_keep=wanted, use_cache=False, packed=packed
-        ).logits
+    def _run(
+        self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention, features: Features | None
+    ) -> Tensor:
+        """Return the logits [n, vocabulary] of the wanted rows; keep `features`, if any."""
+        with nullcontext() if features is None else features.of(self.model):
+            logits: Tensor = self.model(
+                input_ids=tokens[None],
+                position_ids=positions[None],
+                logits_to_keep=wanted,
+                use_cache=False,
+                packed=packed,
+            ).logits
         return logits[0]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.gpu.attention import SplitKvAttention
 from specdec.engine.gpu.kernels import add_and_normalise, gate, rotate
+from specdec.engine.hf.hidden_states import Features
 from specdec.engine.hf.pretrained import LayerAttention
 
 
@@ -46,9 +47,11 @@ class GpuDecoder:
         self._layers = [_layer(*pair) for pair in zip(inside.layers, attends, strict=True)]
         self._cos, self._sin = _angles(inside.rotary_emb, context, model.device)
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attention: SplitKvAttention) -> Tensor:
-        """Return the hidden states [t, hidden] of all rows, the input of the output head. `positions` are those of the
-        attention's batch."""
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, attention: SplitKvAttention, features: Features | None = None
+    ) -> Tensor:
+        """Return the hidden states [t, hidden] of all rows, the input of the output head; keep `features`, if any.
+        `positions` are those of the attention's batch."""
         update = self._embed(tokens)
         rows, width = len(tokens), self._layers[0].attends.width
         residual = torch.zeros_like(update)
@@ -59,6 +62,8 @@ class GpuDecoder:
         gated = update.new_empty(rows, self._inner)
         for index, layer in enumerate(self._layers):
             add_and_normalise(residual, update, layer.attention_norm, self._epsilon, normal)
+            if features is not None:
+                features.keep(index, residual)
             rotate(
                 layer.project(normal),
                 layer.head_norms,

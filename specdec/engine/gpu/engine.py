@@ -6,10 +6,11 @@ kernel by kernel, around the same attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.decoding.query import SamplingQuery
+from specdec.decoding.step_logits import RowFeatures
 from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.attention import SplitKvAttention, SplitKvMemory
 from specdec.engine.gpu.decoder import GpuDecoder
@@ -33,7 +35,7 @@ from specdec.engine.hf import llama_like
 from specdec.engine.hf.batch_invariance import make_exact, tile, untile
 from specdec.engine.hf.fingerprint import device_kind
 from specdec.engine.hf.gpu_head import GpuHead
-from specdec.engine.hf.hidden_states import with_hidden_states
+from specdec.engine.hf.hidden_states import Features, decoder_layers, with_hidden_states
 from specdec.engine.hf.linear import lay_out
 from specdec.engine.hf.pretrained import DTYPES, attention_of, load
 from specdec.engine.hf.reference_check import ReferenceCheck
@@ -48,23 +50,36 @@ MIN_PARTIALS = 1 << 12
 again."""
 
 
+class _Result(NamedTuple):
+    """The result of a forward pass on the GPU."""
+
+    logits: Tensor  # [n, vocabulary] of the wanted rows
+    hidden: Tensor | None = None  # [n, hidden_size] of the same rows
+    features: Tensor | None = None  # [t, layers, hidden] of all rows
+
+
 class GpuPass:
     """A forward pass on the GPU's stream, with its logits [n, vocabulary]. They are released when used: the next pass
     needs as much memory."""
 
     def __init__(
-        self, logits: Tensor, on_gpu: Callable[[], AbstractContextManager[None]], hidden: Tensor | None = None
+        self,
+        logits: Tensor,
+        on_gpu: Callable[[], AbstractContextManager[None]],
+        hidden: Tensor | None = None,
+        features: RowFeatures | None = None,
     ) -> None:
         self._logits: Tensor | None = logits
         self._on_gpu = on_gpu
         self._hidden = hidden
+        self._features = features
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> GpuLogits:
         logits, self._logits = self._logits, None
         assert logits is not None
         with self._on_gpu():
             queries = asked()
-            rows = GpuLogits(logits, queries, self._hidden)
+            rows = GpuLogits(logits, queries, self._hidden, self._features)
             if not queries and logits.device.type == "cuda":
                 torch.cuda.synchronize()  # nothing was fetched, hence no wait so far: the pass must be over on return
         return rows
@@ -140,14 +155,28 @@ class GpuEngine:
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         with self._computing():
-            logits, _ = self._execute(batch)
-            return np.asarray(logits.cpu().numpy())
+            return np.asarray(self._execute(batch).logits.cpu().numpy())
 
     def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         with self._computing():
-            logits, hidden = self._execute(batch, hidden=True)
-            assert hidden is not None
-            return np.asarray(logits.cpu().numpy()), np.asarray(hidden.float().cpu().numpy())
+            result = self._execute(batch, hidden=True)
+            assert result.hidden is not None
+            return np.asarray(result.logits.cpu().numpy()), np.asarray(result.hidden.float().cpu().numpy())
+
+    def forward_features(
+        self, batch: PackedBatch, layers: Sequence[int]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        with self._computing():
+            result = self._execute(batch, layers=tuple(layers))
+            assert result.features is not None
+            return np.asarray(result.logits.cpu().numpy()), np.asarray(result.features.float().cpu().numpy())
+
+    def layer_count(self) -> int:
+        return len(decoder_layers(self.model))
+
+    def token_embeddings(self) -> Tensor:
+        table: Tensor = self.model.get_input_embeddings().weight
+        return table.detach()
 
     def output_head(self, hidden: Tensor) -> Tensor:
         count = len(hidden)
@@ -158,17 +187,22 @@ class GpuEngine:
 
     def launch(self, batch: PackedBatch) -> GpuPass:
         with self._computing():
-            logits, _ = self._execute(batch)
-        return GpuPass(logits, self._computing)
+            result = self._execute(batch)
+        return GpuPass(result.logits, self._computing)
 
     def launch_hidden(self, batch: PackedBatch) -> GpuPass:
         with self._computing():
-            logits, hidden = self._execute(batch, hidden=True)
-        return GpuPass(logits, self._computing, hidden)
+            result = self._execute(batch, hidden=True)
+        return GpuPass(result.logits, self._computing, result.hidden)
+
+    def launch_features(self, batch: PackedBatch, layers: Sequence[int]) -> GpuPass:
+        with self._computing():
+            result = self._execute(batch, layers=tuple(layers))
+        return GpuPass(result.logits, self._computing, features=RowFeatures(result.features, batch.wanted))
 
     def forward_shortlists(self, batch: PackedBatch) -> GpuDraftLogits:
         with self._computing():
-            logits, _ = self._execute(batch)
+            logits = self._execute(batch).logits
             rows = GpuDraftLogits(logits)
             if not len(logits) and self._device.type == "cuda":
                 torch.cuda.synchronize()  # nothing was fetched, hence no wait so far: the pass must be over on return
@@ -196,9 +230,9 @@ class GpuEngine:
         with torch.inference_mode(), torch.accelerator.device_index(self._device.index):
             yield
 
-    def _execute(self, batch: PackedBatch, *, hidden: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Run a forward pass; return the logits [n, vocabulary] of the wanted rows and, if `hidden`, their hidden
-        states [n, hidden_size], on the GPU."""
+    def _execute(self, batch: PackedBatch, *, hidden: bool = False, layers: tuple[int, ...] = ()) -> _Result:
+        """Run a forward pass, with the hidden states of the wanted rows if `hidden`, or with the features of all rows
+        at `layers`."""
         assert isinstance(batch, SplitKvBatch)  # from our own packer
         batch.check(self.capacity, self._context)
         if self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads):
@@ -206,29 +240,47 @@ class GpuEngine:
         if self._decoder is None:
             tensors = SplitKvTensors.of(batch, self._device)
             if hidden:
-                return with_hidden_states(self.model, lambda: self._logits(tensors))
-            return self._logits(tensors), None
+                return _Result(*with_hidden_states(self.model, lambda: self._logits(tensors)))
+            if layers:
+                features = Features(layers)
+                with features.of(self.model):
+                    logits = self._logits(tensors)
+                return _Result(logits, features=features.stacked())
+            return _Result(self._logits(tensors))
         wanted, rows = len(batch.wanted), len(batch.tokens)
         if self._graphs is not None and wanted <= rows <= MAX_ROWS:
             room = np.concatenate([batch.wanted, np.zeros(rows - wanted, dtype=np.int64)])
-            tensors, states = self._graphs.forward(replace(batch, wanted=room))
+            tensors, states = self._graphs_of(layers).forward(replace(batch, wanted=room))
         else:
             tensors = SplitKvTensors.of(batch, self._device)
-            states = self._states(tensors)
+            states = self._states(layers, tensors)
         # Outside of graphs: a prompt wants one row of many, and logits are large.
-        chosen = states.index_select(0, tensors.wanted[:wanted])
-        return self.model.get_output_embeddings()(chosen), chosen
+        chosen = states[:, 0].index_select(0, tensors.wanted[:wanted])
+        # Copied: the next pass of this size writes to a graph's memory again.
+        kept = states[:, 1:].clone() if layers else None
+        return _Result(self.model.get_output_embeddings()(chosen), chosen, kept)
 
     def _assemble(self) -> None:
-        """Rebuild the decoder and the graphs for the current layers and memory."""
+        """Rebuild the decoder and drop the graphs: layers or memory have changed."""
         self._decoder = GpuDecoder(self.model, self._layers, self._context) if self._joined else None
-        graphed = self._decoder is not None and self._cuda_graphs
-        self._graphs = Graphs(self._states, self._device) if graphed else None
+        self._graphs: dict[tuple[int, ...], Graphs] | None = None
+        if self._decoder is not None and self._cuda_graphs:
+            self._graphs = {}
 
-    def _states(self, batch: SplitKvTensors) -> Tensor:
-        """Run joined layers; return the hidden states [t, hidden] of all rows."""
+    def _graphs_of(self, layers: tuple[int, ...]) -> Graphs:
+        """Return the graphs of passes that keep the features of these layers."""
+        assert self._graphs is not None
+        if layers not in self._graphs:
+            self._graphs[layers] = Graphs(partial(self._states, layers), self._device)
+        return self._graphs[layers]
+
+    def _states(self, layers: tuple[int, ...], batch: SplitKvTensors) -> Tensor:
+        """Run joined layers; return the hidden states of all rows, followed by their features: [t, 1 + len(layers),
+        hidden]."""
         assert self._decoder is not None
-        return self._decoder(batch.tokens, batch.positions, SplitKvAttention(self._memory, batch))
+        features = Features(layers) if layers else None
+        hidden = self._decoder(batch.tokens, batch.positions, SplitKvAttention(self._memory, batch), features)
+        return hidden[:, None] if features is None else torch.cat([hidden[:, None], features.stacked()], dim=1)
 
     def _logits(self, batch: SplitKvTensors) -> Tensor:
         """Run a model's own layers; return the logits [n, vocabulary] of the wanted rows."""

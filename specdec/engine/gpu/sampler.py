@@ -25,6 +25,7 @@ from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.processing import Logits
 from specdec.decoding.query import SamplingQuery
+from specdec.decoding.step_logits import RowFeatures
 from specdec.engine.gpu.logprobs import LogprobParts
 from specdec.engine.gpu.shortlist import UNDECIDED, Narrowing, narrowing
 from specdec.engine.gpu.staging import upload
@@ -32,11 +33,18 @@ from specdec.engine.gpu.staging import upload
 
 class GpuLogits:
     """The wanted rows of a step as float32 logits [n, V] on the GPU. `asked`: sampling queries by row index, answered
-    immediately; `hidden`: the rows' hidden states [n, d]."""
+    immediately; `hidden`: the rows' hidden states [n, d]; `features`: the pass's, on the GPU."""
 
-    def __init__(self, logits: Tensor, asked: Mapping[int, SamplingQuery], hidden: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        logits: Tensor,
+        asked: Mapping[int, SamplingQuery],
+        hidden: Tensor | None = None,
+        features: RowFeatures | None = None,
+    ) -> None:
         self._logits = logits
         self._hidden = hidden
+        self._features = features
         self._known: dict[int, tuple[int, bool]] = {}
         self._decide(asked)
 
@@ -56,6 +64,11 @@ class GpuLogits:
     def hidden(self, rows: Sequence[int]) -> Tensor:
         assert self._hidden is not None  # asked for at launch
         return self._hidden.index_select(0, upload(np.asarray(rows, dtype=np.int64), self._hidden.device))
+
+    def features(self, rows: Sequence[int], others: Sequence[int] = ()) -> Tensor:
+        assert self._features is not None  # asked for at launch
+        values: Tensor = self._features.values
+        return values.index_select(0, upload(self._features.places(rows, others), values.device))
 
     def _decide(self, asked: Mapping[int, SamplingQuery]) -> None:
         groups: dict[type[Narrowing] | None, list[int]] = defaultdict(list)

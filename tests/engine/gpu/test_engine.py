@@ -19,7 +19,7 @@ from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.step_logits import HostLogits
 from specdec.engine.batch import Packer
-from specdec.engine.engine import GpuSampling, Placed, Shortlisting, hidden_states, launch_of
+from specdec.engine.engine import GpuSampling, Placed, Shortlisting, hidden_states, launch_of, layer_features
 from specdec.engine.gpu import engine as gpu_engine
 from specdec.engine.gpu.engine import GpuEngine
 from specdec.engine.gpu.linear import SplitKLinear, split_k
@@ -45,6 +45,11 @@ class Subject:
     def own_hidden(self, text: list[int]) -> np.ndarray[Any, Any]:
         states = self._own.base_model(input_ids=torch.tensor([text]), use_cache=False).last_hidden_state
         return np.asarray(states[0, -1].numpy())
+
+    @torch.inference_mode()
+    def own_features(self, text: list[int], layers: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        output = self._own.base_model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
+        return np.stack([output.hidden_states[layer][0, -1].numpy() for layer in layers])
 
     @torch.inference_mode()
     def own_logits(self, text: list[int]) -> np.ndarray[Any, Any]:
@@ -106,6 +111,25 @@ def test_a_launched_pass_keeps_hidden_states_on_the_device(subject: Subject) -> 
     assert np.array_equal(kept.float().cpu().numpy(), want[[2, 0]])
     logits = hidden_states(subject.engine).output_head(kept)
     assert torch.equal(logits.argmax(1).cpu(), torch.tensor(rows.choose([2, 0], [GREEDY, GREEDY])[0]))
+
+
+def test_features_are_the_model_s_own_beside_the_same_logits(subject: Subject) -> None:
+    """Of all rows, in the order asked for; a launched pass keeps them on the device."""
+    engine = layer_features(subject.engine)
+    text = np.random.default_rng(4).integers(3, VOCABULARY, 10).tolist()
+    logits = subject.engine.forward(branched(subject.engine, text, [7, 9])[0].pack())
+    batch = branched(subject.engine, text, [7, 9])[0].pack()
+    beside, features = engine.forward_features(batch, (1, 0))
+    assert np.array_equal(beside, logits)
+    assert features.dtype == np.float32
+    for row, spelt in [(len(text) - 1, text), (len(text) + 1, [*text[:-1], 7, 9])]:
+        want = subject.own_features(spelt, (1, 0))
+        assert np.abs(features[row] - want).max() < 1e-4 * np.abs(want).max()
+    rows = launch_of(subject.engine, features=(1, 0))(branched(subject.engine, text, [7, 9])[0].pack()).logits(dict)
+    kept = rows.features([3, 0], [2])
+    assert isinstance(kept, torch.Tensor)
+    assert np.array_equal(kept.float().cpu().numpy(), features[[*batch.wanted[[3, 0]], 2]])
+    assert engine.token_embeddings().shape == (VOCABULARY, hidden_states(subject.engine).hidden_size)
 
 
 def test_what_was_computed_is_read_again_where_it_was_copied(subject: Subject) -> None:
@@ -179,7 +203,7 @@ def test_steps_survive_new_rooms_and_each_other(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.gpu
 def test_steps_as_graphs_are_steps_kernel_by_kernel(tmp_path: Path) -> None:
-    """Bit by bit, with and without hidden states, in consecutive batches of equal size."""
+    """Bit by bit, with and without hidden states or features, in consecutive batches of equal size."""
     graphed, eager = Subject("llama", tmp_path).engine, Subject("llama", tmp_path, cuda_graphs=False).engine
     for seed in range(3):
         text = np.random.default_rng(seed).integers(3, VOCABULARY, 12).tolist()
@@ -187,6 +211,9 @@ def test_steps_as_graphs_are_steps_kernel_by_kernel(tmp_path: Path) -> None:
             got, want = (getattr(each, run)(branched(each, text, [7, 9])[0].pack()) for each in (graphed, eager))
             for a, b in zip(got, want, strict=True):
                 assert np.array_equal(a, b), (seed, run)
+        got, want = (each.forward_features(branched(each, text, [7, 9])[0].pack(), (0, 1)) for each in (graphed, eager))
+        for a, b in zip(got, want, strict=True):
+            assert np.array_equal(a, b), (seed, "features")
 
 
 @pytest.mark.gpu

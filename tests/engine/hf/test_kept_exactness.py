@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf.fingerprint import machine
+from specdec.engine.hf.hidden_states import Features
 from specdec.engine.model_directory import ModelDirectory
 from tests.models import make
 
@@ -29,9 +30,9 @@ FEW, MANY = 2, 20
 class Counting(CpuEngine):
     passes = 0
 
-    def logits(self, batch: PackedBatch) -> Tensor:
+    def logits(self, batch: PackedBatch, features: Features | None = None) -> Tensor:
         self.passes += 1
-        return super().logits(batch)
+        return super().logits(batch, features)
 
 
 @pytest.fixture
