@@ -53,6 +53,28 @@ class HostDraftLogits:
         return [self._logits[row] for row in rows]
 
 
+class MappedDraftLogits:
+    """Draft logits over a part of a vocabulary: those of a draft that knows some tokens only."""
+
+    def __init__(self, logits: DraftLogits, ids: NDArray[np.int64], vocabulary: int) -> None:
+        """`ids`: token ids of the columns of `logits`, below `vocabulary`. Other tokens have logits of -inf."""
+        self._logits = logits
+        self._ids = ids
+        self._vocabulary = vocabulary
+
+    def shortlists(self, rows: Sequence[int]) -> Shortlists:
+        found = self._logits.shortlists(rows)
+        return Shortlists(found.values, self._ids[found.ids])
+
+    def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
+        return [self._spread(row) for row in self._logits.whole(rows)]
+
+    def _spread(self, row: Logits) -> Logits:
+        spread = np.full(self._vocabulary, -np.inf, dtype=np.float32)
+        spread[self._ids] = row
+        return spread
+
+
 def shortlists(rows: Sequence[Logits]) -> Shortlists:
     """Return the shortlists of at least one row of logits, float32 [V] each."""
     count = min(len(rows[0]), MAX_DRAFT_LOGITS)

@@ -1,8 +1,9 @@
-"""Trees from guesses by level: every guess for a position may follow every guess for the one before it.
+"""Trees made level by level, for several texts at once.
 
-Heads guess positions independently of one another (Medusa, Cai et al. 2024), so a tree is a choice among the paths of
-ranks. It is either the likeliest ones, as in EAGLE-2's dynamic trees (Li et al. 2024), or a fixed list, as published
-with Medusa's heads.
+Medusa's heads (Cai et al. 2024) guess positions independently of one another: every guess for a position may follow
+every guess for the one before it, and a tree is a choice among the paths of ranks. It is either the likeliest ones, or
+a fixed list, as published with Medusa's heads. Heads that read their own guesses (EAGLE) grow a tree: the likeliest
+nodes of a level get children, and the likeliest nodes of all levels are kept (EAGLE-2's dynamic trees, Li et al. 2024).
 """
 
 from __future__ import annotations
@@ -92,3 +93,69 @@ class FixedTree:
             np.broadcast_to(column, (texts, nodes)) for column in (self._parents, self._levels, self._ranks)
         )
         return LevelTrees(parents, levels, ranks, paths[:, 1:])
+
+
+class GrownTrees(NamedTuple):
+    """The likeliest nodes of grown trees of n texts, m at most, likeliest first, so parents precede their children. A
+    node beyond the end of a smaller tree has a path log-probability of -inf."""
+
+    tokens: NDArray[np.int64]  # [n, m]
+    parents: NDArray[np.int64]  # [n, m]; 0: the root, i: node i - 1
+    logprobs: NDArray[np.float64]  # [n, m] given the parent
+    path_logprobs: NDArray[np.float64]  # [n, m]
+
+
+class GrowingTrees:
+    """Token trees of n texts, grown by a level at a time. The `beam` likeliest nodes of the last level, its *frontier*,
+    get children; at first the root. A path below `least`, a log-probability, is not continued.
+
+    `origins` [n, f] are the places of the frontier's parents in the frontier before, `tokens` and `path_logprobs` [n,
+    f] are its own, likeliest first; -inf: no node."""
+
+    def __init__(self, texts: int, beam: int, least: float = -np.inf) -> None:
+        self._beam = beam
+        self._least = least
+        self._every = np.arange(texts)[:, None]
+        self._numbers = np.zeros((texts, 1), dtype=np.int64)  # of the frontier's nodes; 0: the root
+        self._count = 0  # nodes of a text
+        self._levels: list[GrownTrees] = []
+        self.origins = np.zeros((texts, 1), dtype=np.int64)
+        self.tokens = np.zeros((texts, 1), dtype=np.int64)
+        self.path_logprobs = np.zeros((texts, 1))
+
+    def grow(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float64]) -> None:
+        """Add the children of the frontier [n, f, width] with their log-probabilities, at most 0 and falling; -inf: no
+        child."""
+        texts, _, width = tokens.shape
+        paths = self.path_logprobs[:, :, None] + logprobs
+        paths = np.where(paths >= self._least, paths, -np.inf).reshape(texts, -1)
+        tokens = tokens.reshape(texts, -1)
+        parents = self._numbers.repeat(width, axis=1)
+        self._levels.append(GrownTrees(tokens, parents, logprobs.reshape(texts, -1), paths))
+        best = (-paths).argsort(axis=1, kind="stable")[:, : self._beam]
+        alive = max(1, int((paths[self._every, best] > -np.inf).sum(axis=1).max()))
+        best = best[:, :alive]
+        self._numbers = self._count + 1 + best
+        self._count += paths.shape[1]
+        self.origins, self.tokens, self.path_logprobs = (
+            best // width,
+            tokens[self._every, best],
+            paths[self._every, best],
+        )
+
+    @property
+    def nodes(self) -> GrownTrees:
+        """All nodes, level by level, siblings in the order of their ranks."""
+        return GrownTrees(*(np.concatenate(parts, axis=1) for parts in zip(*self._levels, strict=True)))
+
+    def best(self, count: int) -> GrownTrees:
+        """Return the `count` likeliest nodes of each tree."""
+        tokens, parents, logprobs, paths = self.nodes
+        # A path is never likelier than the one above it, and a stable sort leaves equal ones in the order of levels.
+        order = (-paths).argsort(axis=1, kind="stable")[:, :count]
+        numbers = np.zeros((len(paths), paths.shape[1] + 1), dtype=np.int64)  # by old number; the root keeps 0
+        numbers[self._every, order + 1] = np.arange(1, order.shape[1] + 1)
+        of_parents = numbers[self._every, parents[self._every, order]]
+        return GrownTrees(
+            tokens[self._every, order], of_parents, logprobs[self._every, order], paths[self._every, order]
+        )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specdec.decoding.candidates import AGREEMENT_SCALE, AskedRow, draft_candidates
-from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, HostDraftLogits, shortlists
+from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, HostDraftLogits, MappedDraftLogits, shortlists
 from specdec.decoding.noise import gumbel
 from specdec.decoding.processing import MAX_ABS_LOGIT, adjusted, tempered
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
@@ -134,3 +134,29 @@ def test_a_shortlist_has_the_largest_logits_in_order(vocabulary: int, step: floa
         inside = own_values > last
         assert own_ids[inside].tolist() == ranked[inside].tolist()
         assert len(set(own_ids.tolist())) == len(own_ids)
+
+
+@pytest.mark.parametrize("known", [40, 300])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_part_of_a_vocabulary_has_the_candidates_of_the_whole_without_the_others(
+    known: int, temperature: float
+) -> None:
+    random = np.random.default_rng(known)
+    ids = np.sort(random.permutation(VOCABULARY)[:known])
+    part = random.normal(size=(6, known)).astype(np.float32)
+    whole = np.full((6, VOCABULARY), -np.inf, dtype=np.float32)
+    whole[:, ids] = part
+    biased = Sampling(temperature=temperature, seed=3, logit_bias={int(ids[5]): 2.0}, banned_tokens=frozenset({3}))
+    samplings = [Sampling(temperature=temperature, seed=4), biased]
+    rows = [
+        AskedRow(row, SamplingQuery(RequestSampler(samplings[row % 2]), row, allowed=mask), VOCABULARY)
+        for row, mask in enumerate([None, None, None, None, mask_of(ids[:20].tolist(), VOCABULARY), None])
+    ]
+    got = draft_candidates(MappedDraftLogits(HostDraftLogits(part), ids, VOCABULARY), rows, 8)
+    want = draft_candidates(HostDraftLogits(whole), rows, 8)
+    assert np.array_equal(got.sound, want.sound)
+    found = want.logprobs > -np.inf
+    assert found.any(axis=1).all()
+    assert np.array_equal(got.tokens[found], want.tokens[found])
+    np.testing.assert_allclose(got.logprobs[found], want.logprobs[found], atol=1e-9)
+    assert (got.logprobs[~found] == -np.inf).all()

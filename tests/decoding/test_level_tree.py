@@ -1,4 +1,4 @@
-"""Trees of guesses by level: the likeliest paths, and fixed ones."""
+"""Trees by level: the likeliest paths of guesses, fixed ones, and trees that grow from their own guesses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from specdec.decoding.level_tree import FixedTree, LevelTrees, likeliest
+from specdec.decoding.level_tree import FixedTree, GrowingTrees, LevelTrees, likeliest
 
 Path = tuple[int, ...]
 
@@ -80,3 +80,107 @@ def test_a_fixed_tree_of_all_paths_has_their_log_probabilities(logprobs: NDArray
 def test_paths_that_are_no_tree_are_named(paths: list[list[int]], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         FixedTree(paths)
+
+
+WIDTH = 3
+"""Children of a node in the tests of growing trees."""
+
+
+def children(seed: int, path: Path) -> tuple[list[int], list[float]]:
+    """Return the tokens and log-probabilities of a path's children: a function of both, with equal ones and ends."""
+    random = np.random.default_rng([seed, *path])
+    logprobs = np.sort(random.choice([-0.1, -0.5, -1.0, -2.5, -math.inf], WIDTH))[::-1]
+    return random.permutation(9)[:WIDTH].tolist(), logprobs.tolist()
+
+
+def grown(seeds: list[int], levels: int, beam: int, least: float = -math.inf) -> GrowingTrees:
+    """Grow trees of texts with these seeds, as their owner does; their paths are told by `origins` and `tokens`."""
+    trees = GrowingTrees(len(seeds), beam, least)
+    paths: list[list[Path]] = [[()] for _ in seeds]
+    for level in range(levels):
+        if level:
+            paths = [
+                [(*own[origin], token) for origin, token in zip(origins, tokens, strict=True)]
+                for own, origins, tokens in zip(paths, trees.origins.tolist(), trees.tokens.tolist(), strict=True)
+            ]
+        below = [[children(seed, path) for path in own] for seed, own in zip(seeds, paths, strict=True)]
+        trees.grow(
+            np.array([[tokens for tokens, _ in own] for own in below]),
+            np.array([[logprobs for _, logprobs in own] for own in below]),
+        )
+    return trees
+
+
+def searched(seed: int, levels: int, beam: int, least: float) -> dict[Path, float]:
+    """Return the nodes of one text's tree, grown node by node."""
+    found: dict[Path, float] = {}
+    frontier: dict[Path, float] = {(): 0.0}
+    for _ in range(levels):
+        level: dict[Path, float] = {}
+        for path, logprob in frontier.items():
+            for token, own in zip(*children(seed, path), strict=True):
+                if logprob + own >= least and own > -math.inf:
+                    level[*path, token] = logprob + own
+        found |= level
+        frontier = dict(sorted(level.items(), key=lambda item: -item[1])[:beam])
+    return found
+
+
+def tokens_of(trees: GrowingTrees, text: int, count: int) -> dict[Path, float]:
+    """Return the `count` likeliest nodes of a text's tree as paths of tokens; parents must come first."""
+    best, found = trees.best(count), list[Path]([()])
+    nodes = zip(best.tokens[text], best.parents[text], best.logprobs[text], best.path_logprobs[text], strict=True)
+    logprobs: list[float] = [0.0]
+    for token, parent, own, path_logprob in nodes:
+        if path_logprob == -math.inf:
+            break
+        assert parent < len(found)
+        assert path_logprob == pytest.approx(logprobs[parent] + own, abs=1e-12)
+        found.append((*found[parent], int(token)))
+        logprobs.append(float(path_logprob))
+    assert len(set(found)) == len(found)
+    assert logprobs == sorted(logprobs, reverse=True)
+    return dict(zip(found[1:], logprobs[1:], strict=True))
+
+
+@given(
+    st.lists(st.integers(0, 99), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.sampled_from([-math.inf, -2.0]),
+    st.integers(1, 60),
+)
+def test_a_grown_tree_has_the_nodes_of_a_search_node_by_node(
+    seeds: list[int], levels: int, beam: int, least: float, count: int
+) -> None:
+    trees = grown(seeds, levels, beam, least)
+    for text, seed in enumerate(seeds):
+        want = searched(seed, levels, beam, least)
+        assert tokens_of(trees, text, 1000) == pytest.approx(want)
+        part = tokens_of(trees, text, count)
+        assert list(part.values()) == pytest.approx(sorted(want.values(), reverse=True)[:count])
+
+
+def test_the_frontier_is_known_by_its_parents() -> None:
+    trees = GrowingTrees(1, 2)
+    trees.grow(np.array([[[5, 6, 7]]]), np.array([[[-0.2, -0.3, -4.0]]]))
+    assert trees.origins.tolist() == [[0, 0]]
+    assert trees.tokens.tolist() == [[5, 6]]
+    trees.grow(np.array([[[1, 2], [3, 4]]]), np.array([[[-2.0, -3.0], [-0.1, -0.2]]]))
+    assert trees.origins.tolist() == [[1, 1]]
+    assert trees.tokens.tolist() == [[3, 4]]
+    assert trees.path_logprobs[0].tolist() == pytest.approx([-0.4, -0.5])
+    nodes = trees.nodes
+    assert nodes.tokens.tolist() == [[5, 6, 7, 1, 2, 3, 4]]
+    assert nodes.parents.tolist() == [[0, 0, 0, 1, 1, 2, 2]]
+    best = trees.best(4)
+    assert best.tokens.tolist() == [[5, 6, 3, 4]]
+    assert best.parents.tolist() == [[0, 0, 2, 2]]
+
+
+def test_a_tree_whose_paths_have_all_ended_grows_no_more() -> None:
+    trees = GrowingTrees(1, 2)
+    trees.grow(np.array([[[5, 6]]]), np.full((1, 1, 2), -np.inf))
+    assert trees.path_logprobs.tolist() == [[-math.inf]]
+    trees.grow(np.array([[[7, 8]]]), np.array([[[-0.1, -0.2]]]))
+    assert (trees.best(9).path_logprobs == -np.inf).all()
