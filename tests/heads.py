@@ -1,27 +1,158 @@
-"""Medusa heads with random weights, in vLLM's layout."""
+"""Heads with random weights: Medusa's in vLLM's layout, EAGLE-3's in EAGLE's and speculators'."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tests.models import VOCABULARY
 
 HIDDEN = 64
 """Hidden size of all models of `tests.models`."""
 
+Tensors = dict[str, Tensor]
+
 
 def make_heads(folder: Path, *, heads: int = 3, hidden: int = HIDDEN, vocabulary: int = VOCABULARY) -> Path:
-    """Write `heads` heads of one block with output heads of their own; return the folder."""
+    """Write `heads` Medusa heads of one block with output heads of their own; return the folder."""
     random = torch.Generator().manual_seed(0)
     tensors = {}
     for number in range(heads):
         tensors[f"blocks.{number}.layers.0.weight"] = torch.randn(hidden, hidden, generator=random) / hidden
         tensors[f"lm_heads.{number}.weight"] = torch.randn(vocabulary, hidden, generator=random)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model_type": "medusa", "num_heads": heads}))
+    return written(folder, tensors, {"model_type": "medusa", "num_heads": heads})
+
+
+@dataclass(frozen=True)
+class RandomEagle3:
+    """EAGLE-3 heads with random weights. Fields are those of config.json, but for the sizes of the target."""
+
+    stream: int = HIDDEN  # width of the target's features
+    vocabulary: int = VOCABULARY
+    hidden: int = 40
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 12
+    inner: int = 56
+    outputs: int = 150
+    layers: tuple[int, ...] | None = (0, 1, 1)  # None: the default ones, three
+    own_embeddings: bool = True
+    own_output: bool = True
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_theta": 1000.0})
+    scale: float = 0.3  # of the weights of products
+
+    def tensors(self, prefix: str = "midlayer") -> Tensors:
+        """Return the tensors in EAGLE's layout, or with `layers.0` as `prefix` in speculators'; the vocabulary map is
+        there if they do not know all tokens."""
+        random = torch.Generator().manual_seed(5)
+
+        def product(rows: int, columns: int) -> Tensor:
+            return self.scale * torch.randn(rows, columns, generator=random)
+
+        def norm(size: int) -> Tensor:
+            return 1.0 + 0.2 * torch.randn(size, generator=random)
+
+        count = 3 if self.layers is None else len(self.layers)
+        hidden, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found = {
+            "fc.weight": product(hidden, count * self.stream),
+            f"{prefix}.input_layernorm.weight": norm(hidden),
+            f"{prefix}.hidden_norm.weight": norm(hidden),
+            f"{prefix}.self_attn.q_proj.weight": product(queries, 2 * hidden),
+            f"{prefix}.self_attn.k_proj.weight": product(keys, 2 * hidden),
+            f"{prefix}.self_attn.v_proj.weight": product(keys, 2 * hidden),
+            f"{prefix}.self_attn.o_proj.weight": product(hidden, queries),
+            f"{prefix}.post_attention_layernorm.weight": norm(hidden),
+            f"{prefix}.mlp.gate_proj.weight": product(self.inner, hidden),
+            f"{prefix}.mlp.up_proj.weight": product(self.inner, hidden),
+            f"{prefix}.mlp.down_proj.weight": product(hidden, self.inner),
+            "norm.weight": norm(hidden),
+        }
+        if self.norm_before_fc:
+            found["input_norm.weight"] = norm(count * self.stream)
+        if self.fc_norm:
+            found |= {f"fc_norm.{number}.weight": norm(self.stream) for number in range(count)}
+        if self.own_embeddings:
+            found["embed_tokens.weight"] = torch.randn(self.vocabulary, hidden, generator=random)
+        if self.own_output:
+            found["lm_head.weight"] = torch.randn(self.outputs, hidden, generator=random)
+        if self.outputs < self.vocabulary:
+            ids = torch.randperm(self.vocabulary, generator=random)[: self.outputs].sort().values
+            found["d2t"] = ids - torch.arange(self.outputs)
+            found["t2d"] = torch.zeros(self.vocabulary, dtype=torch.bool).index_fill(0, ids, True)
+        return found
+
+    @property
+    def layer(self) -> dict[str, Any]:
+        """The fields of a Llama model of one layer."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 512,
+            **self.rope,
+        }
+
+    def eagle(self) -> dict[str, Any]:
+        """Return the configuration in EAGLE's layout."""
+        ids = {} if self.layers is None else {"eagle_aux_hidden_state_layer_ids": list(self.layers)}
+        found = self.layer | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": self.outputs}
+        found |= {"target_hidden_size": self.stream, "eagle_config": {"use_aux_hidden_state": True, **ids}}
+        return found | dict.fromkeys(self._flags, True)
+
+    def speculators(self) -> dict[str, Any]:
+        """Return the configuration in speculators' layout."""
+        found: dict[str, Any] = {
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.4.0",
+            "architectures": ["Eagle3Speculator"],
+            "transformer_layer_config": self.layer | {"model_type": "llama"},
+            "draft_vocab_size": self.outputs,
+            "target_hidden_size": self.stream,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "fc_norm": False,
+            "norm_output": False,
+        }
+        if self.layers is not None:
+            found["eagle_aux_hidden_state_layer_ids"] = list(self.layers)
+        return found | dict.fromkeys(self._flags, True)
+
+    @property
+    def _flags(self) -> list[str]:
+        names = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
+        return [name for name in names if getattr(self, name)]
+
+
+def make_eagle3(folder: Path, heads: RandomEagle3 | None = None) -> Path:
+    """Write EAGLE-3 heads in EAGLE's layout; return the folder."""
+    heads = heads or RandomEagle3()
+    return written(folder, heads.tensors(), heads.eagle())
+
+
+def written(folder: Path, tensors: Tensors, config: Any = None, *, name: str = "model.safetensors") -> Path:
+    """Write tensors in a file of this name, and a config.json; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if name.endswith(".safetensors"):
+        save_file(tensors, folder / name)
+    else:
+        torch.save(tensors, folder / name)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -287,13 +287,13 @@ async def stack(
                 small = exits.enter_context(torch_engine(draft_model, capacity=capacity, exact=False))
                 own = DraftModelProposer(small, ModelDirectory(draft_model).context)
             cost = cost_of(engine, tuning, target, capacity, dtype, exact, target_delay, paged)
-            medusa = None if heads is None else read_heads(heads, None, ModelDirectory(target)).load(engine)
+            own_heads = None if heads is None else read_heads(heads, None, ModelDirectory(target)).load(engine)
             loop = StepLoop(
                 engine,
                 latency=cost,
                 controller=controller,
                 draft_model=own,
-                heads=medusa,
+                heads=own_heads,
                 block_verification=block_verification,
                 tuning=tuning,
             )

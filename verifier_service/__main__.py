@@ -20,7 +20,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engine import LazyMemory, touch_memory
     from specdec.engine.engines.loading import load_engine
-    from specdec.engine.heads.medusa_files import memory_of_heads
+    from specdec.engine.heads.kinds import memory_of_heads
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.placement import Kind, Placement, WantedDtype, Weights
     from specdec.engine.preflight.check import Wanted, check
@@ -199,14 +199,14 @@ def main(
     heads: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of Medusa heads trained for the target, or their file of weights: they propose candidates "
-            "between steps, in place of a local draft. Default: none."
+            help="Directory of Medusa or EAGLE-3 heads trained for the target, or their file of weights: they propose "
+            "candidates between steps, in place of a local draft. Default: none."
         ),
     ] = None,
     heads_tree: Annotated[
         Path | None,
         typer.Option(
-            help="JSON file with the tree that --heads propose, a list of paths of ranks such as [[0], [0, 0], [1]]. "
+            help="JSON file with the tree of Medusa --heads, a list of paths of ranks such as [[0], [0, 0], [1]]. "
             "Default: the likeliest candidates of each text."
         ),
     ] = None,
@@ -256,7 +256,7 @@ def main(
         directory, *drafts = check(
             Wanted(model, target),
             *([] if draft_model is None else [Wanted(draft_model, beside)]),
-            beside=None if heads is None else partial(memory_of_heads, heads),
+            beside=None if heads is None else partial(memory_of_heads, heads, kv_tokens),
         )
         files = None if heads is None else read_heads(heads, heads_tree, directory)
         most = threads or threads_for(device)

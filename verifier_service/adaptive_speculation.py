@@ -22,7 +22,7 @@ from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DraftGainTuning
 from verifier_service.speculation.controller import BatchProfile, Controllers, Mode, SpeculationController
 from verifier_service.speculation.eligibility import LOCAL_MODELS, Eligibility, LocalModel, is_exempt
-from verifier_service.verification.tree_verification import TreeVerification
+from verifier_service.verification.tree_verification import Prompts, TreeVerification
 
 log = structlog.get_logger()
 
@@ -97,9 +97,11 @@ class AdaptiveSpeculation:
                 seconds, count = seconds + done.seconds, count + done.sessions
         return ProposalStats(seconds, count)
 
-    def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
+    def observe(self, verifications: Sequence[TreeVerification], prompts: Prompts, logits: StepLogits) -> None:
         """Have the proposers learn from a verified step, before its tokens are committed."""
         for proposer in self.proposers:
+            if prompts:
+                proposer.observe_prompts(prompts, logits)
             proposer.observe(verifications, logits)
 
     def shared_out(

@@ -5,43 +5,67 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec.decoding.level_tree import GUESSES, MAX_NODES, FixedTree
-from specdec.engine.engine import Engine, Placed, hidden_states
-from specdec.engine.heads.medusa_files import MedusaFiles, TargetShape
+from specdec.engine.engine import Engine, Placed, hidden_states, layer_features
+from specdec.engine.heads.eagle3_files import Eagle3Files
+from specdec.engine.heads.files import HeadsFilesError, TargetShape
+from specdec.engine.heads.kinds import heads_in
+from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, is_integer, read_text
 
 if TYPE_CHECKING:  # imports torch
-    from verifier_service.proposers.medusa import MedusaProposer
+    from verifier_service.proposers.heads import HeadsProposer
 
 
 @dataclass(frozen=True)
 class HeadsFiles:
     """Heads that fit a target, by the headers of their files."""
 
-    medusa: MedusaFiles
+    files: MedusaFiles | Eagle3Files
+    target: TargetShape
     tree: FixedTree | None
 
-    def load(self, engine: Engine) -> MedusaProposer:
-        """Read the weights onto the target's device, in its dtype."""
+    def load(self, engine: Engine) -> HeadsProposer[Any]:
+        """Read the weights onto the target's device, in its dtype. UnsupportedModelError if the engine lacks the states
+        that they read."""
         from specdec.engine.hf.pretrained import DTYPES
-        from verifier_service.proposers.medusa import MedusaProposer
 
         source = hidden_states(engine)
         assert isinstance(engine, Placed)  # as all engines with hidden states
-        target = TargetShape(source.hidden_size, engine.vocabulary)
-        return MedusaProposer(
-            self.medusa.load(target, source.output_head, engine.device, DTYPES[engine.dtype]), self.tree
-        )
+        device, dtype = engine.device, DTYPES[engine.dtype]
+        if isinstance(self.files, MedusaFiles):
+            from verifier_service.proposers.medusa import MedusaProposer
+
+            return MedusaProposer(self.files.load(self.target, source.output_head, device, dtype), self.tree)
+        import torch
+
+        from specdec.engine.heads.text_memory import TextMemory
+        from verifier_service.proposers.eagle3 import Eagle3Proposer
+
+        features, shape = layer_features(engine), self.files.config.shape
+        if features.layer_count() != self.target.layers:
+            raise HeadsFilesError(
+                f"{self.files.path}: is for {self.target.layers} layers, but the model runs {features.layer_count()}"
+            )
+        heads = self.files.load(features.token_embeddings(), source.output_head, device, dtype)
+        # As many rows as the target's KV cache has: a text that fits there fits here.
+        memory = TextMemory(engine.capacity, shape.kv_heads, shape.width, dtype, torch.device(device))
+        return Eagle3Proposer(heads, self.files.config.layers, memory)
 
 
 def read_heads(path: Path, tree: Path | None, directory: ModelDirectory) -> HeadsFiles:
     """Return the heads in a directory, for a target; ModelDirectoryError if they do not fit it, or the tree does not
     fit them."""
-    medusa = MedusaFiles.of(path, TargetShape.of(directory))
-    return HeadsFiles(medusa, None if tree is None else _tree(tree, medusa.heads))
+    target = TargetShape.of(directory)
+    files = heads_in(path, target)
+    if tree is None:
+        return HeadsFiles(files, target, None)
+    if not isinstance(files, MedusaFiles):
+        raise ModelDirectoryError(f"{tree}: is for Medusa heads; {path} has EAGLE-3 heads, which grow their trees")
+    return HeadsFiles(files, target, _tree(tree, files.heads))
 
 
 def _tree(file: Path, heads: int) -> FixedTree:

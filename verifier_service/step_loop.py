@@ -53,7 +53,7 @@ from verifier_service.speculation.controller import Controllers, SpeculationCont
 from verifier_service.verification.tree_verification import VerifiedStep, warm_up
 
 if TYPE_CHECKING:  # imports torch
-    from verifier_service.proposers.medusa import MedusaProposer
+    from verifier_service.proposers.heads import HeadsProposer
 
 log = structlog.get_logger()
 
@@ -98,7 +98,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         latency: StepLatency | None = None,
         controller: SpeculationController | None = None,
         draft_model: DraftModelProposer | None = None,
-        heads: MedusaProposer | None = None,
+        heads: HeadsProposer[Any] | None = None,
         proposers: Sequence[Proposer] = (),
         block_verification: bool = True,
         tuning: Tuning = DEFAULTS,
@@ -111,7 +111,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._longest_text = longest_text(engine)
         self._tuning = tuning
         self._probe = EngineProbe(engine)
-        self._launch = launch_of(engine, hidden=heads is not None)
+        self._launch = launch_of(engine) if heads is None else heads.launch_of(engine)
         self._queues_passes = queues_passes(engine)
         self._early: _Launched | None = None  # the next step, launched before the last one was committed
         set_aside = 0 if self.chains_only else MAX_STEP_CANDIDATES

@@ -90,9 +90,7 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     parser.add_argument(
         "--windows", type=_window, nargs="+", default=[], help="lookahead windows W,N,G to measure as well"
     )
-    parser.add_argument(
-        "--heads", type=Path, nargs="+", default=[], help="directories of Medusa heads to measure as well"
-    )
+    parser.add_argument("--heads", type=Path, nargs="+", default=[], help="directories of heads to measure as well")
     parser.add_argument("--bad-drafts", action="store_true", help="measure slow, random and foreign drafts as well")
     parser.add_argument("--peers", type=names, default=["transformers"], help='"transformers" (default), or "none"')
     peer_options.add(parser)

@@ -154,7 +154,7 @@ def up(
     """
     from specdec.cli.up import description, lines
     from specdec.engine.engine import UnsupportedModelError
-    from specdec.engine.heads.medusa_files import memory_of_heads
+    from specdec.engine.heads.kinds import memory_of_heads
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.preflight.check import Wanted, check
     from specdec.engine.preflight.memory_table import memory_lines, memory_of
@@ -205,7 +205,7 @@ def up(
             placement = replace(_placement({"engine": "onnx"} | of_draft), is_draft=True)
             wanted["draft"] = Wanted(models.draft, placement, translates=True)
         given_heads: Path | None = of_verifier.get("heads")
-        heads = None if given_heads is None else partial(memory_of_heads, given_heads)
+        heads = None if given_heads is None else partial(memory_of_heads, given_heads, of_verifier.get("kv_tokens"))
         opened = dict(zip(wanted, check(*wanted.values(), beside=heads), strict=True))  # converts GGUF files
         check_text(opened["target"])
         for option, (values, at) in listening.items():

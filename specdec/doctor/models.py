@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec.engine.heads.medusa_files import memory_of_heads
+from specdec.engine.heads.eagle3_files import is_eagle3
+from specdec.engine.heads.kinds import memory_of_heads
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
@@ -47,7 +48,7 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
     default."""
     if heads is not None and placement.kind in ("vllm", "onnx"):
         return ModelCheck([], f"--heads: {placement.kind} gives no hidden states; use --engine torch")
-    beside = None if heads is None else partial(memory_of_heads, heads)
+    beside = None if heads is None else partial(memory_of_heads, heads, placement.kv_tokens)
     wanted = {}
     if target is not None:
         wanted["target"] = Wanted(target, placement)
@@ -69,7 +70,7 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
                 found[0]._replace(
                     role="heads",
                     path=heads,
-                    architecture="medusa",
+                    architecture="eagle3" if is_eagle3(heads) else "medusa",
                     memory=its.total,
                     memory_at_least=its.total,
                     memory_parts=its,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec.engine import derived_models
-from specdec.engine.heads.medusa_files import memory_of_heads
+from specdec.engine.heads.kinds import memory_of_heads
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted
@@ -37,7 +37,7 @@ def test_each_model_has_a_line_with_its_parts() -> None:
 
 def test_heads_are_counted_beside_the_target() -> None:
     pair = {"target": wanted("target", Placement("torch", kv_tokens=4096)), "draft": wanted("draft", Placement("onnx"))}
-    needed = memory_of(pair, heads=partial(memory_of_heads, DEMO / "heads"))
+    needed = memory_of(pair, heads=partial(memory_of_heads, DEMO / "heads", None))
     assert list(needed) == ["target", "heads", "draft"]
     assert needed["heads"].dtype == needed["target"].dtype
     assert needed["heads"].weights == 4 * 384 * (384 + 1) * (4 if needed["target"].dtype == "float32" else 2)

@@ -108,7 +108,7 @@ MISTAKES = (
     Mistake(
         "specdec verifier --model target --draft-model foreign", CANNOT, "the tokenizers of target and foreign differ"
     ),
-    Mistake("specdec verifier --model target --heads draft", CANNOT, "draft: has no Medusa heads: no tensors such as"),
+    Mistake("specdec verifier --model target --heads draft", CANNOT, "draft: has no heads: no tensors such as"),
     Mistake("specdec verifier --model target --speculation heads", USAGE, "--speculation: heads needs --heads"),
     Mistake(
         "specdec verifier --model target --jacobi 500",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.heads import make_heads
+from tests.heads import make_eagle3, make_heads
 from tests.margins import Oracle
 from tests.models import make, near
 
@@ -23,6 +23,7 @@ class Directories:
     random: Path  # agrees only by chance
     foreign: Path  # has another tokenizer
     heads: Path  # Medusa heads with random weights
+    eagle3: Path  # EAGLE-3 heads with random weights
     oracle: Oracle
 
 
@@ -43,5 +44,6 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
         random=make("gpt2", root / "random", seed=7),
         foreign=foreign,
         heads=make_heads(root / "heads"),
+        eagle3=make_eagle3(root / "eagle3"),
         oracle=Oracle(target),
     )

@@ -135,13 +135,15 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
                 compare(want, got, f"{own.name} as the verifier's own draft, {at_once} at once")
                 assert 0 < accepted < drafted
     controller = Decided(Mode.LOCAL_DRAFT)
-    async with stack(directories.target, None, heads=directories.heads, controller=controller) as services:
-        for at_once in (1, 8):
-            got, drafted, accepted = await run_all(
-                services, requests, tokens, at_once=at_once, speculation=generation_pb2.Speculation(drafters=[HEADS])
-            )
-            compare(want, got, f"random heads, {at_once} at once")
-            assert accepted < drafted
+    by_heads = generation_pb2.Speculation(drafters=[HEADS])
+    for heads in (directories.heads, directories.eagle3):
+        async with stack(directories.target, None, heads=heads, controller=controller) as services:
+            for at_once in (1, 8):
+                got, drafted, accepted = await run_all(
+                    services, requests, tokens, at_once=at_once, speculation=by_heads
+                )
+                compare(want, got, f"random {heads.name}, {at_once} at once")
+                assert accepted < drafted
 
 
 async def test_tokens_do_not_depend_on_drafting(directories: Directories) -> None:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.engine.heads.medusa_files import MedusaFiles, TargetShape
+from specdec.engine.heads.files import TargetShape
+from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.engine.hf.pretrained import load
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
@@ -73,7 +74,7 @@ def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path
         assert after[number][10] > before[number][10] + 0.1
         assert after[number][1] <= after[number][3] <= after[number][10] <= 1.0
     training.save(tmp_path / "heads")
-    shape = TargetShape(training.heads.shape.hidden, directory.vocabulary)
+    shape = TargetShape.of(directory)
     output = target.get_output_embeddings()
     heads = MedusaFiles.of(tmp_path / "heads", shape).load(shape, output, "cpu", torch.float32)
     hidden = torch.randn(3, shape.hidden)

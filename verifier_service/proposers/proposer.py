@@ -19,7 +19,7 @@ from verifier_service.speculation.eligibility import Eligibility
 
 if TYPE_CHECKING:
     from specdec.decoding.step_logits import StepLogits
-    from verifier_service.verification.tree_verification import TreeVerification
+    from verifier_service.verification.tree_verification import Prompts, TreeVerification
 
 
 class Phase(Enum):
@@ -77,6 +77,9 @@ class Proposer(ABC):
 
     def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:  # noqa: B027
         """Learn from a verified step, before its tokens are committed. Logits are not kept."""
+
+    def observe_prompts(self, prompts: Prompts, logits: StepLogits) -> None:  # noqa: B027
+        """Learn from the rows of prompts in a verified step that choose no token, before they count as computed."""
 
     def forget(self, session: VerifierSession) -> None:  # noqa: B027 -- most proposers keep nothing
         """Free the state of a session that left or was preempted; it may come back."""

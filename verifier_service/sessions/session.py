@@ -357,7 +357,7 @@ class VerifierSession:
         own = self.slots
         nodes = [node for node in nodes if node.position < len(own)]
         rows = packer.add_rows(self.tree.committed[start:end], start, own[start:end])
-        planned = ScheduledRows(count)
+        planned = ScheduledRows(count, first_row=rows.start)
         if end == self.tree.base:
             planned.root_row = packer.want(rows[-1])
         if self.scores_prompt:

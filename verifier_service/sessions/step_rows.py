@@ -31,6 +31,7 @@ class ScheduledRows:
 
     count: int  # committed tokens among the rows
     root_row: int | None = None  # index among the results; None: a chunk of prompt before the root
+    first_row: int = 0  # place in the batch of the first of them; not set where the root is the only one
     scored: Sequence[int] = ()  # indices among the results, of the rows that score the next tokens of the prompt
     tree: TreeRows | None = None
     drafted: bool = False  # wanted a remote draft's candidates, and had some for the next token

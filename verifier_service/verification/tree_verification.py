@@ -44,11 +44,14 @@ from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
 
+Prompts = Sequence[tuple[VerifierSession, ScheduledRows]]
+"""Rows of prompts in a step, without the root: they choose no token."""
+
 
 class VerifiedStep:
     """The verified trees of a step. The constructor waits for its pass, launched at the time `launched`; it commits
     nothing and raises any error. `apply` commits. An engine that computes asynchronously calls `beside` meanwhile.
-    `observe` gets the verified trees and the logits, which are not kept."""
+    `observe` gets the verified trees, the rows of prompts before a root, and the logits, which are not kept."""
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class VerifiedStep:
         computing: Pass,
         launched: float,
         beside: Callable[[], None] = lambda: None,
-        observe: Callable[[Sequence[TreeVerification], StepLogits], None] = lambda *_: None,
+        observe: Callable[[Sequence[TreeVerification], Prompts, StepLogits], None] = lambda *_: None,
     ) -> None:
         pairs = [(e, TreeVerification(e.session, rows)) for e, rows in entries if rows.root_row is not None]
         verifications = [verification for _, verification in pairs]
@@ -79,7 +82,8 @@ class VerifiedStep:
         # Slots (from, to) to copy: accepted candidates of side branches.
         self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
         self._add_logprobs(logits)
-        observe(verifications, logits)
+        prompts = [(e.session, rows) for e, rows in entries if rows.root_row is None and e not in failed]
+        observe(verifications, prompts, logits)
 
     def _add_logprobs(self, logits: StepLogits) -> None:
         """Add the log-probabilities of committed tokens to the results of requests for them."""

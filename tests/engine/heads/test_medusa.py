@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from functools import partial
@@ -11,26 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specdec.engine.engines.cpu_engine import CpuEngine
+from specdec.engine.heads.files import HeadsFilesError, TargetShape
+from specdec.engine.heads.kinds import memory_of_heads
 from specdec.engine.heads.medusa import MedusaHeads
-from specdec.engine.heads.medusa_files import MedusaFiles, MedusaFilesError, TargetShape, memory_of_heads
+from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
 from specdec.engine.row_counts import ShapeRowCounts
 from specdec.engine.unsupported import UnsupportedModelError
-from tests.heads import make_heads
+from tests.heads import Tensors, make_heads, written
 from tests.models import make
 
 HEADS, LAYERS, HIDDEN, VOCABULARY = 3, 2, 8, 21
-TARGET = TargetShape(HIDDEN, VOCABULARY)
+TARGET = TargetShape(HIDDEN, VOCABULARY, HIDDEN, 2)
 OUTPUT = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(0))
 """The target's output head."""
-
-Tensors = dict[str, Tensor]
 
 
 def target_output(states: Tensor) -> Tensor:
@@ -83,17 +81,6 @@ def vllm(weights: Weights, prefix: str = "", *, bias: bool = False) -> Tensors:
     return found
 
 
-def written(folder: Path, tensors: Tensors, name: str = "model.safetensors", config: Any = None) -> Path:
-    folder.mkdir(exist_ok=True)
-    if name.endswith(".pt"):
-        torch.save(tensors, folder / name)
-    else:
-        save_file(tensors, folder / name)
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def loaded(path: Path) -> MedusaHeads:
     return MedusaFiles.of(path, TARGET).load(TARGET, target_output, "cpu", torch.float32)
 
@@ -118,7 +105,7 @@ def test_heads_of_fasterdecoding(tmp_path: Path, hidden: Tensor, name: str, laye
     """Published configurations may count too few heads: the tensors decide."""
     weights = Weights(layers)
     config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
-    heads = loaded(written(tmp_path / "heads", fasterdecoding(weights), name, config))
+    heads = loaded(written(tmp_path / "heads", fasterdecoding(weights), config, name=name))
     compare(heads, hidden, weights.reference(hidden))
     assert (heads.shape.heads, heads.shape.layers, heads.shape.outputs) == (HEADS, layers, HEADS)
 
@@ -126,8 +113,8 @@ def test_heads_of_fasterdecoding(tmp_path: Path, hidden: Tensor, name: str, laye
 def test_heads_beside_a_whole_model_of_medusa_2(tmp_path: Path, hidden: Tensor) -> None:
     weights = Weights()
     others = {"model.layers.0.mlp.gate_proj.weight": torch.zeros(3, 3), "lm_head.weight": torch.zeros(VOCABULARY, 5)}
-    folder = written(tmp_path / "heads", others, "model-00001-of-00002.safetensors", {"model_type": "llama"})
-    written(folder, fasterdecoding(weights, "medusa_head."), "model-00002-of-00002.safetensors")
+    folder = written(tmp_path / "heads", others, {"model_type": "llama"}, name="model-00001-of-00002.safetensors")
+    written(folder, fasterdecoding(weights, "medusa_head."), name="model-00002-of-00002.safetensors")
     compare(loaded(folder), hidden, weights.reference(hidden))
 
 
@@ -136,7 +123,7 @@ def test_heads_beside_a_whole_model_of_medusa_2(tmp_path: Path, hidden: Tensor) 
 def test_heads_of_vllm(tmp_path: Path, hidden: Tensor, prefix: str, bias: bool) -> None:
     weights = Weights()
     config = {"model_type": "medusa", "logit_scale": 0.5}
-    heads = loaded(written(tmp_path / "heads", vllm(weights, prefix, bias=bias), config=config))
+    heads = loaded(written(tmp_path / "heads", vllm(weights, prefix, bias=bias), config))
     compare(heads, hidden, 0.5 * weights.reference(hidden, bias=bias))
 
 
@@ -197,17 +184,17 @@ def with_tensor(name: str, *shape: int) -> Callable[[Tensors], None]:
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, change: Callable[[Tensors], None], why: str) -> None:
     tensors = vllm(Weights())
     change(tensors)
-    with pytest.raises(MedusaFilesError, match=why):
+    with pytest.raises(HeadsFilesError, match=why):
         MedusaFiles.of(written(tmp_path / "heads", tensors), TARGET)
 
 
 def test_directories_without_heads_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(MedusaFilesError, match="no such file or directory"):
+    with pytest.raises(HeadsFilesError, match="no such file or directory"):
         MedusaFiles.of(tmp_path / "absent", TARGET)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(MedusaFilesError, match=r"neither medusa_lm_head.safetensors, medusa_lm_head.pt nor another"):
+    with pytest.raises(HeadsFilesError, match=r"neither medusa_lm_head.safetensors, .*, \*.safetensors nor pytorch_"):
         MedusaFiles.of(tmp_path / "empty", TARGET)
-    with pytest.raises(MedusaFilesError, match="has no Medusa heads"):
+    with pytest.raises(HeadsFilesError, match="has no heads: no tensors such as"):
         MedusaFiles.of(written(tmp_path / "model", {"model.norm.weight": torch.zeros(3)}), TARGET)
 
 
@@ -222,8 +209,9 @@ class Harmful:
 
 
 def test_a_pickle_calls_nothing(tmp_path: Path) -> None:
-    folder = written(tmp_path / "heads", {"0.0.linear.weight": Harmful(tmp_path / "made")}, "medusa_lm_head.pt")  # type: ignore[dict-item]
-    with pytest.raises(MedusaFilesError, match="cannot be loaded"):
+    harmful: Any = {"0.0.linear.weight": Harmful(tmp_path / "made")}
+    folder = written(tmp_path / "heads", harmful, name="medusa_lm_head.pt")
+    with pytest.raises(HeadsFilesError, match="cannot be loaded"):
         MedusaFiles.of(folder, TARGET)
     assert not (tmp_path / "made").exists()
 
@@ -232,7 +220,7 @@ def test_a_pickle_calls_nothing(tmp_path: Path) -> None:
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path, ids: list[int]) -> None:
     tensors = vllm(Weights()) | {"token_map": torch.tensor(ids)}
     tensors |= {f"lm_heads.{head}.weight": torch.zeros(4, HIDDEN) for head in range(HEADS)}
-    with pytest.raises(MedusaFilesError, match="token_map has ids from"):
+    with pytest.raises(HeadsFilesError, match="token_map has ids from"):
         loaded(written(tmp_path / "heads", tensors))
 
 
@@ -240,14 +228,14 @@ def test_a_start_without_room_for_heads_is_refused(tmp_path: Path, monkeypatch: 
     target = make("llama", tmp_path / "target")
     heads = make_heads(tmp_path / "heads")
     wanted = Wanted(target, Placement(kv_tokens=512))
-    check(wanted, beside=partial(memory_of_heads, heads))
+    check(wanted, beside=partial(memory_of_heads, heads, 512))
     monkeypatch.setattr("specdec.engine.preflight.check.free_bytes", lambda _: 600_000_000)
     bytes_of_weights = 4 * 3 * (64 * 64 + 320 * 64)
     said = rf"heads heads needs {bytes_of_weights / 1e9:.3g} GB for weights in float32, 0.0336 GB for checks and steps;"
     with pytest.raises(UnsupportedModelError, match=said):
-        check(wanted, beside=partial(memory_of_heads, heads))
-    with pytest.raises(MedusaFilesError, match="for a target of hidden size 64 with 320 token ids"):
-        check(wanted, beside=partial(memory_of_heads, make_heads(tmp_path / "others", hidden=32)))
+        check(wanted, beside=partial(memory_of_heads, heads, 512))
+    with pytest.raises(HeadsFilesError, match="for a target of hidden size 64 with 320 token ids"):
+        check(wanted, beside=partial(memory_of_heads, make_heads(tmp_path / "others", hidden=32), 512))
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -1,0 +1,196 @@
+"""EAGLE-3 heads: one decoder layer that continues the target's text from features of three of its depths.
+
+Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test"
+(arXiv:2503.01840). With f_t the features of the target at position t and e the embedding of a token:
+
+    g_t = W_fc [f_t^(a); f_t^(b); f_t^(c)]                    the target's features, fused
+    u_t = [RMS_in(e(x_(t+1))); RMS_hidden(g_t)]               the layer's input: queries, keys and values are of it
+    s_t = r + MLP(RMS(r)),   r = g_t + Attention(u)_t         the layer's output
+    logits of x_(t+2) = W_head RMS(s_t)
+
+A guess is read with the layer's own output in place of features: g of a child is s of its parent. The row at position t
+holds the token at t + 1: positions are those of the features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.engine.heads.eagle3_config import Eagle3Shape, Eagle3Variant
+from specdec.engine.heads.text_memory import TextMemory
+from specdec.engine.kv.slots import Slots
+
+
+class Rotary(NamedTuple):
+    """Rotary embeddings (Su et al. 2021, "RoFormer"), pairing the two halves of a head."""
+
+    frequencies: Tensor  # float32 [width / 2]
+    scale: float  # of cosines and sines
+
+
+@dataclass(frozen=True)
+class Eagle3Weights:
+    """The weights of EAGLE-3 heads, of one dtype on one device."""
+
+    fusion: Tensor  # [d', m d]
+    fusion_norm: Tensor | None  # [m d] before the fusion, over all features (`norm_before_fc`)
+    feature_norms: Tensor | None  # [m, d] before the fusion, of each feature (`fc_norm`, EAGLE-3.1)
+    embedding_norm: Tensor  # [d']
+    hidden_norm: Tensor  # [d']
+    project: Tensor  # [(heads + 2 kv_heads) width, 2 d']: queries, keys, values
+    project_back: Tensor  # [d', heads width]
+    mlp_norm: Tensor  # [d']
+    gate_and_up: Tensor  # [2 inner, d']
+    down: Tensor  # [d', inner]
+    last_norm: Tensor  # [d']
+    embeddings: Tensor  # [ids, d'], theirs or the target's
+    output: Tensor | Callable[[Tensor], Tensor]  # [outputs, d'], or the target's function from states to logits
+
+
+class Eagle3Heads:
+    """EAGLE-3 heads for a target of `vocabulary` tokens. `ids` [outputs]: the token id of each of their outputs; None:
+    the same numbers."""
+
+    def __init__(
+        self,
+        shape: Eagle3Shape,
+        variant: Eagle3Variant,
+        weights: Eagle3Weights,
+        rotary: Rotary,
+        *,
+        vocabulary: int,
+        ids: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.shape = shape
+        self.variant = variant
+        self.vocabulary = vocabulary
+        self.ids = ids
+        self._weights = weights
+        self._rotary = rotary
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.fusion.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weights.fusion.device
+
+    def fused(self, features: Tensor) -> Tensor:
+        """Return g [n, d'] of features [n, m, d] of any float dtype."""
+        weights = self._weights
+        read = features.to(self.device, self.dtype)
+        if weights.feature_norms is not None:
+            read = self._norm(read, weights.feature_norms)
+        joined = read.flatten(1)
+        if weights.fusion_norm is not None:
+            joined = self._norm(joined, weights.fusion_norm)
+        return F.linear(joined, weights.fusion)
+
+    def inputs(self, tokens: Tensor, fused: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the layer's inputs u [..., 2 d'] of tokens [...] and g [..., d'], and the residual [..., d'] of its
+        attention."""
+        embedded = F.embedding(tokens, self._weights.embeddings).to(self.dtype)
+        normal = self._norm(fused, self._weights.hidden_norm)
+        u = torch.cat([self._norm(embedded, self._weights.embedding_norm), normal], dim=-1)
+        return u, normal if self.variant.norm_before_residual else fused
+
+    def projected(self, u: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries [..., heads, width], keys and values [..., kv_heads, width] of inputs at these positions
+        [...]."""
+        shape = self.shape
+        whole = F.linear(u, self._weights.project).unflatten(-1, (-1, shape.width))
+        query, key, value = whole.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=-2)
+        return self._rotated(query, positions), self._rotated(key, positions), value
+
+    def state(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Return s [..., d'] of a residual [..., d'] and the attention's output [..., heads * width]."""
+        weights = self._weights
+        state = residual + F.linear(attended, weights.project_back)
+        gate, up = F.linear(self._norm(state, weights.mlp_norm), weights.gate_and_up).chunk(2, dim=-1)
+        return state + F.linear(F.silu(gate) * up, weights.down)
+
+    def outcome(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [..., outputs], float32, of s [..., d'], and the g [..., d'] that children read."""
+        output = self._weights.output
+        normal = self._norm(states, self._weights.last_norm)
+        if isinstance(output, Tensor):
+            logits = F.linear(normal, output).float()
+        else:
+            logits = output(normal.flatten(0, -2)).float().unflatten(0, normal.shape[:-1])
+        return logits, normal if self.variant.norm_output else states
+
+    def read(self, tokens: Tensor, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
+        """Store the keys and values of n rows of texts: tokens and positions int64 [n], g [n, d']. With a single layer
+        they depend on nothing else, so the rows may be of any texts, in any order."""
+        u, _ = self.inputs(tokens, fused)
+        queries = self.shape.heads * self.shape.width
+        stored = F.linear(u, self._weights.project[queries:]).unflatten(-1, (-1, self.shape.width))
+        keys, values = stored.chunk(2, dim=-2)
+        memory.write(slots, self._rotated(keys, positions), values)
+
+    def grow(self, tokens: Tensor, fused: Tensor, positions: Tensor, trees: TreeContext, origins: Tensor) -> Tensor:
+        """Read a level of n trees, f rows each: tokens and positions [n, f], g [n, f, d']; `origins` [n, f]: their
+        parents among the rows of the level before. Return s [n, f, d']."""
+        shape = self.shape
+        u, residual = self.inputs(tokens, fused)
+        query, key, value = self.projected(u, positions)
+        keys, values, visible = trees.add(key, value, origins)
+        attended = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=visible[:, None],
+            scale=shape.width**-0.5,
+            enable_gqa=shape.heads != shape.kv_heads,
+        )
+        return self.state(residual, attended.transpose(1, 2).flatten(2))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the RMS norm of the last axis (Zhang and Sennrich 2019), computed in float32."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variant.epsilon)
+        return weight * (wide * scale).to(x.dtype)
+
+    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return x [..., heads, width], rotated by positions [...]."""
+        angles = positions[..., None, None].float() * self._rotary.frequencies
+        cos, sin = angles.cos() * self._rotary.scale, angles.sin() * self._rotary.scale
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class TreeContext:
+    """What the rows of n growing trees see: the keys of their texts, of their ancestors in the tree, and their own."""
+
+    def __init__(self, memory: TextMemory, texts: list[Slots], room: int) -> None:
+        """`texts`: the slots of each text; `room`: rows of a tree, at most."""
+        length = max(map(len, texts))
+        keys, values = memory.gathered(texts, length)
+        shape = len(texts), length + room, *keys.shape[2:]
+        self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
+        self._keys[:, :length], self._values[:, :length] = keys, values
+        lengths = torch.tensor([len(slots) for slots in texts], device=keys.device)
+        self._seen = torch.arange(length, device=keys.device) < lengths[:, None]  # [n, length]
+        self._lineage = self._seen.new_zeros(len(texts), 1, 0)  # [n, f, rows] of the last level, over all tree rows
+        self._length = length
+
+    def add(self, keys: Tensor, values: Tensor, origins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a level's keys and values [n, f, kv_heads, width]. Return all keys and values [n, k, kv_heads, width],
+        and which of them these rows see, [n, f, k]."""
+        texts, rows = origins.shape
+        first = self._length + self._lineage.shape[2]
+        self._keys[:, first : first + rows], self._values[:, first : first + rows] = keys, values
+        ancestors = self._lineage[torch.arange(texts, device=keys.device)[:, None], origins]
+        own = torch.eye(rows, dtype=torch.bool, device=keys.device).expand(texts, -1, -1)
+        self._lineage = torch.cat([ancestors, own], dim=2)
+        visible = torch.cat([self._seen[:, None].expand(-1, rows, -1), self._lineage], dim=2)
+        return self._keys[:, : first + rows], self._values[:, : first + rows], visible

@@ -1,0 +1,24 @@
+"""Heads in a directory, of the kind that their tensors show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specdec.engine.heads.eagle3_files import Eagle3Files, is_eagle3
+from specdec.engine.heads.files import TargetShape
+from specdec.engine.heads.medusa_files import MedusaFiles
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import Dtype
+from specdec.engine.preflight.memory_needed import MemoryNeeded
+
+
+def heads_in(path: Path, target: TargetShape) -> MedusaFiles | Eagle3Files:
+    """Return the heads in a directory; ModelDirectoryError if they do not fit the target."""
+    return Eagle3Files.of(path, target) if is_eagle3(path) else MedusaFiles.of(path, target)
+
+
+def memory_of_heads(path: Path, kv_tokens: int | None, directory: ModelDirectory, dtype: Dtype) -> MemoryNeeded:
+    """Return the memory of heads beside a target with a KV cache of `kv_tokens` (None: by free memory);
+    ModelDirectoryError if they do not fit the target."""
+    files = heads_in(path, TargetShape.of(directory))
+    return files.memory_needed(dtype) if isinstance(files, MedusaFiles) else files.memory_needed(dtype, kv_tokens)

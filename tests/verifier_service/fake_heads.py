@@ -1,0 +1,217 @@
+"""Heads without weights, over a target without a model: its states are the numbers of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.engine.batch import PackedBatch
+from specdec.engine.heads.eagle3 import TreeContext
+from specdec.engine.heads.text_memory import TextMemory
+from specdec.engine.kv.slots import Slots
+from tests.verifier_service.fakes import BAD, FREE, LANGUAGE, VOCABULARY, Client, Decided, TextEngine, step_loop
+from verifier_service.proposers.eagle3 import Eagle3Proposer
+from verifier_service.proposers.heads import HeadsProposer
+from verifier_service.proposers.medusa import MedusaProposer
+from verifier_service.speculation.controller import Mode
+from verifier_service.step_loop import StepLoop
+
+COUNT = 4
+"""Medusa heads."""
+
+Logits = NDArray[np.float32]
+
+
+class StatesEngine(TextEngine):
+    """A text engine whose hidden states and features are the numbers of texts."""
+
+    hidden_size = 1
+
+    def forward_hidden(self, batch: PackedBatch) -> tuple[Logits, NDArray[np.float32]]:
+        logits = self.forward(batch)
+        return logits, self.memory[batch.slots[batch.wanted]].astype(np.float32)[:, None]
+
+    def forward_features(self, batch: PackedBatch, layers: Sequence[int]) -> tuple[Logits, NDArray[np.float32]]:
+        logits = self.forward(batch)
+        numbers = self.memory[batch.slots].astype(np.float32)
+        return logits, np.repeat(numbers[:, None, None], len(layers), axis=1)
+
+    def output_head(self, hidden: Any) -> Any:
+        raise NotImplementedError
+
+    def layer_count(self) -> int:
+        return 3
+
+    def token_embeddings(self) -> Any:
+        raise NotImplementedError
+
+
+class FakeHeads:
+    """Heads that know the target's own logits after every text, except that they are reversed where they are
+    `wrong`."""
+
+    vocabulary = VOCABULARY
+
+    def __init__(self, wrong: float = 0.0) -> None:
+        self.wrong = wrong
+        self.failure: Exception | None = None
+        self.broken = False  # logits are NaN
+        self.texts: list[int] = []  # of each pass
+
+    def passed(self, texts: int) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.texts.append(texts)
+
+    def logits(self, number: int, depth: int = 0) -> Logits:
+        """Return the logits after a text; whether they are wrong depends on the text and the depth of the guess."""
+        if self.broken:
+            return np.full(VOCABULARY, np.nan, dtype=np.float32)
+        found = LANGUAGE.logits(number)
+        wrong = np.random.default_rng([number, depth]).random() < self.wrong
+        return found[::-1] if wrong else found
+
+
+class FakeMedusa(FakeHeads):
+    """Medusa heads that guess below the target's likeliest tokens."""
+
+    shape = SimpleNamespace(heads=COUNT)
+    weights = torch.zeros(1)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        self.passed(len(hidden))
+        return torch.from_numpy(np.stack([self.guesses(int(number)) for number in hidden[:, 0].tolist()]))
+
+    def guesses(self, number: int) -> Logits:
+        found = []
+        for depth in range(COUNT):
+            allowed = LANGUAGE.logits(number).copy()
+            allowed[BAD] = -np.inf
+            number = LANGUAGE.number(number, int(allowed.argmax()))
+            found.append(self.logits(number, depth))
+        return np.stack(found)
+
+
+class FakeEagle3(FakeHeads):
+    """EAGLE-3 heads whose state at a row is the number of the text that ends with the row's token, made of the number
+    of the text before it. A row must see the rows of this text, without a gap: they are its keys."""
+
+    shape = SimpleNamespace(kv_heads=1, width=1, outputs=VOCABULARY)
+    dtype = torch.float32
+    device = torch.device("cpu")
+    ids: NDArray[np.int64] | None = None  # the tokens they know; None: all
+
+    def __init__(self, wrong: float = 0.0) -> None:
+        super().__init__(wrong)
+        self.faults: list[str] = []
+        self.seen: list[int] = []  # rows seen by each row of a tree
+        self.read_rows = 0
+
+    def fused(self, features: Tensor) -> Tensor:
+        return features[:, 0]
+
+    def read(self, tokens: Tensor, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.read_rows += len(tokens)
+        if len({*slots.tolist(), 0}) <= len(slots):
+            self.faults.append("two rows are written to one slot")
+        numbers = self._numbers(tokens[:, None], fused[:, None])[:, 0]
+        for number, position in zip(numbers.tolist(), positions.tolist(), strict=True):
+            if len(LANGUAGE.prefixes[int(number)]) != position + 2:
+                self.faults.append(f"a row at position {position} has a token of another one")
+        memory.write(slots, numbers[:, None, None], numbers[:, None, None])
+
+    def grow(self, tokens: Tensor, fused: Tensor, positions: Tensor, trees: TreeContext, origins: Tensor) -> Tensor:
+        self.passed(len(tokens))
+        numbers = self._numbers(tokens, fused)
+        keys, _, visible = trees.add(numbers[..., None, None], numbers[..., None, None], origins)
+        for own, seen, rows, places in zip(
+            keys[:, :, 0, 0].tolist(), visible.tolist(), numbers.tolist(), positions.tolist(), strict=True
+        ):
+            for number, mask, position in zip(rows, seen, places, strict=True):
+                read = sorted(int(key) for key, sees in zip(own, mask, strict=True) if sees)
+                prefixes = LANGUAGE.prefixes[int(number)]
+                if read != sorted(prefixes[-len(read) :].tolist()) or len(prefixes) != position + 2:
+                    self.faults.append(f"a row at position {position} does not see its text")
+                self.seen.append(len(read))
+        return numbers[..., None]
+
+    def outcome(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        numbers = states[..., 0].flatten().tolist()
+        logits = np.stack([self.logits(int(number)) for number in numbers])
+        if self.ids is not None:
+            logits = logits[:, self.ids]
+        return torch.from_numpy(logits).unflatten(0, states.shape[:-1]), states
+
+    def _numbers(self, tokens: Tensor, fused: Tensor) -> Tensor:
+        """Return the numbers [n, f] of the texts that end with these tokens."""
+        numbers = [
+            [LANGUAGE.number(int(before), token) for before, token in zip(*own, strict=True)]
+            for own in zip(fused[..., 0].tolist(), tokens.tolist(), strict=True)
+        ]
+        return torch.tensor(numbers, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of heads: the fake, and its proposer."""
+
+    make: Callable[[float], Any]
+    propose: Callable[[Any], HeadsProposer[Any]]
+
+    def heads(self, wrong: float = 0.0) -> Any:
+        return self.make(wrong)
+
+    def loop(self, heads: Any, **options: Any) -> StepLoop:
+        return loop_of(self.propose(heads), **options)
+
+
+def loop_of(proposer: HeadsProposer[Any], **options: Any) -> StepLoop:
+    """Return a step loop in which heads propose, whatever they bring."""
+    usual: dict[str, Any] = {"controller": Decided(Mode.HEADS), "latency": FREE}
+    return step_loop(options.pop("target", None) or StatesEngine(60), heads=proposer, **usual | options)
+
+
+def memory_of(positions: int = 4096) -> TextMemory:
+    return TextMemory(positions, 1, 1, torch.float32, torch.device("cpu"))
+
+
+KINDS = {
+    "medusa": Kind(FakeMedusa, lambda heads: MedusaProposer(heads)),
+    "eagle3": Kind(FakeEagle3, lambda heads: Eagle3Proposer(heads, (0, 2), memory_of())),
+}
+
+
+def proposer_of(loop: StepLoop) -> Any:
+    (found,) = (proposer for proposer in loop._speculation.proposers if isinstance(proposer, HeadsProposer))
+    return found
+
+
+def check_over(loop: StepLoop, *clients: Client) -> None:
+    """Check that texts have the tokens of plain decoding, and that nothing is left of them."""
+    for each in clients:
+        assert each.mail.error is None
+        assert each.tokens == each.want
+    assert loop.pool.held == 0
+    assert getattr(proposer_of(loop)._heads, "faults", []) == []
+    check_empty(loop)
+
+
+def check_empty(loop: StepLoop) -> None:
+    """Check that the heads keep nothing."""
+    proposer = proposer_of(loop)
+    assert not proposer._texts
+    if isinstance(proposer, Eagle3Proposer):
+        assert proposer._memory.pool.used == 0
+
+
+def sources(*clients: Client) -> list[int]:
+    return [source for client in clients for result in client.mail.results for source in result.sources]

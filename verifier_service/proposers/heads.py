@@ -1,0 +1,149 @@
+"""Heads in the verifier: what proposers share that guess from the target's own states, between two steps.
+
+Under COUPLED a position's guesses are ranked with the noise of that position, and are what the target would choose if
+the heads' logits were its own. Under REJECTION a candidate is certain to be drawn, and there is one at each position.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import structlog
+import torch
+
+from specdec.decoding.calibration import Calibration, Calibrations
+from specdec.decoding.draft_logits import DraftLogits, HostDraftLogits
+from specdec.decoding.proposal import DraftDistribution
+from specdec.decoding.query import RequestSampler
+from specdec.decoding.speculation import CandidateSource
+from specdec.decoding.tree import Paths
+from specdec.engine.engine import Engine, Launch
+from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
+from verifier_service.proposers.usefulness import Usefulness
+from verifier_service.sessions.session import VerifierSession
+from verifier_service.settings.tuning import DraftModelTuning
+from verifier_service.verification.tree_verification import TreeVerification
+
+log = structlog.get_logger()
+
+
+@dataclass
+class HeadsText:
+    """A text's part in a proposer with heads."""
+
+    sampler: RequestSampler  # of the queries that rank guesses
+    calibration: Calibration
+    usefulness: Usefulness
+    length: int = 0  # of the text, as far as the heads have its states
+    proposed: int = 0  # length of the text at the last proposal
+
+
+Text = TypeVar("Text", bound=HeadsText)
+
+NewText = Callable[[RequestSampler, Calibration, Usefulness], Text]
+"""Makes a text's part."""
+
+
+class HeadsProposer(Proposer, Generic[Text]):
+    """Heads of a verifier, owned by the step loop's thread. A failure costs no token: the heads are not used again."""
+
+    phase = Phase.AFTER_DELAY
+    drafter = CandidateSource.HEADS
+
+    def __init__(self, new_text: NewText[Text], tuning: DraftModelTuning) -> None:
+        self.works = True
+        self._tuning = tuning
+        self._new_text = new_text
+        self._texts: dict[VerifierSession, Text] = {}
+        self._calibrations = Calibrations()
+
+    @abstractmethod
+    def launch_of(self, engine: Engine) -> Launch:
+        """Return the function that launches the target's passes with the states that these heads read."""
+
+    @abstractmethod
+    def _propose(self, asked: Sequence[tuple[VerifierSession, Text]], step: ComingStep) -> None:
+        """Add candidates to the trees of these sessions, at least one."""
+
+    def serves(self, session: VerifierSession) -> bool:
+        """Return True if it may propose candidates for a session, now or later."""
+        return self.works
+
+    def propose(self, step: ComingStep) -> ProposalStats:
+        begin = time.monotonic()
+        asked = [
+            (session, text)
+            for session in step.decoding
+            if step.eligibility.uses_local_model(session)
+            and (text := self._texts.get(session)) is not None
+            and text.length == session.tree.base
+            and text.proposed != session.tree.base
+            and session.best_nodes.expected - 1.0 < text.usefulness.expected_accepted
+        ]
+        if not asked:
+            return NO_PROPOSALS
+        with self._failing_alone():
+            self._propose(asked, step)
+        return ProposalStats(time.monotonic() - begin, len(asked))
+
+    def forget(self, session: VerifierSession) -> None:
+        self._texts.pop(session, None)
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Turn the heads off on an error, without failing the step."""
+        try:
+            yield
+        except Exception as error:
+            log.error("heads_failed", exc_info=error)
+            self.works = False
+            for session in list(self._texts):
+                self.forget(session)
+
+    def _may_guess(self, session: VerifierSession) -> bool:
+        """Return True if the heads may propose for the session, now or in another mode."""
+        return self.works and self.drafter in session.policy.drafters and session.takes_own_candidates
+
+    def _continuing(self, verifications: Sequence[TreeVerification]) -> list[TreeVerification]:
+        """Return the verifications of texts that go on and may have guesses."""
+        return [
+            verification
+            for verification in verifications
+            if verification.error is None and not verification.result.finish and self._may_guess(verification.session)
+        ]
+
+    def _text_of(self, session: VerifierSession) -> Text:
+        text = self._texts.get(session)
+        if text is None:
+            request = session.request
+            text = self._texts[session] = self._new_text(
+                _greedy(request.sampler) if session.samples_candidates else request.sampler,
+                self._calibrations.of(request.sampler, request.tenant),
+                Usefulness(self._tuning),
+            )
+        return text
+
+
+def draft_logits(logits: torch.Tensor) -> DraftLogits:
+    """Return float32 logits [n, V] as draft logits, where they are."""
+    if logits.device.type == "cpu":
+        return HostDraftLogits(logits.numpy())
+    from specdec.engine.gpu.draft_logits import GpuDraftLogits  # imports Triton's neighbours
+
+    return GpuDraftLogits(logits)
+
+
+def certain(paths: Paths) -> Paths:
+    """Return paths, one candidate at each place, each certain to be drawn (REJECTION)."""
+    placed = zip(paths.parents, paths.tokens, strict=True)
+    return paths._replace(distributions=[(place, DraftDistribution.certain(token)) for place, token in placed])
+
+
+def _greedy(sampler: RequestSampler) -> RequestSampler:
+    """Return the sampler that ranks by the logits alone."""
+    return replace(sampler, sampling=replace(sampler.sampling, temperature=0.0))
