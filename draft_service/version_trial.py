@@ -54,7 +54,7 @@ class TrialLimits:
     max_slowdown: float = 1.5  # seconds of a pass, in multiples of the serving version's
 
 
-class Verdict(Enum):
+class Outcome(Enum):
     """How a trial ends."""
 
     PROMOTED = "promoted"
@@ -95,7 +95,7 @@ class Trial(Generic[Session]):
     """The trial of one version."""
 
     def __init__(self, limits: TrialLimits) -> None:
-        self.verdict: Verdict | None = None
+        self.verdict: Outcome | None = None
         """None while it goes on."""
         self.tokens = 0
         """Tokens committed in sessions of the new version while it was not paused."""
@@ -110,7 +110,7 @@ class Trial(Generic[Session]):
     @property
     def reason(self) -> str:
         """What the trial has found, in words."""
-        if self.verdict is Verdict.SLOW:
+        if self.verdict is Outcome.SLOW:
             return (
                 f"{self._slow_passes} of {self._passes} passes took more than {self._limits.max_slowdown:g} times as "
                 "long as the serving version's"
@@ -143,7 +143,7 @@ class Trial(Generic[Session]):
             if found.tokens == WINDOW_TOKENS:
                 self._observe(session)
         if self.verdict is None and self.tokens >= self._limits.tokens:
-            self.verdict = Verdict.UNDECIDED
+            self.verdict = Outcome.UNDECIDED
 
     def closed(self, session: Session) -> None:
         """End a session, known or not."""
@@ -161,7 +161,7 @@ class Trial(Generic[Session]):
         self._passes += 1
         self._slow_passes += seconds > self._limits.max_slowdown * expected
         if self.verdict is None and self._passes >= SPEED_PASSES and 2 * self._slow_passes > self._passes:
-            self.verdict = Verdict.SLOW
+            self.verdict = Outcome.SLOW
 
     def _observe(self, session: Session) -> None:
         """Take the observation of a session."""
@@ -179,6 +179,6 @@ class Trial(Generic[Session]):
         self._worse.observe(-difference)
         needed = math.log(2 / self._limits.alpha)
         if self.verdict is None and self._better.log_wealth >= needed:
-            self.verdict = Verdict.PROMOTED
+            self.verdict = Outcome.PROMOTED
         elif self.verdict is None and self._worse.log_wealth >= needed:
-            self.verdict = Verdict.WORSE
+            self.verdict = Outcome.WORSE

@@ -28,7 +28,7 @@ import structlog
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.session import DrafterSession, RootMove
 from draft_service.version_loading import LoadedVersion
-from draft_service.version_trial import Trial, TrialLimits, Verdict
+from draft_service.version_trial import Outcome, Trial, TrialLimits
 from specdec.decoding.sampling import Rule
 from specdec.engine.kv.slots import PoolFullError
 from specdec.engine.model_file import in_one_line
@@ -61,14 +61,14 @@ LIVE = frozenset({State.CANARY, State.SERVING, State.RETIRED})
 
 OVER = frozenset(State) - LIVE - {State.WAITING, State.LOADING}
 
-OUTCOMES = (Verdict.PROMOTED.value, *(state.value for state in State if state in OVER - {State.ENDED}))
+OUTCOMES = (Outcome.PROMOTED.value, *(state.value for state in State if state in OVER - {State.ENDED}))
 """Outcomes of versions: promoted, or the state in which they are over. All are counted from 0, so that a rate sees the
 first of them."""
 
-ROLLED_BACK: Mapping[Verdict, State] = {
-    Verdict.WORSE: State.WORSE,
-    Verdict.SLOW: State.SLOW,
-    Verdict.UNDECIDED: State.UNDECIDED,
+ROLLED_BACK: Mapping[Outcome, State] = {
+    Outcome.WORSE: State.WORSE,
+    Outcome.SLOW: State.SLOW,
+    Outcome.UNDECIDED: State.UNDECIDED,
 }
 
 
@@ -203,7 +203,7 @@ class VersionedDrafter(Drafter):
         canary, verdict = self._canary, self._trial.verdict
         if canary is None or verdict is None:
             return
-        if verdict is Verdict.PROMOTED:
+        if verdict is Outcome.PROMOTED:
             self._promote(canary)
         else:
             self._roll_back(canary, ROLLED_BACK[verdict], self._trial.reason)
@@ -214,7 +214,7 @@ class VersionedDrafter(Drafter):
             version.loaded.watched.checks = False  # from now on it fails as any draft does
         version.state, before.state = State.SERVING, State.RETIRED
         self._serving, self._retired, self._canary = version, before, None
-        self.outcomes[Verdict.PROMOTED.value] += 1
+        self.outcomes[Outcome.PROMOTED.value] += 1
         log.info("version_promoted", version=version.name, before=before.name, why=self._trial.reason)
         self._end_retired()
 

@@ -24,6 +24,7 @@ EXTRAS = {
     "grpc_reflection": "service",
     "grpc_status": "service",
     "jinja2": "orchestrator",
+    "jiter": "orchestrator",
     "llguidance": "grammar",
     "llvmlite": "verifier",
     "matplotlib": "bench",

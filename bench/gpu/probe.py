@@ -26,6 +26,7 @@ MODULES = {
     "numpy": "numpy",
     "numba": "numba",
     "jinja2": "jinja2",
+    "jiter": "jiter",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",

@@ -12,7 +12,6 @@ from typing import Literal, cast
 
 from specdec.client import GenerateOptions
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.sampling import Rule
 from specdec.serving.validation import MAX_BRANCHES, MAX_DEPTH, expansion_violations, lookahead_violations
 from specdec.wire.speculation import DRAFTERS
 
@@ -110,7 +109,7 @@ def _branches(name: str, branches: int) -> Method:
 
 
 def _expansion(name: str, widths: Sequence[int]) -> Method:
-    if wrong := expansion_violations("WIDTHS", widths, Rule.COUPLED):
+    if wrong := expansion_violations("WIDTHS", widths):
         raise MethodError(" ".join(wrong[0]))
     return Method(name, {"speculation": "always", "expansion": list(widths)}, "a draft")
 

@@ -287,6 +287,18 @@ DRAFTS = [
         {"{{version}}": share(f"{DRAFT}_version_busy_seconds_total", f"{DRAFT}_version_passes_total", "version")},
         "Seconds of a forward pass, with the choice of children.",
     ),
+    Panel(
+        "Kept to learn from",
+        "short",
+        {"{{instance}} texts": f"{DRAFT}_kept_texts{JOB}", "{{instance}} tokens": f"{DRAFT}_kept_tokens{JOB}"},
+        "Texts that drafts keep, with permission. Nothing without --learn-tokens.",
+    ),
+    Panel(
+        "Age of what is kept to learn from",
+        "s",
+        {"{{instance}}": f"{DRAFT}_kept_age_seconds{JOB}"},
+        "Age of the oldest kept text.",
+    ),
 ]
 
 FAILURES = [

@@ -9,8 +9,8 @@ from typing import Any
 
 from specdec.grammar.ebnf import in_lark, is_ebnf
 from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError
-from specdec.grammar.json_schema import supported
-from specdec.grammar.unique_items import KEYWORD
+from specdec.grammar.json_schema.rewriting import supported
+from specdec.grammar.json_schema.unique_items import KEYWORD
 from specdec.openai_api.errors import refused, unknown
 from specdec.openai_api.fields import flag
 from specdec.openai_api.structural_tags import tags_in_lark

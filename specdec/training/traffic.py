@@ -42,7 +42,7 @@ class Traffic:
 
 
 def kept_texts(
-    target: str, channel: grpc.Channel, metadata: Sequence[tuple[str, str]], seconds: float
+    target: str, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], seconds: float
 ) -> list[learning_pb2.KeptText]:
     """Return what the draft service at `target` keeps, within some seconds; TextError, with a one-line message, if it
     cannot be read."""

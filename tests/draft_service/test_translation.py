@@ -110,9 +110,10 @@ def test_logits_are_those_of_common_tokens(other: ModelDirectory, translation: T
         np.testing.assert_array_equal(whole, expected)
     lists = found.shortlists([1, 0])
     for row, values, ids in zip(rows[::-1], *lists, strict=True):
-        own = [token for token in np.argsort(-row)[:MAX_DRAFT_LOGITS].tolist() if token in translation.common.values()]
+        best = np.argsort(-row)[:MAX_DRAFT_LOGITS].tolist()
+        common = [token for token in best if token in translation.common.values()]
         count = int((values > -np.inf).sum())
-        assert [translation.common[token] for token in ids[:count].tolist()] == own
+        assert [translation.common[token] for token in ids[:count].tolist()] == common
         assert (np.diff(values[:count]) <= 0).all()
         assert not ids[count:].any()
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from draft_service.version_folder import MARKER, MAX_VERSIONS, FoundVersion, VersionsError, VersionsFolder
-from specdec.engine.model_directory import DESCRIPTION
+from draft_service.version_folder import MAX_VERSIONS, FoundVersion, VersionsError, VersionsFolder
+from specdec.engine.model_directory import COMPLETE, DESCRIPTION
 from specdec.serving.watched import Watched
 
 
-def version(folder: Path, name: str, at: int, marker: str | None = MARKER) -> Path:
+def version(folder: Path, name: str, at: int, marker: str | None = COMPLETE) -> Path:
     """Make a version with a marker of this time."""
     directory = folder / name
     directory.mkdir()
@@ -53,7 +53,7 @@ def test_a_directory_becomes_a_version_with_its_marker(tmp_path: Path) -> None:
     (directory / "config.json").write_text("{}")
     watched.changed()
     assert names(watched.contents) == ["v1"]
-    (directory / MARKER).write_text("")
+    (directory / COMPLETE).write_text("")
     assert watched.changed()
     assert names(watched.contents) == ["v1", "v2"]
     assert not watched.refused
@@ -69,7 +69,7 @@ def test_a_directory_that_is_renamed_is_a_version_at_once(tmp_path: Path) -> Non
 
 
 def test_a_marker_that_is_touched_is_another_one(tmp_path: Path) -> None:
-    marker = version(tmp_path, "v1", 100) / MARKER
+    marker = version(tmp_path, "v1", 100) / COMPLETE
     watched = Watched(VersionsFolder(tmp_path))
     (before,) = watched.contents
     os.utime(marker, (200, 200))

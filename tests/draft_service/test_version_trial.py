@@ -16,9 +16,9 @@ from draft_service.version_trial import (
     SPEED_PASSES,
     WINDOW_TOKENS,
     Bettor,
+    Outcome,
     Trial,
     TrialLimits,
-    Verdict,
 )
 
 ALPHA = 0.05
@@ -88,7 +88,7 @@ def test_equal_versions_are_told_apart_as_rarely_as_it_says() -> None:
     """Looking after every text. The expected number of wrong verdicts is at most 10 of 200; 26 or more have a
     probability of 1e-5 (binomial)."""
     verdicts = [tried(seed, 0.5, 0.5).verdict for seed in range(TRIALS)]
-    assert sum(verdict in (Verdict.PROMOTED, Verdict.WORSE) for verdict in verdicts) < 26
+    assert sum(verdict in (Outcome.PROMOTED, Outcome.WORSE) for verdict in verdicts) < 26
 
 
 def test_tokens_counted_one_by_one_would_tell_them_apart_too_often() -> None:
@@ -119,21 +119,21 @@ def _differ(counts: dict[bool, list[int]]) -> bool:
 
 @pytest.mark.parametrize(
     ("new", "verdict", "tokens"),
-    [(0.7, Verdict.PROMOTED, 40_000), (0.3, Verdict.WORSE, 40_000), (0.03, Verdict.WORSE, 6_000)],
+    [(0.7, Outcome.PROMOTED, 40_000), (0.3, Outcome.WORSE, 40_000), (0.03, Outcome.WORSE, 6_000)],
 )
-def test_a_difference_is_found_within_the_budget(new: float, verdict: Verdict, tokens: int) -> None:
+def test_a_difference_is_found_within_the_budget(new: float, verdict: Outcome, tokens: int) -> None:
     found = [tried(seed, 0.5, new) for seed in range(40)]
     assert {trial.verdict for trial in found} == {verdict}
     assert max(trial.tokens for trial in found) <= tokens
 
 
 def test_a_better_version_is_hardly_ever_called_worse() -> None:
-    assert Verdict.WORSE not in {tried(seed, 0.5, 0.55).verdict for seed in range(50)}
+    assert Outcome.WORSE not in {tried(seed, 0.5, 0.55).verdict for seed in range(50)}
 
 
 def test_it_is_given_up_after_its_tokens() -> None:
     trial = tried(1, 0.5, 0.5, TrialLimits(share=0.5, tokens=1000))
-    assert trial.verdict is Verdict.UNDECIDED
+    assert trial.verdict is Outcome.UNDECIDED
     assert 1000 <= trial.tokens < 1000 + COMMIT
     assert trial.reason.endswith(f"; {trial.tokens} tokens on trial")
 
@@ -157,11 +157,11 @@ def test_a_version_that_is_paused_because_it_is_bad_is_worse() -> None:
         trial.committed(session, 8, 0 if is_new else 8, paused=False)
         trial.committed(session, 100, 0 if is_new else 100, paused=is_new)
         trial.closed(session)
-    assert trial.verdict is Verdict.WORSE
+    assert trial.verdict is Outcome.WORSE
 
 
-@pytest.mark.parametrize(("tokens", "verdict"), [(MIN_TOKENS - 1, None), (MIN_TOKENS, Verdict.WORSE)])
-def test_texts_that_are_too_short_do_not_count(tokens: int, verdict: Verdict | None) -> None:
+@pytest.mark.parametrize(("tokens", "verdict"), [(MIN_TOKENS - 1, None), (MIN_TOKENS, Outcome.WORSE)])
+def test_texts_that_are_too_short_do_not_count(tokens: int, verdict: Outcome | None) -> None:
     trial: Trial[int] = Trial(LIMITS)
     for session in range(60):
         is_new = session % 2 == 0
@@ -182,7 +182,7 @@ def test_a_long_text_counts_with_its_beginning_and_before_its_end() -> None:
         trial.committed(session, 100, 100, paused=False)
         if trial.verdict is not None:
             break
-    assert trial.verdict is Verdict.WORSE
+    assert trial.verdict is Outcome.WORSE
     assert f"guessed {10 / WINDOW_TOKENS:.1%} of the tokens" in trial.reason
     assert "the serving version 100.0%" in trial.reason
 
@@ -202,7 +202,7 @@ def test_it_is_slow_if_most_of_its_passes_are() -> None:
         trial.passed(100.0 if number % 2 else 1.4, 1.0)
     assert trial.verdict is None
     trial.passed(1.6, 1.0)
-    assert trial.verdict is Verdict.SLOW
+    assert trial.verdict is Outcome.SLOW
     assert trial.reason == "101 of 201 passes took more than 1.5 times as long as the serving version's"
 
 

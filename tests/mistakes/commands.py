@@ -59,7 +59,7 @@ MISTAKES = (
     Mistake("specdec train-heads target notes --text notes", USAGE, "notes: is not empty; go on with --resume, or"),
     Mistake("specdec train-heads target new", USAGE, "--text: give the text to train on, or go on with --resume"),
     Mistake("specdec forget acme --draft 127.0.0.1:9", UNREACHABLE, "it may keep the texts still"),
-    Mistake("specdec draft --model draft --learn-tokens 9", USAGE, "'--learn-key-file': is needed with --learn-tokens"),
+    Mistake("specdec draft --model draft --learn-tokens 9", USAGE, "--learn-key-file: is needed with --learn-tokens"),
     Mistake(
         "specdec train-draft target foreign new --text notes", USAGE, "the tokenizers of target and foreign differ"
     ),
@@ -169,7 +169,6 @@ MISTAKES = (
     Mistake("specdec up --target bad-template", CANNOT, "chat_template.jinja: the chat template cannot be compiled"),
     Mistake("specdec up --target too-cold", CANNOT, "too-cold/generation_config.json: temperature is -1, must be"),
     Mistake("specdec up --target target-1", CANNOT, "target-1: no such directory"),
-    Mistake("specdec up --target target --draft foreign", CANNOT, "the tokenizers of target and foreign differ"),
     Mistake(f"specdec up --target target --port {TAKEN}", CANNOT, f"another program listens on 127.0.0.1:{TAKEN}"),
     Mistake("specdec up --target target --verifier-step-rows 3", USAGE, "'--verifier-step-rows': Input should be"),
     Mistake("specdec up --target target --workers 2", USAGE, "No such option: --workers"),

@@ -8,8 +8,7 @@ import itertools
 import math
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,20 +19,26 @@ import pytest
 import safetensors.torch
 import torch
 
-from demo.prompts import held_out
 from draft_service.draft_loop import DraftLoop
 from draft_service.drafter import Drafter
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
 from draft_service.session import DrafterSession, RootMove
+from draft_service.version_folder import VersionsFolder
+from draft_service.version_follower import VersionFollower
+from draft_service.version_loading import LoadedVersion, VersionLoader
+from draft_service.version_trial import TrialLimits
+from draft_service.versions import State, Version, VersionedDrafter
 from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
-from specdec.client import Client
 from specdec.decoding.sampling import Rule
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.model_directory import COMPLETE, WEIGHTS, ModelDirectory
+from specdec.engine.placement import Placement
 from specdec.local import DEMO
-from specdec.local import Stack as Processes
+from specdec.local.child import Child, stop
 from specdec.serving.identity import identity_of
+from specdec.serving.watched import Watched
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
 from tests.services.test_distribution import PROMPT, check, expected
@@ -81,23 +86,37 @@ class Alternating(Drafter):
 
 
 @asynccontextmanager
-async def alternating(directories: Directories, target_delay: float) -> AsyncIterator[tuple[Stack, Alternating]]:
-    """Run services whose draft alternates between a near and another model; steps of the target take `target_delay`
-    seconds more."""
+async def drafted_by(
+    directories: Directories, made: Callable[[ExitStack], tuple[Drafter, CpuEngine]], target_delay: float
+) -> AsyncIterator[tuple[Stack, DraftLoop]]:
+    """Run services with a draft of our own making; steps of the target take `target_delay` seconds more."""
     async with stack(directories.target, None, target_delay=lambda: time.sleep(target_delay)) as services:
         with ExitStack() as exits:
-            paths = (directories.near, directories.other)
-            engines = [exits.enter_context(torch_engine(path, capacity=CAPACITY, exact=False)) for path in paths]
-            drafter = Alternating([LanguageModelDrafter(engine) for engine in engines])
+            drafter, engine = made(exits)
             loop = DraftLoop(drafter)
             loop.start()
-            identity = identity_of(ModelDirectory(directories.near), engines[0], CAPACITY)
-            service = DraftServicer(loop, identity, DraftLimits())
+            service = DraftServicer(
+                loop, identity_of(ModelDirectory(directories.near), engine, CAPACITY), DraftLimits()
+            )
             async with served(service) as (draft, _):
                 generation = GenerationServicer(Catalog.of(services.model, peers_at(services, draft)))
                 async with served(generation) as (address, _), grpc.aio.insecure_channel(address) as channel:
-                    yield replace(services, stub=generation_pb2_grpc.GenerationServiceStub(channel)), drafter
+                    yield replace(services, stub=generation_pb2_grpc.GenerationServiceStub(channel)), loop
             await service.close()
+
+
+@asynccontextmanager
+async def alternating(directories: Directories, target_delay: float) -> AsyncIterator[tuple[Stack, Alternating]]:
+    """Run services whose draft alternates between a near and another model."""
+
+    def made(exits: ExitStack) -> tuple[Drafter, CpuEngine]:
+        paths = (directories.near, directories.other)
+        engines = [exits.enter_context(torch_engine(path, capacity=CAPACITY, exact=False)) for path in paths]
+        return Alternating([LanguageModelDrafter(engine) for engine in engines]), engines[0]
+
+    async with drafted_by(directories, made, target_delay) as (services, loop):
+        assert isinstance(loop.drafter, Alternating)
+        yield services, loop.drafter
 
 
 async def test_no_token_depends_on_the_version_that_drafts(directories: Directories) -> None:
@@ -123,16 +142,6 @@ async def test_sampled_tokens_follow_the_target_across_swaps(directories: Direct
         assert drafter.moves > 100
     assert sources[model_pb2.TOKEN_SOURCE_REMOTE_DRAFT] > 15
     assert sources[model_pb2.TOKEN_SOURCE_CORRECTION] > 5
-
-
-# --- processes, with the demo pair ------------------------------------------------------------------
-
-TOKENS = 40
-SHARE = 0.5
-CANARY_TOKENS = 6000
-"""Tokens within which a version of random weights must be rolled back."""
-
-OPTIONS: dict[str, Any] = {"max_tokens": TOKENS, "ignore_end_token": True, "temperature": 0.8}
 
 
 class Versions:
@@ -185,92 +194,85 @@ def poison(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name].view(-1)[-1] = math.nan
 
 
-class Traffic:
-    """Requests that come again and again; their tokens must stay the same."""
+async def test_versions_are_tried_under_load(directories: Directories, tmp_path: Path) -> None:
+    """A better one is promoted, bad ones are rolled back or refused, and no text changes."""
+    limits = TrialLimits(share=0.5, tokens=6000)
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._asked = [{"tokens": tokens, "seed": seed, **OPTIONS} for seed, tokens in enumerate(held_out(12, 48))]
-        self._plain = [self._tokens(request, speculation="off") for request in self._asked]
+    def made(exits: ExitStack) -> tuple[Drafter, CpuEngine]:
+        engine = exits.enter_context(torch_engine(directories.random, capacity=CAPACITY, exact=False))
+        return VersionedDrafter("first", LoadedVersion(LanguageModelDrafter(engine), "1" * 64), limits), engine
 
-    def _tokens(self, request: dict[str, Any], **options: Any) -> list[int]:
-        return self._client.complete(**request, **options).completions[0].tokens
+    requests = [(prompt, {"temperature": 0.8, "seed": seed}) for seed, prompt in enumerate(prompts(8))]
+    async with drafted_by(directories, made, 0.004) as (services, loop):
+        drafter = loop.drafter
+        assert isinstance(drafter, VersionedDrafter)
+        first = ModelDirectory(directories.random)
+        placement = Placement("torch", kv_tokens=CAPACITY, is_draft=True)
+        # Tests share a machine, so that times say little here.
+        loader = VersionLoader(first, first.context, placement, 1, 4, 50.0)
+        follower = VersionFollower(Watched(VersionsFolder(tmp_path)), loader, loop, drafter)
+        follower.start()
+        versions = Versions(tmp_path)
+        want, _, _ = await run_all(services, requests, 40, at_once=1, plain=True, ignore_end_token=True)
 
-    def until(self, condition: Callable[[], bool], seconds: float = 300.0) -> None:
-        """Send requests, four at a time, until the condition holds."""
-        deadline = time.monotonic() + seconds
-        with ThreadPoolExecutor(4) as pool:
-            while not condition():
-                assert time.monotonic() < deadline, "the condition does not hold in time"
-                drafted = list(
-                    pool.map(lambda request: self._tokens(request, drafters=["remote"], forced=True), self._asked)
-                )
-                assert drafted == self._plain
+        async def until(name: str, state: State) -> Version:
+            """Send requests until a version is in a state; return it."""
+            async with asyncio.timeout(120):
+                while True:
+                    found = [version for version in drafter.known if (version.name, version.state) == (name, state)]
+                    if found:
+                        return found[0]
+                    got, _, _ = await run_all(services, requests, 40, speculation=ALWAYS, ignore_end_token=True)
+                    for (prompt, sampling), plain, drafted in zip(requests, want, got, strict=True):
+                        directories.oracle.same(prompt, plain, drafted, sampler(sampling), f"{name}, {sampling}")
+
+        versions.add("v1", directories.near)
+        await until("v1", State.SERVING)
+        versions.add("v2", directories.near, drawn(2))
+        worse = await until("v2", State.WORSE)
+        assert worse.committed < limits.tokens
+        versions.add("v3", directories.near, poison)
+        versions.add("v4", directories.near, truncated=True)
+        assert "not finite" in (await until("v3", State.REFUSED)).reason
+        assert "must have" in (await until("v4", State.REFUSED)).reason
+        assert drafter.serving.name == "v1"
+        assert drafter.serving.guessed > 0.2 * drafter.serving.committed
+        await asyncio.to_thread(follower.close)
 
 
-@pytest.fixture
-def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Processes, Versions]]:
-    """Run the demo's target with a draft of random weights that follows a folder of versions."""
+async def test_a_draft_by_itself_tries_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open session says which version drafts for it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = tmp_path / "versions"
-    folder.mkdir()
-    first = copied(DEMO / "draft", tmp_path / "untrained", drawn(1))
-    options = ("--versions", str(folder), "--canary", str(SHARE), "--canary-tokens", str(CANARY_TOKENS))
-    # The demo's draft takes a millisecond: on a busy machine times say little.
-    with Processes.start(DEMO / "target", str(first), draft_options=(*options, "--canary-slowdown", "50")) as running:
-        yield running, Versions(folder)
+    (folder := tmp_path / "versions").mkdir()
+    options = ("--versions", str(folder), "--canary", "0.5", "--canary-slowdown", "50", "--threads", "1")
+    child = Child.start("draft", "-m", "draft_service", "--model", str(DEMO / "draft"), "--port", "0", *options)
+    try:
+        async with asyncio.timeout(120):
+            while (address := child.ready_at()) is None:
+                await asyncio.sleep(0.1)
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+            Versions(folder).add("v1", DEMO / "draft", drawn(1))
+            async with asyncio.timeout(120):
+                while (versions := (await stub.GetStats(draft_pb2.DraftServiceGetStatsRequest())).versions)[
+                    -1
+                ].state != (draft_pb2.DRAFT_VERSION_STATE_CANARY):
+                    await asyncio.sleep(0.1)
+            opened = [await opening(stub) for _ in range(40)]
+        fingerprints = {each.name: each.model_fingerprint for each in versions}
+        assert list(fingerprints) == ["draft", "v1"]
+        assert {each.version for each in opened} == {"draft", "v1"}  # all alike: a probability of 2 ** -39
+        assert all(each.identity.model_fingerprint == fingerprints[each.version] for each in opened)
+    finally:
+        stop([child])
 
 
-@pytest.mark.timeout(1200)
-def test_a_better_version_is_promoted_and_bad_ones_are_not(services: tuple[Processes, Versions]) -> None:
-    running, versions = services
-    with Client(running.address) as client, grpc.insecure_channel(running.addresses["draft"]) as channel:
-        stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
-
-        def told(name: str) -> draft_pb2.DraftVersion:
-            """Return what the draft says of a version; an empty one if it knows none of this name."""
-            stats = stub.GetStats(draft_pb2.DraftServiceGetStatsRequest())
-            return next((each for each in stats.versions if each.name == name), draft_pb2.DraftVersion())
-
-        def is_now(name: str, state: str) -> bool:
-            return told(name).state == draft_pb2.DraftVersionState.Value(f"DRAFT_VERSION_STATE_{state}")
-
-        traffic = Traffic(client)
-        traffic.until(lambda: is_now("untrained", "SERVING"))
-        versions.add("v1", DEMO / "draft")
-        traffic.until(lambda: is_now("v1", "SERVING"))
-        assert is_now("untrained", "RETIRED") or is_now("untrained", "ENDED")
-        before = stub.GetStats(draft_pb2.DraftServiceGetStatsRequest())
-        assert before.identity.model_fingerprint == told("v1").model_fingerprint
-        assert before.version_outcomes["promoted"] == 1
-
-        versions.add("v2", DEMO / "draft", drawn(2))
-        traffic.until(lambda: is_now("v2", "WORSE"))
-        assert 0 < told("v2").committed_tokens <= CANARY_TOKENS
-        assert "guessed" in told("v2").reason
-
-        versions.add("v3", DEMO / "draft", poison)
-        versions.add("v4", DEMO / "draft", truncated=True)
-        traffic.until(lambda: is_now("v3", "REFUSED") and is_now("v4", "REFUSED"))
-        assert "not finite" in told("v3").reason
-        assert is_now("v1", "SERVING")
-        assert told("v1").guessed_tokens > 0.2 * told("v1").committed_tokens
-        traffic.until(lambda: is_now("untrained", "ENDED"))
-
-
-async def test_an_open_session_says_its_version(services: tuple[Processes, Versions]) -> None:
-    running, _ = services
-    identity = ModelDirectory(DEMO / "draft")
-    message = draft_pb2.DraftOpen(prompt_tokens=[5, 6, 7], max_tokens=10, vocabulary_size=identity.vocabulary)
-
-    async def one() -> AsyncIterator[draft_pb2.DraftRequest]:
-        yield draft_pb2.DraftRequest(open=message)
-        await asyncio.sleep(60)
-
-    async with grpc.aio.insecure_channel(running.addresses["draft"]) as channel:
-        stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
-        call = stub.Draft(one())
-        opened = (await call.read()).opened
-        call.cancel()
-    assert opened.version == "untrained"
-    assert len(opened.identity.model_fingerprint) == 64
+async def opening(stub: Any) -> draft_pb2.DraftOpened:
+    """Open a session and end it; return how it was opened."""
+    vocabulary = ModelDirectory(DEMO / "draft").vocabulary
+    message = draft_pb2.DraftOpen(prompt_tokens=[5, 6, 7], max_tokens=10, vocabulary_size=vocabulary)
+    call = stub.Draft()
+    await call.write(draft_pb2.DraftRequest(open=message))
+    opened: draft_pb2.DraftOpened = (await call.read()).opened
+    call.cancel()
+    return opened

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -22,7 +23,7 @@ PROMPT, OTHER = [5, 6, 7, 8], [9, 10, 11, 12]
 
 async def kept(services: Stack, key: str = KEY) -> list[learning_pb2.KeptText]:
     async with grpc.aio.insecure_channel(services.drafts[0].address) as channel:
-        stub = learning_pb2_grpc.LearningServiceStub(channel)
+        stub: Any = learning_pb2_grpc.LearningServiceStub(channel)
         call = stub.GetTraffic(learning_pb2.GetTrafficRequest(), metadata=(("authorization", f"Bearer {key}"),))
         return [text async for message in call for text in message.texts]
 

@@ -81,10 +81,13 @@ class Keeping(learning_pb2_grpc.LearningServiceServicer):
     def GetTraffic(
         self, request: learning_pb2.GetTrafficRequest, context: grpc.ServicerContext
     ) -> Iterator[learning_pb2.GetTrafficResponse]:
-        if ("authorization", "Bearer k") not in [(entry.key, entry.value) for entry in context.invocation_metadata()]:
+        if ("authorization", "Bearer k") not in map(tuple, context.invocation_metadata()):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the key is wrong")
         for text in messages():
             yield learning_pb2.GetTrafficResponse(texts=[text])
+
+    def Forget(self, request: learning_pb2.ForgetRequest, context: grpc.ServicerContext) -> learning_pb2.ForgetResponse:
+        raise NotImplementedError
 
 
 @contextmanager

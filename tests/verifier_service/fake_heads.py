@@ -149,7 +149,7 @@ class FakeEagle3(FakeHeads):
         logits = np.stack([self.logits(int(number)) for number in numbers])
         if self.ids is not None:
             logits = logits[:, self.ids]
-        return torch.from_numpy(logits).unflatten(0, states.shape[:-1]), states
+        return torch.from_numpy(logits).reshape(*states.shape[:-1], -1), states
 
     def _numbers(self, tokens: Tensor, fused: Tensor) -> Tensor:
         """Return the numbers [n, f] of the texts that end with these tokens."""

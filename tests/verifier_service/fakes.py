@@ -312,7 +312,7 @@ class Client:
         )
         policy = policy or Policy(REMOTE, max_candidates, 0.0)
         chains_only = isinstance(loop, StepLoop) and loop.chains_only
-        if knows_its_tenant:
+        if knows_its_tenant and isinstance(loop, StepLoop):
             self.session = loop.session(request, policy, 64, VOCABULARY)
         else:
             self.session = VerifierSession(request, policy, 64, VOCABULARY, chains_only=chains_only)

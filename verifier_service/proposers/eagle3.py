@@ -196,7 +196,7 @@ class Eagle3Proposer(HeadsProposer["Eagle3Text"]):
         tokens = self._tensor([[session.tree.committed[-1]] for session, _ in group])
         # The row at a position holds the token after it.
         positions = self._tensor([[session.tree.base - 2] for session, _ in group])
-        read = torch.stack([text.state for text in texts])[:, None]
+        read = torch.stack([text.state for text in texts if text.state is not None])[:, None]
         origins = self._tensor(trees.origins)
         every = torch.arange(count, device=read.device)[:, None]
         for level in range(int(limits.max())):
@@ -253,7 +253,7 @@ class Eagle3Proposer(HeadsProposer["Eagle3Text"]):
         verified = probabilities[probabilities > step.break_even]
         decoding = len(step.decoding)
         rate = (decoding + verified.sum()) / (step.latency.of(decoding + len(verified)) + time.monotonic() - begin)
-        return gain > rate * self._level_seconds
+        return gain > float(rate) * self._level_seconds
 
     def _draft_logits(self, logits: Tensor) -> DraftLogits:
         """Return logits [n, f, outputs] as draft logits over the target's vocabulary, row by row."""
@@ -270,7 +270,7 @@ class Eagle3Text(HeadsText):
     """A text's part in the proposer."""
 
     slots: TextSlots = field(kw_only=True)
-    state: Tensor | None = None  # fused features [d'] of the row before the last token
+    state: Any = None  # fused features [d'] of the row before the last token, once there are some
     tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [nodes] of the last tree, then
     parents: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))

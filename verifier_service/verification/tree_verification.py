@@ -170,16 +170,17 @@ class TreeVerification:
 
     def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
         """Yield (row index among the results, sampling query) for every row the step may reach: the root's, all
-        candidates', and those of the window not among them. A row is left out if a chain query covers it, or if its
-        grammar cannot give a mask in advance: it is queried when reached."""
+        candidates', and those of the window not among them. A row is left out if a chain query covers it and the
+        window does not look at it, or if its grammar cannot give a mask in advance: it is queried when reached."""
         tree = self.planned.tree
         nodes, paths = {self.row: self._node}, {id(self._node): self._path}
         if tree is not None:
             for node in tree.candidates:  # parents come before their children
                 nodes[tree.results[id(node)]] = node
                 paths[id(node)] = [*paths[id(node.parent)], node.token]
+        in_chain = {row for row, node in nodes.items() if self._blocks and _on_chain(node)}
         for row, node in nodes.items():
-            if self._blocks and _on_chain(node):
+            if row in in_chain:
                 continue
             path = paths[id(node)]
             try:
@@ -188,7 +189,7 @@ class TreeVerification:
                 continue
             self._asked[row] = query = self._query(node, path, allowed)
             yield row, query
-        yield from ((row, query) for row, query in self.lookahead_queries() if row not in nodes)
+        yield from ((row, query) for row, query in self.lookahead_queries() if row not in nodes or row in in_chain)
 
     def chain(self) -> ChainQuery | None:
         """Return the query about the chain of draws below the current node, as far as the step has rows for it and no

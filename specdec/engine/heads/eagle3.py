@@ -107,8 +107,8 @@ class Eagle3Heads:
         """Return the queries [..., heads, width], keys and values [..., kv_heads, width] of inputs at these positions
         [...]."""
         shape = self.shape
-        whole = F.linear(u, self._weights.project).unflatten(-1, (-1, shape.width))
-        query, key, value = whole.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=-2)
+        whole = self._in_heads(F.linear(u, self._weights.project))
+        query, key, value = torch.split(whole, [shape.heads, shape.kv_heads, shape.kv_heads], dim=-2)
         return self._rotated(query, positions), self._rotated(key, positions), value
 
     def state(self, residual: Tensor, attended: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Eagle3Heads:
         if isinstance(output, Tensor):
             logits = F.linear(normal, output).float()
         else:
-            logits = output(normal.flatten(0, -2)).float().unflatten(0, normal.shape[:-1])
+            logits = output(normal.flatten(0, -2)).float().reshape(*normal.shape[:-1], -1)
         return logits, normal if self.variant.norm_output else states
 
     def read(self, tokens: Tensor, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
@@ -133,8 +133,7 @@ class Eagle3Heads:
         they depend on nothing else, so the rows may be of any texts, in any order."""
         u, _ = self.inputs(tokens, fused)
         queries = self.shape.heads * self.shape.width
-        stored = F.linear(u, self._weights.project[queries:]).unflatten(-1, (-1, self.shape.width))
-        keys, values = stored.chunk(2, dim=-2)
+        keys, values = self._in_heads(F.linear(u, self._weights.project[queries:])).chunk(2, dim=-2)
         memory.write(slots, self._rotated(keys, positions), values)
 
     def grow(self, tokens: Tensor, fused: Tensor, positions: Tensor, trees: TreeContext, origins: Tensor) -> Tensor:
@@ -153,6 +152,10 @@ class Eagle3Heads:
             enable_gqa=shape.heads != shape.kv_heads,
         )
         return self.state(residual, attended.transpose(1, 2).flatten(2))
+
+    def _in_heads(self, projected: Tensor) -> Tensor:
+        *rows, columns = projected.shape
+        return projected.view(*rows, columns // self.shape.width, self.shape.width)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the RMS norm of the last axis (Zhang and Sennrich 2019), computed in float32."""

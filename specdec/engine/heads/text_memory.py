@@ -37,7 +37,7 @@ class TextMemory:
             row[: len(slots)] = slots
         places = upload(rows.reshape(-1), self._keys.device)
         keys, values = (pool.index_select(0, places) for pool in (self._keys, self._values))
-        return keys.unflatten(0, rows.shape), values.unflatten(0, rows.shape)
+        return keys.view(*rows.shape, *keys.shape[1:]), values.view(*rows.shape, *values.shape[1:])
 
 
 class TextSlots:

@@ -37,7 +37,7 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():  # the outermost first: experts of a layer may be as many
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
-            return module
+            return list(module)
     raise UnsupportedModelError(f"{type(model).__name__} has no list of its {count} layers, so it gives no features")
 
 

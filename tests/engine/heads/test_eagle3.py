@@ -152,7 +152,7 @@ def test_they_compute_the_formulas(tmp_path: Path, sizes: RandomEagle3, layout: 
     memory = TextMemory(200, sizes.kv_heads, sizes.head_dim, torch.float32, torch.device("cpu"))
     count = 3 if sizes.layers is None else len(sizes.layers)
     texts: list[list[tuple[int, Numbers, int]]] = []  # rows of each text, as of the reference
-    slots = []
+    slots: list[NDArray[np.int64]] = []
     for length, first in ((5, 40), (2, 7)):
         features = random.normal(size=(length, count, STREAM))
         tokens, positions = random.integers(0, TOKENS, length), np.arange(first, first + length)
