@@ -338,7 +338,9 @@ async def test_hostile_schemas_hold_up_nobody(directories: Directories) -> None:
 
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
         pauses = []
-        for kind, source, _ in HOSTILE.values():
+        for name, (kind, source, _) in HOSTILE.items():
+            if name == "not built":  # a service takes it, and checks the finished text
+                continue
             grammar = model_pb2.Grammar()
             setattr(grammar, kind.value, source if isinstance(source, str) else json.dumps(source))
             other, begin = asyncio.create_task(stream(services)), time.monotonic()
