@@ -124,7 +124,7 @@ async def test_tokens_do_not_depend_on_drafting(tmp_path: Path) -> None:
         drawn = await complete(
             client,
             tokens=requests[0][0],
-            max_tokens=TOKENS,
+            max_tokens=10 * TOKENS,  # the draft opens its session while the first ones are made
             temperature=0.8,
             rule="rejection",
             speculation="always",
