@@ -57,7 +57,7 @@ MOST_USED = (
     _python("lm-eval", "lm-eval[api]==0.4.13", "transformers==5.23.0", needs_orchestrator=True),
     _node("openai-node", "openai@6.49.0", "zod@4.6.7", check="openai.mjs"),
     _node("ai-openai", "@ai-sdk/openai@3.0.141", "ai@6.0.326", "zod@4.6.7", check="ai_openai.mjs"),
-    _node("codex", "@openai/codex@0.171.0", check="codex.py", refused=("a turn as it is installed",)),
+    _node("codex", "@openai/codex@0.171.0", check="codex.py"),
 )
 """What `make verify` runs where it is installed."""
 

@@ -19,9 +19,7 @@ installs them into `build/clients`, runs them and writes this page; `make client
   the prompt. Structured answers and calls must fit their schema.
 - "A turn" of a coding agent ends without an error; the demo pair says nothing that an agent could use.
 - Each use is a function in [tests/clients/checks](../tests/clients/checks).
-- Codex wants `web_search = "disabled"` and `agents.enabled = false` in its `config.toml`: OpenAI's web search and
-  namespaces of tools are refused.
-- guidance joins a text from its log-probabilities. Ours have one for the token that ends it, so guidance fails below.
+- Codex as it is installed offers OpenAI's web search too, which is left out and named in `specdec.ignored`.
 """
 
 
