@@ -18,11 +18,13 @@ from google.rpc.code_pb2 import INVALID_ARGUMENT
 from rich.console import Console
 
 from bench.papers.evaluation import Evaluation, EvaluationError, Settings
-from bench.papers.methods import methods_named
+from bench.papers.methods import USUAL, methods_named
 from bench.papers.papers import main, parsed
 from bench.papers.prompts import Question
 from specdec.v2 import generation_pb2 as pb
 from tests.client.fake_server import TEXT, TOKENS, Act, FakeServer, rich
+from tests.models import make, near
+from tests.stack import stack
 
 ONE = Question("set/1", "code", ("Sort a list.",))
 TWO = Question("set/2", "chat", ("What is rust?", "And how is it removed?"))
@@ -247,6 +249,25 @@ def test_an_address_without_a_server_is_one_sentence() -> None:
         main(["--address", "127.0.0.1:1", "--quick"])
     assert str(ending.value).startswith("bench papers: ")
     assert "\n" not in str(ending.value)
+
+
+@pytest.mark.verify
+async def test_real_services_take_all_methods(tmp_path: Path) -> None:
+    """Whatever proposes, tokens are plain decoding's; and no method is refused."""
+    target = make("llama", tmp_path / "target")
+    draft = near(target, tmp_path / "draft", noise=0.01)
+    names = [*USUAL, "draft", "local", "lookahead", "expansion:2,1,1", "coupled:1-2", "rejection:1-2"]
+    methods = methods_named(names, 0.1)
+    evaluation = Evaluation(settings(temperatures=[0.0, 0.8], tokens=12), methods, [ONE])
+    async with stack(target, draft) as services:
+        await evaluation.run(services.address, Console(file=io.StringIO()))
+    assert (evaluation.failed, evaluation.skipped, evaluation.exact) == ({}, {}, True)
+    measured = [(answer.method, answer.temperature) for answer in evaluation.kept]
+    assert set(measured) == {(method.name, value) for method in methods for value in (0.0, 0.8) if method.fits(value)}
+    for answer in evaluation.kept:
+        assert answer.equal == answer.compared, answer.method
+        assert sum(answer.accepted) == answer.steps
+    assert all(answer.steps == answer.tokens for answer in evaluation.kept if answer.method == "plain")
 
 
 @pytest.mark.verify
