@@ -40,7 +40,7 @@ from specdec.engine.preflight.finite_weights import check_finite
 log = structlog.get_logger()
 
 NICENESS = 10
-"""Of the process that exports a version: it yields the cores to a service on the same machine."""
+"""Niceness of the process that exports a version: it yields the cores to a service on the same machine."""
 
 PROBED_TOKENS = 32
 """Tokens of the text whose logits must be finite before a version serves."""
@@ -119,7 +119,7 @@ class VersionLoader:
     context: int
     """Length in tokens of the longest text of a session."""
     placement: Placement
-    """As of the first model, with its number of KV slots."""
+    """The placement of the first model, with its number of KV slots."""
     threads: int
     branches: int
     """Children of a node while the width of passes is measured."""

@@ -91,7 +91,7 @@ class _Observed:
     guessed: int = 0
 
 
-class Trial(Generic[Session]):
+class VersionTrial(Generic[Session]):
     """The trial of one version."""
 
     def __init__(self, limits: TrialLimits) -> None:
@@ -109,7 +109,7 @@ class Trial(Generic[Session]):
 
     @property
     def reason(self) -> str:
-        """What the trial has found, in words."""
+        """The result of the trial, for a person to read."""
         if self.verdict is Outcome.SLOW:
             return (
                 f"{self._slow_passes} of {self._passes} passes took more than {self._limits.max_slowdown:g} times as "

@@ -28,7 +28,7 @@ import structlog
 from draft_service.drafter import Drafter, ExpansionError
 from draft_service.session import DrafterSession, RootMove
 from draft_service.version_loading import LoadedVersion
-from draft_service.version_trial import Outcome, Trial, TrialLimits
+from draft_service.version_trial import Outcome, TrialLimits, VersionTrial
 from specdec.decoding.sampling import Rule
 from specdec.engine.kv.slots import PoolFullError
 from specdec.engine.model_file import in_one_line
@@ -110,7 +110,7 @@ class VersionedDrafter(Drafter):
         self._limits, self._draw = limits, draw
         self._serving = Version(name, State.SERVING, fingerprint=loaded.fingerprint, loaded=loaded)
         self._canary: Version | None = None
-        self._trial: Trial[DrafterSession] = Trial(limits)  # of the canary, if there is one
+        self._trial: VersionTrial[DrafterSession] = VersionTrial(limits)  # of the canary, if there is one
         self._retired: Version | None = None
         self._known = {name: self._serving}
         self._of: dict[DrafterSession, Version] = {}
@@ -185,7 +185,7 @@ class VersionedDrafter(Drafter):
             self.dropped.put(loaded)
             return
         version.loaded, version.fingerprint, version.state = loaded, loaded.fingerprint, State.CANARY
-        self._canary, self._trial = version, Trial(self._limits)
+        self._canary, self._trial = version, VersionTrial(self._limits)
         log.info("version_on_trial", version=name, share=self._limits.share, tokens=self._limits.tokens)
 
     def remove(self, name: str) -> None:

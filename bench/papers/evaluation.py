@@ -35,7 +35,7 @@ class EvaluationError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same for all methods."""
+    """The settings that all methods share."""
 
     temperatures: Sequence[float]
     streams: Sequence[int]
@@ -50,7 +50,7 @@ class Settings:
 
 
 class Cell(NamedTuple):
-    """Where all methods are compared."""
+    """One setting in which all methods are compared."""
 
     temperature: float
     streams: int  # concurrent
@@ -326,6 +326,6 @@ def _answered(method: Method, cell: Cell, number: int, question: Question, mine:
 
 
 def _first(reasons: dict[str, str]) -> str:
-    """Return the first of the reasons, with what it is about."""
+    """Return the first reason, after its name."""
     name, reason = next(iter(reasons.items()))
     return f"{name}: {reason}"

@@ -30,7 +30,7 @@ MAX_DIGITS = 6
 """Digits of a number in a name, more than any limit has."""
 
 Part = Literal["a draft", "a local draft", "heads"]
-"""What a deployment needs besides its target."""
+"""A component that a method needs besides the target."""
 
 Temperatures = Literal["any", "zero", "above zero"]
 

@@ -1,4 +1,4 @@
-"""What the answers of an evaluation come to: for each cell and method the measures of the papers."""
+"""Summaries of the answers of an evaluation: the measures of the papers for each cell and method."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from specdec.extras import check_installed
 from specdec.wire.address import parse_addresses
 
 if TYPE_CHECKING:  # imports torch
-    from specdec.training.traffic import Traffic
+    from specdec.training.traffic import TrainingTraffic
 
 RATE, UNTRAINED_RATE = 1e-4, 1e-3
 """Default peaks of the learning rate: from trained weights, and from random ones."""
@@ -203,14 +203,14 @@ def train_draft(
     print(out)
 
 
-def _read(addresses: str, allowed: Access) -> Traffic:
+def _read(addresses: str, allowed: Access) -> TrainingTraffic:
     """Return the texts that draft services keep; TextError if one cannot be read."""
-    from specdec.training.traffic import Traffic, kept_texts
+    from specdec.training.traffic import TrainingTraffic, kept_texts
 
     texts = []
     for at in parse_addresses(addresses):
         with allowed.channel(at.target) as channel:
             texts += kept_texts(at.target, channel, allowed.metadata, TRAFFIC_SECONDS)
-    found = Traffic.of(texts)
+    found = TrainingTraffic.of(texts)
     say(f"{len(found.texts)} kept texts of {len(found.tenants)} tenants")
     return found

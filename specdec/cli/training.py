@@ -1,4 +1,4 @@
-"""What `train-heads` and `train-draft` share: options, failures, and a loop that can be stopped."""
+"""Options, failures and the interruptible loop of `train-heads` and `train-draft`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Minutes = Annotated[
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the unfinished training in OUT.")]
 
 
-class Work(Protocol):
+class ResumableWork(Protocol):
     """Work in units that can be saved after each, and gone on with."""
 
     @property
@@ -145,7 +145,7 @@ def failing_in_one_line() -> Iterator[None]:
 
 
 def work_on(
-    work: Work,
+    work: ResumableWork,
     out: Path,
     stops: Stops,
     until: float,

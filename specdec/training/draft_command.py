@@ -23,7 +23,7 @@ from specdec.training.models import load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
 from specdec.training.plan import DRAFT, TRAINS, write_plan
 from specdec.training.texts import digest_of, tokens_of
-from specdec.training.traffic import Traffic
+from specdec.training.traffic import TrainingTraffic
 
 REPLAY_SHARE = 0.25
 """Default part of a batch that is older text, where there is any."""
@@ -44,7 +44,7 @@ class DraftWishes:
     replay: Sequence[Path]  # older text; to go on, none or that of the beginning
     replay_share: float | None
     device: str
-    traffic: Traffic | None = None  # texts kept by draft services, besides
+    traffic: TrainingTraffic | None = None  # texts kept by draft services, besides
 
 
 class PreparedDraft:
@@ -58,7 +58,7 @@ class PreparedDraft:
         plan: DraftPlan,
         origin: DraftOrigin,
         files: DraftFiles,
-        traffic: Traffic | None = None,
+        traffic: TrainingTraffic | None = None,
     ) -> None:
         self.text = text
         self._traffic = traffic

@@ -41,7 +41,7 @@ STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """What a trained draft has beside its weights, and the dtype of those."""
+    """The files of a trained draft beside its weights, and the dtype of the weights."""
 
     draft: ModelDirectory  # whose configuration it has
     tokenizer: ModelDirectory  # whose tokenizer it has

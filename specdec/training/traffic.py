@@ -20,14 +20,14 @@ LEARNED_FROM = "learned_from.json"
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TrainingTraffic:
     """Kept texts, and the digests of their tenants."""
 
     texts: Sequence[Sequence[int]]
     tenants: frozenset[str]
 
     @classmethod
-    def of(cls, messages: Iterable[learning_pb2.KeptText]) -> Traffic:
+    def of(cls, messages: Iterable[learning_pb2.KeptText]) -> TrainingTraffic:
         texts = list(messages)
         return cls([text.tokens for text in texts], frozenset(text.tenant_digest for text in texts))
 

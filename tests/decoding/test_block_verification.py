@@ -250,7 +250,7 @@ def run(
     depth: Callable[[int, Path], int] = lambda seed, text: 1 + (seed + len(text)) % 3,
     hashed: Hash = text_hash,
 ) -> Path:
-    """Generate tokens by steps of different depths. Below a rejection the draft draws anew."""
+    """Generate tokens by steps of different depths. Below a rejection the draft draws again."""
     text: Path = ()
     while len(text) < length:
         draws, (count, token) = step(seed, text, depth(seed, text), p, q, hashed)

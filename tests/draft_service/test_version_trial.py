@@ -17,8 +17,8 @@ from draft_service.version_trial import (
     WINDOW_TOKENS,
     Bettor,
     Outcome,
-    Trial,
     TrialLimits,
+    VersionTrial,
 )
 
 ALPHA = 0.05
@@ -61,11 +61,11 @@ COMMIT = 20
 """Tokens of a commit."""
 
 
-def tried(seed: int, serving: float, new: float, limits: TrialLimits = LIMITS, texts: int = 600) -> Trial[int]:
+def tried(seed: int, serving: float, new: float, limits: TrialLimits = LIMITS, texts: int = 600) -> VersionTrial[int]:
     """Return the trial of a version that guesses the share `new` of its tokens, beside one that guesses `serving`. It
     goes on until a verdict, or for this many texts."""
     chance = random.Random(seed)
-    trial: Trial[int] = Trial(limits)
+    trial: VersionTrial[int] = VersionTrial(limits)
     for session in range(texts):
         is_new = chance.random() < limits.share
         guessed = text(chance, new if is_new else serving)
@@ -140,7 +140,7 @@ def test_it_is_given_up_after_its_tokens() -> None:
 
 def test_paused_drafts_do_not_use_up_the_trial() -> None:
     """With both versions paused, as under load, there is no verdict, however long it takes."""
-    trial: Trial[int] = Trial(LIMITS)
+    trial: VersionTrial[int] = VersionTrial(LIMITS)
     for session in range(2000):
         trial.opened(session, is_new=session % 2 == 0)
         trial.committed(session, 100, 0, paused=True)
@@ -150,7 +150,7 @@ def test_paused_drafts_do_not_use_up_the_trial() -> None:
 
 def test_a_version_that_is_paused_because_it_is_bad_is_worse() -> None:
     """Its texts are no fewer observations than those of the other."""
-    trial: Trial[int] = Trial(LIMITS)
+    trial: VersionTrial[int] = VersionTrial(LIMITS)
     for session in range(60):
         is_new = session % 2 == 0
         trial.opened(session, is_new=is_new)
@@ -162,7 +162,7 @@ def test_a_version_that_is_paused_because_it_is_bad_is_worse() -> None:
 
 @pytest.mark.parametrize(("tokens", "verdict"), [(MIN_TOKENS - 1, None), (MIN_TOKENS, Outcome.WORSE)])
 def test_texts_that_are_too_short_do_not_count(tokens: int, verdict: Outcome | None) -> None:
-    trial: Trial[int] = Trial(LIMITS)
+    trial: VersionTrial[int] = VersionTrial(LIMITS)
     for session in range(60):
         is_new = session % 2 == 0
         trial.opened(session, is_new=is_new)
@@ -173,7 +173,7 @@ def test_texts_that_are_too_short_do_not_count(tokens: int, verdict: Outcome | N
 
 def test_a_long_text_counts_with_its_beginning_and_before_its_end() -> None:
     """What comes later changes nothing, and the session need not be closed."""
-    trial: Trial[int] = Trial(LIMITS)
+    trial: VersionTrial[int] = VersionTrial(LIMITS)
     for session in range(60):
         is_new = session % 2 == 0
         trial.opened(session, is_new=is_new)
@@ -188,7 +188,7 @@ def test_a_long_text_counts_with_its_beginning_and_before_its_end() -> None:
 
 
 def test_sessions_that_are_no_part_of_it_change_nothing() -> None:
-    trial: Trial[int] = Trial(LIMITS)
+    trial: VersionTrial[int] = VersionTrial(LIMITS)
     trial.committed(1, 100_000, 100_000, paused=False)
     trial.closed(1)
     assert (trial.verdict, trial.tokens) == (None, 0)
@@ -197,7 +197,7 @@ def test_sessions_that_are_no_part_of_it_change_nothing() -> None:
 
 def test_it_is_slow_if_most_of_its_passes_are() -> None:
     """A few that lost their core, however long they took, do not make it slow."""
-    trial: Trial[int] = Trial(TrialLimits(max_slowdown=1.5))
+    trial: VersionTrial[int] = VersionTrial(TrialLimits(max_slowdown=1.5))
     for number in range(4 * SPEED_PASSES):
         trial.passed(100.0 if number % 2 else 1.4, 1.0)
     assert trial.verdict is None
@@ -207,7 +207,7 @@ def test_it_is_slow_if_most_of_its_passes_are() -> None:
 
 
 def test_a_few_passes_do_not_make_it_slow() -> None:
-    trial: Trial[int] = Trial(LIMITS)
+    trial: VersionTrial[int] = VersionTrial(LIMITS)
     for _ in range(SPEED_PASSES - 1):
         trial.passed(10.0, 1.0)
     assert trial.verdict is None

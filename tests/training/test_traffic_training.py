@@ -19,7 +19,7 @@ from specdec.training.draft_command import DraftWishes, prepared
 from specdec.training.files import PLAN, STATE, TEXTS
 from specdec.training.given_draft import GivenDraft
 from specdec.training.texts import TextError
-from specdec.training.traffic import LEARNED_FROM, Traffic, kept_texts
+from specdec.training.traffic import LEARNED_FROM, TrainingTraffic, kept_texts
 from specdec.v2 import learning_pb2, learning_pb2_grpc
 from tests.models import VOCABULARY, make, near
 
@@ -42,7 +42,7 @@ def test_texts_are_joined_and_tenants_named() -> None:
         learning_pb2.KeptText(tenant_digest="y", tokens=[3]),
         learning_pb2.KeptText(tenant_digest="x", tokens=[4]),
     ]
-    traffic = Traffic.of(kept)
+    traffic = TrainingTraffic.of(kept)
     assert traffic.tokens(0).tolist() == [1, 2, 0, 3, 0, 4, 0]
     assert traffic.tokens(None).tolist() == [1, 2, 3, 4]
     assert traffic.tenants == {"x", "y"}
@@ -53,7 +53,7 @@ def test_a_training_writes_weights_and_digests_alone(tmp_path: Path) -> None:
     target = ModelDirectory(tmp_path / "target")
     draft = GivenDraft.checked(tmp_path / "draft", target, "cpu", untrained=False)
     plan = DraftPlan(steps=3, rows=2, length=64, rate=0.001)
-    wishes = DraftWishes([], 100, [], None, "cpu", Traffic.of(messages()))
+    wishes = DraftWishes([], 100, [], None, "cpu", TrainingTraffic.of(messages()))
     out = tmp_path / "out"
     work = prepared(target, draft, wishes, plan, out, resume=False)
     while not work.own_text.over:

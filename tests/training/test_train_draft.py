@@ -115,7 +115,7 @@ def test_minutes_and_a_full_disk_keep_what_was_learned(folder: Path) -> None:
 
 
 def test_what_it_leaves_drafts_for_its_target(folder: Path) -> None:
-    """From random weights of another architecture, of which there is a configuration alone."""
+    """Train from random weights of another architecture, given by its configuration alone."""
     sketch = make("qwen3", folder / "sketch", num_hidden_layers=1)
     for file in sketch.iterdir():
         if file.name != "config.json":

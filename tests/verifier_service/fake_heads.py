@@ -175,7 +175,7 @@ class Kind:
 
 
 def loop_of(proposer: HeadsProposer[Any], **options: Any) -> StepLoop:
-    """Return a step loop in which heads propose, whatever they bring."""
+    """Return a step loop that lets heads propose even where they do not pay."""
     usual: dict[str, Any] = {"controller": Decided(Mode.HEADS), "latency": FREE}
     return step_loop(options.pop("target", None) or StatesEngine(60), heads=proposer, **usual | options)
 

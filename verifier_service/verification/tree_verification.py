@@ -178,7 +178,7 @@ class TreeVerification:
             for node in tree.candidates:  # parents come before their children
                 nodes[tree.results[id(node)]] = node
                 paths[id(node)] = [*paths[id(node.parent)], node.token]
-        in_chain = {row for row, node in nodes.items() if self._blocks and _on_chain(node)}
+        in_chain = {row for row, node in nodes.items() if _on_chain(node)} if self._blocks else set[int]()
         for row, node in nodes.items():
             if row in in_chain:
                 continue

@@ -172,7 +172,7 @@ class Eagle3Heads:
 
 
 class TreeContext:
-    """What the rows of n growing trees see: the keys of their texts, of their ancestors in the tree, and their own."""
+    """The keys that the rows of n growing trees see: their texts', their ancestors' in the tree, and their own."""
 
     def __init__(self, memory: TextMemory, texts: list[Slots], room: int) -> None:
         """`texts`: the slots of each text; `room`: rows of a tree, at most."""

@@ -40,7 +40,7 @@ class Eagle3Shape(NamedTuple):
 
 
 class Eagle3Variant(NamedTuple):
-    """What distinguishes EAGLE-3 heads of one shape, beside the norms that are among their weights."""
+    """The options of EAGLE-3 heads that neither their shape nor the norms among their weights show."""
 
     epsilon: float  # of all norms
     norm_before_residual: bool = False  # the attention's residual is RMS_hidden(g) instead of g

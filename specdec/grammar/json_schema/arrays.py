@@ -20,7 +20,7 @@ from specdec.grammar.json_schema.schemas import Schema
 from specdec.grammar.json_schema.values import is_at_most, is_number
 
 MAX_CONTAINING = 16
-"""Number of first items of an array of which one must fit `contains`: an alternative for each place."""
+"""Limit on the place of the item that fits `contains`: the grammar has an alternative for each place."""
 
 MAX_UNIQUE = 4
 """Most values of items that must be unique: an alternative for each order."""

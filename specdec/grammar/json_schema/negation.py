@@ -56,7 +56,7 @@ def negation(rewriter: Rewriter, schema: Schema, place: str) -> Schema:
 
 
 def _ways_out(rewriter: Rewriter, key: str, value: Any, schema: Mapping[str, Any], place: str) -> Sequence[Schema]:
-    """Return schemas of which one allows each value that breaks a keyword."""
+    """Return schemas. Each value that breaks a keyword is allowed by one of them."""
 
     def opposite(inner: Schema, at: str = place) -> Schema:
         return negation(rewriter, inner, at)

@@ -1,4 +1,4 @@
-"""What the rules for keywords share: the state of one rewriting, and the way back to whole schemas.
+"""The rewriter that the rules for keywords share: the state of one rewriting, and the way back to whole schemas.
 
 Rules and the rewriting of whole schemas call each other, so the rules know only `Rewriter`. Errors name the place of
 their schema, a JSON pointer.
