@@ -82,6 +82,19 @@ def anything(_: Node) -> bool:
     return True
 
 
+def _unlink(top: Node, kept: Node) -> None:
+    """Take the children from all nodes at and below `top`, except at and below `kept`.
+
+    A node and its children refer to each other, so dropped nodes would wait for the garbage collector, which pauses
+    steps.
+    """
+    below = [top]
+    for node in below:
+        if node is not kept and node.children:
+            below += node.children.values()
+            node.children.clear()
+
+
 class TokenTree:
     """Committed tokens and the candidates below them.
 
@@ -195,13 +208,15 @@ class TokenTree:
 
     def commit(self, tokens: Sequence[int]) -> list[Node]:
         """Append final tokens and return the surviving nodes below the new root. A node survives iff the new committed
-        text is a prefix of its path."""
+        text is a prefix of its path. The other nodes lose their children."""
+        former = self.root
         self.committed += tokens
         for token in tokens:
             child = self.root.children.get(token)
             self.root = child if child is not None else Node(token, self.base, None, 0.0, 0)
             self.root.parent = None
             self.base += 1
+        _unlink(former, self.root)
         alive = self.root.walk()
         self.size = len(alive)
         return alive

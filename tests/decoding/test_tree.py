@@ -8,6 +8,7 @@ of 1/8, so that sums are exact and equal path logprobs compare equal.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -469,3 +470,19 @@ class TestSampled:
         tree = self.grown()
         tree.insert(2, Paths([], [], [], [(0, row(3))]))
         assert tree.root.distribution is None
+
+
+def test_dropped_nodes_do_not_wait_for_the_garbage_collector() -> None:
+    tree = TokenTree(PROMPT, vocabulary=VOCABULARY, last_position=FAR)
+    tree.insert(2, Paths((0, 1, 2, 3, 0, 1), (0, 1, 1, 0, 4, 5), (-1.0,) * 6))
+    gc.collect()
+    gc.disable()
+    try:
+        tree.commit([0, 1])
+        assert tree.size == 0
+        assert gc.collect() == 0
+        tree.insert(4, Paths((0, 1, 2), (0, 1, 1), (-1.0,) * 3))
+        tree.commit([3])
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
