@@ -9,7 +9,7 @@ batch* (`vllm/layout.py`) has a block table for each text. Packers know nothing 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 from specdec.engine.row_counts import InvariantRowCounts
-
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,15 @@ class Packer(ABC):
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
         """Add rows that see one text, each up to its own position; keys[i] is the slot of the token at position i."""
 
-    @abstractmethod
-    def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
-        """Add rows that each see a subset of keys, one per position up to its own: `visible` [len(rows), len(keys)]."""
+    def add_branch(self, text: Slots, branch: Sequence[int], rows: Sequence[int]) -> None:
+        """Add rows that see a text and then the slots of a branch below it, each up to its own position."""
+        self.add_path(np.concatenate([text, branch]), rows)
 
     def add_leaves(self, text: Slots, branches: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Add rows that each see a text and then the slots of its own branch, ending with the row's slot. Branches may
-        have a common beginning; no row lies on another's branch."""
+        have a common beginning."""
         for branch, row in zip(branches, rows, strict=True):
-            self.add_path(np.concatenate([text, branch]), [row])
+            self.add_branch(text, branch, [row])
 
     @abstractmethod
     def pack(self) -> PackedBatch:
@@ -90,13 +88,3 @@ class Packer(ABC):
             self.add_path(np.asarray([PADDING_SLOT]), [self.add_row(0, 0, PADDING_SLOT) for _ in range(missing)])
         wanted = self.wanted or [0]  # a compiler would treat an empty selection as a special case
         self.wanted = wanted + wanted[:1] * (self.rows.padded(len(wanted)) - len(wanted))
-
-
-def tree_paths(keys: Slots, key_positions: NDArray[np.int64], visible: Mask) -> Iterator[Slots]:
-    """Yield the visible keys of each row of a tree by position (`Packer.add_tree`). The common text at the beginning is
-    in order already."""
-    common = visible.all(axis=0) & (key_positions == np.arange(len(keys)))
-    text = len(keys) if common.all() else int(common.argmin())
-    for seen in visible[:, text:]:
-        own = text + np.flatnonzero(seen)
-        yield np.concatenate([keys[:text], keys[own[np.argsort(key_positions[own], kind="stable")]]])

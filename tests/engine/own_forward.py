@@ -133,16 +133,10 @@ class Tree:
             keys = np.concatenate([self.session.slots, self.slots[path]])
             step.packer.add_path(keys, [self.rows[node] for node in path])
 
-    def as_masked_lane(self, step: Step) -> None:
-        paths = [self.path(node) for node in range(len(self.PARENTS))]
-        done = self.session.done
-        visible = np.zeros((len(paths), done + len(paths)), dtype=bool)
-        visible[:, :done] = True
-        for node, path in enumerate(paths):
-            visible[node, [done + i for i in path]] = True
-        depths = [done + len(path) - 1 for path in paths]
-        keys = np.concatenate([self.session.slots, self.slots])
-        step.packer.add_tree(keys, np.array([*range(done), *depths]), self.rows, visible)
+    def as_leaves(self, step: Step) -> None:
+        """Every node as a leaf of its own."""
+        branches = [self.slots[self.path(node)].tolist() for node in range(len(self.PARENTS))]
+        step.packer.add_leaves(self.session.slots, branches, self.rows)
 
 
 def words(seed: int, count: int) -> Text:

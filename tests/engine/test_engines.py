@@ -167,7 +167,7 @@ class TestReferenceForward:
             step.run()
             session.roll_back(len(session.text) - 4)
 
-    @pytest.mark.parametrize("layout", [Tree.as_paths, Tree.as_masked_lane], ids=["paths", "masked"])
+    @pytest.mark.parametrize("layout", [Tree.as_paths, Tree.as_leaves], ids=["paths", "leaves"])
     def test_a_tree_is_verified_copied_out_and_continued(
         self, subject: Subject, layout: Callable[[Tree, Step], None]
     ) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from specdec.decoding.tree import Node
 from specdec.engine.batch import Packer
 from specdec.engine.kv.slots import Slots
@@ -94,8 +92,8 @@ def plan_tree(
         if id(leaf) in inner:
             continue
         path = leaf.path()
-        keys = np.concatenate([prefix, [tree.slots[id(node)] for node in path]])
-        packer.add_path(keys, [row_of[id(node)] for node in path if id(node) not in placed])
+        slots = [tree.slots[id(node)] for node in path]
+        packer.add_branch(prefix, slots, [row_of[id(node)] for node in path if id(node) not in placed])
         placed.update(map(id, path))
     return tree
 

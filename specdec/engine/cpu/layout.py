@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.engine.batch import Mask, PackedBatch, Packer, tree_paths
+from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots
 
 
@@ -45,10 +45,6 @@ class RaggedPacker(Packer):
         self._first.update(dict.fromkeys(rows, self._length))
         self._keys.append(keys)
         self._length += len(keys)
-
-    def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
-        for row, path in zip(rows, tree_paths(keys, key_positions, visible), strict=True):
-            self.add_path(path, [row])
 
     def pack(self) -> RaggedBatch:
         self._pad()

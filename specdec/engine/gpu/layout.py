@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.engine.batch import Mask, PackedBatch, Packer, tree_paths
+from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 
 SPLIT = 256
@@ -63,9 +63,22 @@ class SplitKvBatch(PackedBatch):
         _check_range("positions", (self.positions,), context)
 
 
+class _Keys(NamedTuple):
+    """The key slots of a path in two parts, so that branches below one text refer to it and copy its end alone."""
+
+    text: Slots  # whole splits
+    rest: Slots
+
+    def of(self, splits: range) -> Iterator[Slots]:
+        """Yield the slots of these splits, in two parts."""
+        begin, end, whole = splits.start * SPLIT, splits.stop * SPLIT, len(self.text)
+        yield self.text[begin:end]
+        yield self.rest[max(0, begin - whole) : max(0, end - whole)]
+
+
 class _Path(NamedTuple):
     first: int  # first slot of its keys
-    keys: Slots
+    keys: _Keys
     rows: list[int]
     shared: int = 0  # leading splits whose keys equal those of the preceding path
 
@@ -73,7 +86,7 @@ class _Path(NamedTuple):
 class _Stack(NamedTuple):
     """Tiles of the same rows over consecutive splits of one text."""
 
-    keys: Slots
+    keys: _Keys
     splits: range
     rows: list[int]
 
@@ -84,16 +97,23 @@ class SplitKvPacker(Packer):
 
     tile_rows: int = TILE_ROWS
     _paths: list[_Path] = field(default_factory=list)
+    _text: Slots | None = None  # of the last branch
+    _whole: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # its whole splits
 
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
-        last = max(map(self.positions.__getitem__, rows))
-        if last >= len(keys):
-            raise ValueError(f"a row at position {last} has only {len(keys)} keys")
-        self._paths.append(_Path(int(keys[0]), keys, list(rows)))
+        whole = len(keys) // SPLIT * SPLIT
+        self._add(_Keys(keys[:whole], keys[whole:]), rows)
 
-    def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
-        for row, path in zip(rows, tree_paths(keys, key_positions, visible), strict=True):
-            self.add_path(path, [row])
+    def add_branch(self, text: Slots, branch: Sequence[int], rows: Sequence[int]) -> None:
+        if text is not self._text:
+            self._text, self._whole = text, text[: len(text) // SPLIT * SPLIT]
+        self._add(_Keys(self._whole, np.concatenate([text[len(self._whole) :], branch])), rows)
+
+    def _add(self, keys: _Keys, rows: Sequence[int]) -> None:
+        last, count = max(map(self.positions.__getitem__, rows)), len(keys.text) + len(keys.rest)
+        if last >= count:
+            raise ValueError(f"a row at position {last} has only {count} keys")
+        self._paths.append(_Path(int(keys.text[0] if len(keys.text) else keys.rest[0]), keys, list(rows)))
 
     def pack(self) -> SplitKvBatch:
         self._pad()
@@ -112,8 +132,10 @@ class SplitKvPacker(Packer):
         keys = np.full(padded * SPLIT, PADDING_SLOT, dtype=np.int32)
         bottom = 0
         for stack in stacks:
-            own = stack.keys[stack.splits.start * SPLIT : stack.splits.stop * SPLIT]
-            keys[bottom : bottom + len(own)] = own
+            top = bottom
+            for own in stack.keys.of(stack.splits):
+                keys[top : top + len(own)] = own
+                top += len(own)
             bottom += len(stack.splits) * SPLIT
         below = np.cumsum(heights) - heights
         firsts = np.asarray([stack.splits.start for stack in stacks])
@@ -153,7 +175,7 @@ class SplitKvPacker(Packer):
             if start < stop:
                 yield from self._of_rows(group[0].keys, rows, start, stop)
 
-    def _of_rows(self, keys: Slots, rows: list[int], start: int, stop: int) -> Iterator[_Stack]:
+    def _of_rows(self, keys: _Keys, rows: list[int], start: int, stop: int) -> Iterator[_Stack]:
         """Yield the tiles of splits start..stop-1 of one text. A row is in no split that begins after its position."""
         if len(rows) == 1:
             yield _Stack(keys, range(start, stop), rows)
@@ -174,11 +196,19 @@ def _check_range(what: str, arrays: Sequence[NDArray[np.integer]], end: int) -> 
         raise ValueError(f"{what} must lie in 0..{end - 1}, one is {lowest if lowest < 0 else highest}")
 
 
-def _common_splits(a: Slots, b: Slots) -> int:
-    """Return the number of leading splits with the same slots in both."""
+def _common_splits(a: _Keys, b: _Keys) -> int:
+    """Return a number of leading splits with the same slots in both: all such, if the texts are equally long."""
+    common = len(a.text) if a.text is b.text else _equal(a.text, b.text)
+    if common == len(a.text) == len(b.text):
+        common += _equal(a.rest, b.rest)
+    return common // SPLIT
+
+
+def _equal(a: Slots, b: Slots) -> int:
+    """Return how many leading slots are the same in both, in whole splits."""
     whole = min(len(a), len(b)) // SPLIT * SPLIT
     differ = np.flatnonzero(a[:whole] != b[:whole])
-    return (int(differ[0]) if len(differ) else whole) // SPLIT
+    return int(differ[0]) // SPLIT * SPLIT if len(differ) else whole
 
 
 def _padded(array: NDArray[np.int64] | Integers, length: int) -> Integers:

@@ -18,8 +18,10 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.engine.batch import Mask, PackedBatch, Packer
+from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
+
+Mask = NDArray[np.bool_]
 
 KEY_BUCKET = 64
 """A lane's list of keys is padded to a multiple of this."""
@@ -81,11 +83,6 @@ class PaddedPacker(Packer):
             count = min(padded, len(keys))
             self.lanes.append(Lane(keys[:count], np.arange(count), chunk, positions, None, padded))
 
-    def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
-        positions = np.asarray([self.positions[row] for row in rows])
-        indices = np.asarray(rows, dtype=np.int64)
-        self.lanes.append(Lane(keys, key_positions, indices, positions, visible, _bucket(len(keys))))
-
     def add_leaves(self, text: Slots, branches: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Add the branches as one tree: a lane that reads common slots once."""
         base = len(text)
@@ -100,7 +97,9 @@ class PaddedPacker(Packer):
                     positions.append(position)
                 seen[columns[slot]] = True
         keys = np.concatenate([text, list(columns)])
-        self.add_tree(keys, np.array(positions), rows, visible[:, : len(positions)])
+        row_positions = np.asarray([self.positions[row] for row in rows])
+        visible = visible[:, : len(positions)]
+        self.lanes.append(Lane(keys, np.array(positions), np.asarray(rows), row_positions, visible, _bucket(len(keys))))
 
     def pack(self) -> PaddedBatch:
         self._pad()

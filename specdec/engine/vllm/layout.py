@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.engine.batch import Mask, PackedBatch, Packer
+from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import Slots
 
@@ -64,10 +64,6 @@ class BlockPacker(Packer):
         if self.slots[first : first + count] != written.tolist() or not np.array_equal(keys[position:length], written):
             raise ValueError("the tokens of a sequence must lie in its blocks, in order of position")
         self._sequences.append(_Sequence(own, length, table))
-
-    def add_tree(self, keys: Slots, key_positions: NDArray[np.int64], rows: Sequence[int], visible: Mask) -> None:
-        """Raise ValueError: a sequence has no branches."""
-        raise ValueError("a block batch has sequences alone, no trees")
 
     def pack(self) -> BlockBatch:
         self._pad()

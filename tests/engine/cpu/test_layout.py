@@ -38,15 +38,6 @@ def test_a_tree_is_a_path_for_each_leaf() -> None:
     assert seen(packer.pack()) == [[5, 10], [5, 10, 11], [5, 10, 11, 12], [5, 10, 11, 13]]
 
 
-def test_a_masked_tree_is_read_in_order_of_position() -> None:
-    packer = RaggedPacker()
-    rows = [packer.add_row(7, 2, 6), packer.add_row(8, 3, 20), packer.add_row(9, 3, 21)]
-    keys, positions = np.array([21, 4, 6, 5, 20]), np.array([3, 0, 2, 1, 3])
-    visible = np.array([[0, 1, 1, 1, 0], [0, 1, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=bool)
-    packer.add_tree(keys, positions, rows, visible)
-    assert seen(packer.pack()) == [[4, 5, 6], [4, 5, 6, 20], [4, 5, 6, 21]]
-
-
 def test_padding_reads_and_writes_nowhere_and_wants_the_first_row() -> None:
     packer = RaggedPacker(rows=InvariantRowCounts((4, 8)))
     keys = np.arange(10, 15)

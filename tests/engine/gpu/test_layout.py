@@ -65,7 +65,7 @@ def add_text(packer: SplitKvPacker, slots: Slots, new: int) -> range:
 
 
 def add_tree(packer: SplitKvPacker, prefix: Slots, parents: Sequence[int | None], first_slot: int) -> list[list[int]]:
-    """Add the tip of a text and a tree below it, as the verifier does: a path for each leaf, and rows on the first path
+    """Add the tip of a text and a tree below it, as the verifier does: a branch for each leaf, and rows on the first path
     through them. Return the slots to be read by each row, in order of rows."""
     tip = packer.add_row(0, len(prefix) - 1, int(prefix[-1]))
     texts: list[Slots] = []
@@ -85,7 +85,8 @@ def add_tree(packer: SplitKvPacker, prefix: Slots, parents: Sequence[int | None]
         while node is not None:
             path.insert(0, node)
             node = parents[node]
-        packer.add_path(texts[leaf], waiting + [rows[node] for node in path if node not in placed])
+        branch = texts[leaf][len(prefix) :].tolist()
+        packer.add_branch(prefix, branch, waiting + [rows[node] for node in path if node not in placed])
         placed.update(path)
         waiting = []
     if waiting:
@@ -156,15 +157,6 @@ def test_padding_reads_and_writes_nowhere() -> None:
     assert seen(batch)[5:] == [[PADDING_SLOT]] * 3
     assert batch.wanted.tolist() == [4] * 4
     check_form(batch)
-
-
-def test_a_masked_tree_is_read_in_order_of_position() -> None:
-    packer = SplitKvPacker()
-    rows = [packer.add_row(7, 2, 6), packer.add_row(8, 3, 20), packer.add_row(9, 3, 21)]
-    keys, positions = np.array([21, 4, 6, 5, 20]), np.array([3, 0, 2, 1, 3])
-    visible = np.array([[0, 1, 1, 1, 0], [0, 1, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=bool)
-    packer.add_tree(keys, positions, rows, visible)
-    assert seen(packer.pack()) == [[4, 5, 6], [4, 5, 6, 20], [4, 5, 6, 21]]
 
 
 @st.composite

@@ -135,25 +135,23 @@ class TestPath:
 
 
 class TestTree:
-    def test_a_masked_tree_sees_what_its_mask_says(self) -> None:
+    def test_leaves_are_one_lane_and_see_their_own_branch(self) -> None:
         """Two children of a tip at position 2: neither sees the other."""
         packer = PaddedPacker()
-        keys = np.array([4, 5, 6, 20, 21])
-        visible = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]], dtype=bool)
         rows = [packer.add_row(7, 2, 6), packer.add_row(8, 3, 20), packer.add_row(9, 3, 21)]
-        packer.add_tree(keys, np.array([0, 1, 2, 3, 3]), rows, visible)
+        packer.add_leaves(np.array([4, 5]), [[6], [6, 20], [6, 21]], rows)
         batch = packer.pack()
         check_layout(batch)
+        assert len(batch.groups) == len(batch.groups[0].keys) == 1
         assert read(batch) == {0: {4, 5, 6}, 1: {4, 5, 6, 20}, 2: {4, 5, 6, 21}}
 
-    def test_a_masked_tree_looks_back_by_position_not_by_index(self) -> None:
+    def test_leaves_look_back_by_position_not_by_index(self) -> None:
         packer = PaddedPacker(window=2)
-        keys = np.array([4, 5, 6, 20, 21, 22])
-        visible = np.array([[1, 1, 1, 1, 0, 1]], dtype=bool)
-        packer.add_tree(keys, np.array([0, 1, 2, 3, 3, 4]), [packer.add_row(7, 4, 22)], visible)
+        rows = [packer.add_row(7, 4, 22), packer.add_row(8, 4, 23)]
+        packer.add_leaves(np.array([4, 5, 6]), [[20, 22], [21, 23]], rows)
         batch = packer.pack()
-        assert read(batch) == {0: {4, 5, 6, 20, 22}}
-        assert read(batch, windowed=True) == {0: {20, 22}}
+        assert read(batch) == {0: {4, 5, 6, 20, 22}, 1: {4, 5, 6, 21, 23}}
+        assert read(batch, windowed=True) == {0: {20, 22}, 1: {21, 23}}
 
     def test_a_row_shared_by_paths_is_in_each_lane_and_has_one_place(self) -> None:
         packer = PaddedPacker()

@@ -80,8 +80,8 @@ def test_what_is_no_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="only 10 keys"):
         packed(keys, [10], [BLOCK + 10])
     packer = BlockPacker()
-    with pytest.raises(ValueError, match="no trees"):
-        packer.add_tree(keys, np.arange(10), [packer.add_row(7, 3, BLOCK + 3)], np.ones((1, 10), dtype=bool))
+    with pytest.raises(ValueError, match="in its blocks"):
+        packer.add_branch(keys[:3], [2 * BLOCK + 3], [packer.add_row(7, 3, 2 * BLOCK + 3)])
     packer = BlockPacker()
     packer.add_row(7, 3, BLOCK + 3)
     packer.add_path(keys, [packer.add_row(7, 3, BLOCK + 3)])
