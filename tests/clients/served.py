@@ -12,7 +12,7 @@ import contextlib
 import json
 import shutil
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,19 @@ LEAST_CHARACTERS = 20
 """Of a right answer: it should come in several pieces."""
 
 
-def copy_pair(folder: Path) -> tuple[Path, Path]:
-    """Copy the demo pair into a folder, with other settings; return target and draft."""
+def copy_pair(folder: Path, texts: Sequence[str] = ENDS, context: int = CONTEXT) -> tuple[Path, Path]:
+    """Copy the demo pair into a folder, with end tokens of these `texts` and other settings; return target and
+    draft."""
     tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
-    ends = [token for text in ENDS for token in tokenizer.encode(text).ids]
-    assert len(ends) == len(ENDS), "each is one token"
+    ends = [token for text in texts for token in tokenizer.encode(text).ids]
+    assert len(ends) == len(texts), "a text is one token"
     made = []
     for name, source in ((NAME, "target"), ("draft", "draft")):
         made.append(to := folder / name)
         shutil.copytree(DEMO / source, to, dirs_exist_ok=True)
         for file, settings in {
-            "config.json": {"max_position_embeddings": CONTEXT},
-            "tokenizer_config.json": {"model_max_length": CONTEXT, "chat_template": TEMPLATES[GRANITE]},
+            "config.json": {"max_position_embeddings": context},
+            "tokenizer_config.json": {"model_max_length": context, "chat_template": TEMPLATES[GRANITE]},
             "generation_config.json": {"do_sample": False, "max_new_tokens": TOKENS, "eos_token_id": ends},
         }.items():
             path = to / file
@@ -55,9 +56,9 @@ def copy_pair(folder: Path) -> tuple[Path, Path]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[Server]:
-    """Serve the copied pair, kept in a folder, and yield the server."""
-    target, draft = copy_pair(folder)
+def serving(folder: Path, texts: Sequence[str] = ENDS, context: int = CONTEXT) -> Iterator[Server]:
+    """Serve the pair of `copy_pair`, kept in a folder, and yield the server."""
+    target, draft = copy_pair(folder, texts, context)
     with Stack.start(
         target,
         str(draft),

@@ -7,10 +7,10 @@
 The others are started beforehand, with the model that `--model DIR` writes:
 
     python -m tests.compatibility --model build/compatibility/demo    # a copy of the demo target; as GGUF beside it
-    build/vllm/bin/python -m vllm.entrypoints.openai.api_server --model build/compatibility/demo --max-model-len 2048 \\
-        --enable-auto-tool-choice --tool-call-parser hermes --enforce-eager --port 8000
+    build/vllm/bin/python -m vllm.entrypoints.openai.api_server --model build/compatibility/demo --enforce-eager \\
+        --enable-auto-tool-choice --tool-call-parser granite --gpu-memory-utilization 0.15 --port 8000
     llama-server --model build/compatibility/demo.gguf --jinja --chat-template-file build/compatibility/demo.jinja \\
-        --ctx-size 8192 --port 8080
+        --ctx-size 2048 --port 8080
 
 Answers are kept in build/compatibility. The exit status is 1 if an answer of ours does not fit its schema.
 """
@@ -41,6 +41,9 @@ from tests.tool_templates import TEMPLATES
 
 FOLDER = ROOT / "build" / "compatibility"
 SYSTEMS = ("specdec", "vLLM", "llama.cpp")
+ENDS = ("<|endoftext|>",)
+"""Texts of the end tokens. A word among them would cut an answer off that its grammar does not let end there."""
+CONTEXT = 2048
 
 
 def ask(system: str, url: str) -> Answers:
@@ -54,7 +57,7 @@ def ask(system: str, url: str) -> Answers:
 def write_model(directory: Path) -> None:
     """Write a copy of the demo target that knows tools, and beside it the same as GGUF and its chat template."""
     with tempfile.TemporaryDirectory() as folder:
-        target, _ = copy_pair(Path(folder))
+        target, _ = copy_pair(Path(folder), ENDS, CONTEXT)
         shutil.copytree(target, directory)
     convert(directory, directory.with_suffix(".gguf"))
     directory.with_suffix(".jinja").write_text(TEMPLATES[GRANITE])
@@ -87,7 +90,7 @@ def main(given: Sequence[str]) -> None:
         for system, url in (("vLLM", args.vllm), ("llama.cpp", args.llama_cpp)):
             if url is not None:
                 ask(system, url).save(FOLDER / f"{system}.json")
-        with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as server:
+        with tempfile.TemporaryDirectory() as folder, serving(Path(folder), ENDS, CONTEXT) as server:
             ask("specdec", server.url).save(FOLDER / "specdec.json")
     except (LocalError, OSError, httpx2.TransportError) as error:
         sys.exit(f"compatibility: {error}")

@@ -65,8 +65,8 @@ def add_text(packer: SplitKvPacker, slots: Slots, new: int) -> range:
 
 
 def add_tree(packer: SplitKvPacker, prefix: Slots, parents: Sequence[int | None], first_slot: int) -> list[list[int]]:
-    """Add the tip of a text and a tree below it, as the verifier does: a branch for each leaf, and rows on the first path
-    through them. Return the slots to be read by each row, in order of rows."""
+    """Add the tip of a text and a tree below it, as the verifier does: a branch for each leaf, and rows on the first
+    path through them. Return the slots to be read by each row, in order of rows."""
     tip = packer.add_row(0, len(prefix) - 1, int(prefix[-1]))
     texts: list[Slots] = []
     rows, want = [], [prefix.tolist()]
