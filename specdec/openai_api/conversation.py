@@ -22,6 +22,8 @@ REASONING = ("reasoning", "reasoning_content")
 ROLES = {"developer": "system"}
 """Roles with another name in templates."""
 
+OF_TOOLS = frozenset({"type", "function", "name", "description", "parameters", "strict"})
+
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_CALLS = 4096
@@ -48,7 +50,7 @@ def conversation(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]
     return {
         "messages": turns,
         "template_arguments": arguments or None,
-        **dict(_tools(given)),
+        **dict(_tools(given, ignored)),
         **dict(_end(given, messages[-1])),
     }
 
@@ -136,13 +138,24 @@ def _part(part: object, name: str, ignored: list[str]) -> str:
     return str(part["text"])
 
 
-def _tools(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _tools(given: Mapping[str, Any], ignored: list[str]) -> Iterator[tuple[str, Any]]:
     """Yield the tools and how they may be called; nothing without tools."""
     tools = given.get("tools", [])
     if tools != []:
         if isinstance(tools, list):
             _check_number("tools", "tools", len(tools), MAX_TOOLS)
+            tools = [_tool(tool, f"tools[{index}]", ignored) for index, tool in enumerate(tools)]
         yield "tools", tools
         yield from ((name, given[name]) for name in ("tool_choice", "parallel_tool_calls") if name in given)
     elif given.get("tool_choice", "none") not in ("none", "auto"):
         raise refused("tool_choice", "needs tools")
+
+
+def _tool(tool: Any, name: str, ignored: list[str]) -> Any:
+    """Return a tool without fields that are ignored, as `cache_control` is. The client checks the others: it refuses
+    a function's own field in the wrong place."""
+    if not isinstance(tool, dict) or "function" not in tool:
+        return tool
+    others = [key for key, value in tool.items() if key not in OF_TOOLS and value is not None]
+    ignored += [f"{name}.{key}"[:MAX_NAME_CHARACTERS] for key in others]
+    return {key: value for key, value in tool.items() if key not in others}

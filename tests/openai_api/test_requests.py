@@ -403,6 +403,10 @@ def test_unknown_fields_are_ignored_and_named() -> None:
     found = chat(temprature=1, messages=messages)
     assert found.ignored == ("temprature", "messages[0].id", "messages[0].content[0].cache_control")
     assert found.message(0) == chat(messages=[{"role": "user", "content": "a"}]).message(0)
+    tool = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}
+    found = chat(tools=[tool, tool | {"cache_control": {"type": "ephemeral"}, "x": None}])
+    assert found.ignored == ("tools[1].cache_control",)
+    assert found.message(0) == chat(tools=[tool, tool]).message(0)
     assert chat(**{f"field{number}": number for number in range(100)}).ignored[-1] == "field31"
     with pytest.raises(ApiError, match="temprature: unknown parameter"):
         parse(json.dumps({"messages": MESSAGES, "temprature": 1}).encode(), chat=True, strict=True)
