@@ -207,8 +207,11 @@ def _common_splits(a: _Keys, b: _Keys) -> int:
 def _equal(a: Slots, b: Slots) -> int:
     """Return how many leading slots are the same in both, in whole splits."""
     whole = min(len(a), len(b)) // SPLIT * SPLIT
-    differ = np.flatnonzero(a[:whole] != b[:whole])
-    return int(differ[0]) // SPLIT * SPLIT if len(differ) else whole
+    if not whole:
+        return 0
+    differ = a[:whole] != b[:whole]
+    first = int(differ.argmax())
+    return first // SPLIT * SPLIT if differ[first] else whole
 
 
 def _padded(array: NDArray[np.int64] | Integers, length: int) -> Integers:
