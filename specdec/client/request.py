@@ -26,7 +26,7 @@ def put(message: Message, field: str, option: str, value: object) -> None:
     is_number = descriptor.type not in (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_STRING)
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
     if is_number and any(isinstance(item, bool) for item in values):  # protobuf would accept True and False as 1 and 0
-        raise TypeError(f"{option} = {value!r}: must be a number")
+        raise TypeError(f"{option} = {_shown(value)}: must be a number")
     try:
         message.MergeFrom(type(message)(**{field: value}))
     except (ValueError, TypeError, OverflowError) as error:
@@ -34,7 +34,20 @@ def put(message: Message, field: str, option: str, value: object) -> None:
         wants_text = descriptor.type == FieldDescriptor.TYPE_STRING
         # Protobuf's own message names the expected type, except for string fields.
         problem = "must be text (str)" if wants_text and kind is TypeError else str(error)
-        raise kind(f"{option} = {value!r}: {problem}") from error
+        raise kind(f"{option} = {_shown(value)}: {problem}") from error
+
+
+MAX_SHOWN_CHARACTERS = 120
+
+
+def _shown(value: object) -> str:
+    """Return a value for an error: as JSON if possible, since callers of the HTTP API read it too; shortened."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        text = repr(value)
+    text = text.encode("utf-8", "backslashreplace").decode()  # surrogates could not be sent
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
 Value = TypeVar("Value")
@@ -108,7 +121,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             put(request.grammar, "after_token", name, value)
         elif name == "split_reasoning":
             if not isinstance(value, bool):
-                raise TypeError(f"split_reasoning = {value!r}: must be true or false")
+                raise TypeError(f"split_reasoning = {_shown(value)}: must be true or false")
             if not value:
                 request.reasoning.none = True
         elif name == "prompt":
@@ -121,13 +134,13 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             request.chat.messages.extend(_turns(value))
         elif name == "time":
             if not isinstance(value, datetime) or value.tzinfo is None:
-                raise ValueError(f"time = {value!r}: not a datetime with a time zone")
+                raise ValueError(f"time = {_shown(value)}: not a datetime with a time zone")
             request.chat.time.FromDatetime(value)
         elif name == "template_arguments":
             _put_arguments(request.chat, value)
         elif name in _ENDS:
             if not isinstance(value, bool):
-                raise TypeError(f"{name} = {value!r}: must be true or false")
+                raise TypeError(f"{name} = {_shown(value)}: must be true or false")
             if name == "continue_final_message":
                 request.chat.continue_final_message = value
             else:
@@ -138,7 +151,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             put_tool_choice(request.chat, value)
         elif name == "parallel_tool_calls":
             if not isinstance(value, bool):
-                raise TypeError(f"parallel_tool_calls = {value!r}: must be true or false")
+                raise TypeError(f"parallel_tool_calls = {_shown(value)}: must be true or false")
             request.chat.single_tool_call = not value and given.get("tool_choice") != "none"
         elif name == "stop":  # a single string, not a sequence of characters
             put(request, name, name, [value] if isinstance(value, str) else value)
@@ -146,14 +159,14 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             request.speculation.MergeFrom(_named(SPECULATIONS, name, value))
         elif name == "drafters":
             if isinstance(value, str) or not isinstance(value, Iterable):
-                raise ValueError(f"drafters = {value!r}: not a list of names")
+                raise ValueError(f"drafters = {_shown(value)}: not a list of names")
             found = [_named(DRAFTERS, name, drafter) for drafter in value]
             if not found:
                 raise ValueError("drafters = []: use speculation='off' for no drafters")
             request.speculation.drafters.extend(found)
         elif name == "lookahead":
             if not isinstance(value, Sequence) or len(value) != 3:
-                raise ValueError(f"lookahead = {value!r}: not (W, N, G)")
+                raise ValueError(f"lookahead = {_shown(value)}: not (W, N, G)")
             put(request.speculation, name, name, dict(zip(("window", "ngram", "guesses"), value, strict=True)))
         elif name == "jacobi":
             put(request.speculation.lookahead, "window", name, value)
@@ -171,7 +184,7 @@ def _put_grammar(grammar: model_pb2.Grammar, kind: str, value: object) -> None:
     """Set the grammar; a schema given as a mapping is encoded as JSON."""
     if kind == "choice":
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise TypeError(f"choice = {value!r}: must be a list of texts")
+            raise TypeError(f"choice = {_shown(value)}: must be a list of texts")
         grammar.choice.SetInParent()
         put(grammar.choice, "texts", kind, value)
         return
@@ -179,19 +192,19 @@ def _put_grammar(grammar: model_pb2.Grammar, kind: str, value: object) -> None:
         try:
             value = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"json_schema = {value!r}: {error}") from error
+            raise ValueError(f"json_schema = {_shown(value)}: {error}") from error
     put(grammar, kind, kind, value)
 
 
 def _put_arguments(chat: pb.ChatPrompt, arguments: object) -> None:
     """Set the arguments of the chat template; TypeError or ValueError if JSON cannot represent them."""
     if not isinstance(arguments, Mapping):
-        raise TypeError(f"template_arguments = {arguments!r}: must be a mapping")
+        raise TypeError(f"template_arguments = {_shown(arguments)}: must be a mapping")
     try:
         chat.template_arguments.update(arguments)
         chat.FromString(chat.SerializeToString())  # fails here if it would at the server
     except (ValueError, TypeError, OverflowError, DecodeError) as error:
-        raise ValueError(f"template_arguments = {arguments!r}: {error}") from error
+        raise ValueError(f"template_arguments = {_shown(arguments)}: {error}") from error
     except RecursionError:  # formatting the value would recurse as well
         raise ValueError("template_arguments = ...: are nested too deeply") from None
 
@@ -199,13 +212,13 @@ def _put_arguments(chat: pb.ChatPrompt, arguments: object) -> None:
 def _turns(messages: object) -> Iterator[pb.ChatMessage]:
     """Yield the turns of a conversation; TypeError or ValueError names the first invalid one."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
-        raise TypeError(f"messages = {messages!r}: must be a list, each item {_TURN}")
+        raise TypeError(f"messages = {_shown(messages)}: must be a list, each item {_TURN}")
     for index, message in enumerate(messages):
         option = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise TypeError(f"{option} = {message!r}: must be {_TURN}")
+            raise TypeError(f"{option} = {_shown(message)}: must be {_TURN}")
         if not {"role", "content"} <= message.keys() <= _TURN_FIELDS:
-            raise ValueError(f"{option} = {message!r}: must be {_TURN}")
+            raise ValueError(f"{option} = {_shown(message)}: must be {_TURN}")
         turn = pb.ChatMessage()
         for field, value in message.items():
             if field == "tool_calls":
@@ -213,13 +226,13 @@ def _turns(messages: object) -> Iterator[pb.ChatMessage]:
                 continue
             put(turn, field, f"{option}.{field}", value)
             if value is None:  # a message would take None for an absent field
-                raise TypeError(f"{option}.{field} = None: must be text (str)")
+                raise TypeError(f"{option}.{field} = null: must be text (str)")
         yield turn
 
 
 def _named(values: Mapping[str, Value], option: str, name: object) -> Value:
     if not isinstance(name, str) or name not in values:
-        raise ValueError(f"{option} = {name!r}: not one of {', '.join(values)}")
+        raise ValueError(f"{option} = {_shown(name)}: not one of {', '.join(values)}")
     return values[name]
 
 
@@ -229,7 +242,7 @@ _OF_A_FUNCTION = ("type", "function")
 def put_tools(chat: pb.ChatPrompt, tools: object) -> None:
     """Set the functions; TypeError or ValueError names the problem."""
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Iterable):
-        raise TypeError(f"tools = {tools!r}: must be a list of functions")
+        raise TypeError(f"tools = {_shown(tools)}: must be a list of functions")
     for index, tool in enumerate(tools):
         option = f"tools[{index}]"
         function = _function(tool, option, "name", "description", "parameters", "strict")
@@ -250,13 +263,13 @@ def put_tool_choice(chat: pb.ChatPrompt, choice: object) -> None:
     elif choice == "required":
         chat.tool_required = True
     elif choice not in ("auto", "none"):
-        raise ValueError(f"tool_choice = {choice!r}: not one of auto, none, required, or a function")
+        raise ValueError(f"tool_choice = {_shown(choice)}: not one of auto, none, required, or a function")
 
 
 def put_tool_calls(turn: pb.ChatMessage, option: str, calls: object) -> None:
     """Set the calls of a turn, with arguments as JSON text or a mapping; TypeError or ValueError names the problem."""
     if isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Iterable):
-        raise TypeError(f"{option} = {calls!r}: must be a list of calls")
+        raise TypeError(f"{option} = {_shown(calls)}: must be a list of calls")
     for index, call in enumerate(calls):
         name = f"{option}[{index}]"
         function = _function(call, name, "name", "arguments")
@@ -270,10 +283,10 @@ def put_tool_calls(turn: pb.ChatMessage, option: str, calls: object) -> None:
 def _function(given: object, option: str, *fields: str) -> Mapping[str, Any]:
     """Return the part `function` of a function or a call, after checking that it has no other fields than these."""
     if not isinstance(given, Mapping) or given.get("type", "function") != "function":
-        raise ValueError(f'{option} = {given!r}: must have the type "function"')
+        raise ValueError(f'{option} = {_shown(given)}: must have the type "function"')
     function = given.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{option}.function = {function!r}: must have a name")
+        raise ValueError(f"{option}.function = {_shown(function)}: must have a name")
     _check_fields(function, f"{option}.function", fields)
     return function
 
@@ -281,14 +294,14 @@ def _function(given: object, option: str, *fields: str) -> Mapping[str, Any]:
 def _check_fields(given: Mapping[str, Any], option: str, known: Iterable[str]) -> None:
     for field, value in given.items():
         if field not in known and value is not None:
-            raise ValueError(f"{option}.{field} = {value!r}: not one of {', '.join(known)}")
+            raise ValueError(f"{option}.{field} = {_shown(value)}: not one of {', '.join(known)}")
 
 
 def _json(value: object, option: str) -> str:
     """Return the JSON of an object."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{option} = {value!r}: must be an object")
+        raise TypeError(f"{option} = {_shown(value)}: must be an object")
     try:
         return json.dumps(value, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{option} = {value!r}: {error}") from error
+        raise ValueError(f"{option} = {_shown(value)}: {error}") from error

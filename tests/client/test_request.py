@@ -187,7 +187,7 @@ def test_grammars() -> None:
         ({"json_schema": {"a": {1}}}, "json_schema = "),
         ({"json_schema": {"a": float("nan")}}, "json_schema = "),
         ({"json_schema": 5}, "json_schema = 5: must be text"),
-        ({"choice": "ab"}, "choice = 'ab': must be a list"),
+        ({"choice": "ab"}, 'choice = "ab": must be a list'),
         ({"choice": [1]}, "choice = "),
         ({"regex": 5}, "regex = 5: must be text"),
     ],
@@ -280,7 +280,7 @@ def test_one_stop_string_is_not_its_letters() -> None:
 def test_what_does_not_fit_is_named(option: str, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match=f"^{option} = ") as caught:
         build_request(**{option: value})
-    assert repr(value) in str(caught.value)
+    assert json.dumps(value)[:100] in str(caught.value)
 
 
 def test_no_samples_are_refused_with_the_limit() -> None:
@@ -295,12 +295,12 @@ FINE = {"role": "user", "content": "hi"}
 @pytest.mark.parametrize(
     ("messages", "error", "said"),
     [
-        ("hi", TypeError, f"messages = 'hi': {TURN.replace('be', 'be a list, each item', 1)}"),
-        ([FINE, "hi"], TypeError, f"messages[1] = 'hi': {TURN}"),
-        ([FINE, {"role": "user"}], ValueError, f"messages[1] = {{'role': 'user'}}: {TURN}"),
-        ([{**FINE, "nam": "x"}], ValueError, f"messages[0] = { ({**FINE, 'nam': 'x'})!r}: {TURN}"),
+        ("hi", TypeError, f'messages = "hi": {TURN.replace("be", "be a list, each item", 1)}'),
+        ([FINE, "hi"], TypeError, f'messages[1] = "hi": {TURN}'),
+        ([FINE, {"role": "user"}], ValueError, f'messages[1] = {{"role": "user"}}: {TURN}'),
+        ([{**FINE, "nam": "x"}], ValueError, f"messages[0] = {json.dumps({**FINE, 'nam': 'x'})}: {TURN}"),
         ([{**FINE, "content": 5}], TypeError, "messages[0].content = 5: must be text (str)"),
-        ([{**FINE, "content": None}], TypeError, "messages[0].content = None: must be text (str)"),
+        ([{**FINE, "content": None}], TypeError, "messages[0].content = null: must be text (str)"),
         ([{**FINE, "role": [1]}], TypeError, "messages[0].role = [1]: must be text (str)"),
     ],
 )
@@ -314,7 +314,7 @@ def test_who_may_propose_goes_by_one_name() -> None:
     unknown: Any = "on"
     own = [number for number in model_pb2.Drafter.values() if number not in (0, model_pb2.DRAFTER_REMOTE)]
     assert build_request("hi", speculation="local").speculation == pb.Speculation(drafters=own)
-    with pytest.raises(ValueError, match=r"^speculation = 'on': not one of auto, off, always, draft, local, ngram, "):
+    with pytest.raises(ValueError, match=r'^speculation = "on": not one of auto, off, always, draft, local, ngram, '):
         build_request("hi", speculation=unknown)
 
 
@@ -368,7 +368,7 @@ def test_tools() -> None:
         ({"tools": [WEATHER]}, "tools is given, but no messages"),
         ({"messages": [FINE], "tool_choice": "auto"}, "tool_choice is given, but no tools"),
         ({"messages": [FINE], "tools": WEATHER}, "must be a list of functions"),
-        ({"messages": [FINE], "tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice = 'maybe': not one of auto"),
+        ({"messages": [FINE], "tools": [WEATHER], "tool_choice": "maybe"}, 'tool_choice = "maybe": not one of auto'),
         ({"messages": [FINE], "tools": [WEATHER], "parallel_tool_calls": 0}, "must be true or false"),
         ({"messages": [FINE], "tools": [{"type": "custom"}]}, 'must have the type "function"'),
         ({"messages": [FINE], "tools": [{"function": {"name": 5}}]}, "must have a name"),

@@ -34,7 +34,7 @@ def completion(**fields: Any) -> ParsedRequest:
 @pytest.mark.parametrize(
     ("fields", "param", "problem"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "tools[0].function = None: must have a name"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].function = null: must have a name"),
         ({"tools": [{"type": "custom"}]}, "tools", 'must have the type "function"'),
         ({"tools": "f"}, "tools", "must be a list"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice", "not one of auto"),
@@ -151,7 +151,7 @@ def completion(**fields: Any) -> ParsedRequest:
         ),
         ({"messages": [{"role": "user", "content": "a", "prefix": True}]}, "messages[0].prefix", "is not supported"),
         ({"prompt": "def"}, "prompt", "is a field of completions"),
-        ({"temperature": "hot"}, "temperature", "temperature = 'hot'"),
+        ({"temperature": "hot"}, "temperature", 'temperature = "hot"'),
         ({"temperature": True}, "temperature", "must be a number"),
         ({"ignore_eos": 1.5}, "ignore_eos", "must be true or false"),
         ({"specdec": {"max_candidates": True}}, "specdec.max_candidates", "must be a number"),
@@ -193,7 +193,7 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{"role": "assistant", "refusal": 0}]}, "messages[0].refusal", "must be text"),
         ({"messages": [{"role": "assistant", "reasoning_content": {}}]}, "messages", "messages[0].reasoning = {}"),
-        ({"tools": [TOOL | {"strict": True}]}, "tools", "tools[0].strict = True: not one of type, function"),
+        ({"tools": [TOOL | {"strict": True}]}, "tools", "tools[0].strict = true: not one of type, function"),
         ({"tools": {}}, "tools", "must be a list"),
         ({"tools": [TOOL], "tool_choice": TOOL_F | {"x": 1}}, "tool_choice", "x = 1: not one of type, function"),
         ({"messages": "hello"}, "messages", "must be a list"),
