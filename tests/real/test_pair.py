@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -149,6 +150,49 @@ def test_structured_output_is_valid(client: Client, sampling: dict[str, Any]) ->
     assert value.keys() == {"name", "stars", "tags"}
     assert 1 <= value["stars"] <= 5
     assert drafted.completions[0].tokens == client.complete(**options, speculation="off").completions[0].tokens
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the current weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 30}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+SUM = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer"}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+
+
+def call_in(text: str) -> Any:
+    """Return the only call of a text that is nothing else, in the model's format; None if it is no call."""
+    found = re.fullmatch(r"\s*<tool_call>(.*)</tool_call>\s*", text, re.DOTALL)
+    return None if found is None else json.loads(found[1])
+
+
+def test_tools_beside_an_answer_schema(client: Client) -> None:
+    """The model calls the tool when it should, and answers by the schema when it should. It writes calls in fences,
+    without tags, unless it is told of the tags."""
+    options: dict[str, Any] = {"tools": [WEATHER], "json_schema": SUM, "max_tokens": 60, "temperature": 0.0}
+    question = "What is the weather in Paris right now? Call the function within <tool_call></tool_call> tags."
+    weather: list[Message] = [{"role": "user", "content": question}]
+    called = client.complete(messages=weather, **options)
+    assert call_in(called.text) == {"name": "get_weather", "arguments": {"city": "Paris"}}
+    added: list[Message] = [
+        {"role": "user", "content": "Add 17 and 25. Answer as JSON with the field sum, without any tool."}
+    ]
+    assert json.loads(client.complete(messages=added, **options).text) == {"sum": 42}
+    assert json.loads(client.complete(messages=weather, tool_choice="none", **options).text).keys() == {"sum"}
+    assert call_in(client.complete(messages=added, tool_choice="required", **options).text)["name"] == "get_weather"
 
 
 def test_the_draft_is_light(services: Services) -> None:
