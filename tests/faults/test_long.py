@@ -167,7 +167,7 @@ async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) ->
     with cluster:
         await cluster.make_whole()
         off = [Ask(ask.prompt, ask.options | {"speculation": "off"}) for ask in asked]
-        plain = await play(cluster, off, [Event(After(12))], at_once=1)
+        before = await play(cluster, off, [Event(After(12))], at_once=1)
         run = await play(
             cluster,
             asked,
@@ -178,10 +178,12 @@ async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) ->
             ],
             at_once=1,
         )
+        after = await play(cluster, off, [Event(After(12))], at_once=1)
         assert cluster.died == []
     (frozen, _), (thawed, _) = run.timeline
     speeds = {
-        "plain": plain.speed(plain.began + 2, plain.began + 12),
+        # The slower of two: neighbours may have slowed the machine down meanwhile.
+        "plain": min(plain.speed(plain.began + 2, plain.began + 12) for plain in (before, after)),
         "drafted": run.speed(frozen - 8, frozen),
         "frozen, first second": run.speed(frozen, frozen + 1),
         "frozen, then": run.speed(frozen + 1, thawed),
