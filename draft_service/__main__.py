@@ -256,7 +256,7 @@ def main(
         identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
         target, translation = translated(directory, target_tokenizer)
         identity.tokenizer_fingerprint, identity.vocabulary_size = target.tokenizer_fingerprint, target.vocabulary
-        width = expansion_width.measured(loaded, limits.defaults.max_branches)
+        width = expansion_width.measured(loaded, directory.context, limits.defaults.max_branches)
         log.info("expansion_width", nodes_of_a_session_in_a_step=width.of_session, nodes_in_a_step=width.of_all)
         times = PassTimes(width.seconds)
         drafter = LanguageModelDrafter(

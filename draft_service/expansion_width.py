@@ -63,10 +63,11 @@ class Width(NamedTuple):
     seconds: Mapping[int, float]
 
 
-def measured(engine: Engine, branches: int) -> Width:
+def measured(engine: Engine, context: int, branches: int) -> Width:
     """Measure the width: run the engine over its first slots and pick `branches` children of every row. No session may
-    hold slots yet."""
-
+    hold slots yet. Texts are shorter where the model's context, of at least 2 tokens, has no room for a row behind
+    them."""
+    short, long = min(TEXT, context - 1), min(LONG_TEXT, context - 1)
     forward = draft_pass_of(engine)
 
     def choose(packer: Packer) -> None:
@@ -75,7 +76,7 @@ def measured(engine: Engine, branches: int) -> Width:
 
     def seconds(rows: int) -> float:
         packer = engine.packer()
-        siblings(packer, rows, np.arange(1, 1 + TEXT + rows))
+        siblings(packer, rows, np.arange(1, 1 + short + rows))
         start = time.perf_counter()
         choose(packer)
         return time.perf_counter() - start
@@ -89,12 +90,12 @@ def measured(engine: Engine, branches: int) -> Width:
         packer, texts = engine.packer(), rows // width
         start = time.perf_counter()
         for text in range(texts):
-            nodes = np.arange(width) + 1 + LONG_TEXT + texts + text * width
-            siblings(packer, width, np.concatenate([np.arange(LONG_TEXT) + 1 + text, nodes]))
+            nodes = np.arange(width) + 1 + long + texts + text * width
+            siblings(packer, width, np.concatenate([np.arange(long) + 1 + text, nodes]))
         choose(packer)
         return time.perf_counter() - start
 
-    room = min((engine.capacity - 1 - LONG_TEXT) // 2, MAX_LOGITS_BYTES // (4 * engine.vocabulary))
+    room = min((engine.capacity - 1 - long) // 2, MAX_LOGITS_BYTES // (4 * engine.vocabulary))
     of_all = most(lambda rows: min(crowded(rows) for _ in range(CROWDED_REPEATS)), of_widths[WIDTHS[0]], room)
     return Width(width, of_all, of_widths)
 

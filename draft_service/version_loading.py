@@ -164,7 +164,7 @@ class VersionLoader:
     def _loaded(self, directory: ModelDirectory, expected: Callable[[int], float] | None) -> LoadedVersion:
         engine = load_engine(directory, self.placement, threads=(self.threads,))
         check_logits(engine)
-        width = expansion_width.measured(engine, self.branches)
+        width = expansion_width.measured(engine, directory.context, self.branches)
         if expected is not None:
             _check_speed(width.seconds[NODES], expected(NODES), self.max_slowdown)
         watched, times = CheckedPass(draft_pass_of(engine)), PassTimes(width.seconds)

@@ -77,4 +77,4 @@ class Pair:
     @cached_property
     def width(self) -> expansion_width.Width:
         """Number of nodes a draft service computes together."""
-        return expansion_width.measured(self.draft.engine, ExpansionPolicy().max_branches)
+        return expansion_width.measured(self.draft.engine, self.draft.directory.context, ExpansionPolicy().max_branches)

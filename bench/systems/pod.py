@@ -77,7 +77,7 @@ def draft(args: argparse.Namespace) -> Service:
         engine = _simulated(directory, args)
     limits = DraftLimits()
     paced = _paced(engine, args, "draft")
-    width = expansion_width.measured(paced, limits.defaults.max_branches)
+    width = expansion_width.measured(paced, directory.context, limits.defaults.max_branches)
     loop = DraftLoop(
         LanguageModelDrafter(
             paced, rows=width.of_all, rows_per_session=width.of_session, times=PassTimes(width.seconds)

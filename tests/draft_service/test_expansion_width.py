@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from draft_service.expansion_width import ROWS, WIDTHS, measured, most, widest
+from specdec.engine.batch import PackedBatch
 from tests.draft_service.fakes import Engine
 
 
@@ -31,8 +34,18 @@ def test_as_many_of_all_as_take_twice_as_long_as_four(a_row: float, room: int, r
 
 def test_it_is_measured_before_anybody_has_memory() -> None:
     engine = Engine()
-    width = measured(engine, 5)
+    width = measured(engine, 1024, 5)
     assert width.of_session in WIDTHS
     assert width.of_all in ROWS
     assert {len(tokens) for tokens in engine.read} - set(ROWS) <= set(WIDTHS)
     assert set(WIDTHS) <= {len(tokens) for tokens in engine.read}
+
+
+@pytest.mark.parametrize("context", [2, 30, 256])
+def test_no_row_lies_beyond_a_short_context(context: int) -> None:
+    class Short(Engine):
+        def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+            assert batch.positions.max() < context
+            return super().forward(batch)
+
+    assert measured(Short(), context, 5).of_session in WIDTHS
