@@ -87,6 +87,15 @@ def test_a_layer_is_the_product_with_its_quantised_weight(dtype: torch.dtype, bi
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
 
 
+def test_a_pass_may_want_no_row() -> None:
+    """As the first passes over a long prompt."""
+    engine = CpuEngine(TARGET, capacity=64, threads=(1,), exact=False, bits=8)
+    packer, slots = engine.packer(), np.arange(1, 41)
+    packer.add_path(slots, list(packer.add_rows(TEXT, 0, slots)))
+    assert engine.forward(packer.pack()).shape == (0, TARGET.vocabulary)
+
+
+
 @pytest.mark.parametrize(
     ("placement", "said"),
     [

@@ -60,6 +60,8 @@ class BlockLinear(torch.nn.Module):
         x = x.contiguous()
         rows = x.numel() // self.in_features
         result = torch.empty(*x.shape[:-1], self.out_features, dtype=self.dtype)
+        if not rows:  # of the output head, in a pass over a piece of a prompt: an empty tensor has no memory to bind
+            return result
         bound: Any = self._binding
         bound.bind_input("x", "cpu", 0, self._element, (rows, self.in_features), x.data_ptr())
         bound.bind_output("y", "cpu", 0, self._element, (rows, self.out_features), result.data_ptr())
