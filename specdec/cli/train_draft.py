@@ -207,10 +207,10 @@ def _read(addresses: str, allowed: Access) -> TrainingTraffic:
     """Return the texts that draft services keep; TextError if one cannot be read."""
     from specdec.training.traffic import TrainingTraffic, kept_texts
 
-    texts = []
+    texts, begin = [], time.time()
     for at in parse_addresses(addresses):
         with allowed.channel(at.target) as channel:
             texts += kept_texts(at.target, channel, allowed.metadata, TRAFFIC_SECONDS)
-    found = TrainingTraffic.of(texts)
+    found = TrainingTraffic.of(texts, begin)
     say(f"{len(found.texts)} kept texts of {len(found.tenants)} tenants")
     return found

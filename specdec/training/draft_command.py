@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from specdec.engine.hf.random_weights import RandomWeights
+from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import BYTES
@@ -17,7 +19,7 @@ from specdec.engine.unsupported import UnsupportedModelError
 from specdec.text.tokenizer import Tokenizer
 from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining, check_unfinished, rows_a_pass
 from specdec.training.draft_files import DraftFiles, dtype_of_weights
-from specdec.training.files import STATE, clear
+from specdec.training.files import STATE, clear, make_folder, replace_json
 from specdec.training.given_draft import GivenDraft
 from specdec.training.models import load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
@@ -58,10 +60,14 @@ class PreparedDraft:
         plan: DraftPlan,
         origin: DraftOrigin,
         files: DraftFiles,
+        learned_from: LearnedFrom | None = None,
         traffic: TrainingTraffic | None = None,
     ) -> None:
+        """`learned_from`: tenants whose texts the draft learns from, and those that it had learned from before; None:
+        there are none."""
         self.text = text
         self._traffic = traffic
+        self._learned_from = learned_from
         self.own_text = OwnText(target, text, plan, origin.own_tokens)
         self._target, self._draft = target, draft
         self._plan, self._origin, self._files = plan, origin, files
@@ -74,9 +80,10 @@ class PreparedDraft:
             training.resume(out)
         training.measure_before()
         training.resumable = self._traffic is None  # a state to go on from would have the texts
+        if self._learned_from is not None:  # before the weights: they never are without it
+            make_folder(out)
+            replace_json(out / LEARNED_FROM, self._learned_from.content)
         training.save(out)
-        if self._traffic is not None:
-            self._traffic.name_tenants(out)
         return training
 
 
@@ -86,6 +93,9 @@ def prepared(
     """Return a training to begin, or to go on with where the one in `out` stopped; from now on `out` has what it takes
     to go on. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text, the
     models have no room, or `out` nothing to go on with; WriteError if `out` cannot be written."""
+    learned_from = None if isinstance(draft.directory, RandomWeights) else LearnedFrom.of(draft.directory.path)
+    if wishes.traffic is not None:
+        learned_from = (learned_from or LearnedFrom()).with_texts(wishes.traffic.tenants)
     text_digest = digest_of(wishes.files) if wishes.files else None
     replay_digest = digest_of(wishes.replay) if wishes.replay else None
     if resume:
@@ -127,7 +137,7 @@ def prepared(
         if wishes.traffic is None:
             write_plan(out, plan, origin, **{TRAINS: DRAFT})
     files = DraftFiles(draft.directory, draft.tokenizer, dtype_of_weights(draft.directory))
-    return PreparedDraft(big, small, text, plan, origin, files, wishes.traffic)
+    return PreparedDraft(big, small, text, plan, origin, files, learned_from, wishes.traffic)
 
 
 def _check_room(draft: PreTrainedModel, plan: DraftPlan, vocabulary: int, device: str, name: str) -> None:

@@ -1,44 +1,44 @@
-"""Traffic: the texts that draft services keep to learn from. A training has them in memory alone."""
+"""Traffic: the texts that draft services keep to learn from. A training has them in memory alone.
+
+What a draft has learned from whom is written beside its weights, before them (`specdec/engine/learned_from.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 import torch
 from torch import Tensor
 
 from specdec.client.errors import from_rpc
-from specdec.training.files import replace_json
 from specdec.training.texts import TextError
 from specdec.v2 import learning_pb2, learning_pb2_grpc
-
-LEARNED_FROM = "learned_from.json"
-"""File beside a draft's weights, with the digests of the tenants whose texts it has learned from."""
 
 
 @dataclass(frozen=True)
 class TrainingTraffic:
-    """Kept texts, and the digests of their tenants."""
+    """Kept texts, and since when there are some of each tenant."""
 
     texts: Sequence[Sequence[int]]
-    tenants: frozenset[str]
+    tenants: Mapping[str, float]
+    """Digest of a tenant -> when its oldest text was kept, Unix seconds."""
 
     @classmethod
-    def of(cls, messages: Iterable[learning_pb2.KeptText]) -> TrainingTraffic:
+    def of(cls, messages: Iterable[learning_pb2.KeptText], read: float) -> TrainingTraffic:
+        """Return texts that were read at these Unix seconds, or later."""
         texts = list(messages)
-        return cls([text.tokens for text in texts], frozenset(text.tenant_digest for text in texts))
+        tenants: dict[str, float] = {}
+        for text in texts:
+            at = read - text.age_us / 1e6
+            tenants[text.tenant_digest] = min(at, tenants.get(text.tenant_digest, at))
+        return cls([text.tokens for text in texts], tenants)
 
     def tokens(self, end: int | None) -> Tensor:
         """Return the tokens of all texts, int64 [n], with the `end` token after each."""
         ends = [] if end is None else [end]
         return torch.tensor([token for text in self.texts for token in (*text, *ends)], dtype=torch.int64)
-
-    def name_tenants(self, out: Path) -> None:
-        """Write LEARNED_FROM. WriteError if that fails."""
-        replace_json(out / LEARNED_FROM, {"tenants": sorted(self.tenants)})
 
 
 def kept_texts(
