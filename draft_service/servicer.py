@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from draft_service.candidate_queue import Extension
 from draft_service.draft_loop import DraftLoop, ServedSession
-from draft_service.learning_servicer import LearningServicer, key_gate
+from draft_service.learning_servicer import Learning, LearningServicer, key_gate
 from draft_service.metrics import metrics
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.session import DrafterSession
@@ -95,16 +95,15 @@ class DraftServicer(
         grammars: GrammarCompiler | None = None,
         trials: GrammarTrials | None = None,
         translation: Translation | None = None,
-        learning_key: str | None = None,
+        learning: Learning | None = None,
         versions: VersionFollower | None = None,
     ) -> None:
         """Serve a draft loop. `info`: the pod's part of statistics, besides its identity; without `grammars`, texts
         with a grammar are refused; `trials` tries grammars before they are compiled. `translation`: of the drafter's
-        texts, if its tokenizer is not the target's; `identity` and `grammars` are then the target's. `learning_key`:
-        of callers that may read and delete the loop's traffic. `versions`: of the loop's drafter, if it tries new
-        ones."""
+        texts, if its tokenizer is not the target's; `identity` and `grammars` are then the target's. `learning`:
+        for LearningService; None: it is not served. `versions`: of the loop's drafter, if it tries new ones."""
         super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
-        self.gates = () if learning_key is None else (key_gate(learning_key),)
+        self.gates = () if learning is None else (key_gate(learning.key),)
         self._started = time.monotonic()
         self._info = info or pod_info()
         self._loop = loop
@@ -114,6 +113,7 @@ class DraftServicer(
         self._grammars = Grammars(grammars, trials)
         self._translation = translation
         self._versions = versions
+        self._learning = learning
 
     async def close(self) -> None:
         if self._versions is not None:
@@ -124,8 +124,8 @@ class DraftServicer(
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
         TraceServicer("draft", self.timelines).register(server)
-        if self._loop.traffic is not None:
-            LearningServicer(self._loop.traffic).register(server)
+        if self._learning is not None:
+            LearningServicer(self._loop, self._learning.forgotten).register(server)
 
     async def Draft(  # type: ignore[override]
         self,
@@ -230,7 +230,7 @@ class DraftServicer(
             max_depth=policy.max_depth,
             max_branches=policy.max_branches,
             max_nodes=policy.max_nodes,
-            keeps_text=self._loop.traffic is not None and session.request.learn,
+            keeps_text=self._loop.traffic is not None and self._loop.traffic.keeps(session),
         )
         return draft_pb2.DraftResponse(opened=opened)
 

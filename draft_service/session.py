@@ -71,7 +71,7 @@ class DrafterSession:
         self._calibration = calibration  # of this text
         self._frontier = Frontier()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # off the frontier until the root or the policy changes
-        self.begun = time.monotonic()
+        self.begun = time.time()  # Unix seconds: tenants are forgotten for services on other machines, too
         self.overruled: list[int] = []
         """Indices of committed tokens that are not the draft's likeliest guess, ascending."""
         self._expanded: dict[Node, int] = {}  # live nodes, root included: depth below the root at expansion

@@ -9,11 +9,14 @@ import typer
 
 from specdec import ports
 from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
-from specdec.cli.failure import STATUS, fail
+from specdec.cli.failure import STATUS, fail, say
 from specdec.client.errors import from_rpc
 from specdec.command_line import addresses, duration
 from specdec.v2 import learning_pb2, learning_pb2_grpc
 from specdec.wire.address import parse_addresses
+
+NOT_REMEMBERED = "NOT_REMEMBERED"
+"""Reason of a draft that has forgotten a tenant and cannot write that down."""
 
 
 def forget(
@@ -32,8 +35,8 @@ def forget(
     tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Delete what draft services keep of a tenant's texts to learn from, at once. --api-key-file has the key of their
-    --learn-key-file."""
+    """Delete what draft services keep of a tenant's texts to learn from, at once, and refuse versions of their models
+    that have learned from them. --api-key-file has the key of their --learn-key-file."""
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     request = learning_pb2.ForgetRequest(tenant=tenant)
     for at in parse_addresses(draft):
@@ -43,5 +46,9 @@ def forget(
                 gone = stub.Forget(request, timeout=timeout, metadata=allowed.metadata)
             except grpc.RpcError as error:
                 problem = from_rpc(error)
-                fail(f"{at.target}: {problem}: it may keep the texts still", STATUS[type(problem)])
-        print(f"{at.target}: {gone.texts} texts, {gone.tokens} tokens forgotten")
+                kept = "" if problem.reason == NOT_REMEMBERED else ": it may keep the texts still"
+                fail(f"{at.target}: {problem}{kept}", STATUS[type(problem)])
+        rolled_back = f"; rolled back: {', '.join(gone.versions)}" if gone.versions else ""
+        print(f"{at.target}: {gone.texts} texts, {gone.tokens} tokens forgotten{rolled_back}")
+        if gone.first_learned:
+            say(f"{at.target}: the model that it began with has learned from this tenant: give it another --model")

@@ -52,6 +52,8 @@ class _DraftVersionStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapp
     """Rolled back: neither better nor worse after the tokens of a trial."""
     DRAFT_VERSION_STATE_REMOVED: _DraftVersionState.ValueType  # 12
     """Rolled back: its directory was removed."""
+    DRAFT_VERSION_STATE_FORGOTTEN: _DraftVersionState.ValueType  # 13
+    """Never served or rolled back: it has learned from the texts of a tenant that was forgotten."""
 
 class DraftVersionState(_DraftVersionState, metaclass=_DraftVersionStateEnumTypeWrapper):
     """The state of a version."""
@@ -82,6 +84,8 @@ DRAFT_VERSION_STATE_UNDECIDED: DraftVersionState.ValueType  # 11
 """Rolled back: neither better nor worse after the tokens of a trial."""
 DRAFT_VERSION_STATE_REMOVED: DraftVersionState.ValueType  # 12
 """Rolled back: its directory was removed."""
+DRAFT_VERSION_STATE_FORGOTTEN: DraftVersionState.ValueType  # 13
+"""Never served or rolled back: it has learned from the texts of a tenant that was forgotten."""
 global___DraftVersionState = DraftVersionState
 
 @typing.final

@@ -108,16 +108,28 @@ class ForgetResponse(google.protobuf.message.Message):
 
     TEXTS_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    VERSIONS_FIELD_NUMBER: builtins.int
+    FIRST_LEARNED_FIELD_NUMBER: builtins.int
     texts: builtins.int
     """Number of texts."""
     tokens: builtins.int
     """Number of their tokens."""
+    first_learned: builtins.bool
+    """The model that the pod began with has learned from them. It serves where no version does, until the pod is restarted
+    with another model.
+    """
+    @property
+    def versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of versions in memory that had learned from the tenant's texts and are rolled back."""
+
     def __init__(
         self,
         *,
         texts: builtins.int = ...,
         tokens: builtins.int = ...,
+        versions: collections.abc.Iterable[builtins.str] | None = ...,
+        first_learned: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["texts", b"texts", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_learned", b"first_learned", "texts", b"texts", "tokens", b"tokens", "versions", b"versions"]) -> None: ...
 
 global___ForgetResponse = ForgetResponse

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from draft_service.__main__ import learning_key
 from draft_service.draft_loop import DraftLoop
+from draft_service.forgotten import CLOCKS_APART_SECONDS, Forgotten
 from draft_service.learning_servicer import MIN_KEY_CHARACTERS, key_gate
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.session import DrafterSession
@@ -92,27 +93,32 @@ def test_the_last_tokens_are_kept(lengths: list[int], most: int) -> None:
 
 
 def test_what_is_forgotten_is_gone_and_running_texts_are_not_kept() -> None:
-    now = [0.0]
-    traffic = Traffic(1000, clock=lambda: now[0])
+    traffic = Traffic(1000)
     ended(traffic, [4, 5])
     ended(traffic, [6], tenant="b")
     running, other = session(), session("b")
-    now[0] = running.begun + 1.0
+    assert traffic.keeps(running)
+    traffic.forgotten.add("a")
+    assert not traffic.keeps(running)
     assert traffic.forget("a") == (1, 5)
     assert traffic.forget("a") == (0, 0)
     for text in (running, other):
         text.commit(3, [9])
         traffic.keep(text)
     assert tokens(traffic.texts()) == [[*PROMPT, 6], [*PROMPT, 9]]
-    now[0] = 0.0
     assert {text.tenant for text in traffic.texts()} == {"b"}
 
 
 def test_a_tenant_may_permit_learning_again() -> None:
-    traffic = Traffic(1000)
-    traffic.forget("a")
-    ended(traffic, [4])
-    assert tokens(traffic.texts()) == [[*PROMPT, 4]]
+    """Once the clocks of all machines say that the text began afterwards."""
+    now = [0.0]
+    traffic = Traffic(1000, Forgotten(clock=lambda: now[0]))
+    for age, kept in ((CLOCKS_APART_SECONDS - 100, 0), (CLOCKS_APART_SECONDS + 100, 1)):
+        now[0] = session().begun - age
+        traffic.forgotten = Forgotten(clock=lambda: now[0])
+        traffic.forgotten.add("a")
+        ended(traffic, [4])
+        assert tokens(traffic.texts()) == [[*PROMPT, 4]] * kept
 
 
 KEY = "k" * MIN_KEY_CHARACTERS
@@ -139,14 +145,16 @@ def test_who_has_the_key(method: str, metadata: tuple[tuple[str, str | bytes], .
 
 def test_the_key_is_needed_and_checked(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    assert learning_key(0, None) is None
+    assert learning_key(None, keeps=False, tries=True) is None
     file.write_text(f"{KEY}\n")
-    assert learning_key(1000, file) == KEY
+    assert learning_key(file, keeps=False, tries=False) is None
+    assert learning_key(file, keeps=True, tries=False) == KEY
+    assert learning_key(file, keeps=False, tries=True) == KEY
     for content in ("short", "two lines of key\nand more", "\u00e9" * 20):
         file.write_text(content)
         with pytest.raises(typer.BadParameter, match="key: "):
-            learning_key(1000, file)
+            learning_key(file, keeps=True, tries=False)
     with pytest.raises(typer.BadParameter, match="is needed with --learn-tokens"):
-        learning_key(1000, None)
+        learning_key(None, keeps=True, tries=False)
     with pytest.raises(typer.BadParameter, match="nowhere"):
-        learning_key(1000, tmp_path / "nowhere")
+        learning_key(tmp_path / "nowhere", keeps=True, tries=False)

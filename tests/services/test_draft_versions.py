@@ -210,7 +210,7 @@ async def test_versions_are_tried_under_load(directories: Directories, tmp_path:
         placement = Placement("torch", kv_tokens=CAPACITY, is_draft=True)
         # Tests share a machine, so that times say little here.
         loader = VersionLoader(first, first.context, placement, 1, 4, 50.0)
-        follower = VersionFollower(Watched(VersionsFolder(tmp_path)), loader, loop, drafter)
+        follower = VersionFollower(Watched(VersionsFolder(tmp_path)), loader, loop, drafter, first.path)
         follower.start()
         versions = Versions(tmp_path)
         want, _, _ = await run_all(services, requests, 40, at_once=1, plain=True, ignore_end_token=True)
