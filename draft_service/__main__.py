@@ -297,7 +297,7 @@ def main(
             )
             follower = VersionFollower(folder, loader, loop, versioned, directory.path)
             follower.start()
-        info, learning = pod_info(loaded), None if key is None else Learning(key, forgotten)
+        info, learning = pod_info(loaded), None if key is None else Learning(key, forgotten, learned_from)
         return DraftServicer(loop, identity, limits, info, grammars, trials, translation, learning, follower)
 
     run(server, lambda: in_a_thread_of_its_own(start), "draft")

@@ -18,7 +18,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.forgotten import Forgotten
 from draft_service.traffic import KeptText
 from draft_service.versions import VersionedDrafter
-from specdec.engine.learned_from import tenant_digest
+from specdec.engine.learned_from import LearnedFrom, tenant_digest
 from specdec.serving.errors import InvalidRequestError, NotRememberedError, UnauthenticatedError
 from specdec.serving.interceptor import Gate, Metadata
 from specdec.serving.validation import MAX_TENANT_CHARACTERS
@@ -36,7 +36,8 @@ class Learning(NamedTuple):
     """What LearningService is served with."""
 
     key: str  # of its callers
-    forgotten: Forgotten  # tenants whose texts are neither kept nor served
+    forgotten: Forgotten  # tenants whose texts are not kept, and whose versions are not served
+    learned_from: LearnedFrom | None = None  # whose texts the model that the service began with has learned from
 
 
 class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
@@ -44,10 +45,10 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
 
     name = "specdec.v2.LearningService"
 
-    def __init__(self, loop: DraftLoop, forgotten: Forgotten) -> None:
-        """`loop`: keeps texts, tries versions, or both; `forgotten`: of both."""
+    def __init__(self, loop: DraftLoop, learning: Learning) -> None:
+        """`loop` keeps texts, tries versions, or both."""
         self._loop = loop
-        self._forgotten = forgotten
+        self._learning = learning
 
     def register(self, server: grpc.aio.Server) -> None:
         learning_pb2_grpc.add_LearningServiceServicer_to_server(self, server)
@@ -78,7 +79,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
             raise InvalidRequestError([("tenant", problem)])
         not_written: NotRememberedError | None = None
         try:
-            self._forgotten.add(request.tenant)
+            self._learning.forgotten.add(request.tenant)
         except NotRememberedError as error:  # all that can be done without the folder is done first
             not_written = error
         forgotten = learning_pb2.ForgetResponse()
@@ -86,7 +87,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
             forgotten.texts, forgotten.tokens = self._loop.traffic.forget(request.tenant)
         if isinstance(drafter := self._loop.drafter, VersionedDrafter):
             forgotten.versions.extend(await self._loop.call(drafter.forget))
-            forgotten.first_learned = drafter.first_is_concerned
+        forgotten.first_learned = self._learning.forgotten.concerns(self._learning.learned_from)
         log.info(
             "tenant_forgotten",
             tenant_digest=tenant_digest(request.tenant),

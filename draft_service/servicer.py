@@ -125,7 +125,7 @@ class DraftServicer(
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
         TraceServicer("draft", self.timelines).register(server)
         if self._learning is not None:
-            LearningServicer(self._loop, self._learning.forgotten).register(server)
+            LearningServicer(self._loop, self._learning).register(server)
 
     async def Draft(  # type: ignore[override]
         self,

@@ -135,7 +135,6 @@ class VersionedDrafter(Drafter):
         self.first = name
         """The version that the service began with."""
         self.forgotten = forgotten or Forgotten()
-        self._first_learned_from = loaded.learned_from
         self._promoted: list[str] = []  # versions that were, the latest last
         self._withdrawn = False  # the serving version drafts only until an earlier one is loaded
         self._limits, self._draw = limits, draw
@@ -243,11 +242,6 @@ class VersionedDrafter(Drafter):
             del self._known[name]
 
     # --- what was forgotten ---------------------------------------------------------------------------
-
-    @property
-    def first_is_concerned(self) -> bool:
-        """True if the first version has learned from a tenant that was forgotten. It stays as the last resort."""
-        return self.forgotten.concerns(self._first_learned_from)
 
     def forget(self) -> list[str]:
         """Roll back the versions that have learned from tenants which were forgotten; return their names. The serving

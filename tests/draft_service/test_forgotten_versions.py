@@ -230,7 +230,6 @@ def test_it_drafts_on_while_no_other_can_be_loaded(tmp_path: Path) -> None:
 
 def test_the_model_as_started_stays_whatever_it_has_learned(tmp_path: Path) -> None:
     found = Followed(tmp_path)
-    assert not found.service.drafter.first_is_concerned
     assert found.service.drafter.serving.loaded is not None
     found.service.drafter.serving.loaded.learned_from = LearnedFrom().with_texts({tenant_digest("acme"): 1.0})
     assert forget(found) == []
