@@ -177,6 +177,15 @@ def main(
             "train-draft --traffic`. 0 keeps nothing.",
         ),
     ] = 0,
+    learn_logprobs_mb: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=1 << 16,
+            help="With --learn-tokens: also keep this many MB of the target's log-probabilities where it overruled the "
+            "draft, 388 bytes a place. 0 keeps none, and verifiers compute none.",
+        ),
+    ] = 64,
     learn_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -279,7 +288,8 @@ def main(
             first = LoadedVersion(drafter, identity.model_fingerprint, times, width.of_all, learned_from=learned_from)
             trial = TrialLimits(canary, canary_tokens, canary_alpha, canary_slowdown)
             versioned = VersionedDrafter(directory.name, first, trial, forgotten)
-        loop = DraftLoop(versioned or drafter, Traffic(learn_tokens, forgotten) if learn_tokens else None)
+        kept = Traffic(learn_tokens, forgotten, most_bytes=learn_logprobs_mb << 20) if learn_tokens else None
+        loop = DraftLoop(versioned or drafter, kept)
         loop.start()
         grammars = GrammarCompiler.of(target)
         grammars.prepare()

@@ -21,6 +21,7 @@ from draft_service.versions import VersionedDrafter
 from specdec.engine.learned_from import LearnedFrom, tenant_digest
 from specdec.serving.errors import InvalidRequestError, NotRememberedError, UnauthenticatedError
 from specdec.serving.interceptor import Gate, Metadata
+from specdec.serving.target_logprobs import MAX_TOP
 from specdec.serving.validation import MAX_TENANT_CHARACTERS
 from specdec.v2 import learning_pb2, learning_pb2_grpc
 
@@ -29,7 +30,7 @@ log = structlog.get_logger()
 MIN_KEY_CHARACTERS = 16
 
 TOKENS_A_MESSAGE = 1 << 16
-"""Tokens after which a message of texts is full."""
+"""Tokens after which a message of texts is full, those of log-probabilities included."""
 
 
 class Learning(NamedTuple):
@@ -62,7 +63,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         message, tokens = learning_pb2.GetTrafficResponse(), 0
         for text in [] if self._loop.traffic is None else self._loop.traffic.texts():
             message.texts.append(_message(text, now))
-            tokens += len(text.tokens)
+            tokens += len(text.tokens) + MAX_TOP * len(text.places)
             if tokens >= TOKENS_A_MESSAGE:
                 await context.write(message)
                 message, tokens = learning_pb2.GetTrafficResponse(), 0
@@ -123,4 +124,5 @@ def _message(text: KeptText, now: float) -> learning_pb2.KeptText:
         prompt_tokens=text.prompt,
         overruled=text.overruled.tolist(),
         age_us=int(1e6 * max(0.0, now - text.kept_at)),
+        logprobs=text.places.messages,
     )

@@ -32,6 +32,7 @@ from specdec.serving.identity import pod_info
 from specdec.serving.messages import RULES, paths_message, rule_of, sampler_from, sampling_from, scorer_of
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
+from specdec.serving.target_logprobs import MAX_TOP, TargetLogprobs, places_of
 from specdec.serving.timeline import Timeline
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import (
@@ -213,7 +214,12 @@ class DraftServicer(
     def act(self, session: DrafterSession, request: draft_pb2.DraftRequest, arrived: float) -> None:
         match request.WhichOneof("message"):
             case "committed":
-                self._loop.commit(session, request.committed.base, list(request.committed.tokens), arrived)
+                committed, places = request.committed, list[TargetLogprobs]()
+                if committed.overruled and self._learns_logprobs(session):
+                    end = committed.base + len(committed.tokens)
+                    places = places_of(committed.overruled, committed.base, end, session.request.target_vocabulary)
+                self._loop.commit(session, committed.base, list(committed.tokens), arrived)
+                session.add_places(places)
             case "policy":
                 if wrong := token_tree_violations("policy", request.policy):
                     raise ValueError("; ".join(" ".join(violation) for violation in wrong))
@@ -231,8 +237,13 @@ class DraftServicer(
             max_branches=policy.max_branches,
             max_nodes=policy.max_nodes,
             keeps_text=self._loop.traffic is not None and self._loop.traffic.keeps(session),
+            overruled_logprobs=MAX_TOP if self._learns_logprobs(session) else 0,
         )
         return draft_pb2.DraftResponse(opened=opened)
+
+    def _learns_logprobs(self, session: DrafterSession) -> bool:
+        traffic = self._loop.traffic
+        return traffic is not None and traffic.most_places > 0 and traffic.keeps(session)
 
     def heartbeat(self, session: DrafterSession) -> draft_pb2.DraftResponse:
         return draft_pb2.DraftResponse(heartbeat=model_pb2.Heartbeat(steps=self._loop.steps, capacity=self.capacity()))
@@ -306,6 +317,7 @@ class DraftServicer(
             message.tenant_weight or 1.0,
             own_prompt,
             message.learn,
+            targets,
         )
         policy = self._policy(message.policy, self._limits.max_nodes, rule)
         try:

@@ -24,7 +24,8 @@ from specdec.training.given_draft import GivenDraft
 from specdec.training.models import load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
 from specdec.training.plan import DRAFT, TRAINS, write_plan
-from specdec.training.texts import digest_of, tokens_of
+from specdec.training.served_labels import ServedLabels, ServedTraining, TextWindows
+from specdec.training.texts import Mixture, Windows, digest_of, tokens_of
 from specdec.training.traffic import TrainingTraffic
 
 REPLAY_SHARE = 0.25
@@ -47,6 +48,7 @@ class DraftWishes:
     replay_share: float | None
     device: str
     traffic: TrainingTraffic | None = None  # texts kept by draft services, besides
+    served_labels: bool = False  # learn from what the target chose in serving, without computing it in a step
 
 
 class PreparedDraft:
@@ -62,9 +64,12 @@ class PreparedDraft:
         files: DraftFiles,
         learned_from: LearnedFrom | None = None,
         traffic: TrainingTraffic | None = None,
+        served: tuple[ServedLabels, TextWindows] | None = None,
     ) -> None:
         """`learned_from`: tenants whose texts the draft learns from, and those that it had learned from before; None:
-        there are none."""
+        there are none. `served`: labels from serving and their windows, to learn from them alone; all of `text` is then
+        held out."""
+        self._served = served
         self.text = text
         self._traffic = traffic
         self._learned_from = learned_from
@@ -74,8 +79,13 @@ class PreparedDraft:
 
     def training(self, out: Path) -> DraftTraining:
         """Return the training, at its beginning or where the one in `out` stopped, with the acceptance before it."""
-        mixture = self.text.mixture(self._plan.length, self._files.draft.vocabulary, self._origin.replay_share)
-        training = DraftTraining(self._target, self._draft, mixture, self._plan, self._origin, self._files)
+        given = self._plan, self._origin, self._files
+        if self._served is None:
+            mixture = self.text.mixture(self._plan.length, self._files.draft.vocabulary, self._origin.replay_share)
+            training = DraftTraining(self._target, self._draft, mixture, *given)
+        else:
+            mixture = Mixture(Windows(self.text.given, self._plan.length, all_held_out=True))
+            training = ServedTraining(self._target, self._draft, mixture, *given, *self._served)
         if (out / STATE).is_file():
             training.resume(out)
         training.measure_before()
@@ -96,6 +106,7 @@ def prepared(
     learned_from = None if isinstance(draft.directory, RandomWeights) else LearnedFrom.of(draft.directory.path)
     if wishes.traffic is not None:
         learned_from = (learned_from or LearnedFrom()).with_texts(wishes.traffic.tenants)
+    served: tuple[ServedLabels, TextWindows] | None = None
     text_digest = digest_of(wishes.files) if wishes.files else None
     replay_digest = digest_of(wishes.replay) if wishes.replay else None
     if resume:
@@ -124,7 +135,11 @@ def prepared(
         )
         tokenizer, end = Tokenizer(target), min(target.end_tokens, default=None)
         given, replay = (tokens_of(files, tokenizer, end) for files in (wishes.files, wishes.replay))
-        if wishes.traffic is not None:
+        if wishes.traffic is not None and wishes.served_labels:
+            learned, held_out = wishes.traffic.parted(plan.length)
+            served = learned.labels(plan.overruled), TextWindows(learned.positions, plan.length)
+            given = held_out.tokens(end)
+        elif wishes.traffic is not None:
             given = torch.cat([given, wishes.traffic.tokens(end)])
         own = torch.empty(0, plan.length, dtype=torch.int64)
         text = TrainingText(given, replay, own, in_memory=wishes.traffic is not None)
@@ -137,7 +152,7 @@ def prepared(
         if wishes.traffic is None:
             write_plan(out, plan, origin, **{TRAINS: DRAFT})
     files = DraftFiles(draft.directory, draft.tokenizer, dtype_of_weights(draft.directory))
-    return PreparedDraft(big, small, text, plan, origin, files, learned_from, wishes.traffic)
+    return PreparedDraft(big, small, text, plan, origin, files, learned_from, wishes.traffic, served)
 
 
 def _check_room(draft: PreTrainedModel, plan: DraftPlan, vocabulary: int, device: str, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import shutil
 import subprocess
@@ -18,13 +19,16 @@ import pytest
 
 from draft_service.traffic import Traffic
 from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom, tenant_digest
-from specdec.engine.model_directory import COMPLETE
+from specdec.engine.model_directory import COMPLETE, ModelDirectory
 from specdec.exit_status import ExitStatus
 from specdec.local import DEMO
 from specdec.local.child import Child, stop
-from specdec.v2 import draft_pb2, draft_pb2_grpc, learning_pb2, learning_pb2_grpc
+from specdec.serving.target_logprobs import MAX_TOP, places_of
+from specdec.v2 import draft_pb2, draft_pb2_grpc, learning_pb2, learning_pb2_grpc, verifier_pb2
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, Stack, long_steps, stack, until
+from verifier_service.backend.session_backend import BackendSession
+from verifier_service.servicer import VerifierServicer
 
 KEY = "a key of sixteen or more"
 PROMPT, OTHER = [5, 6, 7, 8], [9, 10, 11, 12]
@@ -42,13 +46,15 @@ async def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 async def test_consent_decides_what_is_kept(directories: Directories, tmp_path: Path) -> None:
-    async with stack(directories.target, directories.near, traffic=Traffic(10_000), learning_key=KEY) as services:
-        yes = await services.generate(PROMPT, max_tokens=12, speculation=ALWAYS, tenant="a", learn=True)
+    options: dict[str, Any] = {"traffic": Traffic(10_000), "learning_key": KEY, "target_delay": long_steps}
+    async with stack(directories.target, directories.near, **options) as services:
+        yes = await services.generate(PROMPT, max_tokens=24, speculation=ALWAYS, tenant="a", learn=True)
         no = await services.generate(OTHER, max_tokens=12, speculation=ALWAYS, tenant="b")
         assert (yes.finish.kept_for_learning, no.finish.kept_for_learning) == (True, False)
         await until(lambda: services.draft_slots_used == 0)
         (text,) = await kept(services)
-        assert list(text.tokens)[: len(PROMPT) + 8] == [*PROMPT, *yes.tokens][: len(PROMPT) + 8]
+        assert list(text.tokens) == [*PROMPT, *yes.tokens][: len(text.tokens)]  # the last commit may come too late
+        assert len(text.tokens) > len(PROMPT)
         assert text.prompt_tokens == len(PROMPT)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await kept(services, "another key")
@@ -61,6 +67,61 @@ async def test_consent_decides_what_is_kept(directories: Directories, tmp_path: 
         done = await run(*command)
         assert done.returncode == ExitStatus.REFUSED
         assert "it may keep the texts still" in done.stderr
+
+
+class Listening(VerifierServicer):
+    """Notes how many log-probabilities for a draft it is asked for, and how many places it sends."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.asked: set[int] = set()
+
+    def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> BackendSession:
+        self.asked.add(request.open.policy.overruled_logprobs)
+        return super().parse(request, deadline)
+
+    def act(self, session: BackendSession, request: verifier_pb2.VerifyRequest, arrived: float) -> None:
+        if request.HasField("policy"):
+            self.asked.add(request.policy.overruled_logprobs)
+        super().act(session, request, arrived)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+async def test_the_target_says_what_it_found_likely_where_it_overruled_a_draft_that_learns(
+    directories: Directories, temperature: float
+) -> None:
+    """To nobody else, and no token is another one for it."""
+    fields: dict[str, Any] = {
+        "max_tokens": 60,
+        "sampling": {"temperature": temperature, "seed": 3},
+        "ignore_end_token": True,
+    }
+    traffic = Traffic(10_000, most_bytes=1 << 20)
+    options: dict[str, Any] = {
+        "traffic": traffic,
+        "learning_key": KEY,
+        "verifier_kind": Listening,
+        "target_delay": long_steps,
+    }
+    async with stack(directories.target, directories.near, **options) as services:
+        verifier = services.verifiers[0].service
+        assert isinstance(verifier, Listening)
+        plain = await services.generate(PROMPT, plain=True, logprobs=20, **copy.deepcopy(fields))
+        without = await services.generate(PROMPT, speculation=ALWAYS, tenant="b", **copy.deepcopy(fields))
+        assert verifier.asked == {0}
+        learning = await services.generate(PROMPT, speculation=ALWAYS, tenant="a", learn=True, **copy.deepcopy(fields))
+        assert verifier.asked == {0, MAX_TOP}
+        assert plain.tokens == without.tokens == learning.tokens
+        await until(lambda: services.draft_slots_used == 0)
+        (text,) = await kept(services)
+    assert text.tenant_digest == tenant_digest("a")
+    assert len(text.logprobs) > 5
+    assert {place.position for place in text.logprobs} <= set(range(len(PROMPT), len(text.tokens)))
+    for place in places_of(text.logprobs, 0, len(text.tokens), ModelDirectory(directories.target).vocabulary):
+        own = plain.logprobs[place.position - len(PROMPT)]
+        assert place.tokens[:20].tolist() == list(own.top_tokens)
+        assert place.logprobs[:20].tolist() == pytest.approx(list(own.top_logprobs), abs=0.01)
+        assert len(place.tokens) == MAX_TOP
 
 
 @asynccontextmanager

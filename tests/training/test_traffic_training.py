@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,7 +15,8 @@ import pytest
 import torch
 
 from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom, tenant_digest
-from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_directory import COMPLETE, ModelDirectory
+from specdec.roles import environment
 from specdec.training.draft import DraftPlan
 from specdec.training.draft_command import DraftWishes, prepared
 from specdec.training.files import PLAN, STATE, TEXTS, replace_json
@@ -129,3 +133,30 @@ def test_texts_are_read_from_a_draft_service() -> None:
         assert kept_texts(address, channel, (("authorization", "Bearer k"),), 10.0) == messages()
         with pytest.raises(TextError, match=rf"--traffic: {address}: .*the key is wrong"):
             kept_texts(address, channel, (), 10.0)
+
+
+def test_the_command_learns_from_served_labels_and_says_whose(tmp_path: Path) -> None:
+    near(make("llama", tmp_path / "target"), tmp_path / "draft", noise=0.1)
+    (tmp_path / "key").write_text("k")
+    begin = time.time()
+    with keeping() as address:
+        words = (
+            f"target draft out --traffic {address} --api-key-file key --served-labels --steps 3 --rows 2 --length 64"
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "specdec.cli", "train-draft", *words.split(), "--threads", "1"],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (0, "out\n"), done.stderr
+    assert "9 kept texts of 2 tenants" in done.stderr
+    assert "held-out text: acceptance " in done.stderr
+    assert (tmp_path / "out" / COMPLETE).is_file()
+    learned_from = LearnedFrom.of(tmp_path / "out")
+    assert learned_from is not None
+    assert [learned_from.has(tenant_digest(tenant), time.time() - 5) for tenant in "abc"] == [True, True, False]
+    assert not any(learned_from.has(tenant_digest(tenant), begin - 6) for tenant in "ab")
