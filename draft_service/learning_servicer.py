@@ -6,6 +6,7 @@ versions that have learned from them. What comes meanwhile meets the first.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import time
@@ -80,7 +81,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
             raise InvalidRequestError([("tenant", problem)])
         not_written: NotRememberedError | None = None
         try:
-            self._learning.forgotten.add(request.tenant)
+            await asyncio.to_thread(self._learning.forgotten.add, request.tenant)  # it waits for the disk
         except NotRememberedError as error:  # all that can be done without the folder is done first
             not_written = error
         forgotten = learning_pb2.ForgetResponse()

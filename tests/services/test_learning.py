@@ -60,9 +60,12 @@ async def test_consent_decides_what_is_kept(directories: Directories, tmp_path: 
             await kept(services, "another key")
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         (tmp_path / "key").write_text(KEY)
-        command = (sys.executable, "-m", "specdec.cli", "forget", "a", "--draft", services.drafts[0].address)
+        address = services.drafts[0].address
+        command = (sys.executable, "-m", "specdec.cli", "forget", "a", "--draft", f"127.0.0.1:9,{address}")
         done = await run(*command, "--api-key-file", str(tmp_path / "key"))
-        assert done.stdout == f"{services.drafts[0].address}: 1 texts, {len(text.tokens)} tokens forgotten\n"
+        assert done.stdout == f"{address}: 1 texts, {len(text.tokens)} tokens forgotten\n"
+        assert done.returncode == ExitStatus.UNREACHABLE
+        assert "127.0.0.1:9: " in done.stderr
         assert await kept(services) == []
         done = await run(*command)
         assert done.returncode == ExitStatus.REFUSED
