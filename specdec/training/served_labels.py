@@ -98,7 +98,8 @@ def divergence_of_top(tokens: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     q_rest = (1 - own.exp().masked_fill(~known, 0.0).sum(-1)).clamp(min=MIN_REST)
     p_rest = (1 - p.sum(-1)).clamp(min=0.0)
     inside: Tensor = (torch.special.xlogy(p, p) - p * own).sum(-1)
-    return inside + torch.special.xlogy(p_rest, p_rest) - p_rest * q_rest.log()
+    rest: Tensor = torch.special.xlogy(p_rest, p_rest) - p_rest * q_rest.log()
+    return inside + rest
 
 
 class ServedTraining(DraftTraining):

@@ -207,8 +207,10 @@ async def test_versions_are_tried_under_load(directories: Directories, tmp_path:
     the promoted one gives way to the first."""
     limits, forgotten = TrialLimits(share=0.5, tokens=6000), Forgotten(tmp_path)
 
+    started = copied(directories.near, tmp_path / ".first", drawn(1))  # a name that is not looked at
+
     def made(exits: ExitStack) -> tuple[Drafter, CpuEngine]:
-        engine = exits.enter_context(torch_engine(directories.random, capacity=CAPACITY, exact=False))
+        engine = exits.enter_context(torch_engine(started, capacity=CAPACITY, exact=False))
         first = LoadedVersion(LanguageModelDrafter(engine), "1" * 64)
         return VersionedDrafter("first", first, limits, forgotten), engine
 
@@ -216,7 +218,7 @@ async def test_versions_are_tried_under_load(directories: Directories, tmp_path:
     async with drafted_by(directories, made, 0.004) as (services, loop):
         drafter = loop.drafter
         assert isinstance(drafter, VersionedDrafter)
-        first = ModelDirectory(directories.random)
+        first = ModelDirectory(started)
         placement = Placement("torch", kv_tokens=CAPACITY, is_draft=True)
         # Tests share a machine, so that times say little here.
         loader = VersionLoader(first, first.context, placement, 1, 4, 50.0)
