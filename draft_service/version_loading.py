@@ -137,7 +137,7 @@ class VersionLoader:
         """
         export: Path | None = None
         try:
-            learned_from = LearnedFrom.of(found.path)  # first: whoever writes it, writes it before the weights
+            learned_from = LearnedFrom.of(found.path)  # first: it is written before the weights
             directory = self._checked(found.path)
             fingerprint = directory.model_fingerprint
             if self.placement.kind == "onnx" and not is_exported(directory, self.placement):

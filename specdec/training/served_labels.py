@@ -116,7 +116,7 @@ class ServedTraining(DraftTraining):
         labels: ServedLabels,
         windows: TextWindows,
     ) -> None:
-        """`mixture`: of text to measure on, of which no window is."""
+        """`mixture`: text to measure on, with none of the windows."""
         self._labels, self._windows = labels, windows
         super().__init__(target, draft, mixture, plan, origin, files, windows)
 

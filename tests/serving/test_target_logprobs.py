@@ -27,8 +27,8 @@ def place(position: int, seed: int = 0, vocabulary: int = VOCABULARY, top: int =
 @given(vocabulary=st.integers(1, 300), top=st.integers(1, MAX_TOP), seed=st.integers(0, 1000))
 def test_what_is_sent_arrives(vocabulary: int, top: int, seed: int) -> None:
     sent = [place(position, seed + position, vocabulary, top) for position in (3, 4, 9)]
-    found = places_of([each.message for each in sent], 3, 10, vocabulary)
-    assert [each.position for each in found] == [3, 4, 9]
+    found = places_of([one.message for one in sent], 3, 10, vocabulary)
+    assert [one.position for one in found] == [3, 4, 9]
     for one, other in zip(sent, found, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.logprobs.tolist() == other.logprobs.tolist()
@@ -102,10 +102,10 @@ def test_any_bytes_are_refused_or_sound(messages: list[model_pb2.TargetLogprobs]
         found = places_of(messages, 5, 8, 100)
     except ValueError:
         return
-    for each in found:
-        assert 5 <= each.position < 8
-        assert max(each.tokens) < 100
-        assert sum(math.exp(value) for value in each.logprobs.tolist()) <= 1.02
+    for one in found:
+        assert 5 <= one.position < 8
+        assert max(one.tokens) < 100
+        assert sum(math.exp(value) for value in one.logprobs.tolist()) <= 1.02
 
 
 @given(st.lists(st.integers(0, 50), unique=True, max_size=12), st.integers(0, 55), st.integers(0, 13))
@@ -113,6 +113,6 @@ def test_packed_places_are_cut_as_texts_are(positions: list[int], cut: int, most
     positions.sort()
     places = [place(position, position, vocabulary=90, top=1 + position % 5) for position in positions]
     packed = PackedPlaces.of(places).after(cut).last(most)
-    kept = [each for each in places if each.position >= cut]
+    kept = [one for one in places if one.position >= cut]
     kept = kept[max(0, len(kept) - most) :]
-    assert list(packed.messages) == [each._replace(position=each.position - cut).message for each in kept]
+    assert list(packed.messages) == [one._replace(position=one.position - cut).message for one in kept]

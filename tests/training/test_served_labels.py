@@ -43,7 +43,7 @@ def test_all_other_tokens_count_as_one(vocabulary: int, top: int, seed: int, sam
     )
     p, q = log_p.double().exp(), log_q.double().exp()
     inside = (p * (p.log() - q.log())).gather(-1, tokens).sum(-1)
-    p_rest, q_rest = (1 - each.gather(-1, tokens).sum(-1) for each in (p, q))
+    p_rest, q_rest = (1 - probabilities.gather(-1, tokens).sum(-1) for probabilities in (p, q))
     expected = inside + (0.0 if top == vocabulary else p_rest * (p_rest.log() - q_rest.log()))
     assert found.tolist() == pytest.approx(expected.tolist(), abs=2e-4)
     whole = (p * (p.log() - q.log())).sum(-1)
@@ -174,7 +174,7 @@ def kept(pair: Path) -> list[learning_pb2.KeptText]:
         overruled = [i for i in range(16, 64) if int(q[i - 1].argmax()) != int(text[i])]
         rows = p[[i - 1 for i in overruled]].numpy()
         top = logprobs(rows, text[overruled].numpy(), [MAX_TOP] * len(overruled))
-        places = [TargetLogprobs.of(i, each).message for i, each in zip(overruled, top, strict=True)]
+        places = [TargetLogprobs.of(i, likely).message for i, likely in zip(overruled, top, strict=True)]
         found.append(
             learning_pb2.KeptText(
                 tenant_digest="0" * 64, tokens=text.tolist(), prompt_tokens=16, overruled=overruled, logprobs=places
