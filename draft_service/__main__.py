@@ -14,8 +14,9 @@ with needed_by("draft", "draft"):
 
     from draft_service import expansion_width
     from draft_service.draft_loop import DraftLoop
+    from draft_service.forgotten import Forgotten
     from draft_service.language_model import LanguageModelDrafter
-    from draft_service.learning_servicer import MIN_KEY_CHARACTERS
+    from draft_service.learning_servicer import MIN_KEY_CHARACTERS, Learning
     from draft_service.pass_times import PassTimes
     from draft_service.request import MIN_PROBABILITY, ExpansionPolicy
     from draft_service.servicer import DraftLimits, DraftServicer
@@ -25,7 +26,7 @@ with needed_by("draft", "draft"):
     from draft_service.version_follower import VersionFollower
     from draft_service.version_loading import LoadedVersion, VersionLoader
     from draft_service.version_trial import TrialLimits
-    from draft_service.versions import VersionedDrafter
+    from draft_service.versions import HAS_LEARNED, VersionedDrafter
     from specdec import ports
     from specdec.command_line import number, run_command
     from specdec.decoding.speculation import Scorer
@@ -33,6 +34,7 @@ with needed_by("draft", "draft"):
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.gguf_file import open_model
+    from specdec.engine.learned_from import LearnedFrom
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.model_directory import ModelDirectory
     from specdec.engine.placement import DraftKind, Placement, WantedDtype
@@ -175,12 +177,22 @@ def main(
             "train-draft --traffic`. 0 keeps nothing.",
         ),
     ] = 0,
+    learn_logprobs_mb: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=1 << 16,
+            help="With --learn-tokens: also keep this many MB of the target's log-probabilities where it overruled the "
+            "draft, 388 bytes a place. 0 keeps none, and verifiers compute none.",
+        ),
+    ] = 64,
     learn_key_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File with the key of callers that may read and delete what is kept: one line of at least 16 "
-            "printable ASCII characters. Needed with --learn-tokens.",
+            help="File with the key of callers that may read and delete what is kept, and forget tenants: one line of "
+            "at least 16 printable ASCII characters. Needed with --learn-tokens; with --versions alone it lets "
+            "`specdec forget` refuse versions.",
         ),
     ] = None,
     versions: Annotated[
@@ -229,7 +241,7 @@ def main(
             param_hint="--versions",
         )
     set_memory_policy()
-    key = learning_key(learn_tokens, learn_key_file)
+    key = learning_key(learn_key_file, keeps=learn_tokens > 0, tries=versions is not None)
     limits = DraftLimits(
         defaults=default_policy(
             max_nodes=max_nodes,
@@ -248,8 +260,12 @@ def main(
 
     def start() -> DraftServicer:
         folder = None if versions is None else Watched(VersionsFolder(versions))  # before a model is loaded in vain
+        forgotten = Forgotten(versions)
         placement = Placement(engine, dtype, device, kv_tokens, sessions=max_sessions, is_draft=True)
         (directory,) = check(Wanted(model, placement))
+        learned_from = LearnedFrom.of(directory.path)
+        if forgotten.concerns(learned_from):
+            log.warning("model_concerned", model=directory.name, why=HAS_LEARNED, remedy="give another --model")
         loaded = load_engine(directory, placement, threads=(threads or threads_for(device),))
         fast_paths.log_off()
         # A session's slots hold its text and its nodes.
@@ -269,10 +285,11 @@ def main(
         )
         versioned = None
         if folder is not None:
-            first = LoadedVersion(drafter, identity.model_fingerprint, times, width.of_all)
+            first = LoadedVersion(drafter, identity.model_fingerprint, times, width.of_all, learned_from=learned_from)
             trial = TrialLimits(canary, canary_tokens, canary_alpha, canary_slowdown)
-            versioned = VersionedDrafter(directory.name, first, trial)
-        loop = DraftLoop(versioned or drafter, Traffic(learn_tokens) if learn_tokens else None)
+            versioned = VersionedDrafter(directory.name, first, trial, forgotten)
+        kept = Traffic(learn_tokens, forgotten, most_bytes=learn_logprobs_mb << 20) if learn_tokens else None
+        loop = DraftLoop(versioned or drafter, kept)
         loop.start()
         grammars = GrammarCompiler.of(target)
         grammars.prepare()
@@ -288,9 +305,10 @@ def main(
                 canary_slowdown,
                 translation,
             )
-            follower = VersionFollower(folder, loader, loop, versioned)
+            follower = VersionFollower(folder, loader, loop, versioned, directory.path)
             follower.start()
-        return DraftServicer(loop, identity, limits, pod_info(loaded), grammars, trials, translation, key, follower)
+        info, learning = pod_info(loaded), None if key is None else Learning(key, forgotten, learned_from)
+        return DraftServicer(loop, identity, limits, info, grammars, trials, translation, learning, follower)
 
     run(server, lambda: in_a_thread_of_its_own(start), "draft")
 
@@ -305,13 +323,13 @@ def translated(draft: ModelDirectory, path: Path | None) -> tuple[ModelDirectory
     return target, translation
 
 
-def learning_key(tokens: int, file: Path | None) -> str | None:
-    """Return the key that what is kept to learn from is read with, None if nothing is; typer.BadParameter names the
-    option that is wrong."""
-    if not tokens:
-        return None
-    if file is None:
+def learning_key(file: Path | None, *, keeps: bool, tries: bool) -> str | None:
+    """Return the key of callers of LearningService, None if there are none; typer.BadParameter names the option that is
+    wrong. `keeps`: texts are kept; `tries`: versions are tried."""
+    if file is None and keeps:
         raise typer.BadParameter("is needed with --learn-tokens", param_hint="--learn-key-file")
+    if file is None or not (keeps or tries):
+        return None
     try:
         key = file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:

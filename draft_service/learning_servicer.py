@@ -1,17 +1,28 @@
-"""LearningService: gives the kept texts to a trainer, and forgets tenants, for callers with the key."""
+"""LearningService: gives the kept texts to a trainer, and forgets tenants, for callers with the key.
+
+A tenant is forgotten in this order: that it is, in memory and in the folder of versions; then its kept texts; then the
+versions that have learned from them. What comes meanwhile meets the first.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import time
+from typing import NamedTuple
 
 import grpc
 import structlog
 
-from draft_service.traffic import KeptText, Traffic
-from specdec.serving.errors import InvalidRequestError, UnauthenticatedError
+from draft_service.draft_loop import DraftLoop
+from draft_service.forgotten import Forgotten
+from draft_service.traffic import KeptText
+from draft_service.versions import VersionedDrafter
+from specdec.engine.learned_from import LearnedFrom, tenant_digest
+from specdec.serving.errors import InvalidRequestError, NotRememberedError, UnauthenticatedError
 from specdec.serving.interceptor import Gate, Metadata
+from specdec.serving.target_logprobs import MAX_TOP
 from specdec.serving.validation import MAX_TENANT_CHARACTERS
 from specdec.v2 import learning_pb2, learning_pb2_grpc
 
@@ -20,16 +31,26 @@ log = structlog.get_logger()
 MIN_KEY_CHARACTERS = 16
 
 TOKENS_A_MESSAGE = 1 << 16
-"""Tokens after which a message of texts is full."""
+"""Tokens after which a message of texts is full, those of log-probabilities included."""
+
+
+class Learning(NamedTuple):
+    """What LearningService is served with."""
+
+    key: str  # of its callers
+    forgotten: Forgotten  # tenants whose texts are not kept, and whose versions are not served
+    learned_from: LearnedFrom | None = None  # whose texts the model that the service began with has learned from
 
 
 class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
-    """Serves the traffic of one draft service."""
+    """Serves what one draft service has learned: the traffic of its loop, and the versions of its drafter."""
 
     name = "specdec.v2.LearningService"
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    def __init__(self, loop: DraftLoop, learning: Learning) -> None:
+        """`loop` keeps texts, tries versions, or both."""
+        self._loop = loop
+        self._learning = learning
 
     def register(self, server: grpc.aio.Server) -> None:
         learning_pb2_grpc.add_LearningServiceServicer_to_server(self, server)
@@ -41,9 +62,9 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
     ) -> None:
         now = time.monotonic()
         message, tokens = learning_pb2.GetTrafficResponse(), 0
-        for text in self._traffic.texts():
+        for text in [] if self._loop.traffic is None else self._loop.traffic.texts():
             message.texts.append(_message(text, now))
-            tokens += len(text.tokens)
+            tokens += len(text.tokens) + MAX_TOP * len(text.places)
             if tokens >= TOKENS_A_MESSAGE:
                 await context.write(message)
                 message, tokens = learning_pb2.GetTrafficResponse(), 0
@@ -58,9 +79,28 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         if len(request.tenant) > MAX_TENANT_CHARACTERS:
             problem = f"has {len(request.tenant)} characters, must have at most {MAX_TENANT_CHARACTERS}"
             raise InvalidRequestError([("tenant", problem)])
-        texts, tokens = self._traffic.forget(request.tenant)
-        log.info("tenant_forgotten", tenant_digest=digest(request.tenant), texts=texts, tokens=tokens)
-        return learning_pb2.ForgetResponse(texts=texts, tokens=tokens)
+        not_written: NotRememberedError | None = None
+        try:
+            await asyncio.to_thread(self._learning.forgotten.add, request.tenant)  # it waits for the disk
+        except NotRememberedError as error:  # all that can be done without the folder is done first
+            not_written = error
+        forgotten = learning_pb2.ForgetResponse()
+        if self._loop.traffic is not None:
+            forgotten.texts, forgotten.tokens = self._loop.traffic.forget(request.tenant)
+        if isinstance(drafter := self._loop.drafter, VersionedDrafter):
+            forgotten.versions.extend(await self._loop.call(drafter.forget))
+        forgotten.first_learned = self._learning.forgotten.concerns(self._learning.learned_from)
+        log.info(
+            "tenant_forgotten",
+            tenant_digest=tenant_digest(request.tenant),
+            texts=forgotten.texts,
+            tokens=forgotten.tokens,
+            versions=list(forgotten.versions),
+        )
+        if not_written is not None:
+            log.error("tenant_not_remembered", why=str(not_written))
+            raise not_written
+        return forgotten
 
 
 def key_gate(key: str) -> Gate:
@@ -78,16 +118,12 @@ def key_gate(key: str) -> Gate:
     return check
 
 
-def digest(tenant: str) -> str:
-    """Return the digest that stands for a tenant outside of the draft service."""
-    return hashlib.sha256(tenant.encode()).hexdigest()
-
-
 def _message(text: KeptText, now: float) -> learning_pb2.KeptText:
     return learning_pb2.KeptText(
-        tenant_digest=digest(text.tenant),
+        tenant_digest=tenant_digest(text.tenant),
         tokens=text.tokens.tolist(),
         prompt_tokens=text.prompt,
         overruled=text.overruled.tolist(),
         age_us=int(1e6 * max(0.0, now - text.kept_at)),
+        logprobs=text.places.messages,
     )

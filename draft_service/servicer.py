@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from draft_service.candidate_queue import Extension
 from draft_service.draft_loop import DraftLoop, ServedSession
-from draft_service.learning_servicer import LearningServicer, key_gate
+from draft_service.learning_servicer import Learning, LearningServicer, key_gate
 from draft_service.metrics import metrics
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.session import DrafterSession
@@ -32,6 +32,7 @@ from specdec.serving.identity import pod_info
 from specdec.serving.messages import RULES, paths_message, rule_of, sampler_from, sampling_from, scorer_of
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
+from specdec.serving.target_logprobs import MAX_TOP, TargetLogprobs, places_of
 from specdec.serving.timeline import Timeline
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import (
@@ -95,16 +96,15 @@ class DraftServicer(
         grammars: GrammarCompiler | None = None,
         trials: GrammarTrials | None = None,
         translation: Translation | None = None,
-        learning_key: str | None = None,
+        learning: Learning | None = None,
         versions: VersionFollower | None = None,
     ) -> None:
         """Serve a draft loop. `info`: the pod's part of statistics, besides its identity; without `grammars`, texts
         with a grammar are refused; `trials` tries grammars before they are compiled. `translation`: of the drafter's
-        texts, if its tokenizer is not the target's; `identity` and `grammars` are then the target's. `learning_key`:
-        of callers that may read and delete the loop's traffic. `versions`: of the loop's drafter, if it tries new
-        ones."""
+        texts, if its tokenizer is not the target's; `identity` and `grammars` are then the target's. `learning`:
+        for LearningService; None: it is not served. `versions`: of the loop's drafter, if it tries new ones."""
         super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
-        self.gates = () if learning_key is None else (key_gate(learning_key),)
+        self.gates = () if learning is None else (key_gate(learning.key),)
         self._started = time.monotonic()
         self._info = info or pod_info()
         self._loop = loop
@@ -114,6 +114,7 @@ class DraftServicer(
         self._grammars = Grammars(grammars, trials)
         self._translation = translation
         self._versions = versions
+        self._learning = learning
 
     async def close(self) -> None:
         if self._versions is not None:
@@ -124,8 +125,8 @@ class DraftServicer(
     def register(self, server: grpc.aio.Server) -> None:
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
         TraceServicer("draft", self.timelines).register(server)
-        if self._loop.traffic is not None:
-            LearningServicer(self._loop.traffic).register(server)
+        if self._learning is not None:
+            LearningServicer(self._loop, self._learning).register(server)
 
     async def Draft(  # type: ignore[override]
         self,
@@ -213,7 +214,12 @@ class DraftServicer(
     def act(self, session: DrafterSession, request: draft_pb2.DraftRequest, arrived: float) -> None:
         match request.WhichOneof("message"):
             case "committed":
-                self._loop.commit(session, request.committed.base, list(request.committed.tokens), arrived)
+                committed, places = request.committed, list[TargetLogprobs]()
+                if committed.overruled and self._learns_logprobs(session):
+                    end = committed.base + len(committed.tokens)
+                    places = places_of(committed.overruled, committed.base, end, session.request.target_vocabulary)
+                self._loop.commit(session, committed.base, list(committed.tokens), arrived)
+                session.add_places(places)
             case "policy":
                 if wrong := token_tree_violations("policy", request.policy):
                     raise ValueError("; ".join(" ".join(violation) for violation in wrong))
@@ -230,9 +236,14 @@ class DraftServicer(
             max_depth=policy.max_depth,
             max_branches=policy.max_branches,
             max_nodes=policy.max_nodes,
-            keeps_text=self._loop.traffic is not None and session.request.learn,
+            keeps_text=self._loop.traffic is not None and self._loop.traffic.keeps(session),
+            overruled_logprobs=MAX_TOP if self._learns_logprobs(session) else 0,
         )
         return draft_pb2.DraftResponse(opened=opened)
+
+    def _learns_logprobs(self, session: DrafterSession) -> bool:
+        traffic = self._loop.traffic
+        return traffic is not None and traffic.most_places > 0 and traffic.keeps(session)
 
     def heartbeat(self, session: DrafterSession) -> draft_pb2.DraftResponse:
         return draft_pb2.DraftResponse(heartbeat=model_pb2.Heartbeat(steps=self._loop.steps, capacity=self.capacity()))
@@ -306,6 +317,7 @@ class DraftServicer(
             message.tenant_weight or 1.0,
             own_prompt,
             message.learn,
+            targets,
         )
         policy = self._policy(message.policy, self._limits.max_nodes, rule)
         try:

@@ -22,11 +22,15 @@ from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import Scorer
 from specdec.decoding.tree import Node, TokenTree
 from specdec.serving.errors import InvalidRequestError
+from specdec.serving.target_logprobs import TargetLogprobs
 
 MIN_CHILD_LOGPROB = math.log(MIN_PROBABILITY)
 """Minimum logprob of a child, except a node's first: one below it would not be expanded even with its parent as the
 root."""
 
+
+MAX_PLACES = 1024
+"""Maximum places of a text with the target's log-probabilities, of 400 bytes each: the first are kept."""
 
 UNCALIBRATED = [0.0] * RANKS
 """Shifts of siblings whose probabilities are the draft's own."""
@@ -71,9 +75,11 @@ class DrafterSession:
         self._calibration = calibration  # of this text
         self._frontier = Frontier()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # off the frontier until the root or the policy changes
-        self.begun = time.monotonic()
+        self.begun = time.time()  # Unix seconds: tenants are forgotten for services on other machines, too
         self.overruled: list[int] = []
         """Indices of committed tokens that are not the draft's likeliest guess, ascending."""
+        self.places: list[TargetLogprobs] = []
+        """Places where the draft was overruled with the target's log-probabilities, ascending."""
         self._expanded: dict[Node, int] = {}  # live nodes, root included: depth below the root at expansion
         self._frontier.add(0.0, self.tree.root)
 
@@ -103,6 +109,12 @@ class DrafterSession:
             self._frontier.add(0.0, tree.root)
         self.outgoing.follow_root(passed, alive)
         return RootMove(new_tokens, followed, alive)
+
+    def add_places(self, places: Sequence[TargetLogprobs]) -> None:
+        """Keep the target's log-probabilities at places of committed tokens, ascending; those known are skipped."""
+        last = self.places[-1].position if self.places else -1
+        new = [place for place in places if place.position > last]
+        self.places += new[: MAX_PLACES - len(self.places)]
 
     def set_policy(self, policy: ExpansionPolicy) -> None:
         """Replace the policy for expanding and sending, at once."""

@@ -1,14 +1,14 @@
 """Traffic: the texts that a draft may learn from, in memory alone.
 
 A text is kept when its session ends, if its request permits it; the oldest texts give way. What is forgotten is gone at
-once, and texts of that tenant that are still running are not kept either.
+once, and texts of that tenant that are still running are not kept either (`forgotten.py`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,24 +16,24 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from draft_service.forgotten import Forgotten
 from draft_service.session import DrafterSession
+from specdec.serving.target_logprobs import NO_PLACES, PLACE_BYTES, PackedPlaces
 
 MAX_KEPT_TOKENS = 1 << 28
 """Limit on the tokens kept: 2 GB, with the places where the draft was overruled."""
 
-MAX_FORGOTTEN = 10_000
-"""Tenants remembered as forgotten, for their running texts; the one forgotten first is dropped first."""
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KeptText:
-    """A text to learn from."""
+    """A text to learn from. Nothing but `places` ever changes."""
 
     tenant: str
     tokens: NDArray[np.uint32]  # the prompt's first
     prompt: int  # tokens of the prompt
     overruled: NDArray[np.uint32]  # indices of tokens that are not the draft's likeliest guess, ascending
     kept_at: float  # by the clock
+    places: PackedPlaces = NO_PLACES  # the target's log-probabilities at some of them
 
 
 class Kept(NamedTuple):
@@ -50,13 +50,29 @@ NOTHING_KEPT = Kept(0, 0, 0.0)
 class Traffic:
     """The last `most` tokens of texts that permit learning. Thread-safe."""
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        most: int,
+        forgotten: Forgotten | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        most_bytes: int = 0,
+    ) -> None:
+        """`most_bytes`: limit on the bytes of the target's log-probabilities; 0: none are kept, or asked for."""
+        self.most_places = most_bytes // PLACE_BYTES
+        """Limit on the places with log-probabilities, of all texts."""
+        self._places = 0
+        self._with_places: deque[KeptText] = deque()  # texts with log-probabilities, in order
         self._most = most
+        self.forgotten = forgotten or Forgotten()
         self._clock = clock
         self._lock = threading.Lock()
         self._texts: deque[KeptText] = deque()
         self._tokens = 0
-        self._forgotten: OrderedDict[str, float] = OrderedDict()  # tenant -> when
+
+    def keeps(self, session: DrafterSession) -> bool:
+        """Return whether the text of a session will be kept, unless its tenant is forgotten meanwhile."""
+        request = session.request
+        return request.learn and not self.forgotten.keeps_out(request.tenant, session.begun)
 
     def keep(self, session: DrafterSession) -> bool:
         """Keep the text of a session that ends, if its request permits it and its tenant was not forgotten meanwhile.
@@ -72,27 +88,40 @@ class Traffic:
             max(0, len(request.prompt) - cut),
             overruled[overruled >= cut] - np.uint32(cut),
             self._clock(),
+            PackedPlaces.of(session.places).after(cut).last(self.most_places) if session.places else NO_PLACES,
         )
         with self._lock:
-            if self._forgotten.get(request.tenant, -1.0) >= session.begun:
+            if not self.keeps(session):
                 return False
             self._texts.append(text)
             self._tokens += len(text.tokens)
+            self._places += len(text.places)
+            if len(text.places):
+                self._with_places.append(text)
             while self._tokens > self._most:
-                self._tokens -= len(self._texts.popleft().tokens)
+                gone = self._texts.popleft()
+                self._tokens -= len(gone.tokens)
+                if len(gone.places):
+                    self._drop_places()  # its own: it is the oldest
+            while self._places > self.most_places:
+                self._drop_places()
         return True
 
+    def _drop_places(self) -> None:
+        """Drop the log-probabilities of the oldest text that has some."""
+        text = self._with_places.popleft()
+        self._places -= len(text.places)
+        text.places = NO_PLACES
+
     def forget(self, tenant: str) -> tuple[int, int]:
-        """Delete the texts of a tenant; return their number and that of their tokens."""
+        """Delete the texts of a tenant that is in `forgotten`; return their number and that of their tokens."""
         with self._lock:
             gone = [text for text in self._texts if text.tenant == tenant]
             self._texts = deque(text for text in self._texts if text.tenant != tenant)
             tokens = sum(len(text.tokens) for text in gone)
             self._tokens -= tokens
-            self._forgotten[tenant] = self._clock()
-            self._forgotten.move_to_end(tenant)
-            if len(self._forgotten) > MAX_FORGOTTEN:
-                self._forgotten.popitem(last=False)
+            self._with_places = deque(text for text in self._with_places if text.tenant != tenant)
+            self._places = sum(len(text.places) for text in self._with_places)
         return len(gone), tokens
 
     def texts(self) -> list[KeptText]:

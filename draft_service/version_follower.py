@@ -1,5 +1,8 @@
 """Follows the folder of versions: loads new ones beside the serving one, one at a time, and hands them to the drafter.
 
+A version that has learned from a forgotten tenant is not loaded. If the serving one has, an earlier one is loaded in
+its place, first of all.
+
 It has a thread of its own. The drafter belongs to the draft loop's, so everything reaches it as an action between two
 steps.
 """
@@ -12,14 +15,17 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import structlog
 
 from draft_service.version_folder import FoundVersion
 from draft_service.version_loading import LoadedVersion, VersionRefusedError, remove_export
-from draft_service.versions import State, VersionedDrafter
+from draft_service.versions import HAS_LEARNED, State, VersionedDrafter
+from specdec.engine.learned_from import LearnedFrom
 from specdec.engine.memory import give_freed_memory_back
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.serving.watched import Watched
 from specdec.wire.file_version import Version as FileVersion
 
@@ -27,6 +33,9 @@ log = structlog.get_logger()
 
 LOOK_SECONDS = 1.0
 """Interval in seconds between looks into the folder."""
+
+BACK_SECONDS = 60.0
+"""Pause in seconds after no earlier version could be loaded."""
 
 CLOSE_SECONDS = 10.0
 """Seconds for a version that is being loaded while the service stops. Then the process ends without it."""
@@ -50,10 +59,17 @@ class VersionFollower:
     """Keeps a drafter's versions in step with a folder."""
 
     def __init__(
-        self, folder: Watched[tuple[FoundVersion, ...]], loader: Loader, worker: Actions, drafter: VersionedDrafter
+        self,
+        folder: Watched[tuple[FoundVersion, ...]],
+        loader: Loader,
+        worker: Actions,
+        drafter: VersionedDrafter,
+        first: Path,
     ) -> None:
-        """`worker` is the draft loop of `drafter`."""
+        """`worker` is the draft loop of `drafter`; `first`: the directory of the model that the service began with."""
         self.drafter = drafter
+        self._first = FoundVersion(drafter.first, first, ())
+        self._back_at = 0.0  # when to load an earlier version at the soonest, by `time.monotonic`
         self._folder = folder
         self._loader = loader
         self._worker = worker
@@ -82,13 +98,19 @@ class VersionFollower:
             self._stopping.wait(LOOK_SECONDS)
 
     def look(self) -> None:
-        """Do what is due: take a changed folder, free memory, load the next version if its trial may begin."""
-        if self._folder.changed():
+        """Do what is due: take a changed folder, follow what was forgotten, free memory, load the next version if its
+        trial may begin."""
+        again = self._interrupted()
+        if self._folder.changed() or again:
             self._take(self._folder.contents)
+        if self.drafter.forgotten.look():  # by another service with this folder
+            self._worker.submit(self._roll_back)
         self._free()
         if self._handed_over is not None and not self._handed_over.is_set():
             return
-        if self._waiting and self.drafter.is_free:
+        if (earlier := self.drafter.earlier) and time.monotonic() >= self._back_at:
+            self._go_back(earlier)
+        elif self._waiting and self.drafter.is_free:
             self._load(self._waiting.pop(0))
 
     def _take(self, found: tuple[FoundVersion, ...]) -> None:
@@ -98,46 +120,105 @@ class VersionFollower:
             if name not in present:
                 self._tried.pop(name, None)
                 self._worker.submit(partial(self.drafter.remove, name))
-        live = self._live()
+        taken = self._taken()
         self._waiting = [version for version in found if self._tried.get(version.name) != version.marked]
-        for version in [version for version in self._waiting if version.name in live]:
+        for version in [version for version in self._waiting if version.name in taken]:
             self._waiting.remove(version)
             log.warning("version_left_out", version=version.name, why="a version of this name is served")
         for version in self._waiting:
             self._worker.submit(partial(self.drafter.note, version.name, State.WAITING))
 
-    def _live(self) -> set[str]:
-        """Return the names of versions in memory, with the one that is handed over now."""
-        return {version.name for version in self.drafter.known if version.loaded is not None}
+    def _taken(self) -> set[str]:
+        """Return the names of versions in memory, with the one that is handed over now, and of the first one, which
+        may serve again."""
+        return {self.drafter.first, *(version.name for version in self.drafter.known if version.loaded is not None)}
+
+    def _roll_back(self) -> None:
+        """Roll back what must not serve any more, in the drafter's thread."""
+        self.drafter.forget()
+
+    def _interrupted(self) -> bool:
+        """Take versions whose trial was interrupted off the tried ones; return whether there were any."""
+        found = False
+        while True:
+            try:
+                self._tried.pop(self.drafter.interrupted.get_nowait(), None)
+            except queue.Empty:
+                return found
+            found = True
 
     def _load(self, found: FoundVersion) -> None:
         """Load a version, and hand it over or record why it is refused."""
         self._tried[found.name] = found.marked
+        try:
+            concerned = self._is_concerned(found)
+        except ModelDirectoryError as error:
+            self._worker.submit(partial(self.drafter.note, found.name, State.REFUSED, str(error)))
+            return
+        if concerned:
+            self._worker.submit(partial(self.drafter.note, found.name, State.FORGOTTEN, HAS_LEARNED))
+            return
         self._worker.submit(partial(self.drafter.note, found.name, State.LOADING))
-        loaded: list[LoadedVersion] = []
-        problems: list[str] = []
-        expected = self.drafter.expected
+        result = self._loaded(found, self.drafter.expected)
+        self._handed_over = handed_over = threading.Event()
+        if isinstance(result, str):
+            self._worker.submit(partial(self.drafter.note, found.name, State.REFUSED, result))
+        elif result is not None:
+            self._worker.submit(partial(self.drafter.begin, found.name, result))
+        self._worker.submit(handed_over.set)
+
+    def _is_concerned(self, found: FoundVersion) -> bool:
+        """Return whether a version has learned from a tenant that was forgotten; ModelDirectoryError if it cannot be
+        told."""
+        return self.drafter.forgotten.concerns(LearnedFrom.of(found.path))
+
+    def _go_back(self, earlier: list[str]) -> None:
+        """Load the first of these versions that is still as it was and has learned from nobody who was forgotten, to
+        serve again. The model that the service began with is taken as it is."""
+        present = {version.name: version for version in self._folder.contents}
+        for name in earlier:
+            found = self._first if name == self.drafter.first else present.get(name)
+            if found is None or (found is not self._first and not self._may_serve_again(found)):
+                continue
+            result = self._loaded(found, None)  # its speed was measured before
+            if result is None:
+                return
+            if isinstance(result, str):
+                log.error("version_not_back", version=name, why=result)
+                continue
+            self._handed_over = handed_over = threading.Event()
+            self._worker.submit(partial(self.drafter.go_back, name, result))
+            self._worker.submit(handed_over.set)
+            return
+        self._back_at = time.monotonic() + BACK_SECONDS
+        log.error("no_version_back", serving=self.drafter.serving.name, why=self.drafter.serving.reason)
+
+    def _may_serve_again(self, found: FoundVersion) -> bool:
+        try:
+            return self._tried.get(found.name) == found.marked and not self._is_concerned(found)
+        except ModelDirectoryError:
+            return False
+
+    def _loaded(self, found: FoundVersion, expected: Callable[[int], float] | None) -> LoadedVersion | str | None:
+        """Load a version, in a thread; return why it is refused if it is, None if the service stops meanwhile."""
+        results: list[LoadedVersion | str] = []
 
         def load() -> None:
             try:
-                loaded.append(self._loader.load(found, expected))
+                results.append(self._loader.load(found, expected))
             except VersionRefusedError as error:
-                problems.append(str(error))
+                results.append(str(error))
 
         begin = time.monotonic()
         thread = threading.Thread(target=load, name="load-version", daemon=True)
         thread.start()
         while thread.is_alive() and not self._stopping.is_set():
             thread.join(LOOK_SECONDS)
-        self._handed_over = handed_over = threading.Event()
-        if self._stopping.is_set():
-            return
-        if problems:
-            self._worker.submit(partial(self.drafter.note, found.name, State.REFUSED, problems[0]))
-        for version in loaded:
+        if self._stopping.is_set() or not results:
+            return None
+        if not isinstance(results[0], str):
             log.info("version_loaded", version=found.name, seconds=round(time.monotonic() - begin, 2))
-            self._worker.submit(partial(self.drafter.begin, found.name, version))
-        self._worker.submit(handed_over.set)
+        return results[0]
 
     def _free(self) -> None:
         """Free the memory of versions that are over, and remove their exports."""

@@ -29,6 +29,7 @@ from specdec.engine.batch import PackedBatch
 from specdec.engine.derived_models import user_cache
 from specdec.engine.engine import DraftPass, Engine, draft_pass_of
 from specdec.engine.engines.loading import load_engine
+from specdec.engine.learned_from import LearnedFrom
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import in_one_line
 from specdec.engine.placement import Placement
@@ -67,6 +68,7 @@ class LoadedVersion:
     widest: int = 0  # nodes of the largest pass that `times` describes
     watched: CheckedPass | None = None  # its forward pass; None: of a model that never was on trial
     export: Path | None = None  # directory of an export made for it
+    learned_from: LearnedFrom | None = None  # tenants whose texts it has learned from; None: of none
 
 
 class CheckedPass:
@@ -135,18 +137,21 @@ class VersionLoader:
         """
         export: Path | None = None
         try:
+            learned_from = LearnedFrom.of(found.path)  # first: it is written before the weights
             directory = self._checked(found.path)
             fingerprint = directory.model_fingerprint
             if self.placement.kind == "onnx" and not is_exported(directory, self.placement):
                 export = exported(directory, self.placement)
             loaded = self._loaded(directory if export is None else ModelDirectory(export), expected)
+            if found.path == self.first.path:
+                export = None  # made at the start, for the next one, too
         except Exception as error:  # whatever is wrong with a version, the service goes on
-            if export is not None:
+            if export is not None and found.path != self.first.path:
                 remove_export(export)
             if not isinstance(error, VersionRefusedError):
                 error = VersionRefusedError(in_one_line(error))
             raise error from None
-        return replace(loaded, fingerprint=fingerprint, export=export)
+        return replace(loaded, fingerprint=fingerprint, export=export, learned_from=learned_from)
 
     def _checked(self, path: Path) -> ModelDirectory:
         """Return the directory of a version that a session would not tell from the first model but by its guesses."""

@@ -5,6 +5,9 @@ on, drawn by chance, and a trial compares the two (`version_trial.py`). If it is
 before it is *retired*: it keeps the sessions that it has, and is freed after the last. If it is not, or fails, its
 sessions move to the serving version between two passes. There is at most one canary or retired version at a time.
 
+A version that has learned from a tenant which was forgotten is rolled back at any time. If it serves, it drafts on
+until an earlier version is loaded in its place, at worst the first one: that never goes.
+
 No text is lost by a move, and none changes. The nodes of a session's tree stay, and so do the distributions that they
 were drawn from, by which the verifier judges them (REJECTION); only nodes without children get theirs from another
 version. CONTRASTIVE is not served: there the draft's distribution decides on tokens.
@@ -26,6 +29,7 @@ from enum import Enum
 import structlog
 
 from draft_service.drafter import Drafter, ExpansionError
+from draft_service.forgotten import Forgotten
 from draft_service.session import DrafterSession, RootMove
 from draft_service.version_loading import LoadedVersion
 from draft_service.version_trial import Outcome, TrialLimits, VersionTrial
@@ -37,6 +41,12 @@ log = structlog.get_logger()
 
 MAX_KNOWN = 96
 """Versions with figures; of more, the first that are over are forgotten. More than a folder may have."""
+
+
+MAX_PROMOTED = 8
+"""Promoted versions that may serve again, the serving one included; of more, the earliest are left out."""
+
+HAS_LEARNED = "it has learned from the texts of a tenant that was forgotten"
 
 
 class State(Enum):
@@ -54,6 +64,7 @@ class State(Enum):
     FAILED = "failed"
     UNDECIDED = "undecided"
     REMOVED = "removed"
+    FORGOTTEN = "forgotten"
 
 
 LIVE = frozenset({State.CANARY, State.SERVING, State.RETIRED})
@@ -94,19 +105,38 @@ class Version:
         return self.loaded.drafter
 
 
+def _stop_checks(version: Version) -> None:
+    """Let a version that serves fail as any draft does."""
+    if version.loaded is not None and version.loaded.watched is not None:
+        version.loaded.watched.checks = False
+
+
 class VersionedDrafter(Drafter):
-    """The drafter of several versions. Everything but `slots`, `slots_used`, `version_of`, `known`, `is_free` and
-    `expected` is for the draft loop's thread."""
+    """The drafter of several versions. Everything but `slots`, `slots_used`, `version_of`, `known`, `is_free`,
+    `expected` and `earlier` is for the draft loop's thread."""
 
     def __init__(
-        self, name: str, loaded: LoadedVersion, limits: TrialLimits, draw: Callable[[], float] = random.random
+        self,
+        name: str,
+        loaded: LoadedVersion,
+        limits: TrialLimits,
+        forgotten: Forgotten | None = None,
+        draw: Callable[[], float] = random.random,
     ) -> None:
-        """Serve a first version; `draw` returns numbers in [0, 1) that decide which sessions a canary gets."""
+        """Serve a first version; `draw` returns numbers in [0, 1) that decide which sessions a canary gets.
+        `forgotten`: tenants whose versions are refused; None: there are none."""
         self.rules = loaded.drafter.rules - {Rule.CONTRASTIVE}
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         """Ended trials and refused versions, by outcome."""
         self.dropped: queue.SimpleQueue[LoadedVersion] = queue.SimpleQueue()
         """Models whose memory is to be freed, in another thread than the loop's: that takes a pass's time."""
+        self.interrupted: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Versions to be tried again, since the serving version was taken away beside them."""
+        self.first = name
+        """The version that the service began with."""
+        self.forgotten = forgotten or Forgotten()
+        self._promoted: list[str] = []  # versions that were, the latest last
+        self._withdrawn = False  # the serving version drafts only until an earlier one is loaded
         self._limits, self._draw = limits, draw
         self._serving = Version(name, State.SERVING, fingerprint=loaded.fingerprint, loaded=loaded)
         self._canary: Version | None = None
@@ -146,8 +176,14 @@ class VersionedDrafter(Drafter):
 
     @property
     def is_free(self) -> bool:
-        """True if a canary may begin: the memory of earlier versions is free."""
-        return self._canary is None and self._retired is None
+        """True if a canary may begin: the memory of earlier versions is free, and the serving one stays."""
+        return self._canary is None and self._retired is None and not self._withdrawn
+
+    @property
+    def earlier(self) -> list[str]:
+        """The versions that have served before, to load one of them in place of the serving one: the latest first, the
+        first version last. Empty if the serving version stays."""
+        return [*reversed(self._promoted[:-1]), self.first] if self._withdrawn else []
 
     @property
     def expected(self) -> Callable[[int], float] | None:
@@ -166,8 +202,9 @@ class VersionedDrafter(Drafter):
             self._known.pop(name, None)  # found again, it is the latest
             known = self._known[name] = Version(name)
             self._forget_some()
+            self._promoted = [other for other in self._promoted if other != name]  # its files are others now
         known.state, known.reason = state, reason
-        if state is State.REFUSED:
+        if state in (State.REFUSED, State.FORGOTTEN):
             self.outcomes[state.value] += 1
             log.warning("version_refused", version=name, why=reason)
 
@@ -183,6 +220,12 @@ class VersionedDrafter(Drafter):
         version = self._known.get(name)
         if version is None or version.state in LIVE or not self.is_free:  # its directory was removed meanwhile
             self.dropped.put(loaded)
+            if self._withdrawn:
+                self.interrupted.put(name)
+            return
+        if self.forgotten.concerns(loaded.learned_from):
+            self.dropped.put(loaded)
+            self.note(name, State.FORGOTTEN, HAS_LEARNED)
             return
         version.loaded, version.fingerprint, version.state = loaded, loaded.fingerprint, State.CANARY
         self._canary, self._trial = version, VersionTrial(self._limits)
@@ -198,6 +241,59 @@ class VersionedDrafter(Drafter):
         elif version.state in (State.WAITING, State.LOADING):
             del self._known[name]
 
+    # --- what was forgotten ---------------------------------------------------------------------------
+
+    def forget(self) -> list[str]:
+        """Roll back the versions that have learned from tenants which were forgotten; return their names. The serving
+        one drafts on until `go_back` replaces it, unless the one before it is still in memory."""
+        found = [version for version in (self._canary, self._retired) if version is not None and self._is_out(version)]
+        for version in found:
+            self._roll_back(version, State.FORGOTTEN, HAS_LEARNED)
+        serving = self._serving
+        if serving.name == self.first or self._withdrawn or not self._is_out(serving):
+            return [version.name for version in found]
+        self._withdrawn = True
+        serving.reason = f"{HAS_LEARNED}; it drafts until an earlier one is loaded"
+        log.warning("version_withdrawn", version=serving.name, why=HAS_LEARNED)
+        if self._canary is not None:
+            self._interrupt(self._canary)
+        if self._retired is not None:
+            self._go_back_to(self._retired)
+        return [*(version.name for version in found), serving.name]
+
+    def _is_out(self, version: Version) -> bool:
+        return version.loaded is not None and self.forgotten.concerns(version.loaded.learned_from)
+
+    def _interrupt(self, canary: Version) -> None:
+        """End a trial without a verdict; it begins again beside another serving version."""
+        self._take_out(canary)
+        canary.state = State.WAITING
+        self.interrupted.put(canary.name)
+        log.info("version_interrupted", version=canary.name)
+
+    def go_back(self, name: str, loaded: LoadedVersion) -> None:
+        """Serve an earlier version again, in place of one that was withdrawn."""
+        if not self._withdrawn or (name != self.first and self.forgotten.concerns(loaded.learned_from)):
+            self.dropped.put(loaded)
+            return
+        version = self._known.setdefault(name, Version(name))
+        version.loaded, version.fingerprint = loaded, loaded.fingerprint
+        self._go_back_to(version)
+
+    def _go_back_to(self, version: Version) -> None:
+        """Serve a version that is in memory in place of the withdrawn one, whose sessions it gets."""
+        withdrawn, self._serving, self._retired = self._serving, version, None
+        self._promoted = [name for name in self._promoted if name not in (withdrawn.name, version.name)]
+        if version.name != self.first:
+            self._promoted.append(version.name)
+        self._withdrawn = False
+        _stop_checks(version)
+        version.state, version.reason = State.SERVING, ""
+        log.warning("version_back", version=version.name, instead_of=withdrawn.name)
+        self._roll_back(withdrawn, State.FORGOTTEN, HAS_LEARNED)
+
+    # --- trials ---------------------------------------------------------------------------------------
+
     def _settle(self) -> None:
         """End the trial if there is a verdict."""
         canary, verdict = self._canary, self._trial.verdict
@@ -210,31 +306,36 @@ class VersionedDrafter(Drafter):
 
     def _promote(self, version: Version) -> None:
         before = self._serving
-        if version.loaded is not None and version.loaded.watched is not None:
-            version.loaded.watched.checks = False  # from now on it fails as any draft does
+        _stop_checks(version)
         version.state, before.state = State.SERVING, State.RETIRED
         self._serving, self._retired, self._canary = version, before, None
+        self._promoted = [*self._promoted, version.name][-MAX_PROMOTED:]
         self.outcomes[Outcome.PROMOTED.value] += 1
         log.info("version_promoted", version=version.name, before=before.name, why=self._trial.reason)
         self._end_retired()
 
     def _roll_back(self, version: Version, state: State, reason: str) -> None:
         """Move a version's sessions to the serving one, and free its memory."""
+        moved = self._take_out(version)
+        version.state, version.reason = state, reason
+        self.outcomes[state.value] += 1
+        log.warning("version_rolled_back", version=version.name, outcome=state.value, why=reason, sessions=moved)
+
+    def _take_out(self, version: Version) -> int:
+        """Move a version's sessions to the serving one, and free its memory; return the number of sessions."""
         for session in [session for session, own in self._of.items() if own is version]:
             version.drafter.close(session)
             del self._of[session]
             session.abandon_frontier()
             self._homeless[session] = None
         moved, version.sessions = version.sessions, 0
-        version.state, version.reason = state, reason
         if version is self._canary:
             self._canary = None
-        else:
+        elif version is self._retired:
             self._retired = None
         self._drop(version)
-        self.outcomes[state.value] += 1
-        log.warning("version_rolled_back", version=version.name, outcome=state.value, why=reason, sessions=moved)
         self._house()
+        return moved
 
     def _end_retired(self) -> None:
         """Free the retired version if it has no sessions left."""

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from typing import Self
 
-from testing.delay_proxy import DelayProxy, Traffic
+from testing.delay_proxy import DelayProxy, RelayedBytes
 
 
 class DelayProcess:
@@ -42,9 +42,9 @@ class DelayProcess:
         """Set the one-way delay in seconds."""
         self._query(f"delay {seconds}")
 
-    def traffic(self, server: str) -> Traffic:
+    def traffic(self, server: str) -> RelayedBytes:
         """Return the traffic of a server so far."""
-        return Traffic(*map(int, self._query(f"traffic {server}").split()))
+        return RelayedBytes(*map(int, self._query(f"traffic {server}").split()))
 
     def _query(self, line: str) -> str:
         assert self._process.stdin is not None

@@ -25,7 +25,7 @@ RESET = struct.pack("ii", 1, 0)
 
 
 @dataclass
-class Traffic:
+class RelayedBytes:
     """Bytes between a server and its clients, including HTTP/2 framing."""
 
     to_server: int = 0
@@ -46,7 +46,7 @@ class DelayProxy:
 
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
-        self.traffic: dict[str, Traffic] = {}  # by server
+        self.traffic: dict[str, RelayedBytes] = {}  # by server
         self.stalled = False  # by `stall`
         self.waiting: set[End] = set()  # for `resume`
         self._listening: list[asyncio.Server] = []
@@ -91,7 +91,7 @@ class DelayProxy:
     async def to(self, server: str) -> str:
         """Return an address, HOST:PORT, that leads to the server at HOST:PORT."""
         host, port = server.rsplit(":", 1)
-        traffic = self.traffic.setdefault(server, Traffic())
+        traffic = self.traffic.setdefault(server, RelayedBytes())
         loop = asyncio.get_running_loop()
 
         def accept() -> End:

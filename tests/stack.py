@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from draft_service.__main__ import translated
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
+from draft_service.learning_servicer import Learning
 from draft_service.servicer import DraftLimits, DraftServicer
 from draft_service.traffic import Traffic
 from orchestrator.models.catalog import Catalog
@@ -323,7 +324,8 @@ async def stack(
             identity.tokenizer_fingerprint = of_target.tokenizer_fingerprint
             identity.vocabulary_size = of_target.vocabulary
             grammars, trials = GrammarCompiler.of(of_target), GrammarTrials(of_target.path)
-            more = (translation, learning_key)
+            learning = Learning(learning_key, traffic.forgotten) if traffic and learning_key else None
+            more = (translation, learning)
             service = draft_kind(loop, identity, limits, pod_info(engine), grammars, trials, *more)
             pod = DraftPod(service, loop=loop, drafter=drafter)
             await exits.enter_async_context(running(pod))

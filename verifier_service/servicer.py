@@ -55,6 +55,7 @@ from specdec.serving.validation import (
     drafter_violations,
     grammar_violations,
     open_size_violations,
+    overruled_violations,
     rule_violations,
     text_violations,
     token_violations,
@@ -331,6 +332,7 @@ class VerifierServicer(
             lookahead=options.lookahead,
             jacobi=options.jacobi,
             max_depth=message.max_depth,
+            overruled_logprobs=message.overruled_logprobs,
             why_none=self._why_none if message.unspecified else Without.NO_DRAFTER,
         )
 
@@ -354,6 +356,7 @@ class VerifierServicer(
     def _policy_violations(self, policy: verifier_pb2.VerifyPolicy, rule: Rule) -> list[tuple[str, str]]:
         violations = candidate_limit_violations("policy", policy) + depth_violations("policy", policy)
         violations += drafter_violations("policy.drafters", policy.drafters)
+        violations += overruled_violations("policy", policy)
         if violations:
             return violations
         options = _options(policy)
@@ -467,7 +470,9 @@ def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyRespo
     sums = DecisionSums()
     sums.add(result.decisions)
     commit = verifier_pb2.Commit(
-        committed=model_pb2.Committed(base=result.base, tokens=result.tokens),
+        committed=model_pb2.Committed(
+            base=result.base, tokens=result.tokens, overruled=[place.message for place in result.overruled]
+        ),
         sources=result.sources,  # type: ignore[arg-type]
         logprobs=list(map(_logprobs, result.logprobs)),
         offered=result.offered,

@@ -20,6 +20,7 @@ from orchestrator.pods.fitness import check_fit
 from orchestrator.pods.pods import Pod
 from specdec.serving.messages import rule_message, sampling_message
 from specdec.serving.mux.stream import MAX_BYTES
+from specdec.serving.target_logprobs import MAX_TOP
 from specdec.serving.validation import MAX_NODES_A_MESSAGE
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2, verifier_pb2
 
@@ -32,6 +33,7 @@ class DraftStream(PeerStream):
     def __init__(self, pod: Pod, context: SampleContext) -> None:
         super().__init__(pod, context)
         self.at_work = False  # True once the draft has sent candidates
+        self.overruled_logprobs = 0  # likeliest tokens of the target that the draft learns from; 0: none
         self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
         self._feeding: asyncio.Task[None] | None = None
 
@@ -70,6 +72,8 @@ class DraftStream(PeerStream):
         self._context.granted.by_draft(opened)
         if opened.keeps_text:
             self._context.keepers.add(self.pod)
+            if sample.learn:
+                self.overruled_logprobs = min(opened.overruled_logprobs, MAX_TOP)
         self.opened = True
         self._feeding = asyncio.create_task(self._feed())
 
@@ -212,7 +216,7 @@ class DraftSession:
         self._awaited_since = None
         self._flow.committed()
         paused = self._control.paused
-        for message in self._control.messages(commit):
+        for message in self._control.messages(commit, learns=self._stream.overruled_logprobs > 0):
             self._stream.send(message)
         if not self._stream.at_work:
             self._await_first(wanted=commit.drafting_wanted and not self._control.paused)

@@ -150,8 +150,8 @@ class Drafting:
         else:
             self._wanted.clear()
 
-    async def _set_drafted(self, drafted: bool) -> None:
-        self._state = replace(self._state, drafted=drafted)
+    async def _set_drafted(self, drafted: bool, overruled_logprobs: int = 0) -> None:
+        self._state = replace(self._state, drafted=drafted, overruled_logprobs=overruled_logprobs)
         await self._sink.set_policy(self._state.verify_policy(self._context))
 
     async def _work(self, pods: Pods) -> None:
@@ -211,7 +211,7 @@ class Drafting:
         session = self._session = DraftSession(stream, self._context, self._state)
         await session.open()
         self._context.timeline.event("draft_opened", pod=str(stream.pod))
-        await self._set_drafted(True)
+        await self._set_drafted(True, stream.overruled_logprobs)
         async for extend in stream.candidates():
             session.check(extend)
             if self._undrafted:

@@ -19,6 +19,7 @@ class SpeculationState:
     drafted: bool  # a draft has the text, or may soon have it
     max_nodes: int = 1  # limit on live candidates of the session, granted by the verifier
     outlook: Outlook = NO_DRAFT_PAYS
+    overruled_logprobs: int = 0  # likeliest tokens of the target to report to a draft that keeps the text
 
     @classmethod
     def initial(cls, context: SampleContext) -> SpeculationState:
@@ -55,6 +56,7 @@ class SpeculationState:
             jacobi=speculation.jacobi,
             max_depth=speculation.max_depth,
             unspecified=speculation.unspecified,
+            overruled_logprobs=self.overruled_logprobs,
         )
 
     def draft_policy(self, sample: Sample) -> draft_pb2.DraftPolicy:
@@ -116,9 +118,10 @@ class DraftControl:
         """True if nothing is worth proposing now."""
         return self._policy.paused
 
-    def messages(self, commit: verifier_pb2.Commit) -> Iterator[draft_pb2.DraftRequest]:
+    def messages(self, commit: verifier_pb2.Commit, *, learns: bool = False) -> Iterator[draft_pb2.DraftRequest]:
         """Yield the messages for a commit: the target's decisions, and the policy if it has changed. While the draft is
-        paused, tokens are held back to be sent together."""
+        paused, tokens are held back to be sent together. `learns`: the draft gets log-probabilities of the target,
+        too."""
         if commit.step_us:  # 0: the commit is of earlier steps
             self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
         told, policy = self._policy, self._fitting(commit)
@@ -133,6 +136,8 @@ class DraftControl:
         if not self._unsent.tokens:
             self._unsent.base = commit.committed.base
         self._unsent.tokens.extend(commit.committed.tokens)
+        if learns:
+            self._unsent.overruled.extend(commit.committed.overruled)
         if not self.paused or len(self._unsent.tokens) >= PAUSED_COMMIT_TOKENS:
             yield draft_pb2.DraftRequest(committed=self._unsent)
             self._unsent = model_pb2.Committed()

@@ -202,7 +202,9 @@ class Verification:
                         if context.text.unscored == 1 and not context.text.scored:  # the prompt's only token has none
                             context.text.scored = 1
                             yield verifier_pb2.PromptLogprobs(first=1)
-                        check = CommitCheck(context.sample, context.model, opened.identity.context_tokens)
+                        check = CommitCheck(
+                            context.sample, context.model, opened.identity.context_tokens, context.keepers
+                        )
                         async with aclosing(stream.messages()) as messages:
                             async for message in messages:
                                 if isinstance(message, verifier_pb2.Commit):

@@ -7,10 +7,11 @@ pod is broken or the message corrupted: the session is lost, as if its stream ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import CommittedText, Sample
+from specdec.serving.target_logprobs import places_of
 from specdec.v2 import model_pb2, verifier_pb2
 from specdec.wire.sources import ACCEPTED
 
@@ -34,9 +35,13 @@ the fields of a response."""
 class CommitCheck:
     """Checks the commits of one session. `context_tokens`: the longest text its verifier has room for."""
 
-    def __init__(self, sample: Sample, model: ServedModel, context_tokens: int) -> None:
+    def __init__(
+        self, sample: Sample, model: ServedModel, context_tokens: int, keepers: Collection[object] = ()
+    ) -> None:
+        """`keepers`: drafts that keep the text, so far."""
         self._sample = sample
         self._model = model
+        self._keepers = keepers
         self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
 
     def scores_violation(self, scores: verifier_pb2.PromptLogprobs, text: CommittedText) -> str:
@@ -59,6 +64,7 @@ class CommitCheck:
             self._wrong_end,
             self._wrong_logprobs,
             self._wrong_rejected,
+            self._wrong_overruled,
             self._wrong_figures,
         )
         return next((problem for check in checks if (problem := check(commit, generated))), "")
@@ -146,6 +152,20 @@ class CommitCheck:
                 return f"it has the rejected candidate {found.token} of source {found.source}"
             if not generated <= found.position - found.depth <= end:
                 return f"it has a rejected candidate at {found.position}, {found.depth} below the text"
+        return ""
+
+    def _wrong_overruled(self, commit: verifier_pb2.Commit, _: int) -> str:
+        """Check that log-probabilities for a draft are there only if one keeps the text, and are sound."""
+        committed = commit.committed
+        if not committed.overruled:
+            return ""
+        if not self._keepers:
+            return "it has log-probabilities for a draft, and no draft keeps the text"
+        try:
+            end = committed.base + len(committed.tokens)
+            places_of(committed.overruled, committed.base, end, self._model.vocabulary)
+        except ValueError as error:
+            return str(error)
         return ""
 
     def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:

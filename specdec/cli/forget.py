@@ -9,11 +9,15 @@ import typer
 
 from specdec import ports
 from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
-from specdec.cli.failure import STATUS, fail
+from specdec.cli.failure import STATUS, fail, say
 from specdec.client.errors import from_rpc
 from specdec.command_line import addresses, duration
+from specdec.exit_status import ExitStatus
 from specdec.v2 import learning_pb2, learning_pb2_grpc
 from specdec.wire.address import parse_addresses
+
+NOT_REMEMBERED = "NOT_REMEMBERED"
+"""Reason of a draft that has forgotten a tenant and cannot write that down."""
 
 
 def forget(
@@ -21,7 +25,8 @@ def forget(
     draft: Annotated[
         str,
         typer.Option(
-            callback=addresses, help="Addresses of all draft services that keep texts, comma-separated: HOST:PORT each."
+            callback=addresses,
+            help="Addresses of all draft services that keep texts or try versions, comma-separated: HOST:PORT each.",
         ),
     ] = f"127.0.0.1:{ports.DRAFT}",
     timeout: Annotated[float, duration("Timeout in seconds, for each.", min=0.001)] = 5.0,
@@ -32,10 +37,10 @@ def forget(
     tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Delete what draft services keep of a tenant's texts to learn from, at once. --api-key-file has the key of their
-    --learn-key-file."""
+    """Delete what draft services keep of a tenant's texts to learn from, at once, and refuse versions of their models
+    that have learned from them. --api-key-file has the key of their --learn-key-file."""
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
-    request = learning_pb2.ForgetRequest(tenant=tenant)
+    request, failed = learning_pb2.ForgetRequest(tenant=tenant), list[tuple[str, ExitStatus]]()
     for at in parse_addresses(draft):
         with allowed.channel(at.target) as channel:
             stub = learning_pb2_grpc.LearningServiceStub(channel)
@@ -43,5 +48,14 @@ def forget(
                 gone = stub.Forget(request, timeout=timeout, metadata=allowed.metadata)
             except grpc.RpcError as error:
                 problem = from_rpc(error)
-                fail(f"{at.target}: {problem}: it may keep the texts still", STATUS[type(problem)])
-        print(f"{at.target}: {gone.texts} texts, {gone.tokens} tokens forgotten")
+                kept = "" if problem.reason == NOT_REMEMBERED else ": it may keep the texts still"
+                failed.append((f"{at.target}: {problem}{kept}", STATUS[type(problem)]))
+                continue  # the others are to forget it all the same
+        rolled_back = f"; rolled back: {', '.join(gone.versions)}" if gone.versions else ""
+        print(f"{at.target}: {gone.texts} texts, {gone.tokens} tokens forgotten{rolled_back}")
+        if gone.first_learned:
+            say(f"{at.target}: the model that it began with has learned from this tenant: give it another --model")
+    for message, _ in failed[:-1]:
+        say(message)
+    if failed:
+        fail(*failed[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -81,6 +82,15 @@ def train_draft(
             "cannot be resumed.",
         ),
     ] = None,
+    served_labels: Annotated[
+        bool,
+        typer.Option(
+            "--served-labels",
+            help="Learn from what --traffic has alone: the tokens that the target chose, and its log-probabilities "
+            "where it overruled the draft. No step computes the target, which measures the draft as ever. Goes with "
+            "neither --text, --own-tokens nor --replay, and with --loss forward.",
+        ),
+    ] = False,
     tls: Tls = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -131,6 +141,8 @@ def train_draft(
     check_begin(text, resume=resume, traffic=traffic is not None)
     if traffic is not None and resume:
         fail("--resume: does not go with --traffic, which stays in memory", ExitStatus.USAGE)
+    if served_labels:
+        _check_served_labels(traffic, loss, {"--text": text, "--own-tokens": own_tokens, "--replay": replay})
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     if replay_share is not None and not replay and not resume:
         fail("--replay-share: needs --replay", ExitStatus.USAGE)
@@ -174,7 +186,7 @@ def train_draft(
         )
         until = math.inf if minutes is None else begin + 60 * minutes
         kept = None if traffic is None else _read(traffic, allowed)
-        wishes = DraftWishes(text or [], own_tokens, replay or [], replay_share, device, kept)
+        wishes = DraftWishes(text or [], own_tokens, replay or [], replay_share, device, kept, served_labels)
         work = prepared(big, small, wishes, plan, out, resume=resume)
         stops = Stops()
         if not work.own_text.over:
@@ -203,14 +215,25 @@ def train_draft(
     print(out)
 
 
+def _check_served_labels(traffic: str | None, loss: str, others: Mapping[str, object]) -> None:
+    """End the process unless all that is learned from has labels from serving."""
+    if traffic is None:
+        fail("--served-labels: needs --traffic", ExitStatus.USAGE)
+    if loss != "forward":
+        fail(f"--served-labels: does not go with --loss {loss}, but with forward", ExitStatus.USAGE)
+    for option, given in others.items():
+        if given:
+            fail(f"--served-labels: does not go with {option}, which has no labels", ExitStatus.USAGE)
+
+
 def _read(addresses: str, allowed: Access) -> TrainingTraffic:
     """Return the texts that draft services keep; TextError if one cannot be read."""
     from specdec.training.traffic import TrainingTraffic, kept_texts
 
-    texts = []
+    texts, begin = [], time.time()
     for at in parse_addresses(addresses):
         with allowed.channel(at.target) as channel:
             texts += kept_texts(at.target, channel, allowed.metadata, TRAFFIC_SECONDS)
-    found = TrainingTraffic.of(texts)
+    found = TrainingTraffic.of(texts, begin)
     say(f"{len(found.texts)} kept texts of {len(found.tenants)} tenants")
     return found

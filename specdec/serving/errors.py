@@ -18,6 +18,7 @@ ServiceError
 ├── ShortOfMemoryError       UNAVAILABLE           this process got no memory; another one may
 ├── ProtocolError            FAILED_PRECONDITION   a peer broke the session's protocol
 ├── PromptChangedError       FAILED_PRECONDITION   a text to resume has another prompt here
+├── NotRememberedError       FAILED_PRECONDITION   a tenant is forgotten, but not after a restart
 ├── GrammarFailureError      INVALID_ARGUMENT      the text's grammar is too complex to continue
 ├── ModelFailureError        INTERNAL              the model's output is unusable
 └── InternalError            INTERNAL              a bug here; the log has it
@@ -212,6 +213,15 @@ class PromptChangedError(ServiceError):
     reason = "PROMPT_CHANGED"
 
 
+class NotRememberedError(ServiceError):
+    """A tenant was forgotten, but that could not be written: `why`."""
+
+    reason = "NOT_REMEMBERED"
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the tenant is forgotten until this pod restarts, which could not be written: {why}")
+
+
 class GrammarFailureError(ServiceError):
     """A text's grammar is too complex to continue, for this text or another of its tenant."""
 
@@ -247,6 +257,7 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     ProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
     PromptChangedError: grpc.StatusCode.FAILED_PRECONDITION,
+    NotRememberedError: grpc.StatusCode.FAILED_PRECONDITION,
     EngineLostError: grpc.StatusCode.UNAVAILABLE,
     ShortOfMemoryError: grpc.StatusCode.UNAVAILABLE,
     GrammarFailureError: grpc.StatusCode.INVALID_ARGUMENT,

@@ -13,6 +13,7 @@ from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import CandidateSource, Scorer, SpeculationOptions
 from specdec.grammar.grammar import Kind, source_violation
 from specdec.serving.messages import RULES, contrast_from
+from specdec.serving.target_logprobs import MAX_TOP
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -204,6 +205,11 @@ def depth_violations(
 ) -> list[tuple[str, str]]:
     """Return the violation of a limit on depth above what any pod grants."""
     return _above(field, message.max_depth, "max_depth", MAX_DEPTH)
+
+
+def overruled_violations(field: str, message: verifier_pb2.VerifyPolicy) -> list[tuple[str, str]]:
+    """Return the violation of a number of log-probabilities for a draft that no verifier returns."""
+    return _above(field, message.overruled_logprobs, "overruled_logprobs", MAX_TOP)
 
 
 def token_tree_violations(

@@ -22,7 +22,7 @@ from specdec.training.draft_files import DraftFiles
 from specdec.training.files import TEXTS
 from specdec.training.plan import DRAFT, MAX_TOKENS, TRAINS, Origin, Plan, ResumeError, check_texts, plan_begun
 from specdec.training.texts import Mixture, Windows
-from specdec.training.training import Training
+from specdec.training.training import Batches, Training
 
 MAX_NORM = 1.0
 """Limit on the norm of a step's gradient."""
@@ -85,15 +85,17 @@ class DraftTraining(Training[DraftPlan]):
         plan: DraftPlan,
         origin: DraftOrigin,
         files: DraftFiles,
+        batches: Batches | None = None,
     ) -> None:
-        """`draft` is in float32, on the target's device."""
+        """`draft` is in float32, on the target's device. `batches`: what `_learn` gets; None: windows of the
+        mixture."""
         self.before: dict[str, Acceptance] = {}
         """Acceptance before the first step, by kind of text; empty until `measure_before`."""
         self._target = target.requires_grad_(False).eval()
         self._draft = draft.requires_grad_(True).eval()  # without dropout a step depends on its windows alone
         self._mixture = mixture
         self._files = files
-        super().__init__(plan, origin, mixture, draft.parameters(), MAX_NORM)
+        super().__init__(plan, origin, batches or mixture, draft.parameters(), MAX_NORM)
 
     def describe(self, loss: float) -> str:
         return f"step {self.done} of {self.total}, {NAMES[self.plan.loss]} {loss:.3f}"

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from specdec.engine.hf.random_weights import RandomWeights
+from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import BYTES
@@ -17,12 +19,13 @@ from specdec.engine.unsupported import UnsupportedModelError
 from specdec.text.tokenizer import Tokenizer
 from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining, check_unfinished, rows_a_pass
 from specdec.training.draft_files import DraftFiles, dtype_of_weights
-from specdec.training.files import STATE, clear
+from specdec.training.files import STATE, clear, make_folder, replace_json
 from specdec.training.given_draft import GivenDraft
 from specdec.training.models import load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
 from specdec.training.plan import DRAFT, TRAINS, write_plan
-from specdec.training.texts import digest_of, tokens_of
+from specdec.training.served_labels import ServedLabels, ServedTraining, TextWindows
+from specdec.training.texts import Mixture, Windows, digest_of, tokens_of
 from specdec.training.traffic import TrainingTraffic
 
 REPLAY_SHARE = 0.25
@@ -45,6 +48,7 @@ class DraftWishes:
     replay_share: float | None
     device: str
     traffic: TrainingTraffic | None = None  # texts kept by draft services, besides
+    served_labels: bool = False  # learn from what the target chose in serving, without computing it in a step
 
 
 class PreparedDraft:
@@ -58,25 +62,38 @@ class PreparedDraft:
         plan: DraftPlan,
         origin: DraftOrigin,
         files: DraftFiles,
+        learned_from: LearnedFrom | None = None,
         traffic: TrainingTraffic | None = None,
+        served: tuple[ServedLabels, TextWindows] | None = None,
     ) -> None:
+        """`learned_from`: tenants whose texts the draft learns from, and those that it had learned from before; None:
+        there are none. `served`: labels from serving and their windows, to learn from them alone; all of `text` is then
+        held out."""
+        self._served = served
         self.text = text
         self._traffic = traffic
+        self._learned_from = learned_from
         self.own_text = OwnText(target, text, plan, origin.own_tokens)
         self._target, self._draft = target, draft
         self._plan, self._origin, self._files = plan, origin, files
 
     def training(self, out: Path) -> DraftTraining:
         """Return the training, at its beginning or where the one in `out` stopped, with the acceptance before it."""
-        mixture = self.text.mixture(self._plan.length, self._files.draft.vocabulary, self._origin.replay_share)
-        training = DraftTraining(self._target, self._draft, mixture, self._plan, self._origin, self._files)
+        given = self._plan, self._origin, self._files
+        if self._served is None:
+            mixture = self.text.mixture(self._plan.length, self._files.draft.vocabulary, self._origin.replay_share)
+            training = DraftTraining(self._target, self._draft, mixture, *given)
+        else:
+            mixture = Mixture(Windows(self.text.given, self._plan.length, all_held_out=True))
+            training = ServedTraining(self._target, self._draft, mixture, *given, *self._served)
         if (out / STATE).is_file():
             training.resume(out)
         training.measure_before()
         training.resumable = self._traffic is None  # a state to go on from would have the texts
+        if self._learned_from is not None:  # before the weights: they never are without it
+            make_folder(out)
+            replace_json(out / LEARNED_FROM, self._learned_from.content)
         training.save(out)
-        if self._traffic is not None:
-            self._traffic.name_tenants(out)
         return training
 
 
@@ -86,6 +103,10 @@ def prepared(
     """Return a training to begin, or to go on with where the one in `out` stopped; from now on `out` has what it takes
     to go on. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text, the
     models have no room, or `out` nothing to go on with; WriteError if `out` cannot be written."""
+    learned_from = None if isinstance(draft.directory, RandomWeights) else LearnedFrom.of(draft.directory.path)
+    if wishes.traffic is not None:
+        learned_from = (learned_from or LearnedFrom()).with_texts(wishes.traffic.tenants)
+    served: tuple[ServedLabels, TextWindows] | None = None
     text_digest = digest_of(wishes.files) if wishes.files else None
     replay_digest = digest_of(wishes.replay) if wishes.replay else None
     if resume:
@@ -114,7 +135,11 @@ def prepared(
         )
         tokenizer, end = Tokenizer(target), min(target.end_tokens, default=None)
         given, replay = (tokens_of(files, tokenizer, end) for files in (wishes.files, wishes.replay))
-        if wishes.traffic is not None:
+        if wishes.traffic is not None and wishes.served_labels:
+            learned, held_out = wishes.traffic.parted(plan.length)
+            served = learned.labels(plan.overruled), TextWindows(learned.positions, plan.length)
+            given = held_out.tokens(end)
+        elif wishes.traffic is not None:
             given = torch.cat([given, wishes.traffic.tokens(end)])
         own = torch.empty(0, plan.length, dtype=torch.int64)
         text = TrainingText(given, replay, own, in_memory=wishes.traffic is not None)
@@ -127,7 +152,7 @@ def prepared(
         if wishes.traffic is None:
             write_plan(out, plan, origin, **{TRAINS: DRAFT})
     files = DraftFiles(draft.directory, draft.tokenizer, dtype_of_weights(draft.directory))
-    return PreparedDraft(big, small, text, plan, origin, files, wishes.traffic)
+    return PreparedDraft(big, small, text, plan, origin, files, learned_from, wishes.traffic, served)
 
 
 def _check_room(draft: PreTrainedModel, plan: DraftPlan, vocabulary: int, device: str, name: str) -> None:

@@ -36,14 +36,16 @@ class Windows:
     """Windows of `length` tokens, in random order; the same seed and number give the same windows. `tokens`: those of
     all windows, one after the other."""
 
-    def __init__(self, tokens: Tensor, length: int) -> None:
+    def __init__(self, tokens: Tensor, length: int, *, all_held_out: bool = False) -> None:
         """`tokens`: int64 [n]. TextError if they make fewer than two windows."""
         count = len(tokens) // length
         if count < 2:
             raise TextError(f"the texts have {len(tokens)} tokens, must have at least {2 * length}: two windows")
         self.tokens = tokens[: count * length]
         windows = self.tokens.view(count, length)
-        held = torch.arange(count) % HELD_OUT == HELD_OUT - 1 if count >= HELD_OUT else torch.arange(count) == count - 1
+        number = torch.arange(count)
+        held = number % HELD_OUT == HELD_OUT - 1 if count >= HELD_OUT else number == count - 1
+        held |= all_held_out
         self.trained, self.held_out = windows[~held], windows[held]
 
     def batch(self, rows: int, seed: int, step: int) -> Tensor:

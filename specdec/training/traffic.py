@@ -1,44 +1,104 @@
-"""Traffic: the texts that draft services keep to learn from. A training has them in memory alone."""
+"""Traffic: the texts that draft services keep to learn from. A training has them in memory alone.
+
+What a draft has learned from whom is written beside its weights, before them (`specdec/engine/learned_from.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import accumulate, pairwise
 
 import grpc
+import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.client.errors import from_rpc
-from specdec.training.files import replace_json
-from specdec.training.texts import TextError
+from specdec.serving.target_logprobs import PackedPlaces, TargetLogprobs, places_of
+from specdec.training.served_labels import ServedLabels
+from specdec.training.texts import HELD_OUT, TextError
 from specdec.v2 import learning_pb2, learning_pb2_grpc
 
-LEARNED_FROM = "learned_from.json"
-"""File beside a draft's weights, with the digests of the tenants whose texts it has learned from."""
+MAX_TOKEN_IDS = 1 << 31
+"""Limit on token ids of log-probabilities: those that the draft does not have count among its other tokens."""
 
 
 @dataclass(frozen=True)
 class TrainingTraffic:
-    """Kept texts, and the digests of their tenants."""
+    """Kept texts, and since when there are some of each tenant."""
 
-    texts: Sequence[Sequence[int]]
-    tenants: frozenset[str]
+    texts: Sequence[learning_pb2.KeptText]
+    tenants: Mapping[str, float]
+    """Digest of a tenant -> when its oldest text was kept, Unix seconds."""
 
     @classmethod
-    def of(cls, messages: Iterable[learning_pb2.KeptText]) -> TrainingTraffic:
+    def of(cls, messages: Iterable[learning_pb2.KeptText], read: float) -> TrainingTraffic:
+        """Return texts that were read at these Unix seconds, or later."""
         texts = list(messages)
-        return cls([text.tokens for text in texts], frozenset(text.tenant_digest for text in texts))
+        tenants: dict[str, float] = {}
+        for text in texts:
+            at = read - text.age_us / 1e6
+            tenants[text.tenant_digest] = min(at, tenants.get(text.tenant_digest, at))
+        return cls(texts, tenants)
 
     def tokens(self, end: int | None) -> Tensor:
         """Return the tokens of all texts, int64 [n], with the `end` token after each."""
         ends = [] if end is None else [end]
-        return torch.tensor([token for text in self.texts for token in (*text, *ends)], dtype=torch.int64)
+        return torch.tensor([token for text in self.texts for token in (*text.tokens, *ends)], dtype=torch.int64)
 
-    def name_tenants(self, out: Path) -> None:
-        """Write LEARNED_FROM. WriteError if that fails."""
-        replace_json(out / LEARNED_FROM, {"tenants": sorted(self.tenants)})
+    def labels(self, overruled: float = 0.0) -> ServedLabels:
+        """Return the labels of `tokens` without an end token, where places of an overruled guess weigh 1 + `overruled`;
+        TextError if a text is not sound."""
+        tokens = self.tokens(None)
+        chosen = torch.zeros(len(tokens), dtype=torch.bool)
+        places, weights = torch.full((len(tokens),), -1), torch.ones(len(tokens))
+        found: list[TargetLogprobs] = []
+        for text, positions in zip(self.texts, self.positions, strict=True):
+            begin, count, last = positions.start, len(positions), max(text.overruled, default=0)
+            if text.prompt_tokens > count or last >= count:
+                raise TextError(
+                    f"--traffic: a text has prompt_tokens {text.prompt_tokens} and overruled up to {last}, must have "
+                    f"less than its {count} tokens"
+                )
+            try:
+                own = places_of(text.logprobs, 0, count, MAX_TOKEN_IDS)
+            except ValueError as error:
+                raise TextError(f"--traffic: a text's {error}") from None
+            chosen[begin + text.prompt_tokens : positions.stop] = True
+            weights[begin + torch.tensor(text.overruled, dtype=torch.int64)] = 1 + overruled
+            rows = torch.arange(len(found), len(found) + len(own))
+            places[begin + torch.tensor([place.position for place in own], dtype=torch.int64)] = rows
+            found += own
+        packed = PackedPlaces.of(found)
+        return ServedLabels(
+            tokens,
+            chosen,
+            places,
+            torch.from_numpy(packed.tokens.astype(np.int64)),
+            torch.from_numpy(packed.logprobs.astype(np.float32)),
+            weights,
+        )
+
+    @property
+    def positions(self) -> list[range]:
+        """The positions of each text's tokens among all of them, without end tokens."""
+        ends = [0, *accumulate(len(text.tokens) for text in self.texts)]
+        return [range(begin, end) for begin, end in pairwise(ends)]
+
+    def parted(self, length: int) -> tuple[TrainingTraffic, TrainingTraffic]:
+        """Return texts to learn from and the newest ones, which are held out: one token in HELD_OUT of all, at least
+        two windows of `length` tokens. TextError if nothing is left to learn from."""
+        needed = max(2 * length, sum(len(text.tokens) for text in self.texts) // HELD_OUT)
+        held = tokens = 0
+        while held < len(self.texts) and tokens < needed:
+            held += 1
+            tokens += len(self.texts[-held].tokens)
+        if held == len(self.texts):
+            problem = f"has {len(self.texts)} texts with {tokens} tokens, must have more than {needed} tokens"
+            raise TextError(f"--traffic: {problem}, since the newest texts are held out")
+        count = len(self.texts) - held
+        return TrainingTraffic(self.texts[:count], self.tenants), TrainingTraffic(self.texts[count:], self.tenants)
 
 
 def kept_texts(

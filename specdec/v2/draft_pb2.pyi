@@ -52,6 +52,8 @@ class _DraftVersionStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapp
     """Rolled back: neither better nor worse after the tokens of a trial."""
     DRAFT_VERSION_STATE_REMOVED: _DraftVersionState.ValueType  # 12
     """Rolled back: its directory was removed."""
+    DRAFT_VERSION_STATE_FORGOTTEN: _DraftVersionState.ValueType  # 13
+    """Never served or rolled back: it has learned from the texts of a tenant that was forgotten."""
 
 class DraftVersionState(_DraftVersionState, metaclass=_DraftVersionStateEnumTypeWrapper):
     """The state of a version."""
@@ -82,6 +84,8 @@ DRAFT_VERSION_STATE_UNDECIDED: DraftVersionState.ValueType  # 11
 """Rolled back: neither better nor worse after the tokens of a trial."""
 DRAFT_VERSION_STATE_REMOVED: DraftVersionState.ValueType  # 12
 """Rolled back: its directory was removed."""
+DRAFT_VERSION_STATE_FORGOTTEN: DraftVersionState.ValueType  # 13
+"""Never served or rolled back: it has learned from the texts of a tenant that was forgotten."""
 global___DraftVersionState = DraftVersionState
 
 @typing.final
@@ -257,6 +261,7 @@ class DraftOpened(google.protobuf.message.Message):
     MAX_NODES_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     KEEPS_TEXT_FIELD_NUMBER: builtins.int
+    OVERRULED_LOGPROBS_FIELD_NUMBER: builtins.int
     max_depth: builtins.int
     """Maximum tokens this session may draft ahead of the committed text: the smaller of its policy's and this pod's
     limit. 0: not reported.
@@ -271,6 +276,10 @@ class DraftOpened(google.protobuf.message.Message):
     """
     keeps_text: builtins.bool
     """Whether the text is kept to learn from it, once the session ends."""
+    overruled_logprobs: builtins.int
+    """With `keeps_text`: number of the target's likeliest tokens to send, with their log-probabilities, for each place
+    where it overruled the draft (`Committed.overruled`). At most 64; 0: none.
+    """
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -284,9 +293,10 @@ class DraftOpened(google.protobuf.message.Message):
         max_nodes: builtins.int = ...,
         version: builtins.str = ...,
         keeps_text: builtins.bool = ...,
+        overruled_logprobs: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity", b"identity", "keeps_text", b"keeps_text", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "keeps_text", b"keeps_text", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "overruled_logprobs", b"overruled_logprobs", "version", b"version"]) -> None: ...
 
 global___DraftOpened = DraftOpened
 

@@ -22,25 +22,26 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from specdec.v2 import model_pb2 as specdec_dot_v2_dot_model__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specdec/v2/learning.proto\x12\nspecdec.v2\"\x13\n\x11GetTrafficRequest\"9\n\x12GetTrafficResponse\x12#\n\x05texts\x18\x01 \x03(\x0b\x32\x14.specdec.v2.KeptText\"k\n\x08KeptText\x12\x15\n\rtenant_digest\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x11\n\toverruled\x18\x04 \x03(\r\x12\x0e\n\x06\x61ge_us\x18\x05 \x01(\x04\"\x1f\n\rForgetRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"/\n\x0e\x46orgetResponse\x12\r\n\x05texts\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x32\xa1\x01\n\x0fLearningService\x12M\n\nGetTraffic\x12\x1d.specdec.v2.GetTrafficRequest\x1a\x1e.specdec.v2.GetTrafficResponse0\x01\x12?\n\x06\x46orget\x12\x19.specdec.v2.ForgetRequest\x1a\x1a.specdec.v2.ForgetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specdec/v2/learning.proto\x12\nspecdec.v2\x1a\x16specdec/v2/model.proto\"\x13\n\x11GetTrafficRequest\"9\n\x12GetTrafficResponse\x12#\n\x05texts\x18\x01 \x03(\x0b\x32\x14.specdec.v2.KeptText\"\x99\x01\n\x08KeptText\x12\x15\n\rtenant_digest\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x11\n\toverruled\x18\x04 \x03(\r\x12\x0e\n\x06\x61ge_us\x18\x05 \x01(\x04\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.specdec.v2.TargetLogprobs\"\x1f\n\rForgetRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"X\n\x0e\x46orgetResponse\x12\r\n\x05texts\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x10\n\x08versions\x18\x03 \x03(\t\x12\x15\n\rfirst_learned\x18\x04 \x01(\x08\x32\xa1\x01\n\x0fLearningService\x12M\n\nGetTraffic\x12\x1d.specdec.v2.GetTrafficRequest\x1a\x1e.specdec.v2.GetTrafficResponse0\x01\x12?\n\x06\x46orget\x12\x19.specdec.v2.ForgetRequest\x1a\x1a.specdec.v2.ForgetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specdec.v2.learning_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GETTRAFFICREQUEST']._serialized_start=41
-  _globals['_GETTRAFFICREQUEST']._serialized_end=60
-  _globals['_GETTRAFFICRESPONSE']._serialized_start=62
-  _globals['_GETTRAFFICRESPONSE']._serialized_end=119
-  _globals['_KEPTTEXT']._serialized_start=121
-  _globals['_KEPTTEXT']._serialized_end=228
-  _globals['_FORGETREQUEST']._serialized_start=230
-  _globals['_FORGETREQUEST']._serialized_end=261
-  _globals['_FORGETRESPONSE']._serialized_start=263
-  _globals['_FORGETRESPONSE']._serialized_end=310
-  _globals['_LEARNINGSERVICE']._serialized_start=313
-  _globals['_LEARNINGSERVICE']._serialized_end=474
+  _globals['_GETTRAFFICREQUEST']._serialized_start=65
+  _globals['_GETTRAFFICREQUEST']._serialized_end=84
+  _globals['_GETTRAFFICRESPONSE']._serialized_start=86
+  _globals['_GETTRAFFICRESPONSE']._serialized_end=143
+  _globals['_KEPTTEXT']._serialized_start=146
+  _globals['_KEPTTEXT']._serialized_end=299
+  _globals['_FORGETREQUEST']._serialized_start=301
+  _globals['_FORGETREQUEST']._serialized_end=332
+  _globals['_FORGETRESPONSE']._serialized_start=334
+  _globals['_FORGETRESPONSE']._serialized_end=422
+  _globals['_LEARNINGSERVICE']._serialized_start=425
+  _globals['_LEARNINGSERVICE']._serialized_end=586
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
+import specdec.v2.model_pb2
 import typing
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
@@ -55,6 +56,7 @@ class KeptText(google.protobuf.message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     OVERRULED_FIELD_NUMBER: builtins.int
     AGE_US_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
     tenant_digest: builtins.str
     """SHA-256 of the tenant's name, hex: versions of a draft name the tenants that they learned from."""
     prompt_tokens: builtins.int
@@ -69,6 +71,12 @@ class KeptText(google.protobuf.message.Message):
     def overruled(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Indices of tokens that the target chose in place of the draft's likeliest guess, ascending."""
 
+    @property
+    def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v2.model_pb2.TargetLogprobs]:
+        """The target's log-probabilities at places where it overruled the draft, ascending: not at all of them. Positions count
+        from the first of `tokens`.
+        """
+
     def __init__(
         self,
         *,
@@ -77,8 +85,9 @@ class KeptText(google.protobuf.message.Message):
         prompt_tokens: builtins.int = ...,
         overruled: collections.abc.Iterable[builtins.int] | None = ...,
         age_us: builtins.int = ...,
+        logprobs: collections.abc.Iterable[specdec.v2.model_pb2.TargetLogprobs] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "overruled", b"overruled", "prompt_tokens", b"prompt_tokens", "tenant_digest", b"tenant_digest", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "logprobs", b"logprobs", "overruled", b"overruled", "prompt_tokens", b"prompt_tokens", "tenant_digest", b"tenant_digest", "tokens", b"tokens"]) -> None: ...
 
 global___KeptText = KeptText
 
@@ -108,16 +117,28 @@ class ForgetResponse(google.protobuf.message.Message):
 
     TEXTS_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    VERSIONS_FIELD_NUMBER: builtins.int
+    FIRST_LEARNED_FIELD_NUMBER: builtins.int
     texts: builtins.int
     """Number of texts."""
     tokens: builtins.int
     """Number of their tokens."""
+    first_learned: builtins.bool
+    """The model that the pod began with has learned from them. It drafts, unless a version serves, until the pod is
+    restarted with another model.
+    """
+    @property
+    def versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of versions in memory that had learned from the tenant's texts and are rolled back."""
+
     def __init__(
         self,
         *,
         texts: builtins.int = ...,
         tokens: builtins.int = ...,
+        versions: collections.abc.Iterable[builtins.str] | None = ...,
+        first_learned: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["texts", b"texts", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_learned", b"first_learned", "texts", b"texts", "tokens", b"tokens", "versions", b"versions"]) -> None: ...
 
 global___ForgetResponse = ForgetResponse

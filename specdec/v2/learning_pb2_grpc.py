@@ -59,7 +59,9 @@ class LearningServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Forget(self, request, context):
-        """Deletes what is kept of a tenant, and keeps nothing of its running texts.
+        """Deletes what is kept of a tenant, keeps nothing of its running texts, and refuses versions of the draft that have
+        learned from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all that is done, but a restart of the pod
+        ends the refusal, since its folder of versions cannot be written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

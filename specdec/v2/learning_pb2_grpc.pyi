@@ -31,7 +31,10 @@ class LearningServiceStub:
         specdec.v2.learning_pb2.ForgetRequest,
         specdec.v2.learning_pb2.ForgetResponse,
     ]
-    """Deletes what is kept of a tenant, and keeps nothing of its running texts."""
+    """Deletes what is kept of a tenant, keeps nothing of its running texts, and refuses versions of the draft that have
+    learned from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all that is done, but a restart of the pod
+    ends the refusal, since its folder of versions cannot be written.
+    """
 
 class LearningServiceAsyncStub:
     """What a draft service keeps to learn from, for its trainer. Open to callers with the key of `--learn-key-file` alone."""
@@ -46,7 +49,10 @@ class LearningServiceAsyncStub:
         specdec.v2.learning_pb2.ForgetRequest,
         specdec.v2.learning_pb2.ForgetResponse,
     ]
-    """Deletes what is kept of a tenant, and keeps nothing of its running texts."""
+    """Deletes what is kept of a tenant, keeps nothing of its running texts, and refuses versions of the draft that have
+    learned from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all that is done, but a restart of the pod
+    ends the refusal, since its folder of versions cannot be written.
+    """
 
 class LearningServiceServicer(metaclass=abc.ABCMeta):
     """What a draft service keeps to learn from, for its trainer. Open to callers with the key of `--learn-key-file` alone."""
@@ -65,6 +71,9 @@ class LearningServiceServicer(metaclass=abc.ABCMeta):
         request: specdec.v2.learning_pb2.ForgetRequest,
         context: _ServicerContext,
     ) -> typing.Union[specdec.v2.learning_pb2.ForgetResponse, collections.abc.Awaitable[specdec.v2.learning_pb2.ForgetResponse]]:
-        """Deletes what is kept of a tenant, and keeps nothing of its running texts."""
+        """Deletes what is kept of a tenant, keeps nothing of its running texts, and refuses versions of the draft that have
+        learned from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all that is done, but a restart of the pod
+        ends the refusal, since its folder of versions cannot be written.
+        """
 
 def add_LearningServiceServicer_to_server(servicer: LearningServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -722,21 +722,57 @@ class Committed(google.protobuf.message.Message):
 
     BASE_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
+    OVERRULED_FIELD_NUMBER: builtins.int
     base: builtins.int
     """Number of committed tokens, prompt included, before these."""
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The new tokens, in order."""
 
+    @property
+    def overruled(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TargetLogprobs]:
+        """The target's log-probabilities at the places of these tokens where it overruled the draft, in order, if the session's
+        policy asks for them (`VerifyPolicy.overruled_logprobs`) or a draft keeps them (`DraftOpened.overruled_logprobs`).
+        """
+
     def __init__(
         self,
         *,
         base: builtins.int = ...,
         tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        overruled: collections.abc.Iterable[global___TargetLogprobs] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "overruled", b"overruled", "tokens", b"tokens"]) -> None: ...
 
 global___Committed = Committed
+
+@typing.final
+class TargetLogprobs(google.protobuf.message.Message):
+    """The target's likeliest tokens at one place, of its distribution before temperature and truncation."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    position: builtins.int
+    """Position in the text of the token that the target chose there, counted from 0, the prompt included."""
+    logprobs: builtins.bytes
+    """Their log-probabilities, float16 in nats, little-endian: 2 bytes each."""
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Ids of the likeliest tokens, the likeliest first. 1 to 64."""
+
+    def __init__(
+        self,
+        *,
+        position: builtins.int = ...,
+        tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        logprobs: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "position", b"position", "tokens", b"tokens"]) -> None: ...
+
+global___TargetLogprobs = TargetLogprobs
 
 @typing.final
 class PodCapacity(google.protobuf.message.Message):

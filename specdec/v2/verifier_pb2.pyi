@@ -306,6 +306,7 @@ class VerifyPolicy(google.protobuf.message.Message):
     JACOBI_FIELD_NUMBER: builtins.int
     UNSPECIFIED_FIELD_NUMBER: builtins.int
     MAX_DEPTH_FIELD_NUMBER: builtins.int
+    OVERRULED_LOGPROBS_FIELD_NUMBER: builtins.int
     forced: builtins.bool
     """Speculate even if it does not pay."""
     max_candidates: builtins.int
@@ -318,6 +319,10 @@ class VerifyPolicy(google.protobuf.message.Message):
     """The request names neither drafters nor a window: the pod may have a default that leaves out some of `drafters`."""
     max_depth: builtins.int
     """Maximum tokens verified ahead of the last committed one, up to 128; deeper candidates wait. 0: no limit."""
+    overruled_logprobs: builtins.int
+    """Number of likeliest tokens to return, with their log-probabilities, for each place where the target chose another
+    token than the likeliest of a draft service (`Committed.overruled`). At most 64; 0: none.
+    """
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
         """Drafters that may propose candidates. Empty: none."""
@@ -337,9 +342,10 @@ class VerifyPolicy(google.protobuf.message.Message):
         jacobi: builtins.bool = ...,
         unspecified: builtins.bool = ...,
         max_depth: builtins.int = ...,
+        overruled_logprobs: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lookahead", b"lookahead"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "jacobi", b"jacobi", "lookahead", b"lookahead", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "patience_us", b"patience_us", "unspecified", b"unspecified"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "jacobi", b"jacobi", "lookahead", b"lookahead", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "overruled_logprobs", b"overruled_logprobs", "patience_us", b"patience_us", "unspecified", b"unspecified"]) -> None: ...
 
 global___VerifyPolicy = VerifyPolicy
 

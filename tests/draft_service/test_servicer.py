@@ -6,13 +6,16 @@ import math
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
 from draft_service.session import DrafterSession
+from draft_service.traffic import Traffic
 from specdec.serving.errors import InvalidRequestError
+from specdec.serving.target_logprobs import MAX_TOP
 from specdec.v2 import draft_pb2, model_pb2
 from tests.draft_service.fakes import VOCABULARY, Engine, session
 
@@ -118,3 +121,39 @@ def test_a_probability_that_no_node_has_is_refused(probability: float) -> None:
 def test_a_paused_draft_is_one_by_a_field_of_its_own() -> None:
     assert parsed(policy=draft_pb2.DraftPolicy(paused=True, min_path_probability=0.5)).policy.paused
     assert not parsed(policy=draft_pb2.DraftPolicy(min_path_probability=0.999)).policy.paused
+
+
+PLACE = {"tokens": [7, 3], "logprobs": np.array([-0.5, -1.5], "<f2").tobytes()}
+
+
+def told(learn: bool, places: list[dict[str, Any]], traffic: Traffic | None) -> DrafterSession:
+    """Return a session that learns two tokens with log-probabilities of the target at these places."""
+    identity = model_pb2.ModelIdentity(vocabulary_size=VOCABULARY, context_tokens=100)
+    servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine()), traffic), identity, DraftLimits())
+    opening = draft_pb2.DraftOpen(prompt_tokens=[1, 2], max_tokens=10, vocabulary_size=VOCABULARY * 2, learn=learn)
+    opened = servicer.parse(draft_pb2.DraftRequest(open=opening), None)
+    keeps = learn and traffic is not None
+    asked = MAX_TOP if keeps and traffic is not None and traffic.most_places else 0
+    handshake = servicer.opened(opened).opened
+    assert (handshake.keeps_text, handshake.overruled_logprobs) == (keeps, asked)
+    committed = model_pb2.Committed(base=2, tokens=[7, 8])
+    committed.overruled.extend([model_pb2.TargetLogprobs(**place) for place in places])
+    servicer.act(opened, draft_pb2.DraftRequest(committed=committed), 0.0)
+    assert opened.tree.committed == [1, 2, 7, 8]
+    return opened
+
+
+def test_log_probabilities_of_the_target_are_taken_from_texts_that_are_kept() -> None:
+    places = [{"position": 2, **PLACE}, {"position": 3, **PLACE, "tokens": [VOCABULARY + 1, 3]}]
+    keeping, frugal = Traffic(100, most_bytes=10_000), Traffic(100)
+    assert [place.position for place in told(True, places, keeping).places] == [2, 3]
+    for learn, traffic in ((False, keeping), (True, frugal), (True, None), (False, None)):
+        assert told(learn, places, traffic).places == []
+
+
+@pytest.mark.parametrize(
+    "place", [{"position": 1}, {"position": 4}, {"tokens": [VOCABULARY * 2, 3]}, {"logprobs": b""}]
+)
+def test_log_probabilities_that_are_not_sound_are_refused(place: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="overruled: has "):
+        told(True, [{"position": 2, **PLACE, **place}], Traffic(100, most_bytes=10_000))

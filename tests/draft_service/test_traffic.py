@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from hypothesis import given
@@ -12,14 +13,16 @@ from hypothesis import strategies as st
 
 from draft_service.__main__ import learning_key
 from draft_service.draft_loop import DraftLoop
+from draft_service.forgotten import CLOCKS_APART_SECONDS, Forgotten
 from draft_service.learning_servicer import MIN_KEY_CHARACTERS, key_gate
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
-from draft_service.session import DrafterSession
+from draft_service.session import MAX_PLACES, DrafterSession
 from draft_service.traffic import KeptText, Traffic
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.serving.errors import UnauthenticatedError
+from specdec.serving.target_logprobs import PLACE_BYTES, TargetLogprobs
 from tests.draft_service.fakes import VOCABULARY, Engine, Listener, Pod
 
 PROMPT = [1, 2, 3]
@@ -91,28 +94,79 @@ def test_the_last_tokens_are_kept(lengths: list[int], most: int) -> None:
     )
 
 
+def at(position: int) -> TargetLogprobs:
+    """Return log-probabilities at a place, as of another one than those at others."""
+    return TargetLogprobs(position, np.array([position, 0], np.uint32), np.array([-0.5, -1.5], np.float16))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), max_size=20),
+    most=st.integers(4, 40),
+    most_places=st.integers(0, 20),
+    forgets=st.integers(0, 20),
+)
+def test_log_probabilities_stay_within_their_bytes(
+    lengths: list[int], most: int, most_places: int, forgets: int
+) -> None:
+    """The last texts have them, whatever becomes of older ones."""
+    traffic = Traffic(most, most_bytes=most_places * PLACE_BYTES + 3)
+    expected: list[tuple[int, list[int]]] = []  # number of a text, positions of its places
+    for number, length in enumerate(lengths):
+        text = session(tenant="ab"[number % 2])
+        text.commit(3, [number % VOCABULARY] * length)
+        text.add_places([at(position) for position in range(3, 3 + length, 2)])
+        if number == forgets:
+            traffic.forget("a")
+            expected = [(other, places) for other, places in expected if other % 2]
+        assert traffic.keep(text)
+        cut = max(0, 3 + length - most)
+        own = [position - cut for position in range(3, 3 + length, 2) if position >= cut]
+        expected.append((number, own[max(0, len(own) - most_places) :]))
+        kept = traffic.texts()
+        expected = expected[len(expected) - len(kept) :]
+        while sum(len(places) for _, places in expected) > most_places:
+            oldest = next(index for index, (_, places) in enumerate(expected) if places)
+            expected[oldest] = (expected[oldest][0], [])
+        assert [text.places.positions.tolist() for text in kept] == [places for _, places in expected]
+
+
+def test_a_text_keeps_its_first_places_and_each_once() -> None:
+    text = session()
+    text.commit(3, [GUESSED] * 100)
+    text.add_places([at(5), at(7)])
+    text.add_places([at(6), at(7), at(8)])
+    assert [place.position for place in text.places] == [5, 7, 8]
+    text.add_places([at(position) for position in range(9, 9 + 2 * MAX_PLACES)])
+    assert len(text.places) == MAX_PLACES
+
+
 def test_what_is_forgotten_is_gone_and_running_texts_are_not_kept() -> None:
-    now = [0.0]
-    traffic = Traffic(1000, clock=lambda: now[0])
+    traffic = Traffic(1000)
     ended(traffic, [4, 5])
     ended(traffic, [6], tenant="b")
     running, other = session(), session("b")
-    now[0] = running.begun + 1.0
+    assert traffic.keeps(running)
+    traffic.forgotten.add("a")
+    assert not traffic.keeps(running)
     assert traffic.forget("a") == (1, 5)
     assert traffic.forget("a") == (0, 0)
     for text in (running, other):
         text.commit(3, [9])
         traffic.keep(text)
     assert tokens(traffic.texts()) == [[*PROMPT, 6], [*PROMPT, 9]]
-    now[0] = 0.0
     assert {text.tenant for text in traffic.texts()} == {"b"}
 
 
 def test_a_tenant_may_permit_learning_again() -> None:
-    traffic = Traffic(1000)
-    traffic.forget("a")
-    ended(traffic, [4])
-    assert tokens(traffic.texts()) == [[*PROMPT, 4]]
+    """Once the clocks of all machines say that the text began afterwards."""
+    now = [0.0]
+    traffic = Traffic(1000, Forgotten(clock=lambda: now[0]))
+    for age, kept in ((CLOCKS_APART_SECONDS - 100, 0), (CLOCKS_APART_SECONDS + 100, 1)):
+        now[0] = session().begun - age
+        traffic.forgotten = Forgotten(clock=lambda: now[0])
+        traffic.forgotten.add("a")
+        ended(traffic, [4])
+        assert tokens(traffic.texts()) == [[*PROMPT, 4]] * kept
 
 
 KEY = "k" * MIN_KEY_CHARACTERS
@@ -139,14 +193,16 @@ def test_who_has_the_key(method: str, metadata: tuple[tuple[str, str | bytes], .
 
 def test_the_key_is_needed_and_checked(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    assert learning_key(0, None) is None
+    assert learning_key(None, keeps=False, tries=True) is None
     file.write_text(f"{KEY}\n")
-    assert learning_key(1000, file) == KEY
+    assert learning_key(file, keeps=False, tries=False) is None
+    assert learning_key(file, keeps=True, tries=False) == KEY
+    assert learning_key(file, keeps=False, tries=True) == KEY
     for content in ("short", "two lines of key\nand more", "\u00e9" * 20):
         file.write_text(content)
         with pytest.raises(typer.BadParameter, match="key: "):
-            learning_key(1000, file)
+            learning_key(file, keeps=True, tries=False)
     with pytest.raises(typer.BadParameter, match="is needed with --learn-tokens"):
-        learning_key(1000, None)
+        learning_key(None, keeps=True, tries=False)
     with pytest.raises(typer.BadParameter, match="nowhere"):
-        learning_key(1000, tmp_path / "nowhere")
+        learning_key(tmp_path / "nowhere", keeps=True, tries=False)

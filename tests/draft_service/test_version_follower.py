@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -11,19 +12,21 @@ from pathlib import Path
 import pytest
 
 from draft_service.draft_loop import DraftLoop
+from draft_service.forgotten import Forgotten
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
 from draft_service.version_folder import FoundVersion, VersionsFolder
 from draft_service.version_follower import VersionFollower
 from draft_service.version_loading import LoadedVersion, VersionRefusedError
 from draft_service.versions import State
+from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom, tenant_digest
 from specdec.engine.model_directory import COMPLETE
 from specdec.serving.watched import Watched
 from specdec.v2 import draft_pb2, model_pb2
 from tests.captured_logs import captured_logs
 from tests.draft_service.fakes import Engine, session
 from tests.draft_service.test_version_folder import version
-from tests.draft_service.versioned import BAD, Guessing, Service, loaded, raises
+from tests.draft_service.versioned import BAD, Guessing, Half, Service, loaded, raises
 
 
 class AtOnce:
@@ -55,6 +58,8 @@ class Loader:
         match (found.path / COMPLETE).read_text():
             case "bad":
                 engine = Guessing(BAD)
+            case "half":
+                engine = Half()
             case "breaks":
                 engine = Guessing(lasts=0, ends=raises)
             case "":
@@ -62,6 +67,7 @@ class Loader:
             case other:
                 raise VersionRefusedError(f"it is {other}")
         model = loaded(engine)
+        model.learned_from = LearnedFrom.of(found.path)
         if self.exports is not None:
             model.export = self.exports / found.name
             model.export.mkdir()
@@ -73,13 +79,19 @@ class Followed:
 
     def __init__(self, folder: Path, serving: Engine | None = None) -> None:
         self.folder, self.loader, self.actions = folder, Loader(), AtOnce()
-        self.service = Service(serving or Guessing())
+        self.service = Service(serving or Guessing(), forgotten=Forgotten(folder))
+        self.first = folder / ".first"  # not looked at
+        self.first.mkdir()
+        (self.first / COMPLETE).write_text("bad")
         watched = Watched(VersionsFolder(folder))
-        self.follower = VersionFollower(watched, self.loader, self.actions, self.service.drafter)
+        self.follower = VersionFollower(watched, self.loader, self.actions, self.service.drafter, self.first)
 
-    def add(self, name: str, what: str = "", at: int = 100) -> None:
-        """Add a version of a kind that the loader knows."""
+    def add(self, name: str, what: str = "", at: int = 100, tenant: str = "") -> None:
+        """Add a version of a kind that the loader knows; it has learned from a tenant's text if there is one."""
         directory = version(self.folder, name, at)
+        if tenant:
+            learned_from = LearnedFrom().with_texts({tenant_digest(tenant): 1.0})
+            (directory / LEARNED_FROM).write_text(json.dumps(learned_from.content))
         (directory / COMPLETE).write_text(what)
         os.utime(directory / COMPLETE, (at, at))
 
@@ -281,7 +293,8 @@ def test_it_follows_in_a_thread_of_its_own_until_it_is_closed(tmp_path: Path) ->
             if found.states().get("v1") is State.CANARY:
                 begun.set()
 
-    follower = VersionFollower(Watched(VersionsFolder(tmp_path)), found.loader, Told(), found.service.drafter)
+    watched = Watched(VersionsFolder(tmp_path))
+    follower = VersionFollower(watched, found.loader, Told(), found.service.drafter, found.first)
     follower.start()
     assert begun.wait(30)
     follower.close()

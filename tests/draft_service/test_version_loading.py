@@ -29,6 +29,7 @@ from specdec.decoding.draft_logits import HostDraftLogits
 from specdec.engine.batch import PackedBatch
 from specdec.engine.cpu.layout import RaggedPacker
 from specdec.engine.derived_models import user_cache
+from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom, tenant_digest
 from specdec.engine.model_directory import GRAPH, WEIGHTS, ModelDirectory
 from specdec.engine.placement import Placement
 from tests.draft_service.fakes import Engine, Listener, session
@@ -198,8 +199,12 @@ def test_a_version_is_exported_and_its_export_goes_with_it(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     of_onnx = Placement("onnx", kv_tokens=2048, is_draft=True)
+    learned_from = LearnedFrom().with_texts({tenant_digest("acme"): 1.0})
+    (version.path / LEARNED_FROM).write_text(json.dumps(learned_from.content))
     found = loader(source, of_onnx).load(version, None)
+    assert found.learned_from == learned_from
     assert found.export is not None
+    assert LearnedFrom.of(found.export) == learned_from
     assert user_cache() in found.export.parents
     assert (found.export / GRAPH).is_file()
     remove_export(found.export)
@@ -207,3 +212,6 @@ def test_a_version_is_exported_and_its_export_goes_with_it(
     with pytest.raises(VersionRefusedError, match="must take at most"):
         loader(source, of_onnx).load(version, lambda nodes: 1e-8)
     assert not list(user_cache().rglob(GRAPH))
+    first = FoundVersion("first", source, ())  # as when it serves again: the next start wants its export
+    assert loader(source, of_onnx).load(first, None).export is None
+    assert list(user_cache().rglob(GRAPH))

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from draft_service.candidate_queue import Extension
 from draft_service.draft_loop import DraftLoop
+from draft_service.forgotten import Forgotten
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.pass_times import PassTimes
 from draft_service.session import DrafterSession
@@ -50,6 +51,14 @@ class Guessing(Engine):
 POISON = 9
 
 
+class Half(Guessing):
+    """Guesses right in every second pass."""
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        self.token = GOOD if len(self.read) % 2 else BAD
+        return super().forward(batch)
+
+
 class Poisoned(Guessing):
     """Fails in every pass over one token."""
 
@@ -80,11 +89,17 @@ def loaded(engine: Engine, times: PassTimes | None = None) -> LoadedVersion:
 class Service:
     """A hand-turned draft loop with versions."""
 
-    def __init__(self, serving: Engine, limits: TrialLimits = LIMITS, times: PassTimes | None = None) -> None:
+    def __init__(
+        self,
+        serving: Engine,
+        limits: TrialLimits = LIMITS,
+        times: PassTimes | None = None,
+        forgotten: Forgotten | None = None,
+    ) -> None:
         self.failed: list[Exception] = []
         self.sent: dict[DrafterSession, list[Extension]] = {}
         self._draw = 0.0
-        self.drafter = VersionedDrafter("first", loaded(serving, times), limits, lambda: self._draw)
+        self.drafter = VersionedDrafter("first", loaded(serving, times), limits, forgotten, lambda: self._draw)
         self.loop = DraftLoop(self.drafter)
 
     def begin(self, name: str, engine: Engine) -> Version:

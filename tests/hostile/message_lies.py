@@ -114,6 +114,9 @@ COMMITS: dict[str, Callable[[Any, LyingSession], None]] = {
     "tells log-probabilities of unknown tokens": _logprobs(
         lambda count: [logprob(top=2, first=MAX_UINT32 - 2)] * count
     ),
+    "explains what no draft learns from": lambda commit, _: commit.committed.overruled.extend(
+        [model_pb2.TargetLogprobs(position=commit.committed.base, tokens=[9], logprobs=b"\0\0")]
+    ),
     "wants a probability that is no number": setting(min_candidate_probability=NOT_A_NUMBER),
     "wants an infinite probability": setting(min_candidate_probability=INFINITE),
     "wants a negative probability": setting(min_candidate_probability=-INFINITE),

@@ -70,6 +70,7 @@ MISTAKES = (
     Mistake(
         "specdec train-draft target draft new --traffic h:1 --resume", USAGE, "--resume: does not go with --traffic"
     ),
+    Mistake("specdec train-draft target draft new --text a --served-labels", USAGE, "--served-labels: needs --traffic"),
     Mistake("specdec verifier", USAGE, "Missing option '--model'."),
     Mistake("specdec verifier --model target-1", CANNOT, "target-1: no such directory"),
     Mistake("specdec verifier --model big.gguf", CANNOT, "big.gguf: is not a GGUF file: it begins with b'vers'"),

@@ -49,6 +49,10 @@ def violation(found: Any, generated: int = 5, context: int = CONTEXT, **fields: 
     return CommitCheck(sample(**fields), MODEL, context).violation(found, text)
 
 
+def overruled(position: int, token: int = 9) -> model_pb2.TargetLogprobs:
+    return model_pb2.TargetLogprobs(position=position, tokens=[token], logprobs=b"\x00\xbc")  # -1
+
+
 ordinary = st.integers(10, VOCABULARY - 1)
 
 
@@ -133,6 +137,7 @@ LIES = {
     "an end token that ends nothing": put_tokens([10, 11, 12, END]),
     "log-probabilities that nobody asked for": lambda found: found.logprobs.add(chosen=-1.0),
     "rejected candidates that nobody asked for": lambda found: found.rejected.add(position=5, token=9, source=DRAFT),
+    "reasons for a draft that keeps nothing": lambda found: found.committed.overruled.append(overruled(8)),
     "a probability of NaN": put("min_candidate_probability", math.nan),
     "a probability above 1": put("min_candidate_probability", 1.5),
     "a probability below 0": put("min_candidate_probability", -0.5),
@@ -275,3 +280,23 @@ def test_rejected_candidates_are_near_the_tokens(found: list[Any], sound: bool) 
     problem = violation(commit(5, [([10], 11)], rejected=found), rejected_candidates=True)
     assert (problem == "") is sound
     assert violation(commit(5, [([10], 11)], rejected=found))
+
+
+@pytest.mark.parametrize(
+    ("places", "sound"),
+    [
+        ([(5, 9)], True),
+        ([(5, 9), (7, 9)], True),
+        ([(4, 9)], False),
+        ([(8, 9)], False),
+        ([(7, 9), (5, 9)], False),
+        ([(5, VOCABULARY)], False),
+    ],
+)
+def test_log_probabilities_for_a_draft_are_of_these_tokens(places: list[tuple[int, int]], sound: bool) -> None:
+    found = commit(5, [([10, 11], 12)])
+    found.committed.overruled.extend([overruled(len(PROMPT) + position, token) for position, token in places])
+    text = CommittedText(sample())
+    text.add([9] * 5)
+    assert (CommitCheck(sample(), MODEL, CONTEXT, ["a draft"]).violation(found, text) == "") is sound
+    assert CommitCheck(sample(), MODEL, CONTEXT).violation(found, text)

@@ -56,6 +56,20 @@ def test_it_pauses_while_nothing_pays_and_hears_of_many_tokens_together() -> Non
     assert not draft_control.paused
 
 
+def test_what_the_target_found_likely_is_for_a_draft_that_learns() -> None:
+    """It comes with its tokens, also after a pause."""
+    for learns in (True, False):
+        draft_control, text = DraftControl(draft_pb2.DraftPolicy(paused=True), needed=False), Text()
+        told: list[draft_pb2.DraftRequest] = []
+        for _ in range(PAUSED_COMMIT_TOKENS):
+            commit = text.commit(1.0)
+            commit.committed.overruled.add(position=commit.committed.base, tokens=[1], logprobs=b"\0\0")
+            told += draft_control.messages(commit, learns=learns)
+        (message,) = told
+        positions = [place.position for place in message.committed.overruled]
+        assert positions == list(range(10, 10 + PAUSED_COMMIT_TOKENS)) * learns
+
+
 def test_one_that_is_paused_to_begin_with_is_woken() -> None:
     draft_control, text = DraftControl(draft_pb2.DraftPolicy(paused=True), needed=False), Text()
     assert draft_control.paused

@@ -124,13 +124,17 @@ class Mute(draft_pb2_grpc.DraftServiceServicer):
         self.opened = 0
 
     async def Draft(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        await self.begin(context)
+        await asyncio.Event().wait()
+
+    async def begin(self, context: Any, **fields: Any) -> None:
+        """Open a session, and send candidates once."""
         self.opened += 1
         identity = model_pb2.ModelIdentity(
             protocol_version=2, tokenizer_fingerprint=MODEL.tokenizer_fingerprint, context_tokens=MODEL.context
         )
-        await context.write(draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=identity)))
+        await context.write(draft_pb2.DraftResponse(opened=draft_pb2.DraftOpened(identity=identity, **fields)))
         await context.write(draft_pb2.DraftResponse(extend=model_pb2.Extend()))
-        await asyncio.Event().wait()
 
     async def GetStats(self, request: Any, context: Any) -> draft_pb2.DraftServiceGetStatsResponse:
         raise NotImplementedError
@@ -240,3 +244,40 @@ async def test_undrafted_tokens_have_a_reason_whatever_the_request_leaves_open()
         drafting.on_commit(commit(undrafted=2))
         assert (drafting.undrafted_tokens, drafting.undrafted_reason) == (2, "late")
     await peers.close()
+
+
+class Curious(Mute):
+    """A draft that asks for log-probabilities of the target, and notes the commits that it gets."""
+
+    def __init__(self, keeps: bool, asks: int) -> None:
+        super().__init__()
+        self._keeps, self._asks = keeps, asks
+        self.heard: list[model_pb2.Committed] = []
+
+    async def Draft(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        await self.begin(context, keeps_text=self._keeps, overruled_logprobs=self._asks)
+        async for request in requests:
+            if request.HasField("committed"):
+                self.heard.append(request.committed)
+
+
+@pytest.mark.parametrize(
+    ("learn", "keeps", "asks", "gets"),
+    [(True, True, 200, 64), (True, True, 5, 5), (True, True, 0, 0), (False, True, 64, 0), (True, False, 64, 0)],
+)
+async def test_a_draft_gets_log_probabilities_of_texts_that_it_keeps_with_permission(
+    learn: bool, keeps: bool, asks: int, gets: int
+) -> None:
+    draft, sink = Curious(keeps, asks), PatientSink()
+    async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft) as found:
+        peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel))
+        async with Drafting(context(peers, learn=learn), sink) as drafting:
+            drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True))
+            await until(lambda: sink.extends)
+            assert sink.policies[-1].overruled_logprobs == gets
+            sent = verifier_pb2.Commit(committed=model_pb2.Committed(tokens=[5, 6]), steps=2, drafting_wanted=True)
+            sent.committed.overruled.add(position=1, tokens=[6], logprobs=b"\0\0")
+            drafting.on_commit(sent)
+            await until(lambda: draft.heard)
+            assert len(draft.heard[0].overruled) == (gets > 0)
+        await peers.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import shutil
 import time
@@ -21,6 +22,7 @@ import torch
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.drafter import Drafter
+from draft_service.forgotten import Forgotten
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
 from draft_service.session import DrafterSession, RootMove
@@ -33,6 +35,7 @@ from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.decoding.sampling import Rule
 from specdec.engine.engines.cpu_engine import CpuEngine
+from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom, tenant_digest
 from specdec.engine.model_directory import COMPLETE, WEIGHTS, ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.local import DEMO
@@ -157,9 +160,14 @@ class Versions:
         change: Callable[[dict[str, torch.Tensor]], None] | None = None,
         *,
         truncated: bool = False,
+        tenant: str = "",
     ) -> None:
-        """Add a version: a model with changed weights, in place at once."""
+        """Add a version: a model with changed weights, in place at once. It has learned from a tenant if one is
+        given."""
         writing = copied(source, self._folder / f".{name}", change)
+        if tenant:
+            learned_from = LearnedFrom().with_texts({tenant_digest(tenant): 1.0})
+            (writing / LEARNED_FROM).write_text(json.dumps(learned_from.content))
         if truncated:
             (writing / WEIGHTS).write_bytes((writing / WEIGHTS).read_bytes()[:-1000])
         (writing / COMPLETE).write_text("")
@@ -195,22 +203,26 @@ def poison(tensors: dict[str, torch.Tensor]) -> None:
 
 
 async def test_versions_are_tried_under_load(directories: Directories, tmp_path: Path) -> None:
-    """A better one is promoted, bad ones are rolled back or refused, and no text changes."""
-    limits = TrialLimits(share=0.5, tokens=6000)
+    """A better one is promoted, bad ones are rolled back or refused, and no text changes. Once its tenant is forgotten,
+    the promoted one gives way to the first."""
+    limits, forgotten = TrialLimits(share=0.5, tokens=6000), Forgotten(tmp_path)
+
+    started = copied(directories.near, tmp_path / ".first", drawn(1))  # a name that is not looked at
 
     def made(exits: ExitStack) -> tuple[Drafter, CpuEngine]:
-        engine = exits.enter_context(torch_engine(directories.random, capacity=CAPACITY, exact=False))
-        return VersionedDrafter("first", LoadedVersion(LanguageModelDrafter(engine), "1" * 64), limits), engine
+        engine = exits.enter_context(torch_engine(started, capacity=CAPACITY, exact=False))
+        first = LoadedVersion(LanguageModelDrafter(engine), "1" * 64)
+        return VersionedDrafter("first", first, limits, forgotten), engine
 
     requests = [(prompt, {"temperature": 0.8, "seed": seed}) for seed, prompt in enumerate(prompts(8))]
     async with drafted_by(directories, made, 0.004) as (services, loop):
         drafter = loop.drafter
         assert isinstance(drafter, VersionedDrafter)
-        first = ModelDirectory(directories.random)
+        first = ModelDirectory(started)
         placement = Placement("torch", kv_tokens=CAPACITY, is_draft=True)
         # Tests share a machine, so that times say little here.
         loader = VersionLoader(first, first.context, placement, 1, 4, 50.0)
-        follower = VersionFollower(Watched(VersionsFolder(tmp_path)), loader, loop, drafter)
+        follower = VersionFollower(Watched(VersionsFolder(tmp_path)), loader, loop, drafter, first.path)
         follower.start()
         versions = Versions(tmp_path)
         want, _, _ = await run_all(services, requests, 40, at_once=1, plain=True, ignore_end_token=True)
@@ -226,7 +238,7 @@ async def test_versions_are_tried_under_load(directories: Directories, tmp_path:
                     for (prompt, sampling), plain, drafted in zip(requests, want, got, strict=True):
                         directories.oracle.same(prompt, plain, drafted, sampler(sampling), f"{name}, {sampling}")
 
-        versions.add("v1", directories.near)
+        versions.add("v1", directories.near, tenant="acme")
         await until("v1", State.SERVING)
         versions.add("v2", directories.near, drawn(2))
         worse = await until("v2", State.WORSE)
@@ -237,6 +249,15 @@ async def test_versions_are_tried_under_load(directories: Directories, tmp_path:
         assert "must have" in (await until("v4", State.REFUSED)).reason
         assert drafter.serving.name == "v1"
         assert drafter.serving.guessed > 0.2 * drafter.serving.committed
+        forgotten.add("acme")
+        assert await loop.call(drafter.forget) == ["v1"]
+        await until("v1", State.FORGOTTEN)
+        assert drafter.serving.name == "first"
+        committed = drafter.serving.committed
+        got, _, _ = await run_all(services, requests, 40, speculation=ALWAYS, ignore_end_token=True)
+        for (prompt, sampling), plain, drafted in zip(requests, want, got, strict=True):
+            directories.oracle.same(prompt, plain, drafted, sampler(sampling), f"first again, {sampling}")
+        assert drafter.serving.committed > committed
         await asyncio.to_thread(follower.close)
 
 

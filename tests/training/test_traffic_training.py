@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,14 +14,15 @@ import grpc
 import pytest
 import torch
 
-from draft_service.learning_servicer import digest
-from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom, tenant_digest
+from specdec.engine.model_directory import COMPLETE, ModelDirectory
+from specdec.roles import environment
 from specdec.training.draft import DraftPlan
 from specdec.training.draft_command import DraftWishes, prepared
-from specdec.training.files import PLAN, STATE, TEXTS
+from specdec.training.files import PLAN, STATE, TEXTS, replace_json
 from specdec.training.given_draft import GivenDraft
 from specdec.training.texts import TextError
-from specdec.training.traffic import LEARNED_FROM, TrainingTraffic, kept_texts
+from specdec.training.traffic import TrainingTraffic, kept_texts
 from specdec.v2 import learning_pb2, learning_pb2_grpc
 from tests.models import VOCABULARY, make, near
 
@@ -31,29 +34,32 @@ def messages() -> list[learning_pb2.KeptText]:
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(3, VOCABULARY, (200,), generator=generator).tolist() for _ in range(8)]
     return [
-        learning_pb2.KeptText(tenant_digest=digest(tenant), tokens=text)
+        learning_pb2.KeptText(tenant_digest=tenant_digest(tenant), tokens=text, age_us=5_000_000)
         for text, tenant in zip([*texts, PLANTED * 3], [*"aaaabbbb", "b"], strict=True)
     ]
 
 
-def test_texts_are_joined_and_tenants_named() -> None:
+def test_texts_are_joined_and_tenants_dated_by_their_oldest_text() -> None:
     kept = [
-        learning_pb2.KeptText(tenant_digest="x", tokens=[1, 2]),
-        learning_pb2.KeptText(tenant_digest="y", tokens=[3]),
-        learning_pb2.KeptText(tenant_digest="x", tokens=[4]),
+        learning_pb2.KeptText(tenant_digest="x", tokens=[1, 2], age_us=1_000_000),
+        learning_pb2.KeptText(tenant_digest="y", tokens=[3], age_us=2_000_000),
+        learning_pb2.KeptText(tenant_digest="x", tokens=[4], age_us=3_000_000),
     ]
-    traffic = TrainingTraffic.of(kept)
+    traffic = TrainingTraffic.of(kept, 10.0)
     assert traffic.tokens(0).tolist() == [1, 2, 0, 3, 0, 4, 0]
     assert traffic.tokens(None).tolist() == [1, 2, 3, 4]
-    assert traffic.tenants == {"x", "y"}
+    assert traffic.tenants == {"x": 7.0, "y": 8.0}
 
 
-def test_a_training_writes_weights_and_digests_alone(tmp_path: Path) -> None:
+def test_a_training_writes_weights_and_whose_texts_they_are_of_alone(tmp_path: Path) -> None:
+    """The draft that it begins with has learned from two tenants before."""
     near(make("llama", tmp_path / "target"), tmp_path / "draft", noise=0.1)
+    before = LearnedFrom().with_texts({tenant_digest("b"): 50.0, tenant_digest("c"): 60.0})
+    replace_json(tmp_path / "draft" / LEARNED_FROM, before.content)
     target = ModelDirectory(tmp_path / "target")
     draft = GivenDraft.checked(tmp_path / "draft", target, "cpu", untrained=False)
     plan = DraftPlan(steps=3, rows=2, length=64, rate=0.001)
-    wishes = DraftWishes([], 100, [], None, "cpu", TrainingTraffic.of(messages()))
+    wishes = DraftWishes([], 100, [], None, "cpu", TrainingTraffic.of(messages(), 100.0))
     out = tmp_path / "out"
     work = prepared(target, draft, wishes, plan, out, resume=False)
     while not work.own_text.over:
@@ -71,7 +77,13 @@ def test_a_training_writes_weights_and_digests_alone(tmp_path: Path) -> None:
             assert planted.tobytes() not in content
             assert planted.astype("int32").tobytes() not in content
     assert training.over
-    assert json.loads((out / LEARNED_FROM).read_text()) == {"tenants": sorted([digest("a"), digest("b")])}
+    learned_from = LearnedFrom.of(out)
+    assert learned_from is not None
+    assert len(learned_from.oldest) == 3
+    for tenant, oldest in (("a", 95.0), ("b", 50.0), ("c", 60.0)):
+        assert learned_from.has(tenant_digest(tenant), oldest)
+        assert not learned_from.has(tenant_digest(tenant), oldest - 1)
+        assert tenant_digest(tenant) not in (out / LEARNED_FROM).read_text()
     assert ModelDirectory(out).model_fingerprint != ModelDirectory(tmp_path / "draft").model_fingerprint
 
 
@@ -90,6 +102,22 @@ class Keeping(learning_pb2_grpc.LearningServiceServicer):
         raise NotImplementedError
 
 
+def test_random_weights_have_learned_from_nobody(tmp_path: Path) -> None:
+    """With --untrained, the draft's directory gives a configuration, whatever its weights have learned."""
+    near(make("llama", tmp_path / "target"), tmp_path / "draft", noise=0.1)
+    replace_json(tmp_path / "draft" / LEARNED_FROM, LearnedFrom().with_texts({tenant_digest("a"): 50.0}).content)
+    target = ModelDirectory(tmp_path / "target")
+    for untrained, learned in ((False, 1), (True, 0)):
+        draft = GivenDraft.checked(tmp_path / "draft", target, "cpu", untrained=untrained)
+        (tmp_path / "corpus").write_bytes(bytes(range(1, 128)) * 20)
+        plan = DraftPlan(untrained=untrained, steps=1, rows=1, length=64, rate=0.001)
+        out = tmp_path / f"out{learned}"
+        wishes = DraftWishes([tmp_path / "corpus"], 0, [], None, "cpu")
+        prepared(target, draft, wishes, plan, out, resume=False).training(out)
+        found = LearnedFrom.of(out)
+        assert (0 if found is None else len(found.oldest)) == learned
+
+
 @contextmanager
 def keeping() -> Iterator[str]:
     server = grpc.server(ThreadPoolExecutor(1))
@@ -105,3 +133,30 @@ def test_texts_are_read_from_a_draft_service() -> None:
         assert kept_texts(address, channel, (("authorization", "Bearer k"),), 10.0) == messages()
         with pytest.raises(TextError, match=rf"--traffic: {address}: .*the key is wrong"):
             kept_texts(address, channel, (), 10.0)
+
+
+def test_the_command_learns_from_served_labels_and_says_whose(tmp_path: Path) -> None:
+    near(make("llama", tmp_path / "target"), tmp_path / "draft", noise=0.1)
+    (tmp_path / "key").write_text("k")
+    begin = time.time()
+    with keeping() as address:
+        words = (
+            f"target draft out --traffic {address} --api-key-file key --served-labels --steps 3 --rows 2 --length 64"
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "specdec.cli", "train-draft", *words.split(), "--threads", "1"],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (0, "out\n"), done.stderr
+    assert "9 kept texts of 2 tenants" in done.stderr
+    assert "held-out text: acceptance " in done.stderr
+    assert (tmp_path / "out" / COMPLETE).is_file()
+    learned_from = LearnedFrom.of(tmp_path / "out")
+    assert learned_from is not None
+    assert [learned_from.has(tenant_digest(tenant), time.time() - 5) for tenant in "abc"] == [True, True, False]
+    assert not any(learned_from.has(tenant_digest(tenant), begin - 6) for tenant in "ab")

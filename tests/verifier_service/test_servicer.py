@@ -125,10 +125,11 @@ def test_a_window_without_its_drafter_is_refused() -> None:
     assert parsed(policy=policy).policy.lookahead == (5, 3, 3)
 
 
-@pytest.mark.parametrize("field", ["max_candidates", "max_depth"])
-def test_more_than_any_pod_grants_is_refused(field: str) -> None:
-    policy = verifier_pb2.VerifyPolicy(**{field: 129})  # type: ignore[arg-type]
-    assert violation(policy=policy) == (f"policy.{field}", "is 129, must be at most 128")
+@pytest.mark.parametrize(("field", "most"), [("max_candidates", 128), ("max_depth", 128), ("overruled_logprobs", 64)])
+def test_more_than_any_pod_grants_is_refused(field: str, most: int) -> None:
+    parsed(policy=verifier_pb2.VerifyPolicy(**{field: most}))  # type: ignore[arg-type]
+    policy = verifier_pb2.VerifyPolicy(**{field: most + 1})  # type: ignore[arg-type]
+    assert violation(policy=policy) == (f"policy.{field}", f"is {most + 1}, must be at most {most}")
 
 
 def test_a_session_has_the_drafters_that_are_named() -> None:

@@ -52,6 +52,7 @@ class Policy:
     lookahead: Lookahead | None = None  # size of a window in every step; None: chosen by its gain
     jacobi: bool = False  # windows have n-grams of 2 tokens
     max_depth: int = 0  # tokens verified ahead of the last committed one; 0: no limit
+    overruled_logprobs: int = 0  # likeliest tokens to report where a remote draft is overruled; 0: none
     why_none: Without = Without.NO_DRAFTER  # why there are no drafters, if there are none
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.speculation import NO_DRAFT_PAYS, Outlook
+from specdec.serving.target_logprobs import TargetLogprobs
 
 
 class TokenSource(IntEnum):
@@ -124,6 +125,7 @@ class VerifyResult:
     tokens: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    overruled: list[TargetLogprobs] = field(default_factory=list)  # if the policy asks for them; ascending
     accepted: int = 0
     rejected: list[RejectedCandidate] = field(default_factory=list)  # if requested; in preorder within a step
     finish: int = 0  # FinishReason; 0: continues
@@ -138,6 +140,7 @@ class VerifyResult:
         self.tokens += later.tokens
         self.sources += later.sources
         self.logprobs += later.logprobs
+        self.overruled += later.overruled
         self.accepted += later.accepted
         self.rejected += later.rejected
         self.finish = later.finish

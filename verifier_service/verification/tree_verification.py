@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from specdec.decoding.tree import Node
 from specdec.engine.engine import Pass
 from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import GrammarFailureError
+from specdec.serving.target_logprobs import TargetLogprobs
 from verifier_service.backend.result import (
     BONUS,
     CORRECTION,
@@ -82,6 +83,7 @@ class VerifiedStep:
         # Slots (from, to) to copy: accepted candidates of side branches.
         self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
         self._add_logprobs(logits)
+        self._add_overruled(logits)
         prompts = [(e.session, rows) for e, rows in entries if rows.root_row is None and e not in failed]
         observe(verifications, prompts, logits)
 
@@ -98,6 +100,18 @@ class VerifiedStep:
         found = iter(logits.logprobs(rows, tokens, tops))
         for verification in asking:
             verification.result.logprobs = list(islice(found, len(verification.rows)))
+
+    def _add_overruled(self, logits: StepLogits) -> None:
+        """Add the target's log-probabilities where it overruled a remote draft to the results of sessions that learn
+        from them."""
+        asking = [(verification, place) for _, verification in self._sound for place in verification.overruled]
+        if not asking:
+            return
+        tokens = np.asarray([place.token for _, place in asking])
+        tops = [verification.session.policy.overruled_logprobs for verification, _ in asking]
+        found = logits.logprobs([place.row for _, place in asking], tokens, tops)
+        for (verification, place), logprobs in zip(asking, found, strict=True):
+            verification.result.overruled.append(TargetLogprobs.of(place.position, logprobs))
 
     @property
     def results(self) -> list[tuple[RunningSession, VerifyResult]]:
@@ -132,6 +146,14 @@ def _prompt_scores(
     return [(e, PromptScores(e.session.scored, list(islice(found, len(scored))))) for e, scored in asking]
 
 
+class OverruledPlace(NamedTuple):
+    """A place where the target chose another token than a remote draft's likeliest."""
+
+    row: int  # index among the results
+    position: int  # of the token in the text
+    token: int  # the target's
+
+
 class TreeVerification:
     """The verification of a session's token tree in one step; a `TreeWalker` for `verify_trees`."""
 
@@ -142,6 +164,7 @@ class TreeVerification:
         "_path",
         "error",
         "kv_copies",
+        "overruled",
         "planned",
         "result",
         "row",
@@ -157,6 +180,7 @@ class TreeVerification:
         self.result = VerifyResult(session.tree.base, offered)
         self.kv_copies: list[tuple[int, int]] = []  # slots (from, to) to copy
         self.rows: list[int] = []  # rows that chose a token, as indices among the results
+        self.overruled: list[OverruledPlace] = []  # if the session's policy asks for them
         self.error: Exception | None = None
         self.row = planned.root_row
         self._node = session.tree.root
@@ -229,6 +253,8 @@ class TreeVerification:
         tree = self.planned.tree
         child = None if tree is None else self._tested(tree, token)
         self.rows.append(self.row)
+        if self.session.policy.overruled_logprobs and _overrules(self._node, token):
+            self.overruled.append(OverruledPlace(self.row, position, token))
         result = self.result
         result.tokens.append(token)
         result.sources.append(self._source(child))
@@ -299,6 +325,12 @@ class TreeVerification:
             return PLAIN
         offered = any(id(other) in tree.results for other in self._node.children.values())
         return CORRECTION if offered else BONUS
+
+
+def _overrules(node: Node, token: int) -> bool:
+    """Return True if a remote draft has guessed below this node, and its likeliest guess is another token."""
+    guesses = [child for child in node.children.values() if child.drafted]
+    return bool(guesses) and max(guesses, key=lambda guess: guess.logprob).token != token
 
 
 def _on_chain(node: Node) -> bool:

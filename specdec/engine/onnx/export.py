@@ -33,6 +33,7 @@ from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, window_of
 from specdec.engine.hf.reference_check import ReferenceCheck
+from specdec.engine.learned_from import LEARNED_FROM
 from specdec.engine.memory import drop_file_pages, give_freed_memory_back
 from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, SHORTLISTS_GRAPH, ModelDirectory
 from specdec.engine.model_folder import check_replaceable, replaced
@@ -56,6 +57,7 @@ COPIED = (
     "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
+    LEARNED_FROM,
 )
 """Files copied from the original model to the export."""
 

@@ -1,0 +1,167 @@
+"""The tenants that were forgotten, and since when: their texts are not kept, and what learned from them is not served.
+
+With a folder of versions they are remembered there, each in a small file of its own, so that services which share the
+folder know the same tenants without a lock, and a restart forgets none.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from specdec.engine.learned_from import DIGEST, LearnedFrom, tenant_digest
+from specdec.engine.model_file import ModelDirectoryError
+from specdec.serving.errors import NotRememberedError
+from specdec.wire.file_version import Version as FileVersion
+from specdec.wire.file_version import version_of
+
+log = structlog.get_logger()
+
+FOLDER = ".forgotten"
+"""Folder in the folder of versions: a file for each tenant, named by its digest, with the Unix seconds."""
+
+MAX_FORGOTTEN = 10_000
+"""Maximum tenants that are remembered. Without a folder the one forgotten first is dropped first; a folder takes no
+more, since each of them counts for versions that may still come."""
+
+CLOCKS_APART_SECONDS = 300.0
+"""Permitted difference of the clocks of trainers and draft services. Texts that begin so soon after their tenant was
+forgotten are not kept, and versions that learned from a text so young are refused."""
+
+
+class Forgotten:
+    """The forgotten tenants of one draft service, and of those that share its folder. Thread-safe."""
+
+    def __init__(
+        self, versions: Path | None = None, clock: Callable[[], float] = time.time, most: int = MAX_FORGOTTEN
+    ) -> None:
+        """`versions`: the folder of versions, where they are remembered; None: in memory alone. `clock`: Unix
+        seconds. `most`: tenants. ModelDirectoryError if the folder cannot be read."""
+        self._most = most
+        self._folder = None if versions is None else versions / FOLDER
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._since: OrderedDict[str, float] = OrderedDict()  # tenant's digest -> Unix seconds
+        self._read: dict[str, FileVersion] = {}  # files as last read, by name
+        self._unreadable = ""  # the reason, as last logged
+        try:
+            self._take_names()
+        except OSError as error:  # a service that does not know who was forgotten must not start
+            raise ModelDirectoryError(f"{self._folder}: cannot be read: {error.strerror or error}") from error
+
+    def add(self, tenant: str) -> None:
+        """Forget a tenant's texts so far; NotRememberedError if that cannot be written. It counts even then, until this
+        process ends."""
+        self.look()  # another service's clock may be ahead: the later time counts
+        digest = tenant_digest(tenant)
+        with self._lock:
+            is_new, known = digest not in self._since, len(self._since)
+            self._note(digest, self._clock())
+            since = self._since[digest]
+        if self._folder is None:
+            return
+        if is_new and known >= self._most:
+            raise NotRememberedError(f"{self._folder} has {known} tenants, must have at most {self._most}")
+        try:
+            _write(self._folder, digest, repr(since))
+        except OSError as error:
+            raise NotRememberedError(f"{self._folder}: {error.strerror or error}") from error
+
+    def look(self) -> bool:
+        """Read what other services have written to the folder; return whether there was anything new. A file that
+        cannot be understood counts for all texts of its tenant, whenever they were kept."""
+        try:
+            is_new = self._take_names()
+        except OSError as error:
+            if (why := f"{self._folder}: {error.strerror or error}") != self._unreadable:
+                log.error("forgotten_unreadable", why=why, cost="tenants forgotten elsewhere are not known here")
+            self._unreadable = why
+            return False
+        self._unreadable = ""
+        return is_new
+
+    def _take_names(self) -> bool:
+        """Read the files that are new; return whether there was anything new in them. OSError if the folder cannot be
+        read."""
+        if self._folder is None or not self._folder.exists():  # nobody was forgotten
+            return False
+        with os.scandir(self._folder) as entries:
+            names = [entry.name for entry in entries if DIGEST.fullmatch(entry.name)]
+        is_new = False
+        for name in names:
+            try:
+                version = version_of(self._folder / name)
+                if self._read.get(name) == version:
+                    continue
+                content = (self._folder / name).read_bytes()
+            except FileNotFoundError:  # lifted by a person
+                continue
+            except OSError:
+                version, content = (), b""
+            with self._lock:
+                is_new |= self._note(name, _seconds(content))
+            self._read[name] = version
+        return is_new
+
+    def _note(self, digest: str, since: float) -> bool:
+        """Remember a tenant, with the later of both times; return whether that changed anything."""
+        if self._since.get(digest, -1.0) >= since:
+            return False
+        self._since[digest] = since
+        self._since.move_to_end(digest)
+        if self._folder is None and len(self._since) > self._most:
+            self._since.popitem(last=False)
+        return True
+
+    def keeps_out(self, tenant: str, begun: float) -> bool:
+        """Return whether a text of this tenant, begun at these Unix seconds, must not be kept."""
+        with self._lock:
+            since = self._since.get(tenant_digest(tenant))
+        return since is not None and begun <= since + CLOCKS_APART_SECONDS
+
+    def concerns(self, learned: LearnedFrom | None) -> bool:
+        """Return whether a model has learned from a text that was forgotten."""
+        if learned is None or not learned.oldest:
+            return False
+        with self._lock:
+            forgotten = list(self._since.items())
+        return any(learned.has(digest, since + CLOCKS_APART_SECONDS) for digest, since in forgotten)
+
+
+def _write(folder: Path, name: str, content: str) -> None:
+    """Write a file as a whole, and its name, to the disk."""
+    folder.mkdir(exist_ok=True)
+    handle, partial = tempfile.mkstemp(prefix=".", dir=folder)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(partial, 0o644)  # for services of other users
+        os.replace(partial, folder / name)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(partial)
+        raise
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _seconds(content: bytes) -> float:
+    """Return the Unix seconds in a file; infinity if it has none."""
+    try:
+        found = float(content)
+    except ValueError:
+        return float("inf")
+    return found if found >= 0 else float("inf")

@@ -1,0 +1,84 @@
+"""Whose texts a model has learned from: `learned_from.json` beside its weights.
+
+A tenant stands there as a salted hash, so that the file names nobody, and files with different salts cannot be
+compared. A name that somebody guesses can still be checked against it. A draft that is trained from this model keeps
+the salt: what its model has learned, it has learned too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specdec.engine.model_file import ModelDirectoryError, read_fields, shown
+
+LEARNED_FROM = "learned_from.json"
+"""File beside a model's weights. Without it the model has learned from no tenant."""
+
+SALT_BYTES = 16
+_SALT = re.compile(r"[0-9a-f]{32}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+"""A SHA-256 digest in hex."""
+
+
+def tenant_digest(tenant: str) -> str:
+    """Return the digest, in hex, that stands for a tenant outside of the service that knows its name."""
+    return hashlib.sha256(tenant.encode()).hexdigest()
+
+
+def new_salt() -> str:
+    """Return a new salt, in hex."""
+    return secrets.token_hex(SALT_BYTES)
+
+
+@dataclass(frozen=True)
+class LearnedFrom:
+    """The tenants whose texts a model has learned from."""
+
+    salt: str = field(default_factory=new_salt)  # hex
+    oldest: Mapping[str, float] = field(default_factory=dict)
+    """Salted hash of a tenant's digest -> when the oldest of its texts was kept, Unix seconds."""
+
+    @classmethod
+    def of(cls, directory: Path) -> LearnedFrom | None:
+        """Return what the file in a model's directory says; None if there is none. ModelDirectoryError if it cannot be
+        read: a model that learned from somebody unknown is not to be used."""
+        fields = read_fields(directory / LEARNED_FROM)
+        if fields is None:
+            return None
+        salt = fields.text("salt")
+        if not _SALT.fullmatch(salt):
+            raise fields.refusal("salt", f"{2 * SALT_BYTES} hexadecimal digits")
+        tenants = fields.fields("tenants")
+        for name in tenants.content:
+            if not DIGEST.fullmatch(name):
+                raise ModelDirectoryError(
+                    f"{tenants.file}: tenants has {shown(name)}, must have SHA-256 digests in hex"
+                )
+        return cls(salt, {name: tenants.number(name) for name in tenants.content})
+
+    def with_texts(self, kept: Mapping[str, float]) -> LearnedFrom:
+        """Return what a model has learned from besides: `kept` maps a tenant's digest to when the oldest of its texts
+        was kept, Unix seconds."""
+        oldest = dict(self.oldest)
+        for digest, at in kept.items():
+            name = self._salted(digest)
+            oldest[name] = min(at, oldest.get(name, at))
+        return LearnedFrom(self.salt, oldest)
+
+    def has(self, digest: str, until: float) -> bool:
+        """Return whether the model has learned from a text of this tenant that was kept until then, Unix seconds."""
+        at = self.oldest.get(self._salted(digest))
+        return at is not None and at <= until
+
+    @property
+    def content(self) -> dict[str, object]:
+        """The content of the file, as JSON."""
+        return {"salt": self.salt, "tenants": dict(sorted(self.oldest.items()))}
+
+    def _salted(self, digest: str) -> str:
+        return hashlib.sha256(f"{self.salt}{digest}".encode()).hexdigest()

@@ -1,0 +1,105 @@
+"""Forgotten tenants: remembered over a restart, and by all services with the same folder of versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draft_service.forgotten import CLOCKS_APART_SECONDS, FOLDER, Forgotten
+from specdec.engine.learned_from import LearnedFrom, tenant_digest
+from specdec.engine.model_file import ModelDirectoryError
+from specdec.serving.errors import NotRememberedError
+
+
+def learned(tenant: str, at: float) -> LearnedFrom:
+    return LearnedFrom().with_texts({tenant_digest(tenant): at})
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_restart_forgets_nobody_where_there_is_a_folder(tmp_path: Path, remembers: bool) -> None:
+    versions = tmp_path if remembers else None
+    Forgotten(versions, lambda: 1000.0).add("acme")
+    restarted = Forgotten(versions)
+    assert restarted.concerns(learned("acme", 900.0)) is remembers
+    assert restarted.keeps_out("acme", 900.0) is remembers
+    assert not restarted.concerns(learned("other", 900.0))
+    assert not restarted.keeps_out("other", 900.0)
+    assert not restarted.concerns(None)
+
+
+def test_texts_from_afterwards_count_again() -> None:
+    known = Forgotten(clock=lambda: 1000.0)
+    known.add("acme")
+    for later, out in ((0.0, True), (CLOCKS_APART_SECONDS, True), (CLOCKS_APART_SECONDS + 1, False)):
+        assert known.concerns(learned("acme", 1000.0 + later)) is out
+        assert known.keeps_out("acme", 1000.0 + later) is out
+
+
+def test_the_last_time_counts(tmp_path: Path) -> None:
+    """Even if the service that forgets a tenant last has a clock behind the others'."""
+    behind, ahead = Forgotten(tmp_path, lambda: 1000.0), Forgotten(tmp_path, lambda: 5000.0)
+    for service in (behind, ahead, behind):
+        service.add("acme")
+    for known in (behind, Forgotten(tmp_path)):
+        assert known.concerns(learned("acme", 5000.0))
+        assert not known.concerns(learned("acme", 5001.0 + CLOCKS_APART_SECONDS))
+
+
+def test_services_with_the_same_folder_know_the_same(tmp_path: Path) -> None:
+    one, other = Forgotten(tmp_path, lambda: 1000.0), Forgotten(tmp_path)
+    assert not other.look()
+    one.add("acme")
+    one.add("")
+    assert not other.concerns(learned("acme", 900.0))
+    assert other.look()
+    assert not other.look()
+    assert other.concerns(learned("acme", 900.0))
+    assert other.concerns(learned("", 900.0))
+    assert not list(tmp_path.glob(f"{FOLDER}/.*"))  # nothing half-written is left
+
+
+def test_no_name_is_written(tmp_path: Path) -> None:
+    Forgotten(tmp_path).add("acme")
+    (file,) = (tmp_path / FOLDER).iterdir()
+    assert file.name == tenant_digest("acme")
+    assert b"acme" not in file.read_bytes()
+
+
+@pytest.mark.parametrize("content", ["", "nan", "-1", "yesterday"])
+def test_a_file_without_a_time_counts_for_all_times(tmp_path: Path, content: str) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / tenant_digest("acme")).write_text(content)
+    (tmp_path / FOLDER / "notes.txt").write_text("1000")
+    known = Forgotten(tmp_path)
+    assert known.concerns(learned("acme", 1e12))
+    assert known.keeps_out("acme", 1e12)
+
+
+def test_what_cannot_be_written_counts_until_the_restart(tmp_path: Path) -> None:
+    known = Forgotten(tmp_path, lambda: 1000.0)
+    (tmp_path / FOLDER).write_text("not a folder")
+    with pytest.raises(NotRememberedError, match=rf"could not be written: {tmp_path}/{FOLDER}"):
+        known.add("acme")
+    assert known.concerns(learned("acme", 900.0))
+    assert not known.look()  # says so in the log, and goes on with what it knows
+    assert known.concerns(learned("acme", 900.0))
+
+
+def test_a_service_that_cannot_tell_who_was_forgotten_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("not a folder")
+    with pytest.raises(ModelDirectoryError, match=f"{FOLDER}: cannot be read"):
+        Forgotten(tmp_path)
+
+
+def test_the_number_of_tenants_is_bounded(tmp_path: Path) -> None:
+    remembering, passing = Forgotten(tmp_path, lambda: 1000.0, 2), Forgotten(None, lambda: 1000.0, 2)
+    for tenant in ("a", "b"):
+        remembering.add(tenant)
+    with pytest.raises(NotRememberedError, match="has 2 tenants, must have at most 2"):
+        remembering.add("c")
+    assert all(remembering.concerns(learned(tenant, 900.0)) for tenant in "abc")
+    remembering.add("b")  # it is there
+    for tenant in ("a", "b", "a", "c"):
+        passing.add(tenant)
+    assert [passing.concerns(learned(tenant, 900.0)) for tenant in "abc"] == [False, True, True]
