@@ -2,6 +2,9 @@
 
 A node is *offered* once it is probable enough: the next message contains it. Until then it is *held back*. A commit
 raises the path probability of surviving nodes, so held-back nodes are checked after every commit.
+
+Under CONTRASTIVE a node holds log q of the whole vocabulary, and a message the part of it that the verifier probably
+needs. What is missing there is asked for once the text has come to the node.
 """
 
 from __future__ import annotations
@@ -13,16 +16,35 @@ from typing import NamedTuple
 from draft_service.frontier import Frontier
 from draft_service.request import ExpansionPolicy
 from draft_service.send_timing import SendTimer
+from specdec.decoding import contrastive
+from specdec.decoding.contrastive import DraftQuery
+from specdec.decoding.proposal import DraftDistribution
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree, spell
 
 DISTRIBUTIONS_A_MESSAGE = 4
 """Whole distributions in a message, approximately: over a vocabulary of 128,000 tokens each takes 256 KB."""
 
+MARGIN, MIN_MARGIN, MAX_MARGIN = 4.0, 2.0, 10.0
+"""Margin in nats for the tokens of a partial distribution (`contrastive.likeliest`): at first, and its limits. With 4,
+those of the demo pair have 90 tokens on average (alpha = 0.1), and 4 % of them turn out to be too short."""
+
+WIDENED, NARROWED = 1.0, 0.02
+"""What a query adds to the margin, and what a commit takes from it: about one query in fifty commits. A query costs a
+pass of the target and a round trip, which take longer than a few hundred bytes."""
 
 MAX_DISTRIBUTION_BYTES = 4 << 20
 """Limit on the bytes of distributions in a message; a single one may exceed it. The whole message is limited to 16
 MiB."""
+
+BYTES_A_TOKEN, MAX_SAVED_BYTES = 6 << 10, 24 << 10
+"""Bytes of partial distributions that a session may send for each committed token, and may save up. Beyond, only what a
+verifier waits for is sent: the root's, and that of its first child. The demo pair needs 4 kB a token; a draft whose
+candidates are never right would send several times as much, for nothing."""
+
+MAX_OWED_BYTES = 4 * MAX_SAVED_BYTES
+"""Limit on the bytes that a session has sent too much of: it has candidates again after 16 tokens at most."""
 
 
 class Extension(NamedTuple):
@@ -37,10 +59,16 @@ class Extension(NamedTuple):
 class CandidateQueue:
     """The candidate queue of one session. It reads the session's tree without changing it."""
 
-    def __init__(self, tree: TokenTree, rule: Rule, policy: ExpansionPolicy) -> None:
+    def __init__(self, tree: TokenTree, sampler: RequestSampler, policy: ExpansionPolicy) -> None:
+        rule = sampler.rule
         self._tree = tree
+        self._contrast = sampler.contrast
         self._drawn = rule is Rule.REJECTION  # siblings are sent together, with the distribution they were drawn from
         self._contrasted = rule is Rule.CONTRASTIVE  # no token can be chosen without the distributions
+        self._margin = MARGIN
+        self._query: DraftQuery | None = None  # about the root's row
+        self._bytes_left = float(MAX_SAVED_BYTES)  # of partial distributions; below 0 after what had to be sent
+        self._base = tree.base  # at the last commit
         self._policy = policy
         self._unsent: list[Node] = []
         self._unsent_distributions: list[Node] = []  # nodes with an unsent distribution over their children
@@ -66,7 +94,7 @@ class CandidateQueue:
         at most `max_nodes` are offered, itself included; otherwise hold it back. The likeliest next token is always
         sent: a verifier may be waiting for it."""
         policy = self._policy
-        sendable = path_logprob >= policy.min_sent_logprob and self.offered <= policy.max_nodes
+        sendable = self._affordable and path_logprob >= policy.min_sent_logprob and self.offered <= policy.max_nodes
         if sendable or (node.parent is self._tree.root and node is self._likeliest):
             self._offer(node)
         else:
@@ -77,9 +105,20 @@ class CandidateQueue:
         if node not in self._held_back:
             self._unsent_distributions.append(node)
 
+    def ask(self, query: DraftQuery) -> None:
+        """Answer a query about the root's row: at once if the row is there, else as soon as it is (CONTRASTIVE)."""
+        self._query = query
+        self._margin = min(MAX_MARGIN, self._margin + WIDENED)
+        if self._tree.root.distribution is not None and self._tree.root not in self._unsent_distributions:
+            self._unsent_distributions.insert(0, self._tree.root)
+
     def follow_root(self, passed: float, alive: Collection[Node]) -> None:
         """Follow the tree's root down a path of logprob `passed`; only `alive` nodes are left."""
         root = self._tree.root
+        self._query = None
+        self._margin = max(MIN_MARGIN, self._margin - NARROWED)
+        self._bytes_left = min(MAX_SAVED_BYTES, self._bytes_left + BYTES_A_TOKEN * (self._tree.base - self._base))
+        self._base = self._tree.base
         self._held_back.descend(passed, alive)
         self._unsent = [node for node in self._unsent if node in alive]
         self._unsent_distributions = [n for n in self._unsent_distributions if n is root or n in alive]
@@ -99,7 +138,10 @@ class CandidateQueue:
         self._release()
 
     def resend(self) -> None:
-        """Mark all nodes unsent and reset the send timer: the new verifier may step at another pace."""
+        """Mark all nodes unsent and reset the send timer: the new verifier may step at another pace. It has queries of
+        its own."""
+        self._query = None
+        self._bytes_left = float(MAX_SAVED_BYTES)
         self._unsent, self._unsent_distributions = [], []
         self._held_back.clear()
         for path_logprob, node in self._tree.by_path_logprob():
@@ -116,6 +158,11 @@ class CandidateQueue:
     def _likeliest(self) -> Node | None:
         """The likeliest next token: the root's first child."""
         return next(iter(self._tree.root.children.values()), None)
+
+    @property
+    def _affordable(self) -> bool:
+        """True if a further candidate may be offered: its distribution will be sent too (CONTRASTIVE)."""
+        return self._bytes_left > 0
 
     def _sent_together(self, node: Node) -> list[Node]:
         """Return the nodes sent together with this one, in order: its siblings too if they were drawn with it, since
@@ -141,7 +188,7 @@ class CandidateQueue:
         while held_back:
             path_logprob, node = held_back.best()  # a held-back likeliest next token is the best of all
             nodes = self.offered + len(self._sent_together(node))
-            sendable = path_logprob >= policy.min_sent_logprob and nodes <= policy.max_nodes
+            sendable = self._affordable and path_logprob >= policy.min_sent_logprob and nodes <= policy.max_nodes
             if not sendable and node is not self._likeliest:
                 break
             self._offer(held_back.take()[1])
@@ -158,31 +205,45 @@ class CandidateQueue:
         """
         if not self.has_unsent:
             return math.inf
+        policy, whole = self._policy, self._contrasted and not self._policy.partial_distributions
         if self._tree.root in self._unsent_distributions or (
-            self._contrasted and len(self._unsent_distributions) >= DISTRIBUTIONS_A_MESSAGE
+            whole and len(self._unsent_distributions) >= DISTRIBUTIONS_A_MESSAGE
         ):
             return -math.inf
         nothing_sent = len(self._unsent) == self.offered
-        policy = self._policy
         return self._timer.next_send_at(now, policy.extend_interval, policy.round_trip, step, urgent=nothing_sent)
 
     def take(self, now: float) -> Extension:
         """Return unsent nodes as one extension and mark them sent: distributions up to the message limit, and only the
         drawn nodes whose distribution is included."""
-        sent, later = self._first_distributions()
+        rows, later = self._first_rows()
+        if self._contrasted and self._policy.partial_distributions:
+            sent = sum(row.nbytes for _, row in rows if not row.answer)
+            self._bytes_left = max(-MAX_OWED_BYTES, self._bytes_left - sent)
         behind = set(map(id, later)) if self._drawn else set()
         nodes = [node for node in self._unsent if id(node.parent) not in behind]
         self._unsent = [node for node in self._unsent if id(node.parent) in behind]
         self._unsent_distributions = later
         self._timer.sent(now)
-        return Extension(self._tree.base, spell(nodes, sent), self._timer.base_age(now))
+        return Extension(self._tree.base, spell(nodes, rows), self._timer.base_age(now))
 
-    def _first_distributions(self) -> tuple[list[Node], list[Node]]:
-        """Split nodes with unsent distributions into those within the message limit and the rest."""
-        unsent, size = self._unsent_distributions, 0
-        for place, node in enumerate(unsent):
-            row = node.distribution
-            size += 0 if row is None else row.values.nbytes + (0 if row.ids is None else row.ids.nbytes)
+    def _first_rows(self) -> tuple[list[tuple[Node, DraftDistribution]], list[Node]]:
+        """Return nodes with unsent distributions and what is sent of each, within the message limit; and the other
+        nodes."""
+        rows, size = list[tuple[Node, DraftDistribution]](), 0
+        for place, node in enumerate(self._unsent_distributions):
+            assert node.distribution is not None  # it was there when the node was added here
+            row = self._sent(node, node.distribution)
+            size += row.nbytes
             if place and size > MAX_DISTRIBUTION_BYTES:
-                return unsent[:place], unsent[place:]
-        return unsent, []
+                return rows, self._unsent_distributions[place:]
+            rows.append((node, row))
+        return rows, []
+
+    def _sent(self, node: Node, row: DraftDistribution) -> DraftDistribution:
+        """Return what is sent of a node's distribution: all of it, except of log-probabilities (CONTRASTIVE)."""
+        if not (self._contrasted and self._policy.partial_distributions):
+            return row
+        if node is self._tree.root and self._query is not None:
+            return contrastive.answer(row, self._query.ids)
+        return contrastive.likeliest(row, self._contrast, self._margin)

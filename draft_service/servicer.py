@@ -14,13 +14,19 @@ from draft_service.candidate_queue import Extension
 from draft_service.draft_loop import DraftLoop, ServedSession
 from draft_service.learning_servicer import Learning, LearningServicer, key_gate
 from draft_service.metrics import metrics
-from draft_service.request import DrafterSessionRequest, ExpansionPolicy
+from draft_service.request import (
+    MAX_KEPT_BYTES,
+    MIN_CONTRASTED_PROBABILITY,
+    DrafterSessionRequest,
+    ExpansionPolicy,
+)
 from draft_service.session import DrafterSession
 from draft_service.traffic import NOTHING_KEPT
 from draft_service.translation import Translation
 from draft_service.version_follower import VersionFollower
 from draft_service.versions import Version
 from specdec.decoding.calibration import Calibrations
+from specdec.decoding.proposal import MIN_PART
 from specdec.decoding.sampling import Rule, sampling_violations
 from specdec.engine.fast_paths import fast_paths_off
 from specdec.grammar.compiler import GrammarCompiler
@@ -29,7 +35,7 @@ from specdec.serving.errors import InvalidRequestError
 from specdec.serving.grammar_trials import GrammarTrials
 from specdec.serving.grammars import Grammars
 from specdec.serving.identity import pod_info
-from specdec.serving.messages import RULES, paths_message, rule_of, sampler_from, sampling_from, scorer_of
+from specdec.serving.messages import RULES, paths_message, query_from, rule_of, sampler_from, sampling_from, scorer_of
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.session_stream import SessionServicer
 from specdec.serving.target_logprobs import MAX_TOP, TargetLogprobs, places_of
@@ -226,6 +232,8 @@ class DraftServicer(
                 session.set_policy(self._policy(request.policy, session.max_nodes, session.request.sampler.rule))
             case "resend":
                 session.outgoing.resend()
+            case "query":
+                session.ask(query_from(request.query, int(session.vocabulary / MIN_PART)))
 
     def opened(self, session: DrafterSession) -> draft_pb2.DraftResponse:
         policy = session.policy
@@ -255,6 +263,7 @@ class DraftServicer(
         """Clamp a policy to this pod's limits and to `most_nodes`, the nodes that memory is reserved for. Under
         REJECTION a tree is a chain unless siblings are asked for: a chain is verified as a block."""
         limits, defaults = self._limits, self._limits.defaults
+        least = MIN_CONTRASTED_PROBABILITY if rule is Rule.CONTRASTIVE else 0.0
         branches = 1 if rule is Rule.REJECTION else defaults.max_branches
         chosen = message.max_depth or message.max_branches  # by the request, against fixed widths by default
         return ExpansionPolicy(
@@ -263,8 +272,9 @@ class DraftServicer(
             max_branches=min(message.max_branches or branches, limits.max_branches),
             scorer=scorer_of(message.scorer) or defaults.scorer,
             expansion=tuple(message.expansion) or (() if chosen else defaults.expansion),
-            min_path_probability=max(message.min_path_probability, defaults.min_path_probability),
+            min_path_probability=max(message.min_path_probability, defaults.min_path_probability, least),
             paused=message.paused,
+            partial_distributions=message.partial_distributions,
             extend_interval=message.extend_interval_us * 1e-6,
             round_trip=message.round_trip_us * 1e-6,
         )
@@ -319,7 +329,10 @@ class DraftServicer(
             message.learn,
             targets,
         )
-        policy = self._policy(message.policy, self._limits.max_nodes, rule)
+        most_nodes = self._limits.max_nodes
+        if wanted.distributions_required:  # float16; one row more, the root's, is not counted
+            most_nodes = max(1, min(most_nodes, MAX_KEPT_BYTES // (2 * vocabulary)))
+        policy = self._policy(message.policy, most_nodes, rule)
         try:
             return DrafterSession(wanted, policy, vocabulary, self._calibrations.of(wanted.sampler, message.tenant))
         except GrammarError as error:

@@ -15,6 +15,7 @@ from draft_service.frontier import Frontier
 from draft_service.request import MIN_PROBABILITY, DrafterSessionRequest, ExpansionPolicy
 from specdec.decoding import rejection
 from specdec.decoding.calibration import RANKS, Calibration, corrected
+from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.noise import text_hash
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import PenaltyState, SamplingQuery
@@ -71,7 +72,7 @@ class DrafterSession:
         self.penalty_state = (
             PenaltyState(vocabulary, request.prompt, request.generated) if request.sampler.sampling.penalises else None
         )
-        self.outgoing = CandidateQueue(self.tree, request.sampler.rule, policy)
+        self.outgoing = CandidateQueue(self.tree, request.sampler, policy)
         self._calibration = calibration  # of this text
         self._frontier = Frontier()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # off the frontier until the root or the policy changes
@@ -115,6 +116,17 @@ class DrafterSession:
         last = self.places[-1].position if self.places else -1
         new = [place for place in places if place.position > last]
         self.places += new[: MAX_PLACES - len(self.places)]
+
+    def ask(self, query: DraftQuery) -> None:
+        """Answer a query about the committed text (CONTRASTIVE). One about an earlier text comes too late and is
+        skipped. ValueError if the rule has no queries, or if the text is not committed yet."""
+        rule, base = self.request.sampler.rule, self.tree.base
+        if not self.request.distributions_required:
+            raise ValueError(f"query: the rule is {rule.name}, must be {Rule.CONTRASTIVE.name}")
+        if query.base > base:
+            raise ValueError(f"query.base: is {query.base}, the committed text has {base} tokens")
+        if query.base == base:
+            self.outgoing.ask(query)
 
     def set_policy(self, policy: ExpansionPolicy) -> None:
         """Replace the policy for expanding and sending, at once."""

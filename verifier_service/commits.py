@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.speculation import Outlook
 from specdec.serving.response_queue import ResponseQueue
 from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
@@ -65,6 +66,12 @@ class CommitPublisher:
                 for part in of_session.parts()
             ]
         )
+
+    def send_queries(self, queries: Iterable[tuple[RunningSession, DraftQuery]]) -> None:
+        """Send queries to drafts, each after the commits of its text."""
+        for entry, query in queries:
+            self.send_pending(entry)
+            ResponseQueue.send_all([(entry.responses, partial(entry.query_message, query))])
 
     def _due(self, when: float) -> Callable[[RunningSession], bool]:
         """Return a predicate: whether a session's pending result is due at the time `when`, even if not awaited."""

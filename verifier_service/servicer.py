@@ -12,8 +12,9 @@ import grpc
 import structlog
 from prometheus_client.metrics_core import Metric
 
+from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.logprobs import TokenLogprobs
-from specdec.decoding.proposal import distribution_sizes
+from specdec.decoding.proposal import DistributionSizes
 from specdec.decoding.sampling import Rule, sampling_violations
 from specdec.decoding.speculation import CandidateSource, SpeculationOptions, drafters_of
 from specdec.engine.fast_paths import fast_paths_off
@@ -37,6 +38,7 @@ from specdec.serving.messages import (
     finish_name,
     lookahead_from,
     paths_from,
+    query_message,
     rule_of,
     sampler_from,
     sampling_from,
@@ -154,7 +156,8 @@ class VerifierServicer(
         timeline: Timeline,
     ) -> None:
         timeline.event("queued")
-        self._backend.serve(session, responses, partial(recorded_response, timeline), scores_response, timeline)
+        commit, query = partial(recorded_response, timeline), partial(query_response, timeline)
+        self._backend.serve(session, responses, commit, scores_response, query, timeline)
 
     def admit(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> None:
         super().admit(request, deadline)
@@ -278,7 +281,8 @@ class VerifierServicer(
             most = max(len(extend.tokens), len(extend.parents), len(extend.logprob_bytes), len(extend.distributions))
             if most > MAX_NODES_A_MESSAGE:
                 raise ValueError(f"{most} nodes, at most {MAX_NODES_A_MESSAGE} a message")
-            paths = paths_from(extend, *distribution_sizes(session.request.sampler.rule, self.identity.vocabulary_size))
+            rule, vocabulary = session.request.sampler.rule, self.identity.vocabulary_size
+            paths = paths_from(extend, DistributionSizes.of(rule, vocabulary))
             session.extend(extend.base, paths, arrived, extend.base_age_us * 1e-6)
         except ValueError as error:
             self._backend.stats.refused += 1
@@ -300,6 +304,7 @@ class VerifierServicer(
             scores_prompt=session.request.prompt_logprobs is not None,
             bans_sequences=bool(session.request.sampler.sampling.banned_sequences),
             salts_cache=bool(session.request.cache_salt),
+            takes_partial_distributions=session.request.sampler.rule is Rule.CONTRASTIVE,
         )
         opened.checksum = checksum.of_opening(opened)
         return verifier_pb2.VerifyResponse(opened=opened)
@@ -458,6 +463,12 @@ def scores_response(scores: PromptScores) -> verifier_pb2.VerifyResponse:
     return verifier_pb2.VerifyResponse(
         prompt_logprobs=verifier_pb2.PromptLogprobs(first=scores.first, logprobs=logprobs)
     )
+
+
+def query_response(timeline: Timeline, query: DraftQuery) -> verifier_pb2.VerifyResponse:
+    """Record a query to the draft and return its response. Runs on the event loop."""
+    timeline.add(draft_queries=1)
+    return verifier_pb2.VerifyResponse(query=query_message(query))
 
 
 def _logprobs(found: TokenLogprobs, rank: int = 0) -> verifier_pb2.TokenLogprobs:

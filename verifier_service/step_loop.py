@@ -31,7 +31,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from verifier_service.adaptive_speculation import AdaptiveSpeculation, Batch
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.session_backend import MakeCommit, MakeScores, MemoryUse, SessionBackend
+from verifier_service.backend.session_backend import MakeCommit, MakeQuery, MakeScores, MemoryUse, SessionBackend
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.commits import CommitPublisher, StepSeconds
 from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
@@ -192,9 +192,10 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         responses: ResponseQueue[Any],
         commit: MakeCommit,
         scores: MakeScores,
+        query: MakeQuery,
         timeline: Timeline,
     ) -> None:
-        self.attach(RunningSession(session, responses, commit, scores, timeline=timeline))
+        self.attach(RunningSession(session, responses, commit, scores, query, timeline=timeline))
 
     def attach(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if the engine is lost."""
@@ -369,6 +370,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
                 entry.timeline.event("prompt_computed")
         self._publisher.send_scores(verified.scores)
         self._publisher.publish(results, seconds)
+        self._publisher.send_queries(verified.queries)
         self._queue.got_tokens(results)
         for entry, result in results:
             entry.awaiting_draft = self._speculation.eligibility.uses_remote_draft(entry.session)

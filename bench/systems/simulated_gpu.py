@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bench.systems.long_steps import sleep_until
 from specdec.decoding import block_verification
 from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
-from specdec.decoding.choice import Tokens, choose
+from specdec.decoding.choice import Tokens, choose, plausible
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, Shortlists
 from specdec.decoding.logprobs import TokenLogprobs, logprobs
 from specdec.decoding.processing import temperatures
@@ -150,6 +150,9 @@ class SimulatedLogits:
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
         self._decide({row: query for row, query in zip(rows, queries, strict=True) if row not in self._known})
         return np.array([self._known[row] for row in rows], dtype=np.int64), np.ones(len(rows), dtype=bool)
+
+    def plausible(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> list[Tokens]:
+        return plausible(self._whole(rows), queries)
 
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
         return [block_verification.verify(self._whole(chain.rows), chain.queries) for chain in chains]

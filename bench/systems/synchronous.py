@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import draft_service.servicer
@@ -23,6 +24,7 @@ import verifier_service.sessions.session
 from draft_service.candidate_queue import CandidateQueue, Extension
 from draft_service.request import ExpansionPolicy
 from draft_service.session import RootMove
+from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import Outlook
 from specdec.decoding.tree import Node, Paths, TokenTree
@@ -32,7 +34,7 @@ from specdec.v2 import draft_pb2, verifier_pb2
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.session_backend import BackendSession
-from verifier_service.servicer import response, scores_response
+from verifier_service.servicer import query_response, response, scores_response
 from verifier_service.settings.tuning import DEFAULTS
 
 TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.inf))
@@ -42,8 +44,10 @@ TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.
 class AllAtOnce(CandidateQueue):
     """A send queue that holds every candidate back until the K best are known, and sends these together."""
 
-    def __init__(self, tree: TokenTree, rule: Rule, policy: ExpansionPolicy, complete: Callable[[], bool]) -> None:
-        super().__init__(tree, rule, policy)
+    def __init__(
+        self, tree: TokenTree, sampler: RequestSampler, policy: ExpansionPolicy, complete: Callable[[], bool]
+    ) -> None:
+        super().__init__(tree, sampler, policy)
         self.answered = 0  # base of the last Extend
         self._complete = complete  # returns True if nothing is left to expand
 
@@ -82,7 +86,7 @@ class DraftSession(draft_service.session.DrafterSession):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.outgoing: AllAtOnce = AllAtOnce(
-            self.tree, self.request.sampler.rule, self.policy, lambda: self.best_logprob() == -math.inf
+            self.tree, self.request.sampler, self.policy, lambda: self.best_logprob() == -math.inf
         )
 
     def commit(self, base: int, tokens: list[int]) -> RootMove:
@@ -156,7 +160,8 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
         responses: ResponseQueue[verifier_pb2.VerifyResponse],
         timeline: Timeline,
     ) -> None:
-        self._backend.serve(session, responses, _free_of_charge, scores_response, timeline)
+        query = partial(query_response, timeline)
+        self._backend.serve(session, responses, _free_of_charge, scores_response, query, timeline)
 
     def _policy(self, message: verifier_pb2.VerifyPolicy, rule: Rule) -> Policy:
         """Return the policy without step delay, since a draft sends one answer only, and without the speculation

@@ -12,13 +12,19 @@ import time
 from collections.abc import AsyncIterator
 from types import TracebackType
 
+import numpy as np
+from numpy.typing import NDArray
+
 from orchestrator.generation.peer_stream import PeerStream
 from orchestrator.generation.sample_context import SampleContext
 from orchestrator.generation.speculation_policy import DraftControl, SpeculationState
 from orchestrator.pods.errors import LostError
 from orchestrator.pods.fitness import check_fit
 from orchestrator.pods.pods import Pod
-from specdec.serving.messages import rule_message, sampling_message
+from specdec.decoding import contrastive
+from specdec.decoding.proposal import DistributionSizes
+from specdec.decoding.sampling import Rule
+from specdec.serving.messages import distribution_from, query_from, rule_message, sampling_message
 from specdec.serving.mux.stream import MAX_BYTES
 from specdec.serving.target_logprobs import MAX_TOP
 from specdec.serving.validation import MAX_NODES_A_MESSAGE
@@ -171,8 +177,12 @@ class FloodError(LostError):
     """The draft sends more candidates than its flow control allows."""
 
 
+class InvalidDistributionError(LostError):
+    """The draft sends log-probabilities that no verifier can use, or not those that it was asked for (CONTRASTIVE)."""
+
+
 class DraftSession:
-    """A session at a draft. Commits are queued until it is open."""
+    """A session at a draft. Commits and queries are queued until it is open."""
 
     def __init__(self, stream: DraftStream, context: SampleContext, state: SpeculationState) -> None:
         """Prepare a session; `state` decides its first policy."""
@@ -186,21 +196,58 @@ class DraftSession:
         self._in_time = False  # the draft had candidates in some of these steps
         self._awaited_since: float | None = None  # when the text became blocked on the draft; monotonic
         self._wanted_since: float | None = None  # when its first candidates became wanted; monotonic
+        self._query: model_pb2.DraftQuery | None = None  # unanswered (CONTRASTIVE)
+        self._asked_before = False  # another verifier had asked: the next answer may be to that query
 
     async def open(self) -> None:
         """Open the session with the text as it is now."""
         await self._stream.open(self._policy)
 
     def check(self, extend: model_pb2.Extend) -> None:
-        """Count the candidates of a message; FloodError if the draft has sent too many."""
+        """Count the candidates of a message; FloodError if the draft has sent too many, InvalidDistributionError if a
+        distribution of it is invalid (CONTRASTIVE)."""
         if problem := self._flow.violation(extend):
             raise FloodError(problem)
+        if self._context.sample.needs_draft:
+            for distribution in extend.distributions:
+                # Other whole rows are left to the verifier, which drops what it cannot use: reading one of a large
+                # vocabulary would take longer than all of a commit.
+                if distribution.id_gaps or distribution.answer:
+                    self._check_row(distribution)
+
+    def _check_row(self, distribution: model_pb2.DraftDistribution) -> None:
+        vocabulary = self._context.model.vocabulary
+        try:
+            row = distribution_from(distribution, DistributionSizes.of(Rule.CONTRASTIVE, vocabulary))
+        except ValueError as error:
+            raise InvalidDistributionError(f"it sends an invalid distribution: {error}") from None
+        if problem := row.contrast_violation(vocabulary):
+            raise InvalidDistributionError(f"it sends an invalid distribution: {problem}")
+        if not row.answer or self._query is None:
+            return
+        if not self._asked_before:
+            asked = query_from(self._query, vocabulary).ids
+            expected = contrastive.answered_ids(asked, row.size)
+            same = row.ids is None if expected is None else np.array_equal(() if row.ids is None else row.ids, expected)
+            if not same:
+                raise InvalidDistributionError(
+                    f"it answers with {_count(row.ids)}, the query is about {_count(expected)}"
+                )
+            self._query = None
+        self._asked_before = False
+
+    def on_query(self, query: model_pb2.DraftQuery) -> None:
+        """Ask the draft for what the verifier lacks (CONTRASTIVE)."""
+        self._query = query
+        self._stream.send(draft_pb2.DraftRequest(query=query))
 
     def on_opened(self, state: SpeculationState) -> None:
         """Make the draft resend its candidates: another verifier has none of them."""
         self._awaited_since = None
+        self._asked_before |= self._query is not None
+        self._query = None
         self._flow = CandidateFlow(state.max_nodes)
-        for message in self._control.another_verifier(state.max_nodes):
+        for message in self._control.another_verifier(state):
             self._stream.send(message)
 
     def on_awaited(self) -> None:
@@ -209,11 +256,15 @@ class DraftSession:
         if self._awaited_since is None:
             self._awaited_since = now
         elif now - self._awaited_since >= LATE_SHARE * self._context.peers.failover_seconds:
-            self._abort_silent(self._awaited_since, now)
+            if self._query is None:
+                self._abort_silent(self._awaited_since, now)
+            else:
+                problem = f"it has not answered a query for {now - self._awaited_since:.1f} s"
+                self._stream.abort(LaggingError(problem, self._awaited_since))
 
     def on_commit(self, commit: verifier_pb2.Commit) -> bool:
         """Forward the target's decisions. Return True if the draft is working, and none of them counts against it."""
-        self._awaited_since = None
+        self._awaited_since = self._query = None
         self._flow.committed()
         paused = self._control.paused
         for message in self._control.messages(commit, learns=self._stream.overruled_logprobs > 0):
@@ -263,3 +314,7 @@ class DraftSession:
                 problem = f"none of its candidates came in time for {self._fruitless} steps"
                 self._stream.abort(LaggingError(problem, self._fruitless_since))
         return False
+
+
+def _count(ids: NDArray[np.int64] | None) -> str:
+    return "the whole vocabulary" if ids is None else f"{len(ids)} tokens from {ids[0]} to {ids[-1]}"

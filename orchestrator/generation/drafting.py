@@ -15,7 +15,14 @@ from typing import Protocol, Self
 
 import structlog
 
-from orchestrator.generation.draft_session import DraftSession, DraftStream, FloodError, LaggingError, UselessError
+from orchestrator.generation.draft_session import (
+    DraftSession,
+    DraftStream,
+    FloodError,
+    InvalidDistributionError,
+    LaggingError,
+    UselessError,
+)
 from orchestrator.generation.sample_context import SampleContext
 from orchestrator.generation.speculation_policy import SpeculationState
 from orchestrator.pods.backoff import Backoff
@@ -80,6 +87,7 @@ class Drafting:
             self._given_up = _draft_required("there is no draft service")
         self._why_undrafted = "" if self._pods is not None else "no_draft" if remote else "off"
         self._late = False  # candidates of the draft have missed a step
+        self._query: model_pb2.DraftQuery | None = None  # the verifier waits for a draft's answer to it (CONTRASTIVE)
         self.undrafted_tokens = 0  # of steps that wanted candidates of a draft and had none
 
     @property
@@ -102,7 +110,7 @@ class Drafting:
 
     def on_opened(self, opened: verifier_pb2.VerifyOpened) -> None:
         """Draft for a verifier that has just taken the text."""
-        self._last_commit = None
+        self._last_commit = self._query = None
         self._update(self._state.after_opened(opened))
         if self._given_up is not None:
             self._sink.abort(self._given_up)
@@ -111,6 +119,7 @@ class Drafting:
 
     def on_commit(self, commit: verifier_pb2.Commit) -> None:
         """Pass the target's decisions to the draft, and count undrafted tokens and fallback time."""
+        self._query = None
         sample = self._context.sample
         if sample.speculation.remote and not sample.needs_draft:
             # A verifier counts no undrafted tokens for a session it believes to have no draft.
@@ -135,6 +144,12 @@ class Drafting:
         if not self._state.drafted:
             return self._last_failure[0]
         return "late" if commit.undrafted_tokens else ""
+
+    def on_query(self, query: model_pb2.DraftQuery) -> None:
+        """Ask the draft for what the verifier lacks; another draft, if this one is lost before it has answered."""
+        self._query = query
+        if self._session is not None:
+            self._session.on_query(query)
 
     def on_awaited(self) -> None:
         """Note that the verifier can choose no token until the draft has sent its distribution. A draft that never
@@ -209,6 +224,8 @@ class Drafting:
         """Open a session, and forward its candidates to the verifier."""
         # The session opens with the text as it is when `open` sends it. Set `_session` first: later commits are queued.
         session = self._session = DraftSession(stream, self._context, self._state)
+        if self._query is not None:
+            session.on_query(self._query)
         await session.open()
         self._context.timeline.event("draft_opened", pod=str(stream.pod))
         await self._set_drafted(True, stream.overruled_logprobs)
@@ -238,7 +255,7 @@ class Drafting:
                     # restart.
                     self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
-            case FloodError():
+            case FloodError() | InvalidDistributionError():
                 pod.found_unfit("draft_lost", error)
                 reason = "draft_lost"
             case LostError():

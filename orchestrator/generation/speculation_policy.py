@@ -20,6 +20,7 @@ class SpeculationState:
     max_nodes: int = 1  # limit on live candidates of the session, granted by the verifier
     outlook: Outlook = NO_DRAFT_PAYS
     overruled_logprobs: int = 0  # likeliest tokens of the target to report to a draft that keeps the text
+    partial_distributions: bool = False  # the verifier takes them, and asks for the rest (CONTRASTIVE)
 
     @classmethod
     def initial(cls, context: SampleContext) -> SpeculationState:
@@ -29,7 +30,12 @@ class SpeculationState:
 
     def after_opened(self, opened: verifier_pb2.VerifyOpened) -> SpeculationState:
         """Return the state once a verifier has taken the text."""
-        return replace(self, max_nodes=max(1, opened.max_nodes), outlook=outlook_from(opened))
+        return replace(
+            self,
+            max_nodes=max(1, opened.max_nodes),
+            outlook=outlook_from(opened),
+            partial_distributions=opened.takes_partial_distributions,
+        )
 
     def after_commit(self, commit: verifier_pb2.Commit) -> SpeculationState:
         """Return the state after a commit."""
@@ -69,6 +75,7 @@ class SpeculationState:
             min_path_probability=speculation.min_path_probability,
             scorer=speculation.scorer or 0,  # type: ignore[arg-type]
             expansion=speculation.expansion,
+            partial_distributions=self.partial_distributions and sample.needs_draft,
         )
         if not sample.forces_drafting:
             policy.paused = not self.outlook.drafting_wanted
@@ -142,11 +149,12 @@ class DraftControl:
             yield draft_pb2.DraftRequest(committed=self._unsent)
             self._unsent = model_pb2.Committed()
 
-    def another_verifier(self, max_nodes: int) -> Iterator[draft_pb2.DraftRequest]:
-        """Yield the messages for a move to another verifier: it grants `max_nodes`, and has none of the candidates."""
-        max_nodes = granted_nodes(self._asked, max_nodes)
-        if max_nodes != self._policy.max_nodes:
-            self._policy.max_nodes = max_nodes
+    def another_verifier(self, state: SpeculationState) -> Iterator[draft_pb2.DraftRequest]:
+        """Yield the messages for a move to another verifier: it has grants of its own, and none of the candidates."""
+        policy, max_nodes = self._policy, granted_nodes(self._asked, state.max_nodes)
+        partial = state.partial_distributions and self._needed
+        if (max_nodes, partial) != (policy.max_nodes, policy.partial_distributions):
+            policy.max_nodes, policy.partial_distributions = max_nodes, partial
             yield draft_pb2.DraftRequest(policy=self._policy)
         yield draft_pb2.DraftRequest(resend=draft_pb2.Resend())
 

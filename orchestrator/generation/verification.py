@@ -160,7 +160,13 @@ def _kind(answer: Exception | None) -> str:
             return "session lost"
 
 
-Message = verifier_pb2.VerifyOpened | verifier_pb2.PromptLogprobs | verifier_pb2.Commit | model_pb2.Heartbeat
+Message = (
+    verifier_pb2.VerifyOpened
+    | verifier_pb2.PromptLogprobs
+    | verifier_pb2.Commit
+    | model_pb2.DraftQuery
+    | model_pb2.Heartbeat
+)
 
 
 class Verification:
@@ -187,8 +193,9 @@ class Verification:
 
     async def messages(self) -> AsyncGenerator[Message, None]:
         """Yield the opening answer of every verifier that takes the text; log-probabilities of the prompt, if
-        requested, then the commits, both in order, each once, until the last; and heartbeats while the text waits for
-        its draft. A commit's tokens are in the committed text before the commit is yielded."""
+        requested, then the commits, both in order, each once, until the last; and, if the text needs a draft, queries
+        to it, and heartbeats while the text waits for it. A commit's tokens are in the committed text before the commit
+        is yielded."""
         context, choice = self._context, self._choice
         while True:
             if context.grammar_watch is not None:
@@ -215,6 +222,10 @@ class Verification:
                                     if problem := check.scores_violation(message, context.text):
                                         raise LostError(f"invalid log-probabilities of the prompt: {problem}")
                                     self._take_scores(pod, message)
+                                elif isinstance(message, model_pb2.DraftQuery) and (
+                                    problem := check.query_violation(message, context.text)
+                                ):
+                                    raise LostError(f"invalid query to the draft: {problem}")
                                 yield message
                     return
                 except LostError as lost:

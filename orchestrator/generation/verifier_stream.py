@@ -115,9 +115,11 @@ class VerifierStream(PeerStream):
 
     async def messages(
         self,
-    ) -> AsyncGenerator[verifier_pb2.Commit | verifier_pb2.PromptLogprobs | model_pb2.Heartbeat, None]:
-        """Yield log-probabilities of the prompt if requested, commits until the last one, and heartbeats while the text
-        waits for its draft."""
+    ) -> AsyncGenerator[
+        verifier_pb2.Commit | verifier_pb2.PromptLogprobs | model_pb2.DraftQuery | model_pb2.Heartbeat, None
+    ]:
+        """Yield log-probabilities of the prompt if requested, commits until the last one, queries to the draft if the
+        text needs one, and heartbeats while it waits for its draft."""
         while True:
             response = await self._read()
             match response.WhichOneof("message"):
@@ -128,6 +130,8 @@ class VerifierStream(PeerStream):
                         return
                 case "prompt_logprobs" if self._context.sample.prompt_logprobs is not None:
                     yield response.prompt_logprobs
+                case "query" if self._context.sample.needs_draft:
+                    yield response.query
                 case "heartbeat":
                     self._count_heartbeat()
                     self._look_at(response.heartbeat)

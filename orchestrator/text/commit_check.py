@@ -7,10 +7,12 @@ pod is broken or the message corrupted: the session is lost, as if its stream ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import CommittedText, Sample
+from specdec.serving.messages import query_from
 from specdec.serving.target_logprobs import places_of
 from specdec.v2 import model_pb2, verifier_pb2
 from specdec.wire.sources import ACCEPTED
@@ -32,6 +34,10 @@ MAX_QUEUED_US = 1 << 50
 the fields of a response."""
 
 
+MAX_QUERIES = 8
+"""Most queries to a draft about one text: far more than an engine needs whose bits vary from step to step."""
+
+
 class CommitCheck:
     """Checks the commits of one session. `context_tokens`: the longest text its verifier has room for."""
 
@@ -43,6 +49,21 @@ class CommitCheck:
         self._model = model
         self._keepers = keepers
         self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
+        self._queries: Counter[int] = Counter()  # to the draft, by their base; of the last one only
+
+    def query_violation(self, query: model_pb2.DraftQuery, text: CommittedText) -> str:
+        """Return what is wrong with a query to the draft; empty if nothing is."""
+        base = len(self._sample.prompt) + len(text.generated)
+        if query.base != base:
+            return f"its base is {query.base}, the text has {base} tokens"
+        self._queries = Counter({base: self._queries[base] + 1})
+        if self._queries[base] > MAX_QUERIES:
+            return f"it is number {self._queries[base]} about one text, at most {MAX_QUERIES} are allowed"
+        try:
+            query_from(query, self._model.vocabulary)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def scores_violation(self, scores: verifier_pb2.PromptLogprobs, text: CommittedText) -> str:
         """Return what is wrong with log-probabilities of the prompt; empty if nothing is."""

@@ -34,7 +34,7 @@ def choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
     """Return int64 [n]: the token chosen by each row of float32 logits [n, V].
 
     A row whose largest processed logit is NaN, infinite or absurdly large chooses that token, without noise: the
-    token's logit then shows the caller that the row is broken.
+    token's logit then shows the caller that the row is broken. Under CONTRASTIVE a row may be `contrastive.UNDECIDED`.
     """
     count, vocabulary = logits.shape
     tokens = np.empty(count, dtype=np.int64)
@@ -44,6 +44,18 @@ def choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
             block = slice(start, start + step)
             tokens[block] = _choose(logits[block], queries[block])
     return tokens
+
+
+def sound(chosen: Logits, tokens: Tokens) -> NDArray[np.bool_]:
+    """Return bool [n]: which rows are sound, from the logits of their chosen tokens. argmax returns the first NaN, if
+    any, so a broken row shows there; an undecided one has been found sound."""
+    return np.asarray(np.isfinite(chosen) | (tokens == contrastive.UNDECIDED))
+
+
+def plausible(logits: Logits, queries: Sequence[SamplingQuery]) -> list[Tokens]:
+    """Return the plausible tokens of each row of float32 logits [n, V], ascending (CONTRASTIVE)."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return [contrastive.plausible(*of_row) for of_row in zip(adjusted(logits, queries), queries, strict=True)]
 
 
 def _choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:

@@ -3,22 +3,43 @@
     choice = argmax of log p(v) - log q(v)  over v with p(v) >= alpha * max p        lowest id on ties
 
 where p is the target's distribution and q that of the draft, the "amateur". The choice is a function of both models:
-without q nothing can be chosen. q is sent as log-probabilities of the whole vocabulary in float16, since the rule's
-scores depend most on tokens with a small q.
+without q nothing can be chosen. log q is sent in float16.
+
+Only *plausible* tokens, those with p(v) >= alpha * max p, can be chosen. Few tokens are, and nearly all of them are
+among the draft's likeliest, so the draft sends a *partial distribution*: log q of its likeliest tokens (`likeliest`).
+If a plausible token is missing there, it may be the choice: the smaller its q, the better its score. Such a row is
+`UNDECIDED`, and the verifier asks for log q of its plausible tokens (`DraftQuery`). So the choice never depends on what
+was sent ahead, and no choice mixes the q of two drafts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.processing import Logits
-from specdec.decoding.proposal import DraftDistribution
+from specdec.decoding.proposal import MAX_PARTIAL_IDS, DraftDistribution
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Contrast
+
+UNDECIDED = -1
+"""In place of a chosen token: the draft's row lacks log q of a plausible one."""
+
+MAX_LIKELIEST = 512
+"""Most tokens of a partial distribution that nobody has asked for: about 2 kB. A draft sends those of some ten prefixes
+for each token of the text."""
+
+
+class DraftQuery(NamedTuple):
+    """Asks a draft for log q of tokens below the committed text of `base` tokens. `ids` ascend; None: the whole
+    vocabulary."""
+
+    base: int
+    ids: NDArray[np.int64] | None
 
 
 def amateur_distribution(logits: Logits, contrast: Contrast) -> DraftDistribution:
@@ -29,18 +50,85 @@ def amateur_distribution(logits: Logits, contrast: Contrast) -> DraftDistributio
     return DraftDistribution(None, np.maximum(log_q, np.finfo(np.float16).min).astype(np.float16))
 
 
+def likeliest(row: DraftDistribution, contrast: Contrast, margin: float) -> DraftDistribution:
+    """Return the part of a whole row to send ahead: the tokens with q(v) >= alpha * exp(-margin) * max q, at most
+    `MAX_LIKELIEST`.
+
+    The larger the margin, the rarer are plausible tokens outside. If target and draft agreed, 0 would do.
+    """
+    log_q = row.values
+    least = float(log_q.max()) + math.log(contrast.alpha) - margin
+    ids = np.flatnonzero(log_q >= np.float32(least))
+    if len(ids) > MAX_LIKELIEST:
+        ids = np.sort(ids[np.argpartition(log_q[ids], -MAX_LIKELIEST)[-MAX_LIKELIEST:]])
+    return row if _is_most(len(ids), row.size) else DraftDistribution(ids, log_q[ids], vocabulary=row.size)
+
+
+def answer(row: DraftDistribution, ids: NDArray[np.int64] | None) -> DraftDistribution:
+    """Return the answer to a query about the prefix of a whole row. Tokens that the draft does not have are left out;
+    if nothing is left, the whole row is the answer."""
+    known = answered_ids(ids, row.size)
+    if known is None:
+        return DraftDistribution(None, row.values, answer=True)
+    return DraftDistribution(known, row.values[known], vocabulary=row.size, answer=True)
+
+
+def answered_ids(ids: NDArray[np.int64] | None, vocabulary: int) -> NDArray[np.int64] | None:
+    """Return the ids that a draft with `vocabulary` token ids answers, of those asked for; None: all it has."""
+    known = None if ids is None else ids[ids < vocabulary]
+    return None if known is None or not len(known) else known
+
+
+def answers(row: DraftDistribution, ids: NDArray[np.int64] | None) -> bool:
+    """Return True if the row has log q of all tokens asked for that the draft has; None: of the whole vocabulary."""
+    if row.ids is None:
+        return True
+    return ids is not None and row.values_of(ids[ids < row.size]) is not None
+
+
+def asked_ids(
+    plausible: NDArray[np.int64], before: NDArray[np.int64] | None, vocabulary: int
+) -> NDArray[np.int64] | None:
+    """Return the ids to ask for, given a row's plausible ones and the ids asked for at the same prefix before, if any.
+    None: the whole vocabulary, which is as short as a row with most of its tokens.
+
+    An engine that is not exact may find another token plausible when it computes the row again. What was asked before
+    stays in the query, so that the next answer suffices for both.
+    """
+    ids = plausible if before is None else np.union1d(plausible, before)
+    return None if len(ids) > MAX_PARTIAL_IDS or _is_most(len(ids), vocabulary) else ids
+
+
+def _is_most(count: int, vocabulary: int) -> bool:
+    """Return True if a partial distribution of `count` tokens saves little: a whole one has 2 bytes a token, and no
+    ids."""
+    return 2 * count > vocabulary
+
+
+def plausible(z: Logits, query: SamplingQuery) -> NDArray[np.int64]:
+    """Return int64 [k]: the plausible tokens of processed logits [V], ascending, among those that the draft of the
+    query's proposal has. ValueError without a proposal."""
+    if query.proposal is None:
+        raise ValueError(f"position {query.position}: nothing to contrast with")
+    known = z[: query.proposal.row.size]  # tokens outside the draft's vocabulary have no q
+    largest = float(known.max())
+    if not math.isfinite(largest):  # none of them is allowed
+        return np.empty(0, dtype=np.int64)
+    return np.flatnonzero(known >= largest + math.log(query.sampler.contrast.alpha))
+
+
 def decide(z: Logits, queries: Sequence[SamplingQuery]) -> NDArray[np.int64]:
-    """Return int64 [n]: the tokens chosen from processed logits [n, V]. ValueError if a query has no proposal."""
+    """Return int64 [n]: the tokens chosen from processed logits [n, V], or `UNDECIDED`. ValueError if a query has no
+    proposal."""
     return np.array([_decide(row, query) for row, query in zip(z, queries, strict=True)], dtype=np.int64)
 
 
 def _decide(z: Logits, query: SamplingQuery) -> int:
-    if query.proposal is None:
-        raise ValueError(f"position {query.position}: nothing to contrast with")
-    log_q = query.proposal.row.values
-    known = z[: len(log_q)]  # tokens outside the draft's vocabulary have no q
-    if not np.isfinite(known.max()):
+    ids = plausible(z, query)
+    if not len(ids):
         return int(z.argmax())
-    plausible = np.flatnonzero(known >= float(known.max()) + math.log(query.sampler.contrast.alpha))
-    scores = known[plausible].astype(np.float64) - log_q[plausible].astype(np.float64)
-    return int(plausible[scores.argmax()])
+    assert query.proposal is not None  # `plausible` needs it
+    log_q = query.proposal.row.values_of(ids)
+    if log_q is None:
+        return UNDECIDED
+    return int(ids[(z[ids].astype(np.float64) - log_q.astype(np.float64)).argmax()])

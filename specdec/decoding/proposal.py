@@ -19,31 +19,58 @@ MIN_PART = 0.9
 may differ by the padding at their ends."""
 
 
+BYTES_AN_ID = 2
+"""Bytes of a token id in a message, about: ids below 16,384, and gaps between ids, take one or two."""
+
+MAX_PARTIAL_IDS = 4096
+"""Most tokens of a partial distribution, and of a query for one. With float16 and gaps it is at most 16 kB; where the
+target finds more tokens plausible, the whole vocabulary is sent."""
+
+
 @dataclass(frozen=True, eq=False)
 class DraftDistribution:
     """A draft's distribution over the children of a prefix, quantised.
 
     Both sides compute with these values, never with the draft's unrounded ones. `ids`, ascending, are the tokens of the
-    values; None: the whole vocabulary, in order.
+    values; None: the whole vocabulary, in order. A CONTRASTIVE row with ids is *partial*: the draft has a
+    log-probability of every token, and has left most of them out.
     """
 
     ids: NDArray[np.int64] | None
     values: NDArray[np.float16]
+    vocabulary: int | None = None  # of a partial distribution: the number of the draft's token ids
+    answer: bool = False  # a partial or whole row that was asked for, with just the tokens of the query
 
     @classmethod
-    def received(cls, ids: list[int], values: bytes) -> DraftDistribution | None:
-        """Return the distribution in a message; None if it is invalid."""
+    def received(cls, ids: list[int], values: bytes) -> DraftDistribution:
+        """Return the distribution in a message; ValueError if it is malformed."""
         if len(values) % 2 or not values:
-            return None
+            raise ValueError(f"values: has {len(values)} bytes, must have 2 for each of at least one number")
         numbers = np.frombuffer(values, dtype="<f2")
         if not np.isfinite(numbers).all():
-            return None
+            raise ValueError("values: has numbers that are not finite")
         if not ids:
             return cls(None, numbers)
         tokens = np.asarray(ids, dtype=np.int64)
-        if len(tokens) != len(numbers) or (np.diff(tokens) <= 0).any():
-            return None
+        if len(tokens) != len(numbers):
+            raise ValueError(f"values: has {len(numbers)} numbers for {len(tokens)} token ids")
+        if (np.diff(tokens) <= 0).any():
+            raise ValueError("token ids: do not ascend")
         return cls(tokens, numbers)
+
+    @property
+    def size(self) -> int:
+        """The number of the draft's token ids (CONTRASTIVE)."""
+        return len(self.values) if self.vocabulary is None else self.vocabulary
+
+    def values_of(self, ids: NDArray[np.int64]) -> NDArray[np.float16] | None:
+        """Return the values of these tokens, ascending and below `size`; None if one of them was left out."""
+        if self.ids is None:
+            return self.values[ids]
+        places = np.searchsorted(self.ids, ids)
+        if len(places) and places[-1] == len(self.ids):
+            return None
+        return self.values[places] if (self.ids[places] == ids).all() else None
 
     @classmethod
     def certain(cls, token: int) -> DraftDistribution:
@@ -51,30 +78,53 @@ class DraftDistribution:
         return cls(np.asarray([token], dtype=np.int64), np.ones(1, dtype=np.float16))
 
     def fits(self, rule: Rule, vocabulary: int) -> bool:
-        """Return True if the rule can use it: REJECTION needs weights of some tokens, CONTRASTIVE log-probabilities of
-        the whole vocabulary, up to the padding at its end."""
+        """Return True if the rule can use it: REJECTION needs weights of some tokens, CONTRASTIVE log-probabilities
+        (`contrast_violation`)."""
         if rule is Rule.REJECTION:
-            return self.ids is not None and bool((self.values >= 0).all() and (self.values > 0).any())
-        return (
-            rule is Rule.CONTRASTIVE
-            and self.ids is None
-            and MIN_PART * vocabulary < len(self.values) < vocabulary / MIN_PART
-        )
+            weights = self.ids is not None and self.vocabulary is None
+            return weights and bool((self.values >= 0).all() and (self.values > 0).any())
+        return rule is Rule.CONTRASTIVE and not self.contrast_violation(vocabulary)
+
+    def contrast_violation(self, vocabulary: int) -> str:
+        """Return what is wrong with it as log-probabilities for a target with `vocabulary` token ids; empty if nothing
+        is. The vocabularies may differ by the padding at their ends."""
+        if not MIN_PART * vocabulary < self.size < vocabulary / MIN_PART:
+            return f"it is over a vocabulary of {self.size} tokens, the target's has {vocabulary}"
+        if self.ids is not None and self.vocabulary is None:
+            return "it has `ids`, which are for REJECTION"
+        if self.ids is not None and self.ids[-1] >= self.size:
+            return f"it has token {self.ids[-1]}, its vocabulary has {self.size} tokens"
+        largest = self.values.max()
+        return f"it has a log-probability of {largest:g}, must be at most 0" if largest > 0 else ""
 
     def can_draw(self, token: int) -> bool:
         """Return True if the token has a weight above 0; False without ids."""
         return self.ids is not None and bool((self.values[self.ids == token] > 0).any())
 
-    def sent(self) -> tuple[list[int], bytes]:
-        """Return (ids, values) for a message."""
-        return [] if self.ids is None else self.ids.tolist(), self.values.astype("<f2").tobytes()
+    @property
+    def nbytes(self) -> int:
+        """Its size in a message in bytes, about."""
+        return self.values.nbytes + (0 if self.ids is None else BYTES_AN_ID * len(self.ids))
 
 
-def distribution_sizes(rule: Rule, vocabulary: int) -> tuple[int, int]:
-    """Return the most ids and the most values of a distribution the rule can use."""
-    if rule is Rule.REJECTION:
-        return WIDTH, WIDTH
-    return (0, int(vocabulary / MIN_PART)) if rule is Rule.CONTRASTIVE else (0, 0)
+class DistributionSizes(NamedTuple):
+    """Largest sizes of a distribution that a rule can use."""
+
+    ids: int = 0
+    gaps: int = 0
+    values: int = 0
+
+    @classmethod
+    def of(cls, rule: Rule, vocabulary: int) -> DistributionSizes:
+        if rule is Rule.REJECTION:
+            return cls(ids=WIDTH, values=WIDTH)
+        if rule is Rule.CONTRASTIVE:
+            return cls(gaps=MAX_PARTIAL_IDS, values=int(vocabulary / MIN_PART))
+        return NO_DISTRIBUTION
+
+
+NO_DISTRIBUTION = DistributionSizes()
+"""Sizes where a rule has no distributions, or nobody reads them."""
 
 
 class Proposal(NamedTuple):

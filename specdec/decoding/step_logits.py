@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specdec.decoding import block_verification
 from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
-from specdec.decoding.choice import BLOCK, Tokens, choose
+from specdec.decoding.choice import BLOCK, Tokens, choose, plausible, sound
 from specdec.decoding.logprobs import TokenLogprobs, logprobs
 from specdec.decoding.processing import Logits
 from specdec.decoding.query import SamplingQuery
@@ -37,7 +37,10 @@ class StepLogits(Protocol):
 
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
         """Return the tokens chosen by these rows, as `choice.choose` does, and which rows are sound (the token's logit
-        is finite). The others are broken."""
+        is finite, or the choice is `contrastive.UNDECIDED`). The others are broken."""
+
+    def plausible(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> list[NDArray[np.int64]]:
+        """Return the plausible tokens of these rows, as `choice.plausible` does: of those that are undecided."""
 
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
         """Return the accepted prefixes of chains of draws, as `block_verification.verify` does."""
@@ -73,8 +76,11 @@ class HostLogits:
         else:
             chosen = [choose(self._of(rows[block]), queries[block]) for block in self._blocks(count)]
             tokens = np.concatenate(chosen)
-        # argmax returns the first NaN, if any, so a broken row shows in the chosen token's logit
-        return tokens, np.isfinite(self._logits[np.asarray(rows, dtype=np.int64), tokens])
+        return tokens, sound(self._logits[np.asarray(rows, dtype=np.int64), tokens], tokens)
+
+    def plausible(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> list[NDArray[np.int64]]:
+        found = [plausible(self._of(rows[block]), queries[block]) for block in self._blocks(len(rows))]
+        return list(chain.from_iterable(found))
 
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
         return [block_verification.verify((self._logits[row] for row in chain.rows), chain.queries) for chain in chains]

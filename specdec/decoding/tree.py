@@ -292,16 +292,16 @@ class BestNodes(NamedTuple):
 NO_NODES = BestNodes([], [], 1.0, 1.0)
 
 
-def spell(nodes: Sequence[Node], with_distributions: Sequence[Node] = ()) -> Paths:
-    """Return the paths of nodes, of nodes whose distributions are included, and of all their ancestors.
+def spell(nodes: Sequence[Node], rows: Sequence[tuple[Node, DraftDistribution]] = ()) -> Paths:
+    """Return the paths of nodes, of nodes with `rows`, and of all their ancestors.
 
-    `with_distributions` may hold the root.
+    `rows`: distributions over the children of nodes, the root among them, as they are sent.
     """
     numbers: dict[Node | None, int] = {}
     tokens: list[int] = []
     parents: list[int] = []
     logprobs: list[float] = []
-    for leaf in (*nodes, *with_distributions):
+    for leaf in (*nodes, *(node for node, _ in rows)):
         unspelt: list[Node] = []
         node = leaf
         while node.parent is not None and node not in numbers:
@@ -312,7 +312,4 @@ def spell(nodes: Sequence[Node], with_distributions: Sequence[Node] = ()) -> Pat
             parents.append(numbers.get(node.parent, 0))
             logprobs.append(node.logprob)
             numbers[node] = len(tokens)
-    distributions = [
-        (numbers.get(node, 0), node.distribution) for node in with_distributions if node.distribution is not None
-    ]
-    return Paths(tokens, parents, logprobs, distributions)
+    return Paths(tokens, parents, logprobs, [(numbers.get(node, 0), row) for node, row in rows])

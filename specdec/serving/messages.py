@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.proposal import DraftDistribution
+from specdec.decoding.proposal import MAX_PARTIAL_IDS, NO_DISTRIBUTION, DistributionSizes, DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
 from specdec.decoding.speculation import (
@@ -156,29 +161,83 @@ def sampler_from(
 
 
 def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
-    distributions = []
-    for parent, row in paths.distributions:
-        ids, values = row.sent()
-        distributions.append(model_pb2.DraftDistribution(parent=parent, ids=ids, values=values))
     return model_pb2.Extend(
         base=base,
         tokens=paths.tokens,
         parents=paths.parents,
         logprob_bytes=logprobs_message(paths.logprobs),
-        distributions=distributions,
+        distributions=[distribution_message(parent, row) for parent, row in paths.distributions],
     )
 
 
-def paths_from(message: model_pb2.Extend, most_ids: int = 0, most_values: int = 0) -> Paths:
-    """Return candidates in the token tree's form. Malformed distributions are dropped, as the tree drops nodes that can
-    never be accepted. Those with more than `most_ids` ids or `most_values` values are dropped unread."""
-    received = [
-        (distribution.parent, DraftDistribution.received(list(distribution.ids), distribution.values))
-        for distribution in message.distributions
-        if len(distribution.ids) <= most_ids and len(distribution.values) <= 2 * most_values  # float16
-    ]
-    distributions = [(parent, found) for parent, found in received if found is not None]
+def paths_from(message: model_pb2.Extend, most: DistributionSizes = NO_DISTRIBUTION) -> Paths:
+    """Return candidates in the token tree's form. Distributions that are malformed, or larger than `most`, are dropped,
+    as the tree drops nodes that can never be accepted."""
+    distributions = []
+    for distribution in message.distributions:
+        try:
+            distributions.append((distribution.parent, distribution_from(distribution, most)))
+        except ValueError:
+            continue
     return Paths(list(message.tokens), list(message.parents), logprobs_from(message.logprob_bytes), distributions)
+
+
+def distribution_message(parent: int, row: DraftDistribution) -> model_pb2.DraftDistribution:
+    """Return a distribution over the children of the node numbered `parent`."""
+    message = model_pb2.DraftDistribution(parent=parent, values=row.values.astype("<f2").tobytes(), answer=row.answer)
+    if row.ids is None:
+        return message
+    if row.vocabulary is None:
+        message.ids.extend(row.ids.tolist())
+    else:
+        message.id_gaps.extend(_gaps(row.ids))
+        message.vocabulary_size = row.vocabulary
+    return message
+
+
+def distribution_from(message: model_pb2.DraftDistribution, most: DistributionSizes) -> DraftDistribution:
+    """Return the distribution in a message; ValueError if it is malformed, or, unread, if it is larger than `most`."""
+    for field, size, limit in (
+        ("ids", len(message.ids), most.ids),
+        ("id_gaps", len(message.id_gaps), most.gaps),
+        ("values", len(message.values) // 2, most.values),  # float16
+    ):
+        if size > limit:
+            raise ValueError(f"{field}: is of {size} tokens, must be of at most {limit}")
+    if not message.id_gaps:
+        return replace(DraftDistribution.received(list(message.ids), message.values), answer=message.answer)
+    if message.ids:
+        raise ValueError("ids: is set, must be unset with id_gaps")
+    row = DraftDistribution.received(_ids(message.id_gaps).tolist(), message.values)
+    return replace(row, vocabulary=message.vocabulary_size, answer=message.answer)
+
+
+def query_message(query: DraftQuery) -> model_pb2.DraftQuery:
+    return model_pb2.DraftQuery(base=query.base, id_gaps=() if query.ids is None else _gaps(query.ids))
+
+
+def query_from(message: model_pb2.DraftQuery, vocabulary: int) -> DraftQuery:
+    """Return a query about a target with `vocabulary` token ids; ValueError if it is invalid."""
+    if len(message.id_gaps) > MAX_PARTIAL_IDS:
+        raise ValueError(f"query.id_gaps: has {len(message.id_gaps)} ids, must have at most {MAX_PARTIAL_IDS}")
+    if not message.id_gaps:
+        return DraftQuery(message.base, None)
+    ids = _ids(message.id_gaps)
+    if (np.diff(ids) <= 0).any():
+        raise ValueError("query.id_gaps: is 0 after the first, the ids must ascend")
+    if ids[-1] >= vocabulary:
+        raise ValueError(f"query.id_gaps: names token {ids[-1]}, the vocabulary has {vocabulary} tokens")
+    return DraftQuery(message.base, ids)
+
+
+def _gaps(ids: NDArray[np.int64]) -> list[int]:
+    """Return ascending token ids as gaps: over a large vocabulary most take a byte or two, ids take three."""
+    gaps: list[int] = np.diff(ids, prepend=0).tolist()
+    return gaps
+
+
+def _ids(gaps: Sequence[int]) -> NDArray[np.int64]:
+    return np.cumsum(np.asarray(gaps, dtype=np.int64))
 
 
 def logprobs_message(logprobs: Sequence[float]) -> bytes:

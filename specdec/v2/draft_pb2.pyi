@@ -98,6 +98,7 @@ class DraftRequest(google.protobuf.message.Message):
     COMMITTED_FIELD_NUMBER: builtins.int
     POLICY_FIELD_NUMBER: builtins.int
     RESEND_FIELD_NUMBER: builtins.int
+    QUERY_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> global___DraftOpen:
         """Begins the session. Only as the first message."""
@@ -114,6 +115,10 @@ class DraftRequest(google.protobuf.message.Message):
     def resend(self) -> global___Resend:
         """Requests the whole live tree again, for a verifier that has none of it."""
 
+    @property
+    def query(self) -> specdec.v2.model_pb2.DraftQuery:
+        """Asks for log-probabilities that the verifier lacks."""
+
     def __init__(
         self,
         *,
@@ -121,10 +126,11 @@ class DraftRequest(google.protobuf.message.Message):
         committed: specdec.v2.model_pb2.Committed | None = ...,
         policy: global___DraftPolicy | None = ...,
         resend: global___Resend | None = ...,
+        query: specdec.v2.model_pb2.DraftQuery | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["committed", b"committed", "message", b"message", "open", b"open", "policy", b"policy", "resend", b"resend"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed", b"committed", "message", b"message", "open", b"open", "policy", b"policy", "resend", b"resend"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "committed", "policy", "resend"] | None: ...
+    def HasField(self, field_name: typing.Literal["committed", b"committed", "message", b"message", "open", b"open", "policy", b"policy", "query", b"query", "resend", b"resend"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["committed", b"committed", "message", b"message", "open", b"open", "policy", b"policy", "query", b"query", "resend", b"resend"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "committed", "policy", "resend", "query"] | None: ...
 
 global___DraftRequest = DraftRequest
 
@@ -315,6 +321,7 @@ class DraftPolicy(google.protobuf.message.Message):
     PAUSED_FIELD_NUMBER: builtins.int
     SCORER_FIELD_NUMBER: builtins.int
     EXPANSION_FIELD_NUMBER: builtins.int
+    PARTIAL_DISTRIBUTIONS_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Maximum live nodes sent (the credit granted by the verifier), and maximum live nodes computed."""
     max_depth: builtins.int
@@ -335,6 +342,10 @@ class DraftPolicy(google.protobuf.message.Message):
     """Propose nothing; compute committed tokens with a bounded lag."""
     scorer: specdec.v2.model_pb2.DraftScorer.ValueType
     """How to score candidates."""
+    partial_distributions: builtins.bool
+    """CONTRASTIVE: send log-probabilities of the likeliest tokens only; a `DraftQuery` asks for more. False: of the whole
+    vocabulary, for a verifier that knows nothing else.
+    """
     @property
     def expansion(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """As in Speculation. `min_path_probability` does not apply then."""
@@ -351,8 +362,9 @@ class DraftPolicy(google.protobuf.message.Message):
         paused: builtins.bool = ...,
         scorer: specdec.v2.model_pb2.DraftScorer.ValueType = ...,
         expansion: collections.abc.Iterable[builtins.int] | None = ...,
+        partial_distributions: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["expansion", b"expansion", "extend_interval_us", b"extend_interval_us", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "min_path_probability", b"min_path_probability", "paused", b"paused", "round_trip_us", b"round_trip_us", "scorer", b"scorer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expansion", b"expansion", "extend_interval_us", b"extend_interval_us", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "min_path_probability", b"min_path_probability", "partial_distributions", b"partial_distributions", "paused", b"paused", "round_trip_us", b"round_trip_us", "scorer", b"scorer"]) -> None: ...
 
 global___DraftPolicy = DraftPolicy
 

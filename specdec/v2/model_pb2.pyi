@@ -693,15 +693,29 @@ class DraftDistribution(google.protobuf.message.Message):
     PARENT_FIELD_NUMBER: builtins.int
     IDS_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
+    ID_GAPS_FIELD_NUMBER: builtins.int
+    VOCABULARY_SIZE_FIELD_NUMBER: builtins.int
+    ANSWER_FIELD_NUMBER: builtins.int
     parent: builtins.int
     """The prefix, numbered as in `Extend.parents`."""
     values: builtins.bytes
     """Little-endian IEEE float16, one per id. REJECTION: weights proportional to the probabilities with which the
-    candidate was drawn, in ascending order of ids. CONTRASTIVE: log-probabilities of the whole vocabulary.
+    candidate was drawn, in ascending order of ids. CONTRASTIVE: log-probabilities, of the tokens of `id_gaps`, or of
+    the whole vocabulary in order.
     """
+    vocabulary_size: builtins.int
+    """With `id_gaps`: number of the draft's token ids."""
+    answer: builtins.bool
+    """It answers the last `DraftQuery`: it has the log-probability of every id asked for, and no other."""
     @property
     def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids of the values; empty if `values` covers the vocabulary in order."""
+        """REJECTION: token ids of the values."""
+
+    @property
+    def id_gaps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """CONTRASTIVE: token ids of the values, ascending, as gaps: the first id, then each one's difference from the id
+        before it. At most 4096. Empty: `values` covers the vocabulary. Only if `DraftPolicy.partial_distributions` is set.
+        """
 
     def __init__(
         self,
@@ -709,10 +723,39 @@ class DraftDistribution(google.protobuf.message.Message):
         parent: builtins.int = ...,
         ids: collections.abc.Iterable[builtins.int] | None = ...,
         values: builtins.bytes = ...,
+        id_gaps: collections.abc.Iterable[builtins.int] | None = ...,
+        vocabulary_size: builtins.int = ...,
+        answer: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ids", b"ids", "parent", b"parent", "values", b"values"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "id_gaps", b"id_gaps", "ids", b"ids", "parent", b"parent", "values", b"values", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___DraftDistribution = DraftDistribution
+
+@typing.final
+class DraftQuery(google.protobuf.message.Message):
+    """Asks a draft for log-probabilities of tokens after the committed text (CONTRASTIVE): those that the target finds
+    plausible, where the draft has sent too few of them.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: builtins.int
+    ID_GAPS_FIELD_NUMBER: builtins.int
+    base: builtins.int
+    """Number of committed tokens, prompt included."""
+    @property
+    def id_gaps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Token ids, as in `DraftDistribution.id_gaps`. At most 4096. Empty: the whole vocabulary."""
+
+    def __init__(
+        self,
+        *,
+        base: builtins.int = ...,
+        id_gaps: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "id_gaps", b"id_gaps"]) -> None: ...
+
+global___DraftQuery = DraftQuery
 
 @typing.final
 class Committed(google.protobuf.message.Message):

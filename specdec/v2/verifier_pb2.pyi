@@ -63,6 +63,7 @@ class VerifyResponse(google.protobuf.message.Message):
     COMMIT_FIELD_NUMBER: builtins.int
     HEARTBEAT_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    QUERY_FIELD_NUMBER: builtins.int
     @property
     def opened(self) -> global___VerifyOpened:
         """Answers `open`."""
@@ -79,6 +80,10 @@ class VerifyResponse(google.protobuf.message.Message):
     def prompt_logprobs(self) -> global___PromptLogprobs:
         """Log-probabilities of the prompt, if requested. All of them come before the first commit."""
 
+    @property
+    def query(self) -> specdec.v2.model_pb2.DraftQuery:
+        """For the draft: no token can be chosen without these log-probabilities. After the commits up to its `base`."""
+
     def __init__(
         self,
         *,
@@ -86,10 +91,11 @@ class VerifyResponse(google.protobuf.message.Message):
         commit: global___Commit | None = ...,
         heartbeat: specdec.v2.model_pb2.Heartbeat | None = ...,
         prompt_logprobs: global___PromptLogprobs | None = ...,
+        query: specdec.v2.model_pb2.DraftQuery | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "commit", "heartbeat", "prompt_logprobs"] | None: ...
+    def HasField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "query", b"query"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "query", b"query"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "commit", "heartbeat", "prompt_logprobs", "query"] | None: ...
 
 global___VerifyResponse = VerifyResponse
 
@@ -240,6 +246,7 @@ class VerifyOpened(google.protobuf.message.Message):
     SCORES_PROMPT_FIELD_NUMBER: builtins.int
     BANS_SEQUENCES_FIELD_NUMBER: builtins.int
     SALTS_CACHE_FIELD_NUMBER: builtins.int
+    TAKES_PARTIAL_DISTRIBUTIONS_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Maximum live candidate nodes of this session."""
     drafting_wanted: builtins.bool
@@ -262,6 +269,8 @@ class VerifyOpened(google.protobuf.message.Message):
     """
     salts_cache: builtins.bool
     """Whether it follows the `cache_salt` of VerifyOpen. False from a verifier that does not know the field."""
+    takes_partial_distributions: builtins.bool
+    """Whether it takes CONTRASTIVE distributions over part of the vocabulary, and sends a `DraftQuery` for the rest."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -285,9 +294,10 @@ class VerifyOpened(google.protobuf.message.Message):
         scores_prompt: builtins.bool = ...,
         bans_sequences: builtins.bool = ...,
         salts_cache: builtins.bool = ...,
+        takes_partial_distributions: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "capacity", b"capacity", "checksum", b"checksum", "identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "bans_sequences", b"bans_sequences", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability", "salts_cache", b"salts_cache", "scores_prompt", b"scores_prompt"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "bans_sequences", b"bans_sequences", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability", "salts_cache", b"salts_cache", "scores_prompt", b"scores_prompt", "takes_partial_distributions", b"takes_partial_distributions"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 global___VerifyOpened = VerifyOpened

@@ -23,11 +23,12 @@ from scipy import stats
 from specdec.decoding import rejection
 from specdec.decoding.choice import choose
 from specdec.decoding.noise import HASHED_TOKENS, text_hash
-from specdec.decoding.proposal import DraftDistribution, Proposal
+from specdec.decoding.proposal import DistributionSizes, DraftDistribution, Proposal
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.rejection import acceptance, acceptances, draw, probabilities_of, trials
 from specdec.decoding.rejection import propose as propose_if_sound
 from specdec.decoding.sampling import Rule, Sampling
+from specdec.serving.messages import distribution_from, distribution_message
 
 FALSE_ALARM = 1e-6
 RUNS = 6000
@@ -382,8 +383,7 @@ def test_nothing_impossible_is_drawn(given_weights: list[float], number: float) 
 
 def test_a_row_travels() -> None:
     proposal = propose(DRAFT(()), SamplingQuery(RequestSampler(Sampling(temperature=1.0), rule=Rule.REJECTION), 0))
-    again = DraftDistribution.received(*proposal.row.sent())
-    assert again is not None
+    again = distribution_from(distribution_message(0, proposal.row), DistributionSizes.of(Rule.REJECTION, 100))
     assert again.ids is not None
     assert proposal.row.ids is not None
     assert np.array_equal(again.ids, proposal.row.ids)
@@ -391,19 +391,20 @@ def test_a_row_travels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "values"),
+    ("ids", "values", "why"),
     [
-        ([1], np.ones(2, np.float16).tobytes()),
-        ([2, 1], np.ones(2, np.float16).tobytes()),
-        ([1, 1], np.ones(2, np.float16).tobytes()),
-        ([1], np.array([np.nan], np.float16).tobytes()),
-        ([1], np.array([np.inf], np.float16).tobytes()),
-        ([1], b"abc"),
-        ([], b""),
+        ([1], np.ones(2, np.float16).tobytes(), "values: has 2 numbers for 1 token ids"),
+        ([2, 1], np.ones(2, np.float16).tobytes(), "token ids: do not ascend"),
+        ([1, 1], np.ones(2, np.float16).tobytes(), "token ids: do not ascend"),
+        ([1], np.array([np.nan], np.float16).tobytes(), "values: has numbers that are not finite"),
+        ([1], np.array([np.inf], np.float16).tobytes(), "values: has numbers that are not finite"),
+        ([1], b"abc", "values: has 3 bytes"),
+        ([], b"", "values: has 0 bytes"),
     ],
 )
-def test_a_row_that_makes_no_sense_is_none(ids: list[int], values: bytes) -> None:
-    assert DraftDistribution.received(ids, values) is None
+def test_a_row_that_makes_no_sense_is_refused(ids: list[int], values: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=f"^{why}"):
+        DraftDistribution.received(ids, values)
 
 
 def test_each_rule_has_rows_of_its_own() -> None:
@@ -411,11 +412,12 @@ def test_each_rule_has_rows_of_its_own() -> None:
     every = DraftDistribution(None, np.array([-1.0, -2.0], np.float16))
     negative = DraftDistribution(np.array([2]), np.array([-0.5], np.float16))
     nothing = DraftDistribution(np.array([2]), np.array([0.0], np.float16))
-    fitting = {rule: [row.fits(rule, 2) for row in (some, every, negative, nothing)] for rule in Rule}
+    part = DraftDistribution(np.array([1]), np.array([-0.5], np.float16), vocabulary=2)
+    fitting = {rule: [row.fits(rule, 2) for row in (some, every, negative, nothing, part)] for rule in Rule}
     assert fitting == {
-        Rule.COUPLED: [False] * 4,
-        Rule.REJECTION: [True, False, False, False],
-        Rule.CONTRASTIVE: [False, True, False, False],
+        Rule.COUPLED: [False] * 5,
+        Rule.REJECTION: [True, False, False, False, False],
+        Rule.CONTRASTIVE: [False, True, False, False, True],
     }
 
 

@@ -416,7 +416,7 @@ class TestDistributions:
         tree, copy = plant(), plant()
         tree.insert(2, Paths([3, 0, 1], [0, 1, 0], [-1.0, -1.0, -2.0], [(0, row(3)), (2, row(1))]))
         nodes = [tree.root, *tree.root.walk()]
-        copy.insert(2, spell(nodes[1:], nodes))
+        copy.insert(2, spell(nodes[1:], [(node, node.distribution) for node in nodes if node.distribution is not None]))
         rows = {tuple(n.token for n in node.path()): node.distribution for node in (copy.root, *copy.root.walk())}
         assert {path: found is not None for path, found in rows.items()} == {
             (): True,

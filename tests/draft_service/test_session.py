@@ -19,6 +19,7 @@ from draft_service.language_model import PAUSED_LAG_TOKENS, LanguageModelDrafter
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.session import DrafterSession
 from specdec.decoding.calibration import DEPTHS, RANKS, Calibration, corrected
+from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
@@ -357,4 +358,121 @@ def test_a_message_holds_no_more_distributions_than_fit(
 
 
 def _bytes(row: DraftDistribution) -> int:
-    return row.values.nbytes + (0 if row.ids is None else row.ids.nbytes)
+    return row.nbytes
+
+
+def contrasted(**policy: Any) -> Draft:
+    """Return a draft that sends the likeliest tokens only, of the 16 in its vocabulary."""
+    return Draft(Rule.CONTRASTIVE, partial_distributions=True, **policy)
+
+
+def sent(draft: Draft) -> DraftDistribution:
+    """Return what is sent of the root's row."""
+    ((parent, row),) = [each for each in draft.take().distributions if each[0] == 0]
+    assert parent == 0
+    return row
+
+
+def test_the_likeliest_tokens_are_sent_and_the_others_on_request() -> None:
+    draft = contrasted()
+    draft.step(best=5.0)
+    row = sent(draft)
+    assert row.ids is not None
+    assert 7 in row.ids
+    assert len(row.ids) < VOCABULARY / 2
+    assert (row.vocabulary, row.answer) == (VOCABULARY, False)
+    assert not draft.session.outgoing.has_unsent
+    ids = np.array([7, 14, 15])
+    draft.session.ask(DraftQuery(3, ids))
+    assert draft.session.outgoing.send_at(0.0, 0.0) < 0.0
+    answered = sent(draft)
+    whole = draft.tree.root.distribution
+    assert whole is not None
+    assert answered.ids is not None
+    assert answered.ids.tolist() == ids.tolist()
+    assert answered.answer
+    assert answered.values.tolist() == whole.values[ids].tolist()
+    draft.session.ask(DraftQuery(3, None))
+    assert sent(draft).values.tolist() == whole.values.tolist()
+
+
+def test_a_query_that_comes_before_the_row_waits_for_it() -> None:
+    """As after the death of another draft, which was asked first."""
+    draft = contrasted()
+    draft.session.ask(DraftQuery(3, np.array([2, 4])))
+    assert not draft.session.outgoing.has_unsent
+    draft.step()
+    row = sent(draft)
+    assert row.ids is not None
+    assert row.ids.tolist() == [2, 4]
+
+
+def test_a_query_about_an_earlier_text_is_skipped() -> None:
+    draft = contrasted()
+    draft.step()
+    draft.commit(3, [9])
+    draft.session.ask(DraftQuery(3, np.array([2, 4])))
+    draft.step()
+    assert not sent(draft).answer
+
+
+def test_another_verifier_does_not_get_answers_to_the_last_one() -> None:
+    draft = contrasted()
+    draft.step()
+    draft.session.ask(DraftQuery(3, np.array([2, 4])))
+    draft.session.outgoing.resend()
+    assert not sent(draft).answer
+    draft.set_policy(partial_distributions=False)  # one of the last version
+    draft.session.outgoing.resend()
+    assert sent(draft).ids is None
+
+
+def test_a_query_makes_later_rows_longer() -> None:
+    before, after = contrasted(), contrasted()
+    for draft in (before, after):
+        draft.step()
+    after.session.ask(DraftQuery(3, np.array([2, 4])))
+    for draft in (before, after):
+        draft.take()
+        draft.commit(3, [9])
+        draft.step()
+    shorter, longer = sent(before), sent(after)
+    assert shorter.ids is not None
+    assert longer.ids is not None
+    assert set(longer.ids) > set(shorter.ids)
+
+
+@pytest.mark.parametrize(
+    ("rule", "base", "why"),
+    [
+        (Rule.COUPLED, 3, "query: the rule is COUPLED, must be CONTRASTIVE"),
+        (Rule.CONTRASTIVE, 4, "query.base: is 4, the committed text has 3 tokens"),
+    ],
+)
+def test_a_query_that_cannot_be(rule: Rule, base: int, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Draft(rule).session.ask(DraftQuery(base, None))
+
+
+def sent_for_nothing(tokens: int) -> tuple[int, int]:
+    """Return the bytes of distributions that a draft sends for a text it never guesses, and a limit on those of them
+    that a verifier waits for: the root's, and that of its first child."""
+    draft, sent, needed = contrasted(max_nodes=50, context=200), 0, 0
+    for base in range(3, 3 + tokens):
+        for _ in range(4):
+            if draft.wants_step:
+                draft.step(best=1.5)
+        sizes = [_bytes(row) for _, row in draft.take().distributions]
+        sent, needed = sent + sum(sizes), needed + 2 * max(sizes)
+        draft.commit(base, [11])  # never a candidate
+    return sent, needed
+
+
+def test_a_draft_that_is_always_wrong_sends_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    unlimited, _ = sent_for_nothing(60)
+    monkeypatch.setattr(candidate_queue, "BYTES_A_TOKEN", 50)
+    monkeypatch.setattr(candidate_queue, "MAX_SAVED_BYTES", 100)
+    monkeypatch.setattr(candidate_queue, "MAX_OWED_BYTES", 10_000)
+    sent, needed = sent_for_nothing(60)
+    assert sent <= 100 + 50 * 60 + needed
+    assert sent < 0.7 * unlimited

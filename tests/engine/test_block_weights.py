@@ -95,7 +95,6 @@ def test_a_pass_may_want_no_row() -> None:
     assert engine.forward(packer.pack()).shape == (0, TARGET.vocabulary)
 
 
-
 @pytest.mark.parametrize(
     ("placement", "said"),
     [

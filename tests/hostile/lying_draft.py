@@ -32,11 +32,11 @@ class LyingSession:
         self.context = context
         self.identity = identity
         self.base = 0  # committed tokens according to its input
-        self._requests = requests
+        self.requests = requests
 
     async def heard(self) -> AsyncIterator[None]:
         """Yield when the session begins, and for each commit."""
-        async for request in self._requests:
+        async for request in self.requests:
             match request.WhichOneof("message"):
                 case "open":
                     self.base = len(request.open.prompt_tokens) + len(request.open.generated_tokens)
@@ -150,6 +150,18 @@ CANDIDATES: dict[str, Callable[[int], Extend]] = {
     ),
     "sends distributions of a huge vocabulary": lambda base: chain(
         base, distributions=[distribution(ids=[], values=bytes(2 << 18))]
+    ),
+    "sends partial distributions of tokens beyond its vocabulary": lambda base: chain(
+        base, distributions=[distribution(ids=[], id_gaps=[5, MAX_UINT32], vocabulary_size=320)]
+    ),
+    "sends partial distributions that are cut": lambda base: chain(
+        base, distributions=[distribution(ids=[], id_gaps=[5, 4, 3], vocabulary_size=320)]
+    ),
+    "sends partial distributions of improbable size": lambda base: chain(
+        base, distributions=[distribution(ids=[], id_gaps=[1] * 5000, vocabulary_size=MAX_UINT32, values=bytes(10_000))]
+    ),
+    "answers what nobody has asked": lambda base: chain(
+        base, distributions=[distribution(ids=[], id_gaps=[5, 4], vocabulary_size=320, answer=True)]
     ),
     "has known everything for an hour": lambda base: chain(base, base_age_us=MAX_UINT32),
 }

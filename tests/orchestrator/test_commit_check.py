@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.requests.sample import CommittedText
-from orchestrator.text.commit_check import CommitCheck
+from orchestrator.text.commit_check import MAX_QUERIES, CommitCheck
+from specdec.decoding.sampling import Rule
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.orchestrator.samples import CONTEXT, END, MODEL, PROMPT, VOCABULARY, sample
 
@@ -300,3 +301,28 @@ def test_log_probabilities_for_a_draft_are_of_these_tokens(places: list[tuple[in
     text.add([9] * 5)
     assert (CommitCheck(sample(), MODEL, CONTEXT, ["a draft"]).violation(found, text) == "") is sound
     assert CommitCheck(sample(), MODEL, CONTEXT).violation(found, text)
+
+
+def query(base: int = len(PROMPT) + 5, gaps: Sequence[int] = ()) -> model_pb2.DraftQuery:
+    return model_pb2.DraftQuery(base=base, id_gaps=gaps)
+
+
+def test_a_query_is_about_the_text_and_the_vocabulary() -> None:
+    contrasted = sample(rule=Rule.CONTRASTIVE)
+    text, check = CommittedText(contrasted), CommitCheck(contrasted, MODEL, CONTEXT)
+    text.add([9] * 5)
+    for taken in (query(), query(gaps=[0, 1, VOCABULARY - 2])):
+        assert check.query_violation(taken, text) == ""
+    assert check.query_violation(query(7), text) == "its base is 7, the text has 8 tokens"
+    assert "names token 50, the vocabulary has 50 tokens" in check.query_violation(query(gaps=[VOCABULARY]), text)
+    assert "is 0 after the first" in check.query_violation(query(gaps=[3, 0]), text)
+
+
+def test_queries_about_one_text_end() -> None:
+    contrasted = sample(rule=Rule.CONTRASTIVE)
+    text, check = CommittedText(contrasted), CommitCheck(contrasted, MODEL, CONTEXT)
+    for base in range(len(PROMPT), len(PROMPT) + 3):
+        for _ in range(MAX_QUERIES):
+            assert check.query_violation(query(base), text) == ""
+        assert f"at most {MAX_QUERIES} are allowed" in check.query_violation(query(base), text)
+        text.add([9])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.generation.speculation_policy import (
@@ -9,9 +10,12 @@ from orchestrator.generation.speculation_policy import (
     FIRST_MIN_PROBABILITY,
     PAUSED_COMMIT_TOKENS,
     DraftControl,
+    SpeculationState,
     first_min_probability,
 )
+from specdec.decoding.sampling import Rule
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
+from tests.orchestrator.samples import sample
 
 
 class Text:
@@ -113,7 +117,24 @@ def test_a_draft_is_told_the_round_trip_when_it_changes() -> None:
 
 def test_another_verifier_is_told_all_candidates_anew() -> None:
     draft_control = DraftControl(draft_pb2.DraftPolicy(max_nodes=64), needed=False)
-    assert kinds(list(draft_control.another_verifier(64))) == ["resend"]
-    policy, resend = draft_control.another_verifier(32)
+    assert kinds(list(draft_control.another_verifier(SpeculationState(True, 64)))) == ["resend"]
+    policy, resend = draft_control.another_verifier(SpeculationState(True, 32))
     assert policy.policy.max_nodes == 32
     assert resend.WhichOneof("message") == "resend"
+
+
+def test_a_draft_sends_whole_rows_to_a_verifier_that_takes_no_others() -> None:
+    """A text moves from a verifier of this version to one of the last, and back."""
+    state = SpeculationState(True, 64, partial_distributions=True)
+    draft_control = DraftControl(state.draft_policy(sample(rule=Rule.CONTRASTIVE)), needed=True)
+    assert kinds(list(draft_control.another_verifier(state))) == ["resend"]
+    for partial in (False, True):
+        policy, resend = draft_control.another_verifier(replace(state, partial_distributions=partial))
+        assert policy.policy.partial_distributions is partial
+        assert resend.WhichOneof("message") == "resend"
+
+
+def test_partial_distributions_are_for_texts_that_need_a_draft() -> None:
+    state = SpeculationState(True, 64, partial_distributions=True)
+    assert state.draft_policy(sample(rule=Rule.CONTRASTIVE)).partial_distributions
+    assert not state.draft_policy(sample(rule=Rule.COUPLED)).partial_distributions

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from orchestrator.generation.draft_session import (
@@ -14,6 +16,7 @@ from orchestrator.generation.draft_session import (
     DraftSession,
     DraftStream,
     FloodError,
+    InvalidDistributionError,
     LaggingError,
     UselessError,
 )
@@ -21,11 +24,14 @@ from orchestrator.generation.drafting import Drafting
 from orchestrator.generation.speculation_policy import SpeculationState
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod, Pods
+from specdec.decoding.contrastive import DraftQuery
+from specdec.decoding.proposal import MAX_PARTIAL_IDS
 from specdec.decoding.sampling import Rule
 from specdec.decoding.speculation import Outlook
+from specdec.serving.messages import query_message
 from specdec.serving.pods.breaker import FAILURES
 from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
-from tests.orchestrator.samples import context
+from tests.orchestrator.samples import VOCABULARY, context
 from tests.orchestrator.test_drafting import Sink
 
 NODES = 16
@@ -197,3 +203,75 @@ def test_another_verifier_gets_all_candidates_and_takes_as_many_as_it_grants() -
         session.check(model_pb2.Extend(tokens=[5], parents=[0], logprob_bytes=b"0"))
     with pytest.raises(FloodError):
         session.check(model_pb2.Extend(tokens=[5], parents=[0], logprob_bytes=b"0"))
+
+
+def partial(ids: Sequence[int], *, answer: bool = True, vocabulary: int = VOCABULARY) -> model_pb2.Extend:
+    """Return a message with log-probabilities of some tokens after the text."""
+    values = np.full(len(ids), -1.0, dtype="<f2").tobytes()
+    gaps = np.diff(ids, prepend=0).tolist()
+    row = model_pb2.DraftDistribution(id_gaps=gaps, values=values, vocabulary_size=vocabulary, answer=answer)
+    return model_pb2.Extend(base=3, distributions=[row])
+
+
+def contrasted(stream: Stream, *asked: int) -> DraftSession:
+    """Return a session whose draft is asked about tokens, if any."""
+    session = session_over(stream, rule=Rule.CONTRASTIVE)
+    if asked:
+        session.on_query(query_message(DraftQuery(3, np.array(asked))))
+        assert stream.kinds == ["query"]
+    return session
+
+
+def test_a_draft_answers_what_it_was_asked() -> None:
+    session = contrasted(Stream(), 3, 9)
+    session.check(partial([4, 5], answer=False))  # sent before it had the query
+    session.check(partial([3, 9]))
+    session.check(partial([4, 5], answer=False))
+    whole = contrasted(Stream())
+    whole.on_query(query_message(DraftQuery(3, None)))
+    values = np.full(VOCABULARY, -1.0, dtype="<f2").tobytes()
+    whole.check(model_pb2.Extend(base=3, distributions=[model_pb2.DraftDistribution(values=values, answer=True)]))
+
+
+def test_a_draft_with_a_smaller_vocabulary_answers_as_far_as_it_goes() -> None:
+    contrasted(Stream(), 3, VOCABULARY - 1).check(partial([3], vocabulary=VOCABULARY - 1))
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (partial([3, 8]), "it answers with 2 tokens from 3 to 8, the query is about 2 tokens from 3 to 9"),
+        (partial([3]), "it answers with 1 tokens from 3 to 3"),
+        (partial([3, 9, 10]), "it answers with 3 tokens from 3 to 10"),
+        (partial([3, VOCABULARY]), f"it has token {VOCABULARY}, its vocabulary has {VOCABULARY} tokens"),
+        (partial([3, 9], vocabulary=9999), "it is over a vocabulary of 9999 tokens"),
+        (partial([3, 3], answer=False), "token ids: do not ascend"),
+        (partial(range(1, MAX_PARTIAL_IDS + 2), answer=False), f"id_gaps: is of {MAX_PARTIAL_IDS + 1} tokens"),
+    ],
+)
+def test_a_draft_with_invalid_rows_is_given_up(message: model_pb2.Extend, why: str) -> None:
+    with pytest.raises(InvalidDistributionError, match=why):
+        contrasted(Stream(), 3, 9).check(message)
+
+
+def test_an_answer_for_another_verifier_is_a_row_like_others() -> None:
+    """It may be under way when the text moves, and arrive after the query of the next verifier."""
+    stream = Stream()
+    session = contrasted(stream, 3, 9)
+    session.on_opened(STATE)
+    session.on_query(query_message(DraftQuery(3, np.array([3, 10]))))
+    session.check(partial([3, 9]))
+    with pytest.raises(InvalidDistributionError):
+        session.check(partial([3, 9]))
+
+
+def test_a_draft_that_does_not_answer_is_given_up() -> None:
+    stream = Stream()
+    fields: dict[str, Any] = {"rule": Rule.CONTRASTIVE}
+    given = context(Peers(Pods(), failover_seconds=0.0), **fields)
+    session = DraftSession(cast("DraftStream", stream), given, STATE)
+    session.on_query(query_message(DraftQuery(3, np.array([3, 9]))))
+    for _ in range(2):
+        session.on_awaited()
+    assert isinstance(stream.aborted_by, LaggingError)
+    assert "it has not answered a query" in str(stream.aborted_by)

@@ -84,8 +84,9 @@ def test_the_token_tree_of_a_request_reaches_verifier_and_draft() -> None:
     assert (int(policy.scorer), list(policy.expansion)) == (int(Scorer.PROBABILITY), [3, 1])
     assert state.verify_policy(context(speculation=asked)).max_depth == 4
     control = DraftControl(policy, asked, needed=False)
-    assert [message.WhichOneof("message") for message in control.another_verifier(200)] == ["resend"]  # still 30
-    assert next(message.policy.max_nodes for message in control.another_verifier(20)) == 20
+    (resend,) = control.another_verifier(SpeculationState(True, 200))  # still 30
+    assert resend.WhichOneof("message") == "resend"
+    assert next(message.policy.max_nodes for message in control.another_verifier(SpeculationState(True, 20))) == 20
 
 
 @pytest.mark.parametrize("fields", [{"speculation": FORCED}, {"rule": Rule.CONTRASTIVE}])

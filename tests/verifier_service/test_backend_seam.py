@@ -17,7 +17,7 @@ from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import served
 from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import LENGTH, PLAIN, StepTimes, VerifyResult
-from verifier_service.backend.session_backend import MakeCommit, MakeScores, MemoryUse, SessionBackend
+from verifier_service.backend.session_backend import MakeCommit, MakeQuery, MakeScores, MemoryUse, SessionBackend
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.servicer import VerifierLimits, VerifierServicer
 
@@ -67,6 +67,7 @@ class Counting(SessionBackend):
         responses: ResponseQueue[Any],
         commit: MakeCommit,
         scores: MakeScores,
+        query: MakeQuery,
         timeline: Timeline,
     ) -> None:
         session.responses, session.commit = responses, commit

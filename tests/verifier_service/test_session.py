@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
@@ -421,3 +424,66 @@ def test_a_session_that_contrasts_sits_out_until_it_has_a_row() -> None:
     session.extend(3, Paths([4], [0], [-0.1], [(0, DraftDistribution(None, np.zeros(VOCABULARY, np.float16)))]), 0.0)
     assert session.computable == 1
     assert session.candidates().nodes == []  # nothing can be chosen below a candidate without a row
+
+
+def part(ids: list[int], value: float = -1.0) -> DraftDistribution:
+    return DraftDistribution(np.array(ids), np.full(len(ids), value, np.float16), vocabulary=VOCABULARY)
+
+
+ALL = list(range(VOCABULARY))
+FEW = Script({(1, 2, 3): 7, (1, 2, 3, 4): 5}, default=0)
+"""A target whose rows find every token plausible: the most probable one has e times the others' probability."""
+
+
+def test_an_undecided_row_is_asked_about_and_decided_by_the_answer() -> None:
+    session = decoding(rule=Rule.CONTRASTIVE)
+    session.extend(3, Paths([], [], [], [(0, part([6, 7]))]), 0.0)
+    query = asked_in(session)
+    assert query.base == 3
+    assert query.ids is None  # of most tokens: the whole vocabulary
+    assert (session.computed, session.computable, session.tree.base) == (2, 0, 3)
+    session.extend(3, Paths([], [], [], [(0, part([6, 7, 8]))]), 0.0)  # sent before the query came to the draft
+    assert session.computable == 0
+    whole = DraftDistribution(None, np.full(VOCABULARY, -3.0, np.float16), answer=True)
+    session.extend(3, Paths([], [], [], [(0, whole)]), 0.0)
+    assert session.computable == 1
+    result, _ = step(session, FEW)
+    assert result.tokens == [7]
+    session.extend(4, Paths([], [], [], [(0, part([0]))]), 0.0)
+    assert session.computable == 1  # the query was about another text
+
+
+def test_tokens_above_an_undecided_row_are_committed() -> None:
+    """The last of them is the next root, and computed again."""
+    session = decoding(rule=Rule.CONTRASTIVE)
+    whole = DraftDistribution(None, np.where(np.array(ALL) == 4, -9.0, -1.0).astype(np.float16))
+    session.extend(3, Paths([4], [0], [-0.1], [(0, whole), (1, part([5]))]), 0.0)
+    packer = RaggedPacker()
+    verification = TreeVerification(session, planned(session, packer))
+    verify_trees([verification], HostLogits(FEW.logits(packer, session)))
+    result = verification.apply(0.0)
+    assert (result.tokens, result.sources, result.accepted, result.offered) == ([4], [BONUS], 0, 1)
+    assert verification.lacks is not None
+    query = session.ask(verification.lacks)
+    assert query.base == 4
+    assert (session.computed, session.tree.base, session.computable) == (3, 4, 0)
+
+
+def asked_in(session: VerifierSession) -> DraftQuery:
+    """Return the query of a step whose first row is undecided."""
+    packer = RaggedPacker()
+    verification = TreeVerification(session, planned(session, packer))
+    verify_trees([verification], HostLogits(FEW.logits(packer, session)))
+    assert verification.lacks is not None
+    assert verification.lacks.tolist() == ALL
+    assert not verification.result.tokens
+    return session.ask(verification.lacks)
+
+
+@given(st.sets(st.integers(0, VOCABULARY - 1), min_size=1), st.sets(st.integers(0, VOCABULARY - 1), min_size=1))
+def test_only_an_answer_ends_the_wait(asked: set[int], sent: set[int]) -> None:
+    session = decoding(rule=Rule.CONTRASTIVE)
+    session.extend(3, Paths([], [], [], [(0, part([0]))]), 0.0)
+    ids = session.ask(np.array(sorted(asked))).ids
+    session.extend(3, Paths([], [], [], [(0, part(sorted(sent)))]), 0.0)
+    assert bool(session.computable) is (ids is not None and asked <= sent)

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
+from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.speculation import Outlook
 from specdec.decoding.tree import Paths
 from specdec.serving.response_queue import ResponseQueue
@@ -24,6 +25,9 @@ MakeCommit = Callable[[VerifyResult, StepTimes], Any]
 
 MakeScores = Callable[[PromptScores], Any]
 """Turns log-probabilities of a prompt into a response; called on the same event loop."""
+
+MakeQuery = Callable[[DraftQuery], Any]
+"""Turns a query to the session's draft into a response; called on the same event loop."""
 
 
 class BackendSession(Protocol):
@@ -88,11 +92,13 @@ class SessionBackend(Worker):
         responses: ResponseQueue[Any],
         commit: MakeCommit,
         scores: MakeScores,
+        query: MakeQuery,
         timeline: Timeline,
     ) -> None:
-        """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached, and the
-        log-probabilities of its prompt before them, if requested. Record in the timeline when it is admitted or
-        preempted and when its prompt is computed. EngineLostError if the engine is lost. In the worker's thread."""
+        """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached; before
+        them the log-probabilities of its prompt, if requested; under CONTRASTIVE also queries to its draft. Record in
+        the timeline when it is admitted or preempted and when its prompt is computed. EngineLostError if the engine is
+        lost. In the worker's thread."""
 
     @abstractmethod
     def detach(self, session: Any) -> None:

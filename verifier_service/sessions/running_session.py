@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec.decoding.contrastive import DraftQuery
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
@@ -16,12 +17,14 @@ from verifier_service.sessions.session import VerifierSession
 @dataclass(eq=False)
 class RunningSession:
     """A session in the step loop, owned by the loop's thread. `message` turns a verify result and its times into a
-    response, `scores_message` log-probabilities of its prompt, both on the response queue's event loop."""
+    response, `scores_message` log-probabilities of its prompt, `query_message` a query to its draft; all of them on the
+    response queue's event loop."""
 
     session: VerifierSession
     responses: ResponseQueue[Any]
     message: Callable[[VerifyResult, StepTimes], Any]
     scores_message: Callable[[PromptScores], Any] = lambda scores: scores
+    query_message: Callable[[DraftQuery], Any] = lambda query: query
     arrival: int = 0
     preemptions: int = 0
     waiting_since: float = 0.0  # for memory

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+from numpy.typing import NDArray
 
+from specdec.decoding import contrastive
+from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.ngrams import Tokens
 from specdec.decoding.query import PenaltyState
@@ -94,6 +97,7 @@ class VerifierSession:
         self.scored = max(1, request.scored_tokens)  # leading tokens of the prompt with logprobs, or without any
         self.scores_read = self.scored  # of these, tokens whose logprobs the client has read
         self.refused_extends = 0  # invalid messages of candidates
+        self._query: DraftQuery | None = None  # about the root's row (CONTRASTIVE)
         self._best_nodes: BestNodes | None = None  # of the current tree; None: to be computed
         self.grammar_seconds = 0.0  # of its grammar in the step loop's thread, since its last step
 
@@ -187,8 +191,21 @@ class VerifierSession:
         rule = self.request.sampler.rule
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
         self.tree.insert(base, paths._replace(distributions=rows), origin=REMOTE_DRAFT, drafted=True)
+        row = self.tree.root.distribution
+        if self._query is not None and row is not None and not contrastive.answers(row, self._query.ids):
+            self.tree.root.distribution = None  # sent before the draft had the query
         self.draft_timing.arrived(base, arrived, held)
         self._best_nodes = None
+
+    def ask(self, plausible: NDArray[np.int64]) -> DraftQuery:
+        """Return the query to the draft after an undecided row: about the root, whose row lacks some of these tokens.
+        Until its answer comes, the session waits as it does for a first row (CONTRASTIVE)."""
+        root, before = self.tree.root, None if self._query is None else self._query.ids
+        assert root.distribution is not None
+        ids = contrastive.asked_ids(plausible, before, root.distribution.size)
+        self._query, root.distribution = DraftQuery(self.tree.base, ids), None
+        self._best_nodes = None
+        return self._query
 
     @contextmanager
     def _asking(self) -> Iterator[TextGrammar]:
@@ -381,6 +398,7 @@ class VerifierSession:
         self.computed += computed + result.accepted
         self.draft_timing.verified(result.accepted, CORRECTION in result.sources)
         self.tree.commit(result.tokens)
+        self._query = None
         self.draft_timing.committed(self.tree.base, now)
         self.ngrams.extend(result.tokens, result.sources)
         self._best_nodes = None

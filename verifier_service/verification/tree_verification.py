@@ -20,8 +20,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from specdec.decoding import contrastive
 from specdec.decoding.block_verification import ChainQuery
-from specdec.decoding.choice import choose
+from specdec.decoding.choice import Tokens, choose
+from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
@@ -51,8 +53,9 @@ Prompts = Sequence[tuple[VerifierSession, ScheduledRows]]
 
 class VerifiedStep:
     """The verified trees of a step. The constructor waits for its pass, launched at the time `launched`; it commits
-    nothing and raises any error. `apply` commits. An engine that computes asynchronously calls `beside` meanwhile.
-    `observe` gets the verified trees, the rows of prompts before a root, and the logits, which are not kept."""
+    nothing and raises any error. `apply` commits, and makes the `queries` of sessions whose row was undecided
+    (CONTRASTIVE). An engine that computes asynchronously calls `beside` meanwhile. `observe` gets the verified trees
+    that have tokens, the rows of prompts before a root, and the logits, which are not kept."""
 
     def __init__(
         self,
@@ -79,13 +82,16 @@ class VerifiedStep:
         self.failed = list(failed.items())
         self.scores = [(entry, scored) for entry, scored in scores if entry not in failed]
         self._prefilled = [(e, rows.count) for e, rows in entries if rows.root_row is None and e not in failed]
-        self._sound = [(entry, verification) for entry, verification in pairs if entry not in failed]
+        sound = [(entry, verification) for entry, verification in pairs if entry not in failed]
+        self._undecided = [(entry, verification) for entry, verification in sound if verification.lacks is not None]
+        self.queries: list[tuple[RunningSession, DraftQuery]] = []
+        self._sound = [(entry, verification) for entry, verification in sound if verification.result.tokens]
         # Slots (from, to) to copy: accepted candidates of side branches.
         self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
         self._add_logprobs(logits)
         self._add_overruled(logits)
         prompts = [(e.session, rows) for e, rows in entries if rows.root_row is None and e not in failed]
-        observe(verifications, prompts, logits)
+        observe([v for v in verifications if v.lacks is None or v.result.tokens], prompts, logits)
 
     def _add_logprobs(self, logits: StepLogits) -> None:
         """Add the log-probabilities of committed tokens to the results of requests for them."""
@@ -125,6 +131,11 @@ class VerifiedStep:
         for entry, scores in self.scores:
             entry.session.apply_scores(scores)
         results = [(entry, verification.apply(now)) for entry, verification in self._sound]
+        for entry, verification in self._undecided:
+            if not verification.result.tokens:
+                entry.session.computed += verification.planned.count - 1  # the root's row is computed again
+            assert verification.lacks is not None
+            self.queries.append((entry, entry.session.ask(verification.lacks)))
         for entry, _ in self._sound:  # not of unfinished prompts: their logits are still unchecked
             entry.session.cache_prefix()
         return results
@@ -164,6 +175,7 @@ class TreeVerification:
         "_path",
         "error",
         "kv_copies",
+        "lacks",
         "overruled",
         "planned",
         "result",
@@ -182,6 +194,7 @@ class TreeVerification:
         self.rows: list[int] = []  # rows that chose a token, as indices among the results
         self.overruled: list[OverruledPlace] = []  # if the session's policy asks for them
         self.error: Exception | None = None
+        self.lacks: Tokens | None = None  # plausible tokens of the row that was undecided, if any (CONTRASTIVE)
         self.row = planned.root_row
         self._node = session.tree.root
         self._path: list[int] = []
@@ -270,11 +283,19 @@ class TreeVerification:
         return not result.finish
 
     def fail(self, error: Exception) -> None:
-        if not (self.result.tokens and isinstance(error, GrammarFailureError)):
+        if self.result.tokens and isinstance(error, GrammarFailureError):
+            self._stop_above()
+        else:
             self.error = error
-            return
-        # Keep the tokens chosen so far, the last one as a bonus token: the next step begins with it as its root and
-        # fails there.
+
+    def lack(self, tokens: Tokens) -> None:
+        self.lacks = tokens
+        if self.result.tokens:
+            self._stop_above()
+
+    def _stop_above(self) -> None:
+        """Keep the tokens chosen so far, the last one as a bonus token: the next step begins with it as its root, and
+        decides there or fails."""
         self.result.accepted -= 1
         self.result.sources[-1] = BONUS
 
@@ -368,6 +389,10 @@ class TreeWalker(Protocol):
     def fail(self, error: Exception) -> None:
         """End verification with an error: non-finite logits, or a grammar too complex to give a mask."""
 
+    def lack(self, tokens: Tokens) -> None:
+        """End verification at an undecided row: the draft's lacks some of these `tokens`, the plausible ones
+        (CONTRASTIVE)."""
+
 
 def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
     """Verify the trees of all walkers, each until it ends or fails. The node that a chain leads to is decided alone: it
@@ -409,11 +434,18 @@ def _at_one_level(walkers: Sequence[TreeWalker], rows: StepLogits) -> list[TreeW
     remaining: list[TreeWalker] = []
     if asking:
         tokens, sound = rows.choose([walker.row for walker in asking], queries)
-        for walker, token, finite in zip(asking, tokens.tolist(), sound.tolist(), strict=True):
+        undecided: list[tuple[TreeWalker, SamplingQuery]] = []
+        for walker, query, token, finite in zip(asking, queries, tokens.tolist(), sound.tolist(), strict=True):
             if not finite:
                 walker.fail(NotFiniteError())
+            elif token == contrastive.UNDECIDED:
+                undecided.append((walker, query))
             elif walker.take(token):
                 remaining.append(walker)
+        if undecided:
+            lacking = rows.plausible([walker.row for walker, _ in undecided], [query for _, query in undecided])
+            for (walker, _), plausible in zip(undecided, lacking, strict=True):
+                walker.lack(plausible)
     return remaining
 
 

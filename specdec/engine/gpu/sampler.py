@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specdec.decoding import block_verification
 from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
-from specdec.decoding.choice import Tokens, choose
+from specdec.decoding.choice import Tokens, choose, plausible, sound
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.processing import Logits
 from specdec.decoding.query import SamplingQuery
@@ -52,6 +52,9 @@ class GpuLogits:
         self._decide({row: query for row, query in zip(rows, queries, strict=True) if row not in self._known})
         tokens, sound = zip(*(self._known[row] for row in rows), strict=True)
         return np.array(tokens, dtype=np.int64), np.array(sound, dtype=bool)
+
+    def plausible(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> list[Tokens]:
+        return plausible(self._whole(rows), queries)
 
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
         whole = iter(self._whole([row for chain in chains for row in chain.rows]))
@@ -86,9 +89,9 @@ class GpuLogits:
                     self._known[row] = token, True
         if whole:
             logits = self._whole(whole)
-            tokens = choose(logits, [asked[row] for row in whole]).tolist()
-            sound = np.isfinite(logits[np.arange(len(whole)), tokens]).tolist()
-            self._known.update(zip(whole, zip(tokens, sound, strict=True), strict=True))
+            tokens = choose(logits, [asked[row] for row in whole])
+            are_sound = sound(logits[np.arange(len(whole)), tokens], tokens)
+            self._known.update(zip(whole, zip(tokens.tolist(), are_sound.tolist(), strict=True), strict=True))
 
     def _of(self, rows: Sequence[int]) -> Tensor:
         if list(rows) == list(range(len(rows))):  # all rows of one kind, as in most steps: no copy needed

@@ -252,6 +252,10 @@ class WorkerLogits:
         chosen, are_sound = zip(*(self._known[row] for row in rows), strict=True)
         return np.array(chosen, dtype=np.int64), np.array(are_sound, dtype=np.bool_)
 
+    def plausible(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> list[Tokens]:
+        found: list[Tokens] = self._call("specdec_plausible", list(rows), list(queries))
+        return found
+
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
         accepted: list[AcceptedPrefix] = self._call("specdec_verify_chains", list(chains))
         return accepted

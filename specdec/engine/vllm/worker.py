@@ -98,6 +98,11 @@ class Passes:
         return self._specdec_rows.choose(rows, queries)
 
     @on_the_stream
+    def specdec_plausible(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> list[Tokens] | None:
+        """Return the plausible tokens of undecided rows, from the last pass's logits."""
+        return None if get_tp_group().rank_in_group else self._specdec_rows.plausible(rows, queries)
+
+    @on_the_stream
     def specdec_verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix] | None:
         """Return the accepted prefixes of chains of draws, from the last pass's logits."""
         return None if get_tp_group().rank_in_group else self._specdec_rows.verify_chains(chains)

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.decoding.block_verification import ChainQuery
+from specdec.decoding.contrastive import UNDECIDED
 from specdec.decoding.proposal import DraftDistribution, Proposal
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
-from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.sampling import Contrast, Rule, Sampling
 from specdec.decoding.step_logits import HostLogits
 from specdec.engine.gpu import shortlist
 from specdec.engine.gpu.sampler import GpuLogits
@@ -94,6 +95,23 @@ def test_other_rules_are_decided_by_whole_rows() -> None:
     want, _ = HostLogits(logits).choose([0, 1, 2], queries)
     got, _ = GpuLogits(torch.from_numpy(logits).to(DEVICE), dict(enumerate(queries))).choose([0, 1, 2], queries)
     assert got.tolist() == want.tolist()
+
+
+def test_rows_that_a_drafts_row_does_not_decide_are_the_same_here_and_in_memory() -> None:
+    """A row may end with a logit of -inf, as of padding, and is sound nevertheless."""
+    logits = np.zeros((3, 60), dtype=np.float32)
+    logits[1:, 7] = 1.0
+    logits[:, 59] = -np.inf
+    logits[2] = np.nan
+    row = DraftDistribution(np.array([7, 9]), np.array([-1.0, -2.0], np.float16), vocabulary=60)
+    samplers = [RequestSampler(Sampling(), rule=Rule.CONTRASTIVE, contrast=Contrast(alpha)) for alpha in (0.1, 1, 0.1)]
+    queries = [SamplingQuery(sampler, 3, proposal=Proposal((), row)) for sampler in samplers]
+    on_device = GpuLogits(torch.from_numpy(logits).to(DEVICE), dict(enumerate(queries)))
+    for rows in (on_device, HostLogits(logits)):
+        tokens, sound = rows.choose([0, 1, 2], queries)
+        assert (tokens[:2].tolist(), sound.tolist()) == ([UNDECIDED, 7], [True, True, False])
+        (plausible,) = rows.plausible([0], queries[:1])
+        assert plausible.tolist() == list(range(59))
 
 
 def test_chains_of_draws_are_verified_by_whole_rows() -> None:
