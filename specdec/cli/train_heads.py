@@ -71,9 +71,9 @@ def train_heads(
 
         logs.configure("train-heads", "warning")  # before the import of libraries that write to stderr
         from specdec.training.heads_command import Wishes, prepared
-        from specdec.training.medusa import HeadPlan
+        from specdec.training.medusa import MedusaPlan
 
-        plan = HeadPlan(
+        plan = MedusaPlan(
             heads=heads,
             layers=layers,
             own_outputs=own_outputs,

@@ -13,7 +13,8 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.progress import ProgressLines
 from specdec.text.tokenizer import Tokenizer
 from specdec.training.files import TEXTS, clear, read_tensors, write_texts
-from specdec.training.medusa import HeadPlan, HeadTraining, check_unfinished
+from specdec.training.heads import check_unfinished
+from specdec.training.medusa import MedusaPlan, MedusaTraining
 from specdec.training.models import load_target
 from specdec.training.plan import Origin
 from specdec.training.texts import PROMPT_TOKENS, Windows, continued, digest_of, tokens_of
@@ -32,17 +33,19 @@ class Wishes:
 def prepared(
     directory: ModelDirectory,
     wishes: Wishes,
-    plan: HeadPlan,
+    plan: MedusaPlan,
     out: Path,
     *,
     resume: bool,
     say: Callable[[str], None],
-) -> HeadTraining:
+) -> MedusaTraining:
     """Return a training at its beginning, or where the one in `out` stopped; from now on `out` has what it takes to go
     on. ModelDirectoryError, with a one-line message, if a file has no usable text or `out` nothing to go on with."""
     text = digest_of(wishes.files) if wishes.files else None
     if resume:
-        origin = check_unfinished(out, plan, target=directory.name, text=text, own_tokens=wishes.own_tokens)
+        origin = check_unfinished(
+            out, MedusaTraining.trains, plan, target=directory.name, text=text, own_tokens=wishes.own_tokens
+        )
         windows = Windows(read_tensors(out / TEXTS)["tokens"], plan.length)
     else:
         assert text is not None
@@ -66,7 +69,7 @@ def prepared(
             wrote=lambda texts: lines.heard(texts, f"{texts * written} tokens written"),
         )
         windows = Windows(torch.cat([windows.tokens, own]), plan.length)
-    training = HeadTraining(model, windows, plan, origin)
+    training = MedusaTraining(model, windows, plan, origin)
     if resume:
         training.resume(out)
     else:
