@@ -200,6 +200,12 @@ def test_their_outputs_have_the_ids_of_the_map(tmp_path: Path) -> None:
     assert loaded(make_eagle3(tmp_path / "all", replace(SMALL, outputs=TOKENS))).ids is None
 
 
+def test_what_a_training_keeps_beside_them_is_not_read(tmp_path: Path) -> None:
+    folder = make_eagle3(tmp_path / "heads", SMALL)
+    written(folder, {"done": torch.tensor(3), "0": torch.zeros(4)}, name="training.safetensors")
+    assert loaded(folder).shape.outputs == 9
+
+
 def test_an_old_buffer_of_rotary_embeddings_is_not_read(tmp_path: Path) -> None:
     tensors = SMALL.tensors() | {"midlayer.self_attn.rotary_emb.inv_freq": torch.zeros(3)}
     assert loaded(written(tmp_path, tensors, SMALL.eagle())).shape.outputs == 9
