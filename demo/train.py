@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from demo import corpus
-from specdec.training.medusa import HeadPlan, HeadTraining
+from specdec.training.medusa import MedusaPlan, MedusaTraining
 from specdec.training.plan import Origin
 from specdec.training.texts import Windows
 
@@ -260,9 +260,9 @@ def train_draft(minutes: float, device: str, rows: int, length: int, resume: boo
 
 def train_heads(steps: int, device: str) -> None:
     model = LlamaForCausalLM.from_pretrained(HOME / "target", dtype=torch.bfloat16).to(device)
-    plan = HeadPlan(heads=4, steps=steps)
+    plan = MedusaPlan(heads=4, steps=steps)
     origin = Origin("demo-target", text="", own_tokens=0)  # saved when it is over: no resumption compares its text
-    training = HeadTraining(model, Windows(encoded(held_out=False), plan.length), plan, origin)
+    training = MedusaTraining(model, Windows(encoded(held_out=False), plan.length), plan, origin)
     while not training.over:
         loss = training.step()
         if training.done % 100 == 0:

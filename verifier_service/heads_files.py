@@ -43,17 +43,17 @@ class HeadsFiles:
         import torch
 
         from specdec.engine.heads.text_memory import TextMemory
-        from verifier_service.proposers.eagle3 import Eagle3Proposer
+        from verifier_service.proposers.eagle3 import CONTEXT, Eagle3Proposer
 
-        features, shape = layer_features(engine), self.files.config.shape
+        features, config = layer_features(engine), self.files.config
         if features.layer_count() != self.target.layers:
             raise HeadsFilesError(
                 f"{self.files.path}: is for {self.target.layers} layers, but the model runs {features.layer_count()}"
             )
         heads = self.files.load(features.token_embeddings(), source.output_head, device, dtype)
         # As many rows as the target's KV cache has: a text that fits there fits here.
-        memory = TextMemory(engine.capacity, shape.kv_heads, shape.width, dtype, torch.device(device))
-        return Eagle3Proposer(heads, self.files.config.layers, memory)
+        memory = TextMemory(engine.capacity, config.shape.kv_heads, config.shape.width, dtype, torch.device(device))
+        return Eagle3Proposer(heads, config.layers, memory, context=min(CONTEXT, config.context))
 
 
 def read_heads(path: Path, tree: Path | None, directory: ModelDirectory) -> HeadsFiles:

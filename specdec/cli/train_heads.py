@@ -1,10 +1,10 @@
-"""`specdec train-heads`: Medusa heads for a target."""
+"""`specdec train-heads`: Medusa or EAGLE-3 heads for a target."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -36,26 +36,66 @@ def train_heads(
     out: Out,
     text: Text = None,
     own_tokens: OwnTokens = None,
-    heads: Annotated[int, typer.Option(min=1, max=32, help="Number of heads: positions guessed ahead.")] = 5,
-    layers: Annotated[int, typer.Option(min=1, max=16, help="Residual blocks of a head.")] = 1,
+    kind: Annotated[
+        Literal["medusa", "eagle3"],
+        typer.Option(
+            help="medusa: heads that guess from the last hidden state. eagle3: a decoder layer that reads features of "
+            "three of the target's layers, and its own guesses."
+        ),
+    ] = "medusa",
+    heads: Annotated[
+        int | None,
+        typer.Option(min=1, max=32, help="Number of Medusa heads: positions guessed ahead. Default: 5."),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, max=16, help="Residual blocks of a Medusa head. Default: 1.")
+    ] = None,
     own_outputs: Annotated[
         bool,
         typer.Option(
-            help="Give each head an output head of its own, as the paper does: better guesses, and as many weights as "
-            "that many copies of the target's output head. Default: all heads use the target's."
+            help="Give each Medusa head an output head of its own, as the paper does: better guesses, and as many "
+            "weights as that many copies of the target's output head. Default: all heads use the target's."
         ),
     ] = False,
+    ttt_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=32,
+            help="Steps of training-time test of eagle3: positions guessed ahead in training. Default: 7.",
+        ),
+    ] = None,
+    draft_vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            min=16,
+            max=1 << 24,
+            help="Token ids that eagle3 heads can guess: the most frequent ones of the text. Default: 32,000.",
+        ),
+    ] = None,
     steps: Steps = 2000,
     rows: Rows = 8,
     length: Length = 256,
-    rate: Annotated[float, number("Peak of the learning rate.", min=1e-7, max=1.0)] = 1e-3,
-    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Seed of the order of windows.")] = 0,
+    rate: Annotated[
+        float | None, number("Peak of the learning rate. Default: 0.001, of eagle3 0.0006.", min=1e-7, max=1.0)
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the order of windows, and of eagle3's first weights.")
+    ] = 0,
     device: Device = "cpu",
     minutes: Minutes = None,
     resume: Resume = False,
 ) -> None:
-    """Train Medusa heads for a target, whose weights stay as they are. Ctrl-C keeps what was learned."""
+    """Train Medusa or EAGLE-3 heads for a target, whose weights stay as they are. Ctrl-C keeps what was learned."""
     check_begin(text, resume=resume)
+    own: dict[str, dict[str, Any]] = {  # None: the plan's default
+        "medusa": {"heads": heads, "layers": layers, "own_outputs": own_outputs or None},
+        "eagle3": {"ttt_steps": ttt_steps, "draft_vocabulary": draft_vocabulary},
+    }
+    for its_kind, options in own.items():
+        for name, value in options.items():
+            if its_kind != kind and value is not None:
+                fail(f"--{name.replace('_', '-')}: is for --kind {its_kind}, not {kind}", ExitStatus.USAGE)
     check_installed("numpy", "safetensors", "structlog", "torch", "transformers")  # they take seconds to import
     from specdec.engine.placement import Placement
     from specdec.engine.preflight.check import Wanted, check_model
@@ -70,18 +110,13 @@ def train_heads(
         from specdec.serving.process import logs
 
         logs.configure("train-heads", "warning")  # before the import of libraries that write to stderr
+        from specdec.training.eagle3 import Eagle3Plan
         from specdec.training.heads_command import Wishes, prepared
-        from specdec.training.medusa import HeadPlan
+        from specdec.training.medusa import MedusaPlan
 
-        plan = HeadPlan(
-            heads=heads,
-            layers=layers,
-            own_outputs=own_outputs,
-            steps=steps,
-            rows=rows,
-            length=length,
-            rate=rate,
-            seed=seed,
+        given = {"steps": steps, "rows": rows, "length": length, "rate": rate, "seed": seed, **own[kind]}
+        plan = (Eagle3Plan if kind == "eagle3" else MedusaPlan)(
+            **{name: value for name, value in given.items() if value is not None}
         )
         until = math.inf if minutes is None else begin + 60 * minutes
         wishes = Wishes(text or [], own_tokens, device, until)
@@ -89,7 +124,7 @@ def train_heads(
         stops = Stops()
         work_on(training, out, stops, until)
     stops.end()
-    for head, within in enumerate(training.accuracies(), 1):
+    for ahead, within in enumerate(training.accuracies(), 1):
         parts = ", ".join(f"{share:.1%} among the best {rank}" for rank, share in within.items())
-        say(f"head {head}: the target's likeliest token is {parts}")
+        say(f"{training.guess} {ahead}: the target's likeliest token is {parts}")
     print(out)

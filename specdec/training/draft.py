@@ -22,13 +22,10 @@ from specdec.training.draft_files import DraftFiles
 from specdec.training.files import TEXTS
 from specdec.training.plan import DRAFT, MAX_TOKENS, TRAINS, Origin, Plan, ResumeError, check_texts, plan_begun
 from specdec.training.texts import Mixture, Windows
-from specdec.training.training import Batches, Training
+from specdec.training.training import Batches, Training, rows_a_pass
 
 MAX_NORM = 1.0
 """Limit on the norm of a step's gradient."""
-
-LOGITS_A_PASS = 1 << 26
-"""Logits of a model in one pass, 256 MB in float32: a step of more windows takes several passes."""
 
 HELD_OUT_WINDOWS = 32
 """Windows on which a draft is measured, at most."""
@@ -161,11 +158,6 @@ class DraftTraining(Training[DraftPlan]):
         super().resume(out)
         kept = plan_begun(out, DRAFT, self.plan).content.get(BEFORE, {})
         self.before = {kind: Acceptance(*found) for kind, found in kept.items()}
-
-
-def rows_a_pass(plan: Plan, vocabulary: int) -> int:
-    """Return the number of windows of one pass."""
-    return max(1, min(plan.rows, LOGITS_A_PASS // (plan.length * vocabulary)))
 
 
 def check_unfinished(

@@ -17,7 +17,7 @@ from specdec.engine.placement import BYTES
 from specdec.engine.preflight.memory_needed import in_gigabytes
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.text.tokenizer import Tokenizer
-from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining, check_unfinished, rows_a_pass
+from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining, check_unfinished
 from specdec.training.draft_files import DraftFiles, dtype_of_weights
 from specdec.training.files import STATE, clear, make_folder, replace_json
 from specdec.training.given_draft import GivenDraft
@@ -27,6 +27,7 @@ from specdec.training.plan import DRAFT, TRAINS, write_plan
 from specdec.training.served_labels import ServedLabels, ServedTraining, TextWindows
 from specdec.training.texts import Mixture, Windows, digest_of, tokens_of
 from specdec.training.traffic import TrainingTraffic
+from specdec.training.training import rows_a_pass
 
 REPLAY_SHARE = 0.25
 """Default part of a batch that is older text, where there is any."""

@@ -6,14 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specdec.engine.model_directory import ModelDirectory
 from specdec.progress import ProgressLines
 from specdec.text.tokenizer import Tokenizer
+from specdec.training.eagle3 import Eagle3Plan, Eagle3Training
 from specdec.training.files import TEXTS, clear, read_tensors, write_texts
-from specdec.training.medusa import HeadPlan, HeadTraining, check_unfinished
+from specdec.training.heads import HeadTraining, check_unfinished
+from specdec.training.medusa import MedusaPlan, MedusaTraining
 from specdec.training.models import load_target
 from specdec.training.plan import Origin
 from specdec.training.texts import PROMPT_TOKENS, Windows, continued, digest_of, tokens_of
@@ -32,17 +35,21 @@ class Wishes:
 def prepared(
     directory: ModelDirectory,
     wishes: Wishes,
-    plan: HeadPlan,
+    plan: MedusaPlan | Eagle3Plan,
     out: Path,
     *,
     resume: bool,
     say: Callable[[str], None],
-) -> HeadTraining:
+) -> HeadTraining[Any]:
     """Return a training at its beginning, or where the one in `out` stopped; from now on `out` has what it takes to go
-    on. ModelDirectoryError, with a one-line message, if a file has no usable text or `out` nothing to go on with."""
+    on. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text, `out`
+    nothing to go on with, or the target cannot have such heads."""
+    kind = Eagle3Training if isinstance(plan, Eagle3Plan) else MedusaTraining
     text = digest_of(wishes.files) if wishes.files else None
     if resume:
-        origin = check_unfinished(out, plan, target=directory.name, text=text, own_tokens=wishes.own_tokens)
+        origin = check_unfinished(
+            out, kind.trains, plan, target=directory.name, text=text, own_tokens=wishes.own_tokens
+        )
         windows = Windows(read_tensors(out / TEXTS)["tokens"], plan.length)
     else:
         assert text is not None
@@ -50,6 +57,7 @@ def prepared(
         ids = tokens_of(wishes.files, Tokenizer(directory), min(directory.end_tokens, default=None))
         windows = Windows(ids, plan.length)  # refused before the target is loaded
     model = load_target(directory, wishes.device)
+    kind.check(model)  # before it writes text of its own, which takes long
     if not resume and wishes.own_tokens:
         say(f"the target writes {wishes.own_tokens} tokens to train on")
         written = plan.length - PROMPT_TOKENS  # tokens of a text
@@ -66,12 +74,16 @@ def prepared(
             wrote=lambda texts: lines.heard(texts, f"{texts * written} tokens written"),
         )
         windows = Windows(torch.cat([windows.tokens, own]), plan.length)
-    training = HeadTraining(model, windows, plan, origin)
+    training: HeadTraining[Any]
+    if isinstance(plan, Eagle3Plan):
+        training = Eagle3Training(model, windows, plan, origin)
+    else:
+        training = MedusaTraining(model, windows, plan, origin)
     if resume:
         training.resume(out)
     else:
         clear(out)
         write_texts(out, windows.tokens)
         training.save(out)
-    say(f"training {plan.heads} heads on {len(windows.tokens)} tokens")
+    say(f"training {training.trains} on {len(windows.tokens)} tokens")
     return training

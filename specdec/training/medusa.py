@@ -8,9 +8,8 @@ than single ones (Hinton et al. 2015). The loss is the sum of the heads' cross-e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,120 +18,83 @@ from transformers import PreTrainedModel
 
 from specdec.engine.heads.medusa import MedusaHeads
 from specdec.engine.hf.hidden_states import with_hidden_states
-from specdec.training.files import STATE, TEXTS, replace_json, replace_tensors
-from specdec.training.plan import HEADS, MAX_TOKENS, Origin, Plan, ResumeError, check_texts, plan_begun
+from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining, as_stored
+from specdec.training.plan import MEDUSA, Origin, Plan
 from specdec.training.texts import Windows
-from specdec.training.training import Training
-
-DECAY = 0.8
-"""Weight of a head's loss, relative to the head before it."""
-
-TOLD_RANKS = (1, 3, 10)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadPlan(Plan):
-    """The parameters of a training of heads."""
+class MedusaPlan(Plan):
+    """The parameters of a training of Medusa heads."""
 
     heads: int = 5
     layers: int = 1
     own_outputs: bool = False
 
 
-class HeadTraining(Training[HeadPlan]):
+class MedusaTraining(HeadTraining[MedusaPlan]):
     """A training of Medusa heads."""
 
-    def __init__(self, model: PreTrainedModel, windows: Windows, plan: HeadPlan, origin: Origin) -> None:
-        self._model = model.requires_grad_(False).eval()
-        self._windows = windows
+    trains = MEDUSA
+    guess = "head"
+
+    def __init__(self, model: PreTrainedModel, windows: Windows, plan: MedusaPlan, origin: Origin) -> None:
         head = model.get_output_embeddings()
         self.heads = MedusaHeads.untrained(plan.heads, plan.layers, head, own_outputs=plan.own_outputs)
         parameters = (self.heads.weights, self.heads.biases, self.heads.outputs)
-        super().__init__(plan, origin, windows, [parameter for parameter in parameters if parameter is not None])
+        trained = [parameter for parameter in parameters if parameter is not None]
+        super().__init__(model, windows, plan, origin, trained)
 
-    def describe(self, loss: float) -> str:
-        return f"step {self.done} of {self.total}, {loss:.3f} nats a token at the first head"
-
-    def _learn(self, windows: Tensor) -> float:
-        """Return the loss of the first head, in nats a token."""
+    def _learn_part(self, windows: Tensor, share: float) -> float:
         hidden, targets = self._read(windows)
         first = math.nan
         for number in range(self.plan.heads):
             ahead = number + 1
             logits = self.heads.head(number, hidden[:, :-ahead].flatten(0, 1))
-            loss = F.cross_entropy(logits, targets[:, ahead:].flatten(0, 1))
+            loss = share * F.cross_entropy(logits, targets[:, ahead:].flatten(0, 1))
             (DECAY**ahead * loss).backward()  # type: ignore[no-untyped-call]
             first = loss.item() if number == 0 else first
         return first
 
-    @torch.no_grad()
-    def accuracies(self, most: int = 64) -> list[dict[int, float]]:
-        """Return, for each head, the part of held-out positions at which the target's likeliest token is among the
-        head's k likeliest, by k in TOLD_RANKS; over `most` windows, evenly spread."""
-        hits = torch.zeros(self.plan.heads, max(TOLD_RANKS))
-        count = torch.zeros(self.plan.heads, 1)
-        for rows in torch.split(self._windows.spread(most), self.plan.rows):
-            hidden, targets = self._read(rows)
-            best = targets.argmax(-1)
-            for number in range(self.plan.heads):
-                ahead = number + 1
-                logits = self.heads.head(number, hidden[:, :-ahead].flatten(0, 1))
-                guesses = logits.topk(max(TOLD_RANKS)).indices
-                hits[number] += (guesses == best[:, ahead:].flatten()[:, None]).sum(0).cpu()
-                count[number] += len(guesses)
-        within = (hits.cumsum(1) / count).tolist()
-        return [{rank: row[rank - 1] for rank in TOLD_RANKS} for row in within]
+    def _guessed(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        hidden, targets = self._read(windows)
+        best = targets.argmax(-1)
+        for number in range(self.plan.heads):
+            ahead = number + 1
+            logits = self.heads.head(number, hidden[:, :-ahead].flatten(0, 1))
+            yield logits.topk(min(max(TOLD_RANKS), logits.shape[1])).indices, best[:, ahead:].flatten()
 
     def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the target's hidden states [rows, length, d] and its distributions [rows, length, V], float32."""
-        tokens = tokens.to(self._model.device)
         with torch.no_grad():
             logits, hidden = with_hidden_states(self._model, lambda: self._model(tokens, use_cache=False).logits)
             return hidden.float().view(*tokens.shape, -1), logits.float().softmax(-1)
 
-    def _write(self, out: Path) -> None:
-        """Write the heads in vLLM's layout. Heads without an output head of their own use the target's."""
+    def _stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, object]]:
+        """Return the heads in vLLM's layout. Heads without an output head of their own use the target's."""
         shape = self.heads.shape
-        stored = {name: tensor.to(torch.bfloat16) for name, tensor in _named(self.heads)}
+        stored = {name: as_stored(tensor) for name, tensor in _named(self.heads)}
         if self.plan.own_outputs:
             assert self.heads.outputs is not None
-            outputs = self.heads.outputs.detach().to(torch.bfloat16)
-            stored |= {f"lm_heads.{number}.weight": outputs[number].clone() for number in range(shape.heads)}
-        replace_tensors(out / "model.safetensors", stored)
-        (out / "model.safetensors").chmod(0o644)  # for services of other users; texts stay private
-        replace_json(
-            out / "config.json",
-            {
-                "model_type": "medusa",
-                "architectures": ["MedusaModel"],
-                "base_model_name_or_path": self.origin.target,
-                "hidden_size": shape.hidden,
-                "vocab_size": self.heads.vocabulary,
-                "num_heads": shape.heads,
-                "num_hidden_layers": shape.layers,
-                "medusa_fc_bias": True,
-                "original_lm_head": not self.plan.own_outputs,
-            },
-        )
-
-
-def check_unfinished(
-    out: Path, plan: HeadPlan, *, target: str, text: str | None = None, own_tokens: int | None = None
-) -> Origin:
-    """Return the origin of the unfinished training in a directory; ResumeError, naming the option, if there is none, or
-    one of another plan, target or text. `text`, `own_tokens`: as in Origin; None: those of the beginning."""
-    kept = plan_begun(out, HEADS, plan, STATE, TEXTS)
-    origin = Origin(kept.text("target"), kept.text("text"), kept.integer("own_tokens", 0, MAX_TOKENS))
-    if origin.target != target:
-        raise ResumeError(f"{out}: was begun for {origin.target}, cannot go on for {target}")
-    check_texts(out, origin, text=text, own_tokens=own_tokens)
-    return origin
+            stored |= {
+                f"lm_heads.{number}.weight": as_stored(self.heads.outputs[number]) for number in range(shape.heads)
+            }
+        return stored, {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": shape.hidden,
+            "vocab_size": self.heads.vocabulary,
+            "num_heads": shape.heads,
+            "num_hidden_layers": shape.layers,
+            "medusa_fc_bias": True,
+            "original_lm_head": not self.plan.own_outputs,
+        }
 
 
 def _named(heads: MedusaHeads) -> Iterator[tuple[str, Tensor]]:
     for number in range(heads.shape.heads):
         for layer in range(heads.shape.layers):
             name = f"blocks.{number}.layers.{layer}"
-            yield f"{name}.weight", heads.weights.detach()[number, layer].clone()
+            yield f"{name}.weight", heads.weights[number, layer]
             if heads.biases is not None:
-                yield f"{name}.bias", heads.biases.detach()[number, layer].clone()
+                yield f"{name}.bias", heads.biases[number, layer]

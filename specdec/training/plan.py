@@ -9,9 +9,9 @@ from specdec.engine.model_file import Fields, ModelDirectoryError, read_fields
 from specdec.training.files import PLAN, make_folder, replace_json
 
 TRAINS = "trains"
-"""Field of PLAN: what is trained. It is missing for heads."""
+"""Field of PLAN: what is trained. It may be missing for Medusa heads."""
 
-HEADS, DRAFT = "heads", "a draft"
+MEDUSA, EAGLE3, DRAFT = "Medusa heads", "EAGLE-3 heads", "a draft"
 
 MAX_TOKENS = 2**63
 
@@ -58,7 +58,7 @@ def plan_begun(out: Path, trains: str, plan: Plan, *needed: str) -> Fields:
     kept = read_fields(out / PLAN)
     if kept is None or missing:
         raise ResumeError(f"{out}: has no unfinished training: {', '.join(missing)} not found")
-    if (found := kept.content.get(TRAINS, HEADS)) != trains:
+    if (found := kept.content.get(TRAINS, MEDUSA)) != trains:
         raise ResumeError(f"{out}: has an unfinished training of {found}, not of {trains}")
     begun = kept.fields("plan").content
     for name, value in asdict(plan).items():

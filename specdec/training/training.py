@@ -20,6 +20,9 @@ DONE = "done"
 WARM_UP = 0.1
 """Part of the steps in which the learning rate rises."""
 
+LOGITS_A_PASS = 1 << 26
+"""Logits of a model in one pass, 256 MB in float32: a step of more windows takes several passes."""
+
 MOMENTS = "exp_avg", "exp_avg_sq"
 STEP = "step"
 BETAS, EPSILON = (0.9, 0.95), 1e-8
@@ -144,6 +147,11 @@ class Training(ABC, Generic[P]):
                 step = state.get(f"{number}.{STEP}", torch.tensor(float(done)))
                 self._optimizer.state[parameter] = {STEP: step, **moments}
         self.done = done
+
+
+def rows_a_pass(plan: Plan, vocabulary: int) -> int:
+    """Return the number of windows of one pass."""
+    return max(1, min(plan.rows, LOGITS_A_PASS // (plan.length * vocabulary)))
 
 
 def _stored(tensor: Tensor) -> Tensor:

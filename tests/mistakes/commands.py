@@ -57,6 +57,10 @@ MISTAKES = (
     Mistake("specdec export target-1 exported", USAGE, "target-1: no such directory"),
     Mistake("specdec export target notes", USAGE, "notes: contains something other than an exported model"),
     Mistake("specdec train-heads target notes --text notes", USAGE, "notes: is not empty; go on with --resume, or"),
+    Mistake(
+        "specdec train-heads target new --text notes --kind eagle3 --layers 2", USAGE, "--layers: is for --kind medusa"
+    ),
+    Mistake("specdec train-heads target new --text notes --ttt-steps 3", USAGE, "--ttt-steps: is for --kind eagle3"),
     Mistake("specdec train-heads target new", USAGE, "--text: give the text to train on, or go on with --resume"),
     Mistake("specdec forget acme --draft 127.0.0.1:9", UNREACHABLE, "it may keep the texts still"),
     Mistake("specdec draft --model draft --learn-tokens 9", USAGE, "--learn-key-file: is needed with --learn-tokens"),

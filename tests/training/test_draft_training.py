@@ -26,7 +26,6 @@ from specdec.training.draft import (
     DraftPlan,
     DraftTraining,
     check_unfinished,
-    rows_a_pass,
 )
 from specdec.training.draft_files import DraftFiles, dtype_of_weights
 from specdec.training.files import PLAN as PLAN_FILE
@@ -35,6 +34,7 @@ from specdec.training.models import load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
 from specdec.training.plan import DivergedError, ResumeError
 from specdec.training.texts import PROMPT_TOKENS, Mixture, TextError, Windows
+from specdec.training.training import rows_a_pass
 from tests.models import ARCHITECTURES, END, VOCABULARY, make, near
 
 PLAN = DraftPlan(steps=6, rows=3, length=48, rate=0.001, overruled=1.0)

@@ -21,12 +21,13 @@ from specdec.local import DEMO
 from specdec.text.tokenizer import Tokenizer
 from specdec.training.files import PLAN as PLAN_FILE
 from specdec.training.files import STATE, TEXTS, write_texts
-from specdec.training.medusa import HeadPlan, HeadTraining, check_unfinished
-from specdec.training.plan import Origin, ResumeError
+from specdec.training.heads import check_unfinished
+from specdec.training.medusa import MedusaPlan, MedusaTraining
+from specdec.training.plan import EAGLE3, MEDUSA, Origin, ResumeError
 from specdec.training.texts import TextError, Windows, continued, digest_of, tokens_of
 from tests.models import VOCABULARY, make
 
-PLAN = HeadPlan(heads=2, layers=1, steps=6, rows=2, length=16, rate=0.01)
+PLAN = MedusaPlan(heads=2, layers=1, steps=6, rows=2, length=16, rate=0.01)
 ORIGIN = Origin("tiny", "0123", 500)
 
 
@@ -44,7 +45,7 @@ def tokens(model: PreTrainedModel) -> Tensor:
     return continued(model, begun, 48, 64, seed=1)
 
 
-def weights_of(training: HeadTraining) -> list[Tensor]:
+def weights_of(training: MedusaTraining) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in training.heads.parameters()]
 
 
@@ -64,8 +65,8 @@ def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path
     target = load(directory, torch.float32, "cpu")
     target.set_attn_implementation("sdpa")
     text = tokens_of([Path(argparse.__file__)], Tokenizer(directory), end=0)
-    plan = HeadPlan(heads=2, steps=16, rows=4, length=64, rate=0.003, own_outputs=own_outputs)
-    training = HeadTraining(target, Windows(text, plan.length), plan, ORIGIN)
+    plan = MedusaPlan(heads=2, steps=16, rows=4, length=64, rate=0.003, own_outputs=own_outputs)
+    training = MedusaTraining(target, Windows(text, plan.length), plan, ORIGIN)
     before = training.accuracies(most=4)
     losses = [training.step() for _ in range(plan.steps)]
     after = training.accuracies(most=4)
@@ -85,17 +86,17 @@ def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path
 
 def test_a_training_in_two_parts_gives_the_heads_of_one(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
     windows = Windows(tokens, PLAN.length)
-    whole = HeadTraining(model, windows, PLAN, ORIGIN)
+    whole = MedusaTraining(model, windows, PLAN, ORIGIN)
     for _ in range(PLAN.steps):
         whole.step()
     for stop in (0, 4):
-        first = HeadTraining(model, windows, PLAN, ORIGIN)
+        first = MedusaTraining(model, windows, PLAN, ORIGIN)
         for _ in range(stop):
             first.step()
         out = tmp_path / str(stop)
         first.save(out)
         (out / TEXTS).write_bytes(b"")
-        second = HeadTraining(model, windows, PLAN, ORIGIN)
+        second = MedusaTraining(model, windows, PLAN, ORIGIN)
         second.resume(out)
         assert second.done == stop
         while not second.over:
@@ -104,45 +105,60 @@ def test_a_training_in_two_parts_gives_the_heads_of_one(model: PreTrainedModel, 
             assert torch.equal(one, other)
 
 
+def test_a_step_in_several_passes_has_the_gradient_of_one(model: PreTrainedModel, tokens: Tensor) -> None:
+    windows = Windows(tokens, PLAN.length)
+    whole, parts = (MedusaTraining(model, windows, PLAN, ORIGIN) for _ in range(2))
+    batch = windows.trained[:3]
+    loss = whole._learn_part(batch, 1.0)
+    assert parts._learn_part(batch[:1], 1 / 3) + parts._learn_part(batch[1:], 2 / 3) == pytest.approx(loss, rel=1e-5)
+    for one, other in zip(whole.heads.parameters(), parts.heads.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-6, rtol=1e-4)
+
+
 def test_a_file_that_is_cut_while_it_is_written_costs_nothing(
     model: PreTrainedModel, tokens: Tensor, tmp_path: Path
 ) -> None:
-    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
+    training = MedusaTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
     training.step()
     training.save(tmp_path)
     (tmp_path / f"{STATE}.partial").write_bytes(b"cut")
     (tmp_path / TEXTS).write_bytes(b"")
-    HeadTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN).resume(tmp_path)
+    MedusaTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN).resume(tmp_path)
 
 
 def test_a_training_of_another_plan_or_target_is_refused(
     model: PreTrainedModel, tokens: Tensor, tmp_path: Path
 ) -> None:
-    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
+    training = MedusaTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
     training.step()
     training.save(tmp_path)
     with pytest.raises(ResumeError, match=r"no unfinished training: texts.safetensors not found"):
-        check_unfinished(tmp_path, PLAN, target="tiny")
+        check_unfinished(tmp_path, MEDUSA, PLAN, target="tiny")
     write_texts(tmp_path, tokens)
     assert (tmp_path / TEXTS).stat().st_mode & 0o077 == 0
-    check_unfinished(tmp_path, PLAN, target="tiny")
-    other = HeadPlan(heads=3, steps=6, rows=2, length=16, rate=0.01)
+    check_unfinished(tmp_path, MEDUSA, PLAN, target="tiny")
+    other = MedusaPlan(heads=3, steps=6, rows=2, length=16, rate=0.01)
     with pytest.raises(ResumeError, match="was begun with --heads 2, cannot go on with 3"):
-        check_unfinished(tmp_path, other, target="tiny")
+        check_unfinished(tmp_path, MEDUSA, other, target="tiny")
     with pytest.raises(ResumeError, match="was begun for tiny, cannot go on for small"):
-        check_unfinished(tmp_path, PLAN, target="small")
+        check_unfinished(tmp_path, MEDUSA, PLAN, target="small")
+    with pytest.raises(ResumeError, match="has an unfinished training of Medusa heads, not of EAGLE-3 heads"):
+        check_unfinished(tmp_path, EAGLE3, PLAN, target="tiny")
 
 
 def test_a_training_of_another_text_is_refused(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
-    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
+    training = MedusaTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
     write_texts(tmp_path, tokens)
     training.save(tmp_path)
-    assert check_unfinished(tmp_path, PLAN, target="tiny") == ORIGIN
-    assert check_unfinished(tmp_path, PLAN, target="tiny", text=ORIGIN.text, own_tokens=ORIGIN.own_tokens) == ORIGIN
+    assert check_unfinished(tmp_path, MEDUSA, PLAN, target="tiny") == ORIGIN
+    assert (
+        check_unfinished(tmp_path, MEDUSA, PLAN, target="tiny", text=ORIGIN.text, own_tokens=ORIGIN.own_tokens)
+        == ORIGIN
+    )
     with pytest.raises(ResumeError, match="was begun with another --text, and keeps it: go on without --text, or"):
-        check_unfinished(tmp_path, PLAN, target="tiny", text="4567")
+        check_unfinished(tmp_path, MEDUSA, PLAN, target="tiny", text="4567")
     with pytest.raises(ResumeError, match="was begun with --own-tokens 500, cannot go on with 0"):
-        check_unfinished(tmp_path, PLAN, target="tiny", own_tokens=0)
+        check_unfinished(tmp_path, MEDUSA, PLAN, target="tiny", own_tokens=0)
 
 
 def test_a_text_is_known_by_what_is_read_of_it(tmp_path: Path) -> None:
@@ -190,7 +206,7 @@ def test_windows_are_held_out_and_repeatable() -> None:
 
 
 def test_the_last_step_leaves_heads_that_load(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
-    training = HeadTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
+    training = MedusaTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
     training.save(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     assert {name.split(".")[0] for name in state} == {"blocks"}  # the target's output head is not stored again

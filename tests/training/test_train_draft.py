@@ -5,21 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from specdec.engine.model_directory import ModelDirectory
 from specdec.exit_status import ExitStatus
-from specdec.roles import environment
 from specdec.training.files import PLAN, STATE, TEXTS
 from tests.models import make, near
+from tests.training.processes import run, stopped_when
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(1800)]
 
@@ -45,25 +41,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, out: str, *more: str) -> list[str]:
     return [sys.executable, "-m", "specdec.cli", "train-draft", "target", "draft", out, *OPTIONS, *more]
-
-
-def run(folder: Path, *words: str, room: int | None = None) -> subprocess.CompletedProcess[str]:
-    def limit() -> None:
-        if room is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-
-    return subprocess.run(
-        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=600, preexec_fn=limit
-    )
-
-
-def stopped_when(met: Callable[[], bool], by: signal.Signals, folder: Path, *words: str) -> int:
-    """Run a command, send it a signal as soon as a condition is met, and return its status."""
-    with subprocess.Popen(words, cwd=folder, env=environment(), stdout=subprocess.DEVNULL) as process:
-        while not met() and process.poll() is None:
-            time.sleep(0.001)
-        process.send_signal(by)
-        return process.wait(300)
 
 
 def test_a_killed_training_ends_with_the_same_draft(folder: Path) -> None:

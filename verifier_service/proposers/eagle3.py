@@ -81,7 +81,7 @@ class Eagle3Proposer(HeadsProposer["Eagle3Text"]):
         self._heads = heads
         self._layers = tuple(layers)
         self._memory = memory
-        self._context = context
+        self.context = context
         self._texts_at_once = max(1, MAX_LOGITS // (BEAM * heads.shape.outputs))
         row_bytes = 2 * heads.shape.kv_heads * heads.shape.width * heads.dtype.itemsize
         self._rows_at_once = MAX_CONTEXT_BYTES // row_bytes
@@ -151,7 +151,7 @@ class Eagle3Proposer(HeadsProposer["Eagle3Text"]):
 
     def _skipped(self, session: VerifierSession) -> int:
         """Return the number of a text's next rows that are too far behind to be seen."""
-        return max(0, session.tree.base - self._context - session.computed)
+        return max(0, session.tree.base - self.context - session.computed)
 
     # --- growing trees ------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class Eagle3Proposer(HeadsProposer["Eagle3Text"]):
         """Yield texts to grow trees for at once, of similar length, within the limits on logits and gathered rows."""
         group: list[tuple[VerifierSession, Eagle3Text]] = []
         for pair in sorted(asked, key=lambda pair: pair[1].slots.count):
-            rows = (len(group) + 1) * min(self._context, pair[1].slots.count)
+            rows = (len(group) + 1) * min(self.context, pair[1].slots.count)
             if group and (len(group) == self._texts_at_once or rows > self._rows_at_once):
                 yield group
                 group = []
@@ -189,7 +189,7 @@ class Eagle3Proposer(HeadsProposer["Eagle3Text"]):
         """Grow trees while another level pays. `begin`: of the work before the step."""
         count, texts = len(group), [text for _, text in group]
         limits = np.array([_levels(session) for session, _ in group])
-        seen = [text.slots.last(self._context)[:-1] for text in texts]  # the tree begins with the last row
+        seen = [text.slots.last(self.context)[:-1] for text in texts]  # the tree begins with the last row
         context = TreeContext(self._memory, seen, 1 + BEAM * (int(limits.max()) - 1))
         trees = GrowingTrees(count, BEAM, math.log(self._tuning.min_probability))
         paths: list[list[list[int]]] = [[[]] for _ in group]

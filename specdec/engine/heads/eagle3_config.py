@@ -54,6 +54,7 @@ class Eagle3Config:
     shape: Eagle3Shape
     variant: Eagle3Variant
     layers: tuple[int, ...]  # whose features they read
+    context: int  # positions that they are trained for
     norm_before_fusion: bool
     norm_of_features: bool
     rotary: dict[str, Any]  # its fields for transformers
@@ -90,13 +91,16 @@ class Eagle3Config:
             raise layer.refusal("rms_norm_eps", "above 0")
         layers = _layers(config, target)
         inner = layer.integer("intermediate_size", 1, MAX_SIZE)
+        has_context = layer.has("max_position_embeddings")
+        context = layer.integer("max_position_embeddings", 1, MAX_CONTEXT) if has_context else USUAL_CONTEXT
         return cls(
             Eagle3Shape(target.stream, len(layers), hidden, heads, kv_heads, width, inner, outputs),
             Eagle3Variant(epsilon, _norm_before_residual(config), _flag(config, "norm_output")),
             layers,
+            context,
             before,
             of_features,
-            _rotary(layer, hidden=heads * width, heads=heads, width=width),
+            _rotary(layer, hidden=heads * width, heads=heads, width=width, context=context),
         )
 
 
@@ -141,7 +145,7 @@ def _flag(config: Fields, name: str) -> bool:
     return config.has(name) and config.flag(name)
 
 
-def _rotary(layer: Fields, *, hidden: int, heads: int, width: int) -> dict[str, Any]:
+def _rotary(layer: Fields, *, hidden: int, heads: int, width: int, context: int) -> dict[str, Any]:
     """Return the fields of rotary embeddings for transformers, in its newer form."""
     name = next((name for name in ("rope_parameters", "rope_scaling") if layer.has(name)), None)
     parameters = {} if name is None else dict(layer.fields(name).content)
@@ -150,8 +154,6 @@ def _rotary(layer: Fields, *, hidden: int, heads: int, width: int) -> dict[str, 
         raise layer.refusal(name, f"of one of the types {', '.join(sorted(ROTARY))}, not {shown(kind)}")
     if layer.has("rope_theta"):
         parameters.setdefault("rope_theta", layer.number("rope_theta"))
-    has_context = layer.has("max_position_embeddings")
-    context = layer.integer("max_position_embeddings", 1, MAX_CONTEXT) if has_context else USUAL_CONTEXT
     return {
         "hidden_size": hidden,
         "num_attention_heads": heads,

@@ -195,7 +195,7 @@ class Eagle3Files:
             wanted["t2d"] = (target.vocabulary,)
         for part, size in wanted.items():
             if part not in parts:
-                raise HeadsFilesError(f"{self.path}: lacks {_name(part)}, of the shape {list(size)}")
+                raise HeadsFilesError(f"{self.path}: lacks {tensor_name(part)}, of the shape {list(size)}")
             parts[part].check(
                 size,
                 f"heads of hidden size {hidden} that read {shape.features} features of a target of hidden size "
@@ -225,8 +225,8 @@ def _parts(path: Path) -> dict[str, Stored]:
     return found
 
 
-def _name(part: str) -> str:
-    """Return the name of a part's tensor in EAGLE's layout, for a message."""
+def tensor_name(part: str) -> str:
+    """Return the name of a part's tensor in EAGLE's layout."""
     kind, _, number = part.partition(" ")
     names = {
         "fusion": "fc.weight",

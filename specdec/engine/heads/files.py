@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_directory import WEIGHTS, ModelDirectory
 from specdec.engine.model_file import Fields, ModelDirectoryError, in_one_line, opened
 from specdec.engine.preflight.weights import tensors
 
@@ -83,12 +83,13 @@ def stored_tensors(path: Path) -> list[Stored]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files with weights of a directory; FasterDecoding's own come first, and alone."""
+    """Return the files with weights of a directory. FasterDecoding's own come first, and alone; so does the file of a
+    model of one file, as in transformers: a training that is not over keeps its state beside it."""
     if not path.is_dir():
         if not path.exists():
             raise HeadsFilesError(f"{path}: there is no such file or directory")
         return [path]
-    for name in (f"{LEGACY}.safetensors", f"{LEGACY}.pt"):
+    for name in (f"{LEGACY}.safetensors", f"{LEGACY}.pt", WEIGHTS):
         if (path / name).exists():
             return [path / name]
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob(PICKLED))

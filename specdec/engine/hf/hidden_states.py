@@ -55,7 +55,7 @@ class Features:
 
     @contextmanager
     def of(self, model: PreTrainedModel) -> Iterator[None]:
-        """Keep what enters the model's own layers meanwhile, for one text [1, t, d] in a pass."""
+        """Keep what enters the model's own layers meanwhile, for texts [n, t, d] in a pass, one after the other."""
         layers = decoder_layers(model)
 
         def keeping(layer: int) -> Callable[..., None]:

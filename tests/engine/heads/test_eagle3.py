@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.heads.eagle3 import Eagle3Heads, TreeContext
 from specdec.engine.heads.eagle3_files import Eagle3Files, is_eagle3
 from specdec.engine.heads.files import HeadsFilesError, TargetShape
@@ -30,6 +31,7 @@ from specdec.engine.unsupported import UnsupportedModelError
 from tests.heads import RandomEagle3, Tensors, make_eagle3, make_heads, written
 from tests.models import make
 from verifier_service.heads_files import read_heads
+from verifier_service.proposers.eagle3 import CONTEXT, Eagle3Proposer
 
 STREAM, TOKENS, LAYERS = 10, 23, 6
 TARGET = TargetShape(STREAM, TOKENS, STREAM, LAYERS)
@@ -198,6 +200,31 @@ def test_their_outputs_have_the_ids_of_the_map(tmp_path: Path) -> None:
     assert heads.ids is not None
     assert heads.ids.tolist() == torch.nonzero(SMALL.tensors()["t2d"]).flatten().tolist()
     assert loaded(make_eagle3(tmp_path / "all", replace(SMALL, outputs=TOKENS))).ids is None
+
+
+def test_they_see_as_many_rows_as_they_are_trained_for(tmp_path: Path) -> None:
+    """Those that say nothing are trained for Llama's usual 2,048, and none sees more than the verifier's limit."""
+    target = ModelDirectory(make("llama", tmp_path / "target"))
+    engine = CpuEngine(target, capacity=256, exact=False)
+
+    def context(name: str, positions: int | None) -> int:
+        heads = RandomEagle3()
+        config = {**heads.eagle(), "max_position_embeddings": positions}
+        if positions is None:
+            del config["max_position_embeddings"]
+        proposer = read_heads(written(tmp_path / name, heads.tensors(), config), None, target).load(engine)
+        assert isinstance(proposer, Eagle3Proposer)
+        return proposer.context
+
+    assert context("short", 48) == 48
+    assert context("silent", None) == 2048
+    assert context("long", 131_072) == CONTEXT
+
+
+def test_what_a_training_keeps_beside_them_is_not_read(tmp_path: Path) -> None:
+    folder = make_eagle3(tmp_path / "heads", SMALL)
+    written(folder, {"done": torch.tensor(3), "0": torch.zeros(4)}, name="training.safetensors")
+    assert loaded(folder).shape.outputs == 9
 
 
 def test_an_old_buffer_of_rotary_embeddings_is_not_read(tmp_path: Path) -> None:

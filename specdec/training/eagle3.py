@@ -1,0 +1,281 @@
+"""Training EAGLE-3 heads beside a frozen target, with training-time test (Li et al. 2025, arXiv:2503.01840, section
+3.2).
+
+The target reads windows of text once. In step 0 of the test the heads read its features; in step i > 0 they read their
+own states of step i - 1, as when they guess. Row t of step i holds the token at t + 1 + i and learns the target's
+distribution p of the token at t + 2 + i. It attends to the rows of step 0 up to t, and to row t of the steps 1 ... i:
+what a chain of guesses below the text up to t sees. With q of the heads and V_d the tokens that they know,
+
+    loss = sum_i 0.8^i mean_t [argmax p is in V_d] H(p restricted to V_d, q)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from specdec.engine.heads.eagle3 import Eagle3Heads, Eagle3Weights, Rotary
+from specdec.engine.heads.eagle3_config import LAYER_IDS, USUAL_EPSILON, USUAL_THETA, Eagle3Shape, Eagle3Variant
+from specdec.engine.heads.eagle3_files import tensor_name
+from specdec.engine.hf.hidden_states import Features, decoder_layers
+from specdec.engine.unsupported import UnsupportedModelError
+from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining, as_stored
+from specdec.training.plan import EAGLE3, Origin, Plan
+from specdec.training.texts import Windows
+
+MAX_NORM = 0.5
+"""Limit on the norm of a step's gradient, as in EAGLE."""
+
+SPREAD = 0.02
+"""Standard deviation of random weights."""
+
+MIN_LAYERS = 7
+"""Minimum layers of a target for EAGLE's choice of features: of fewer, they are not three different ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Plan(Plan):
+    """The parameters of a training of EAGLE-3 heads."""
+
+    ttt_steps: int = 7  # steps of training-time test: positions guessed ahead
+    draft_vocabulary: int = 32_000  # token ids that the heads can guess, at most
+    rate: float = 6e-4  # DeepSpec's
+
+
+class Eagle3Training(HeadTraining[Eagle3Plan]):
+    """A training of EAGLE-3 heads: one layer of the target's sizes, the target's token embeddings, and an output head
+    of their own for the tokens that are most frequent in the text, fewer if it has fewer kinds."""
+
+    trains = EAGLE3
+    guess = "guess"
+
+    def __init__(self, model: PreTrainedModel, windows: Windows, plan: Eagle3Plan, origin: Origin) -> None:
+        """UnsupportedModelError as in `check`."""
+        self.check(model)
+        self.layers = layers_read(len(decoder_layers(model)))
+        output: Any = model.get_output_embeddings()
+        vocabulary = output.weight.shape[0]
+        self._ids = most_frequent(windows.trained.flatten(), min(plan.draft_vocabulary, vocabulary)).to(model.device)
+        self._is_known = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
+        self._is_known[self._ids] = True
+        shape = _shape_for(model, len(self.layers), len(self._ids))
+        self._weights = _untrained(shape, model, output.weight.detach()[self._ids], plan.seed)
+        frequencies = USUAL_THETA ** (-torch.arange(0, shape.width, 2, device=model.device).float() / shape.width)
+        self.heads = Eagle3Heads(
+            shape,
+            Eagle3Variant(USUAL_EPSILON),
+            self._weights,
+            Rotary(frequencies, 1.0),
+            vocabulary=vocabulary,
+            ids=None if shape.outputs == vocabulary else self._ids.cpu().numpy(),
+        )
+        super().__init__(model, windows, plan, origin, _learning(self._weights), MAX_NORM)
+
+    @classmethod
+    def check(cls, model: PreTrainedModel) -> None:
+        """Raise UnsupportedModelError if a target's layers give no features, or its embeddings are not as wide."""
+        decoder_layers(model)
+        output: Any = model.get_output_embeddings()
+        table: Any = model.get_input_embeddings()
+        stream = model.config.get_text_config().hidden_size
+        if {output.weight.shape[1], table.weight.shape[1]} != {stream}:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: has embeddings of {table.weight.shape[1]} and an output head of "
+                f"{output.weight.shape[1]} columns, must have {stream}, as its layers, to train EAGLE-3 heads"
+            )
+
+    def _learn_part(self, windows: Tensor, share: float) -> float:
+        features, logits = self._read(windows)
+        is_counted = self._is_known[logits.argmax(-1)]
+        targets = logits[..., self._ids].softmax(-1)  # restricted to the known tokens
+        first = math.nan
+        passed, gradients = list[Tensor](), list[Tensor]()
+        for step, states in enumerate(self._states(windows, features)):
+            # The gradient of each step's states is computed at once: the logits of one step are in memory, not of all.
+            leaf = states.detach().requires_grad_()
+            guessed, _ = self.heads.outcome(leaf)
+            loss = F.cross_entropy(guessed.flatten(0, 1), targets[:, 1 + step :].flatten(0, 1), reduction="none")
+            counted = is_counted[:, 1 + step :].flatten()
+            (share * DECAY**step * (loss * counted).mean()).backward()  # type: ignore[no-untyped-call]
+            assert leaf.grad is not None
+            passed.append(states)
+            gradients.append(leaf.grad)
+            if step == 0:
+                first = share * float((loss.detach() * counted).sum() / counted.sum().clamp(min=1))
+        torch.autograd.backward(passed, gradients)
+        return first
+
+    def _guessed(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        features, logits = self._read(windows)
+        best = logits.argmax(-1)
+        for step, states in enumerate(self._states(windows, features)):
+            guessed, _ = self.heads.outcome(states)
+            places = guessed.topk(min(max(TOLD_RANKS), guessed.shape[-1])).indices
+            yield self._ids[places].flatten(0, 1), best[:, 1 + step :].flatten()
+
+    def _states(self, tokens: Tensor, features: Tensor) -> Iterator[Tensor]:
+        """Yield the heads' states of each step of training-time test, [rows, length - 1 - step, d'], for tokens [rows,
+        length] and the target's features [rows * length, m, d]."""
+        rows, length = tokens.shape
+        read = self.heads.fused(features).view(rows, length, -1)
+        positions = torch.arange(length, device=tokens.device).expand(rows, -1)
+        keys, values = list[Tensor](), list[Tensor]()
+        for step in range(self.plan.ttt_steps):
+            count = length - 1 - step  # a row needs the token after it
+            u, residual = self.heads.inputs(tokens[:, 1 + step :], read[:, :count])
+            query, key, value = self.heads.projected(u, positions[:, :count] + step)
+            keys = [*(own[:, :count] for own in keys), key]
+            values = [*(own[:, :count] for own in values), value]
+            # Its weights take length^2 numbers a head: those of one step are in memory, computed again for gradients.
+            attended: Tensor = checkpoint(_attended, query, keys, values, use_reentrant=False)
+            read = self.heads.state(residual, attended)  # without norm_output, guesses read the states themselves
+            yield read
+
+    def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the target's features [rows * length, m, d], and its logits [rows, length, V], both float32."""
+        kept = Features(self.layers)
+        with torch.no_grad(), kept.of(self._model):
+            logits = self._model(tokens, use_cache=False).logits
+        return kept.stacked().float(), logits.float()
+
+    def _stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, object]]:
+        """Return the heads in EAGLE's layout."""
+        weights, shape, vocabulary = self._weights, self.heads.shape, self.heads.vocabulary
+        assert isinstance(weights.output, Tensor)
+        sizes = [count * shape.width for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        query, key, value = torch.split(weights.project, sizes)
+        gate, up = weights.gate_and_up.chunk(2)
+        parts = {
+            "fusion": weights.fusion,
+            "embedding_norm": weights.embedding_norm,
+            "hidden_norm": weights.hidden_norm,
+            "q": query,
+            "k": key,
+            "v": value,
+            "o": weights.project_back,
+            "mlp_norm": weights.mlp_norm,
+            "gate": gate,
+            "up": up,
+            "down": weights.down,
+            "last_norm": weights.last_norm,
+            "output": weights.output,
+        }
+        stored = {tensor_name(part): as_stored(tensor) for part, tensor in parts.items()}
+        if shape.outputs < vocabulary:
+            ids = self._ids.cpu()
+            stored |= {"d2t": ids - torch.arange(shape.outputs), "t2d": self._is_known.cpu()}
+        return stored, {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": shape.hidden,
+            "target_hidden_size": shape.stream,
+            "intermediate_size": shape.inner,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.width,
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "rms_norm_eps": USUAL_EPSILON,
+            "rope_theta": USUAL_THETA,
+            "max_position_embeddings": self.plan.length,
+            "vocab_size": vocabulary,
+            "draft_vocab_size": shape.outputs,
+            "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: list(self.layers)},
+        }
+
+
+def layers_read(count: int) -> tuple[int, int, int]:
+    """Return the layers of a target of `count` layers whose features its heads read: EAGLE's third, middle and third
+    last; in a shallow target one in the first part, the middle one and the last."""
+    if count >= MIN_LAYERS:
+        return 2, count // 2, count - 3
+    return count // 6, count // 2, count - 1
+
+
+def most_frequent(tokens: Tensor, count: int) -> Tensor:
+    """Return the ids of the `count` most frequent of tokens [n], ascending, int64; fewer if there are fewer kinds. Of
+    equally frequent ones the lower ids."""
+    counts = torch.bincount(tokens)
+    by_frequency = counts.argsort(descending=True, stable=True)[: min(count, int((counts > 0).sum()))]
+    return by_frequency.sort().values
+
+
+def _attended(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Return the attention's output [rows, n, heads * width] of queries [rows, n, heads, width]: over the first keys
+    [rows, n, kv_heads, width] up to a row's own, and over the row's own of the further ones."""
+    shared = query.shape[2] // keys[0].shape[2]
+    keys, values = ([own.repeat_interleave(shared, dim=2) for own in parts] for parts in (keys, values))
+    text = torch.einsum("rqhw,rkhw->rhqk", query, keys[0])
+    is_later = torch.ones(text.shape[2:], dtype=torch.bool, device=text.device).triu(1)
+    text = text.masked_fill(is_later, -torch.inf)
+    own = [(query * key).sum(-1).transpose(1, 2)[..., None] for key in keys[1:]]
+    weights = (torch.cat([text, *own], dim=-1) * query.shape[-1] ** -0.5).softmax(-1)
+    count = text.shape[-1]
+    output = torch.einsum("rhqk,rkhw->rqhw", weights[..., :count], values[0])
+    for place, value in enumerate(values[1:], count):
+        output = output + weights[..., place].transpose(1, 2)[..., None] * value
+    return output.flatten(2)
+
+
+def _shape_for(model: PreTrainedModel, features: int, outputs: int) -> Eagle3Shape:
+    """Return the shape of heads with the sizes of a target's layers."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Eagle3Shape(
+        stream=config.hidden_size,
+        features=features,
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        width=width + width % 2,  # rotary embeddings turn pairs
+        inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        outputs=outputs,
+    )
+
+
+def _untrained(shape: Eagle3Shape, model: PreTrainedModel, output: Tensor, seed: int) -> Eagle3Weights:
+    """Return weights to begin with, float32: random ones, norms of ones, and a copy of the target's `output` rows. g
+    begins as the last feature, which that output head nearly reads: beside random weights alone, 40 steps on the demo
+    target ended 0.18 nats lower."""
+    random = torch.Generator().manual_seed(seed)
+
+    def product(rows: int, columns: int) -> Tensor:
+        return (SPREAD * torch.randn(rows, columns, generator=random)).to(model.device)
+
+    def norm(size: int) -> Tensor:
+        return torch.ones(size, device=model.device)
+
+    table: Any = model.get_input_embeddings()
+    hidden, queries = shape.hidden, shape.heads * shape.width
+    fusion = product(hidden, shape.features * shape.stream)
+    fusion[:, -hidden:] += torch.eye(hidden, device=model.device)
+    return Eagle3Weights(
+        fusion=fusion,
+        fusion_norm=None,
+        feature_norms=None,
+        embedding_norm=norm(hidden),
+        hidden_norm=norm(hidden),
+        project=product(queries + 2 * shape.kv_heads * shape.width, 2 * hidden),
+        project_back=product(hidden, queries),
+        mlp_norm=norm(hidden),
+        gate_and_up=product(2 * shape.inner, hidden),
+        down=product(hidden, shape.inner),
+        last_norm=norm(hidden),
+        embeddings=table.weight.detach(),
+        output=output.to(torch.float32, copy=True),
+    )
+
+
+def _learning(weights: Eagle3Weights) -> list[Tensor]:
+    """Return the weights that learn, in a fixed order: all but the target's token embeddings."""
+    values = (getattr(weights, field.name) for field in fields(weights) if field.name != "embeddings")
+    return [value for value in values if isinstance(value, Tensor)]

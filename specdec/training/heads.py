@@ -1,0 +1,120 @@
+"""What trainings of heads share beside a frozen target: passes, accuracies of guesses, and the files of heads."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.training.files import STATE, TEXTS, replace_json, replace_tensors
+from specdec.training.plan import MAX_TOKENS, TRAINS, Origin, ResumeError, check_texts, plan_begun
+from specdec.training.texts import Windows
+from specdec.training.training import P, Training, rows_a_pass
+
+DECAY = 0.8
+"""Weight of a guess's loss, relative to the guess before it: Medusa's and EAGLE-3's."""
+
+TOLD_RANKS = (1, 3, 10)
+
+
+class HeadTraining(Training[P]):
+    """A training of heads that guess tokens ahead from a target's states."""
+
+    trains: ClassVar[str]
+    """What is trained, in PLAN and in messages."""
+
+    guess: ClassVar[str]
+    """What one position ahead is guessed by, in messages."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        windows: Windows,
+        plan: P,
+        origin: Origin,
+        trained: Iterable[Tensor],
+        max_norm: float | None = None,
+    ) -> None:
+        """`trained`, `max_norm`: as in Training."""
+        self._model = model.requires_grad_(False).eval()
+        self._windows = windows
+        super().__init__(plan, origin, windows, trained, max_norm)
+
+    @classmethod
+    def check(cls, model: PreTrainedModel) -> None:
+        """Raise UnsupportedModelError unless such heads can be trained for a target."""
+
+    @abstractmethod
+    def _learn_part(self, windows: Tensor, share: float) -> float:
+        """Add the gradients of some windows [rows, length] to the trained weights, times their `share` of the batch;
+        return as much of the loss of the first guess, in nats a token."""
+
+    @abstractmethod
+    def _guessed(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield, for each position ahead, the likeliest guesses [n, k], the best first, k = 10 unless there are fewer,
+        and the target's likeliest tokens [n], over all places of windows [rows, length]."""
+
+    @abstractmethod
+    def _stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, object]]:
+        """Return the tensors and the configuration of heads that load for the target."""
+
+    def describe(self, loss: float) -> str:
+        return f"step {self.done} of {self.total}, {loss:.3f} nats a token at the first {self.guess}"
+
+    def _learn(self, windows: Tensor) -> float:
+        """Return the loss of the first guess, in nats a token."""
+        return sum(self._learn_part(part, len(part) / len(windows)) for part in self._passes(windows))
+
+    def _passes(self, windows: Tensor) -> Iterable[Tensor]:
+        """Return windows [rows, length] in parts, one for each pass, on the target's device."""
+        vocabulary = int(self._model.config.get_text_config().vocab_size)
+        return torch.split(windows.to(self._model.device), rows_a_pass(self.plan, vocabulary))
+
+    @torch.no_grad()
+    def accuracies(self, most: int = 64) -> list[dict[int, float]]:
+        """Return, for each position ahead, the part of held-out places at which the target's likeliest token is among
+        the k likeliest guesses, by k in TOLD_RANKS; over `most` windows, evenly spread. The tokens before a place are
+        those of the text."""
+        hits = defaultdict[int, Tensor](lambda: torch.zeros(max(TOLD_RANKS)))  # by position ahead: of each rank
+        count = Counter[int]()
+        for windows in self._passes(self._windows.spread(most)):
+            for ahead, (guesses, best) in enumerate(self._guessed(windows)):
+                hits[ahead][: guesses.shape[1]] += (guesses == best[:, None]).sum(0).cpu()
+                count[ahead] += len(best)
+        return [{rank: float(hits[ahead][:rank].sum()) / count[ahead] for rank in TOLD_RANKS} for ahead in hits]
+
+    # --- files --------------------------------------------------------------------------------------
+
+    def _kept(self) -> dict[str, object]:
+        return {TRAINS: self.trains}
+
+    def _write(self, out: Path) -> None:
+        tensors, config = self._stored()
+        replace_tensors(out / "model.safetensors", tensors)
+        (out / "model.safetensors").chmod(0o644)  # for services of other users; texts stay private
+        replace_json(out / "config.json", {**config, "base_model_name_or_path": self.origin.target})
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """Return a copy of trained weights as heads have them in files: in bfloat16."""
+    return tensor.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
+
+
+def check_unfinished(
+    out: Path, trains: str, plan: P, *, target: str, text: str | None = None, own_tokens: int | None = None
+) -> Origin:
+    """Return the origin of the unfinished training in a directory; ResumeError, naming the option, if there is none, or
+    one of something else, or of another plan, target or text. `trains`: as in HeadTraining; `text`, `own_tokens`: as in
+    Origin; None: those of the beginning."""
+    kept = plan_begun(out, trains, plan, STATE, TEXTS)
+    origin = Origin(kept.text("target"), kept.text("text"), kept.integer("own_tokens", 0, MAX_TOKENS))
+    if origin.target != target:
+        raise ResumeError(f"{out}: was begun for {origin.target}, cannot go on for {target}")
+    check_texts(out, origin, text=text, own_tokens=own_tokens)
+    return origin
