@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining, rows_a_pass
+from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining
 from specdec.training.draft_files import DraftFiles
 from specdec.training.texts import Mixture
+from specdec.training.training import rows_a_pass
 
 MIN_REST = 1e-6
 """Lower bound on the draft's probability of all other tokens: float32 sums have errors of this size."""
