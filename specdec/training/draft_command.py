@@ -138,6 +138,7 @@ def prepared(
         given, replay = (tokens_of(files, tokenizer, end) for files in (wishes.files, wishes.replay))
         if wishes.traffic is not None and wishes.served_labels:
             learned, held_out = wishes.traffic.parted(plan.length)
+            learned.check(draft.directory.vocabulary)
             served = learned.labels(plan.overruled), TextWindows(learned.positions, plan.length)
             given = held_out.tokens(end)
         elif wishes.traffic is not None:

@@ -47,6 +47,11 @@ class TrainingTraffic:
         ends = [] if end is None else [end]
         return torch.tensor([token for text in self.texts for token in (*text.tokens, *ends)], dtype=torch.int64)
 
+    def check(self, vocabulary: int) -> None:
+        """Raise TextError unless each token is below `vocabulary`."""
+        if (highest := max((max(text.tokens) for text in self.texts if text.tokens), default=0)) >= vocabulary:
+            raise TextError(f"--traffic: has the token {highest}, but the draft's vocabulary has {vocabulary} ids")
+
     def labels(self, overruled: float = 0.0) -> ServedLabels:
         """Return the labels of `tokens` without an end token, where places of an overruled guess weigh 1 + `overruled`;
         TextError if a text is not sound."""

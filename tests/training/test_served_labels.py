@@ -150,6 +150,13 @@ def test_texts_that_are_not_sound_are_refused(fields: dict[str, object], problem
         TrainingTraffic.of([text], 0.0).labels()
 
 
+def test_tokens_that_the_draft_cannot_read_are_refused() -> None:
+    traffic = TrainingTraffic.of([learning_pb2.KeptText(tokens=[5, 9]), learning_pb2.KeptText()], 0.0)
+    traffic.check(10)
+    with pytest.raises(TextError, match="--traffic: has the token 9, but the draft's vocabulary has 9 ids"):
+        traffic.check(9)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
