@@ -44,7 +44,8 @@ verifier waits for is sent: the root's, and that of its first child. The demo pa
 candidates are never right would send several times as much, for nothing."""
 
 MAX_OWED_BYTES = 4 * MAX_SAVED_BYTES
-"""Limit on the bytes that a session has sent too much of: it has candidates again after 16 tokens at most."""
+"""Limit on the bytes that a session has sent beyond. They are worked off by what the rows that must be sent leave of
+BYTES_A_TOKEN."""
 
 
 class Extension(NamedTuple):
@@ -67,7 +68,7 @@ class CandidateQueue:
         self._contrasted = rule is Rule.CONTRASTIVE  # no token can be chosen without the distributions
         self._margin = MARGIN
         self._query: DraftQuery | None = None  # about the root's row
-        self._bytes_left = float(MAX_SAVED_BYTES)  # of partial distributions; below 0 after what had to be sent
+        self._bytes_left = float(MAX_SAVED_BYTES)  # of partial distributions; negative: sent beyond that
         self._base = tree.base  # at the last commit
         self._policy = policy
         self._unsent: list[Node] = []

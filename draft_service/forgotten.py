@@ -6,6 +6,7 @@ folder know the same tenants without a lock, and a restart forgets none.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import threading
@@ -51,6 +52,7 @@ class Forgotten:
         self._lock = threading.Lock()
         self._since: OrderedDict[str, float] = OrderedDict()  # tenant's digest -> Unix seconds
         self._read: dict[str, FileVersion] = {}  # files as last read, by name
+        self._doubtful: frozenset[str] = frozenset()  # digests whose files cannot be understood at present
         self._unreadable = ""  # the reason, as last logged
         try:
             self._take_names()
@@ -58,17 +60,16 @@ class Forgotten:
             raise ModelDirectoryError(f"{self._folder}: cannot be read: {error.strerror or error}") from error
 
     def add(self, tenant: str) -> None:
-        """Forget a tenant's texts so far; NotRememberedError if that cannot be written. It counts even then, until this
-        process ends."""
+        """Forget a tenant's texts so far. NotRememberedError if that cannot be written: this process still remembers it
+        until it ends."""
         self.look()  # another service's clock may be ahead: the later time counts
         digest = tenant_digest(tenant)
         with self._lock:
-            is_new, known = digest not in self._since, len(self._since)
             self._note(digest, self._clock())
             since = self._since[digest]
         if self._folder is None:
             return
-        if is_new and known >= self._most:
+        if digest not in self._read and (known := len(self._read)) >= self._most:
             raise NotRememberedError(f"{self._folder} has {known} tenants, must have at most {self._most}")
         try:
             _write(self._folder, digest, repr(since))
@@ -76,8 +77,8 @@ class Forgotten:
             raise NotRememberedError(f"{self._folder}: {error.strerror or error}") from error
 
     def look(self) -> bool:
-        """Read what other services have written to the folder; return whether there was anything new. A file that
-        cannot be understood counts for all texts of its tenant, whenever they were kept."""
+        """Read what other services have written to the folder; return whether there was anything new. As long as a file
+        cannot be understood, it counts for all texts of its tenant, whenever they were kept."""
         try:
             is_new = self._take_names()
         except OSError as error:
@@ -95,20 +96,24 @@ class Forgotten:
             return False
         with os.scandir(self._folder) as entries:
             names = [entry.name for entry in entries if DIGEST.fullmatch(entry.name)]
-        is_new = False
+        is_new, doubtful = False, set[str]()
         for name in names:
             try:
                 version = version_of(self._folder / name)
                 if self._read.get(name) == version:
                     continue
-                content = (self._folder / name).read_bytes()
+                since = _seconds((self._folder / name).read_bytes())
             except FileNotFoundError:  # lifted by a person
                 continue
-            except OSError:
-                version, content = (), b""
+            except (OSError, ValueError):  # read again at the next look
+                doubtful.add(name)
+                continue
             with self._lock:
-                is_new |= self._note(name, _seconds(content))
+                is_new |= self._note(name, since)
             self._read[name] = version
+        with self._lock:
+            is_new |= not doubtful <= self._doubtful
+            self._doubtful = frozenset(doubtful)
         return is_new
 
     def _note(self, digest: str, since: float) -> bool:
@@ -123,8 +128,9 @@ class Forgotten:
 
     def keeps_out(self, tenant: str, begun: float) -> bool:
         """Return whether a text of this tenant, begun at these Unix seconds, must not be kept."""
+        digest = tenant_digest(tenant)
         with self._lock:
-            since = self._since.get(tenant_digest(tenant))
+            since = math.inf if digest in self._doubtful else self._since.get(digest)
         return since is not None and begun <= since + CLOCKS_APART_SECONDS
 
     def concerns(self, learned: LearnedFrom | None) -> bool:
@@ -132,7 +138,7 @@ class Forgotten:
         if learned is None or not learned.oldest:
             return False
         with self._lock:
-            forgotten = list(self._since.items())
+            forgotten = [*self._since.items(), *((digest, math.inf) for digest in self._doubtful)]
         return any(learned.has(digest, since + CLOCKS_APART_SECONDS) for digest, since in forgotten)
 
 
@@ -159,9 +165,8 @@ def _write(folder: Path, name: str, content: str) -> None:
 
 
 def _seconds(content: bytes) -> float:
-    """Return the Unix seconds in a file; infinity if it has none."""
-    try:
-        found = float(content)
-    except ValueError:
-        return float("inf")
-    return found if found >= 0 else float("inf")
+    """Return the Unix seconds in a file; ValueError if it has none."""
+    found = float(content)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{found} is no time")
+    return found

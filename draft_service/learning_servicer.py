@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import math
 import time
 from typing import NamedTuple
 
@@ -89,7 +90,8 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
             forgotten.texts, forgotten.tokens = self._loop.traffic.forget(request.tenant)
         if isinstance(drafter := self._loop.drafter, VersionedDrafter):
             forgotten.versions.extend(await self._loop.call(drafter.forget))
-        forgotten.first_learned = self._learning.forgotten.concerns(self._learning.learned_from)
+        if (learned := self._learning.learned_from) is not None:
+            forgotten.first_learned = learned.has(tenant_digest(request.tenant), math.inf)
         log.info(
             "tenant_forgotten",
             tenant_digest=tenant_digest(request.tenant),

@@ -102,7 +102,7 @@ class Traffic:
                 gone = self._texts.popleft()
                 self._tokens -= len(gone.tokens)
                 if len(gone.places):
-                    self._drop_places()  # its own: it is the oldest
+                    self._drop_places()  # the oldest places are this text's
             while self._places > self.most_places:
                 self._drop_places()
         return True

@@ -5,8 +5,8 @@ on, drawn by chance, and a trial compares the two (`version_trial.py`). If it is
 before it is *retired*: it keeps the sessions that it has, and is freed after the last. If it is not, or fails, its
 sessions move to the serving version between two passes. There is at most one canary or retired version at a time.
 
-A version that has learned from a tenant which was forgotten is rolled back at any time. If it serves, it drafts on
-until an earlier version is loaded in its place, at worst the first one: that never goes.
+Once a tenant is forgotten, versions that have learned from it are rolled back. One that serves goes on until an earlier
+version is loaded in its place, at worst the first one, which never goes.
 
 No text is lost by a move, and none changes. The nodes of a session's tree stay, and so do the distributions that they
 were drawn from, by which the verifier judges them (REJECTION); only nodes without children get theirs from another

@@ -197,7 +197,8 @@ class DraftSession:
         self._awaited_since: float | None = None  # when the text became blocked on the draft; monotonic
         self._wanted_since: float | None = None  # when its first candidates became wanted; monotonic
         self._query: model_pb2.DraftQuery | None = None  # unanswered (CONTRASTIVE)
-        self._asked_before = False  # another verifier had asked: the next answer may be to that query
+        self._vocabulary: int | None = None  # token ids of the draft, by its first distribution
+        self._asked_before: int | None = None  # base of a former verifier's unanswered query, whose answer may come yet
 
     async def open(self) -> None:
         """Open the session with the text as it is now."""
@@ -213,9 +214,11 @@ class DraftSession:
                 # Other whole rows are left to the verifier, which drops what it cannot use: reading one of a large
                 # vocabulary would take longer than all of a commit.
                 if distribution.id_gaps or distribution.answer:
-                    self._check_row(distribution)
+                    self._check_row(distribution, extend.base)
 
-    def _check_row(self, distribution: model_pb2.DraftDistribution) -> None:
+    def _check_row(self, distribution: model_pb2.DraftDistribution, base: int) -> None:
+        """Check a distribution below the text of `base` tokens. An answer about an earlier text comes too late and is
+        left alone."""
         vocabulary = self._context.model.vocabulary
         try:
             row = distribution_from(distribution, DistributionSizes.of(Rule.CONTRASTIVE, vocabulary))
@@ -223,9 +226,12 @@ class DraftSession:
             raise InvalidDistributionError(f"it sends an invalid distribution: {error}") from None
         if problem := row.contrast_violation(vocabulary):
             raise InvalidDistributionError(f"it sends an invalid distribution: {problem}")
-        if not row.answer or self._query is None:
+        if self._vocabulary not in (None, row.size):  # each growth could make the verifier ask again
+            raise InvalidDistributionError(f"its vocabulary has {row.size} tokens, it had {self._vocabulary}")
+        self._vocabulary = row.size
+        if not row.answer or self._query is None or base != self._query.base or distribution.parent:
             return
-        if not self._asked_before:
+        if base != self._asked_before:
             asked = query_from(self._query, vocabulary).ids
             expected = contrastive.answered_ids(asked, row.size)
             same = row.ids is None if expected is None else np.array_equal(() if row.ids is None else row.ids, expected)
@@ -233,18 +239,18 @@ class DraftSession:
                 raise InvalidDistributionError(
                     f"it answers with {_count(row.ids)}, the query is about {_count(expected)}"
                 )
-            self._query = None
-        self._asked_before = False
+        self._query = None
 
     def on_query(self, query: model_pb2.DraftQuery) -> None:
         """Ask the draft for what the verifier lacks (CONTRASTIVE)."""
-        self._query = query
+        self._query, self._awaited_since = query, None
         self._stream.send(draft_pb2.DraftRequest(query=query))
 
     def on_opened(self, state: SpeculationState) -> None:
         """Make the draft resend its candidates: another verifier has none of them."""
         self._awaited_since = None
-        self._asked_before |= self._query is not None
+        if self._query is not None:
+            self._asked_before = self._query.base
         self._query = None
         self._flow = CandidateFlow(state.max_nodes)
         for message in self._control.another_verifier(state):

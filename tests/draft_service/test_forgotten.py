@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from draft_service.draft_loop import DraftLoop
 from draft_service.forgotten import CLOCKS_APART_SECONDS, FOLDER, Forgotten
+from draft_service.language_model import LanguageModelDrafter
+from draft_service.learning_servicer import Learning, LearningServicer
 from specdec.engine.learned_from import LearnedFrom, tenant_digest
 from specdec.engine.model_file import ModelDirectoryError
 from specdec.serving.errors import NotRememberedError
+from specdec.v2 import learning_pb2
+from tests.draft_service.fakes import Engine
 
 
 def learned(tenant: str, at: float) -> LearnedFrom:
@@ -74,6 +80,26 @@ def test_a_file_without_a_time_counts_for_all_times(tmp_path: Path, content: str
     known = Forgotten(tmp_path)
     assert known.concerns(learned("acme", 1e12))
     assert known.keeps_out("acme", 1e12)
+    known.add("acme")
+    for now in (known, Forgotten(tmp_path)):
+        now.look()
+        assert not now.keeps_out("acme", 1e12)
+
+
+def test_a_file_that_cannot_be_read_for_a_while_counts_for_all_times_meanwhile(tmp_path: Path) -> None:
+    known = Forgotten(tmp_path, lambda: 1000.0)
+    known.add("acme")
+    file = tmp_path / FOLDER / tenant_digest("acme")
+    content = file.read_bytes()
+    file.unlink()
+    file.mkdir()
+    assert known.look()
+    assert known.keeps_out("acme", 1e12)
+    file.rmdir()
+    file.write_bytes(content)
+    known.look()
+    assert known.keeps_out("acme", 1000.0)
+    assert not known.keeps_out("acme", 1e12)
 
 
 def test_what_cannot_be_written_counts_until_the_restart(tmp_path: Path) -> None:
@@ -103,3 +129,11 @@ def test_the_number_of_tenants_is_bounded(tmp_path: Path) -> None:
     for tenant in ("a", "b", "a", "c"):
         passing.add(tenant)
     assert [passing.concerns(learned(tenant, 900.0)) for tenant in "abc"] == [False, True, True]
+
+
+async def test_the_answer_is_about_the_tenant_that_was_named() -> None:
+    loop = DraftLoop(LanguageModelDrafter(Engine()))
+    service = LearningServicer(loop, Learning("k" * 16, Forgotten(), learned("acme", 900.0)))
+    for tenant, told in (("acme", True), ("other", False)):
+        gone = await service.Forget(learning_pb2.ForgetRequest(tenant=tenant), cast("Any", None))
+        assert gone.first_learned is told

@@ -44,6 +44,7 @@ class Stream:
     def __init__(self, at_work: bool = True) -> None:
         self.pod = Pod("draft", SimpleNamespace())  # type: ignore[arg-type]
         self.at_work = self.opened = at_work
+        self.overruled_logprobs = 0
         self.sent: list[draft_pb2.DraftRequest] = []
         self.aborted_by: Exception | None = None
 
@@ -205,12 +206,14 @@ def test_another_verifier_gets_all_candidates_and_takes_as_many_as_it_grants() -
         session.check(model_pb2.Extend(tokens=[5], parents=[0], logprob_bytes=b"0"))
 
 
-def partial(ids: Sequence[int], *, answer: bool = True, vocabulary: int = VOCABULARY) -> model_pb2.Extend:
+def partial(
+    ids: Sequence[int], *, answer: bool = True, vocabulary: int = VOCABULARY, base: int = 3
+) -> model_pb2.Extend:
     """Return a message with log-probabilities of some tokens after the text."""
     values = np.full(len(ids), -1.0, dtype="<f2").tobytes()
     gaps = np.diff(ids, prepend=0).tolist()
     row = model_pb2.DraftDistribution(id_gaps=gaps, values=values, vocabulary_size=vocabulary, answer=answer)
-    return model_pb2.Extend(base=3, distributions=[row])
+    return model_pb2.Extend(base=base, distributions=[row])
 
 
 def contrasted(stream: Stream, *asked: int) -> DraftSession:
@@ -261,8 +264,26 @@ def test_an_answer_for_another_verifier_is_a_row_like_others() -> None:
     session.on_opened(STATE)
     session.on_query(query_message(DraftQuery(3, np.array([3, 10]))))
     session.check(partial([3, 9]))
+    session.on_query(query_message(DraftQuery(4, np.array([3, 10]))))
     with pytest.raises(InvalidDistributionError):
-        session.check(partial([3, 9]))
+        session.check(partial([3, 9], base=4))
+
+
+def test_an_answer_about_an_earlier_text_is_a_row_like_others() -> None:
+    """The text goes on if a row that the draft resent is enough, while its answer is under way."""
+    session = contrasted(Stream(), 3, 9)
+    session.on_commit(verifier_pb2.Commit(committed=model_pb2.Committed(base=3, tokens=[5])))
+    session.on_query(query_message(DraftQuery(4, np.array([2, 8]))))
+    session.check(partial([3, 9]))
+    session.check(partial([2, 8], base=4))
+
+
+def test_a_drafts_vocabulary_does_not_change() -> None:
+    session = contrasted(Stream())
+    session.check(partial([3], answer=False, vocabulary=VOCABULARY - 1))
+    session.check(partial([4], answer=False, vocabulary=VOCABULARY - 1))
+    with pytest.raises(InvalidDistributionError, match=f"has {VOCABULARY} tokens, it had {VOCABULARY - 1}"):
+        session.check(partial([5], answer=False))
 
 
 def test_a_draft_that_does_not_answer_is_given_up() -> None:

@@ -171,6 +171,7 @@ class TreeVerification:
     __slots__ = (
         "_asked",
         "_blocks",
+        "_is_undecided",
         "_node",
         "_path",
         "error",
@@ -194,6 +195,7 @@ class TreeVerification:
         self.rows: list[int] = []  # rows that chose a token, as indices among the results
         self.overruled: list[OverruledPlace] = []  # if the session's policy asks for them
         self.error: Exception | None = None
+        self._is_undecided = False  # nothing was chosen below the last token
         self.lacks: Tokens | None = None  # plausible tokens of the row that was undecided, if any (CONTRASTIVE)
         self.row = planned.root_row
         self._node = session.tree.root
@@ -296,6 +298,7 @@ class TreeVerification:
     def _stop_above(self) -> None:
         """Keep the tokens chosen so far, the last one as a bonus token: the next step begins with it as its root, and
         decides there or fails."""
+        self._is_undecided = True
         self.result.accepted -= 1
         self.result.sources[-1] = BONUS
 
@@ -314,7 +317,10 @@ class TreeVerification:
         """Yield the candidates of this step that were not accepted, in preorder; called before the root moves."""
         prompt = len(self.session.request.prompt)
         accepted = self._node.path()
-        for node, taken in zip_longest([self.session.tree.root, *accepted], accepted):
+        decided = [self.session.tree.root, *accepted]
+        if self._is_undecided:
+            decided.pop()
+        for node, taken in zip_longest(decided, accepted):
             ahead = [(child, 0) for child in node.children.values() if child is not taken]
             while ahead:
                 candidate, depth = ahead.pop()

@@ -197,7 +197,8 @@ def _check_range(what: str, arrays: Sequence[NDArray[np.integer]], end: int) -> 
 
 
 def _common_splits(a: _Keys, b: _Keys) -> int:
-    """Return a number of leading splits with the same slots in both: all such, if the texts are equally long."""
+    """Return how many leading splits are known to have the same slots in both: where the texts' lengths differ, none
+    beyond the shorter text is compared."""
     common = len(a.text) if a.text is b.text else _equal(a.text, b.text)
     if common == len(a.text) == len(b.text):
         common += _equal(a.rest, b.rest)

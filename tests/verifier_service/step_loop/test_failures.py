@@ -203,7 +203,7 @@ class TestFailures:
         """With and without candidates. Other sessions keep the shared prefix."""
         engine = TextEngine(20)
         loop = step_loop(engine)
-        doomed = client(loop, 100, 1, 20)
+        doomed = client(loop, 100, 1, 20, rejected_candidates=True)
         doomed.session.grammar = Fails(after=7)  # type: ignore[assignment]
         turns(loop, 5)
         if offered:
@@ -215,6 +215,7 @@ class TestFailures:
         for result in doomed.mail.results:  # orchestrators require a token of the target's own in each step
             assert result.accepted == sum(source == REMOTE_DRAFT for source in result.sources)
             assert result.steps == len(result.tokens) - result.accepted
+            assert result.rejected == []  # nothing was chosen in their place
         again = client(loop, 100, 1, 5)
         run(loop, again)
         assert again.mail.times[0].cached == BLOCK
