@@ -30,8 +30,6 @@ from tests.stack import Stack, request_of, served, stack, until
 from verifier_service.backend.session_backend import BackendSession
 from verifier_service.servicer import VerifierServicer
 
-BASE = len(PROMPT)
-
 
 class AskedDraft(DraftServicer):
     """Keeps the queries it gets."""
@@ -118,19 +116,6 @@ async def test_600_choices_are_those_of_whole_rows(directories: Directories, dra
     assert partial
     assert any(row.answer for row in seen(services)) is bool(asked)
     assert asked or draft == "near"
-
-
-async def test_the_margin_learns_from_queries(directories: Directories) -> None:
-    """A draft that expects other tokens than the target is asked at first; then it sends more ahead."""
-    async with stack(
-        directories.target, directories.other, target_delay=slow_target, draft_kind=AskedDraft
-    ) as services:
-        answer = await contrasted(services, max_tokens=120, contrast=model_pb2.Contrast(alpha=0.02))
-    assert len(answer.tokens) == 120
-    asked = [query.base - BASE for query in queries(services)]
-    print(f"queries at tokens {asked}")
-    assert asked
-    assert sum(at < 60 for at in asked) >= sum(at >= 60 for at in asked)
 
 
 @pytest.mark.parametrize("kind", ["verifier", "draft"])
