@@ -65,7 +65,7 @@ def results(path: Path) -> list[dict[str, Any]]:
         (b'{"text": "a", "max_tokens": -1}', "max_tokens = -1: "),
         (b'{"tokens": [-1]}', "tokens = [-1]: "),
         (b'{"messages": [{"who": "user"}]}', "messages[0] = "),
-        (b'{"text": "a", "rule": "exact"}', "rule = 'exact': not one of "),
+        (b'{"text": "a", "rule": "exact"}', 'rule = "exact": not one of '),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:

@@ -21,9 +21,9 @@ CALLERS = {
     *("INVALID_REQUEST", "PROMPT_TOO_LONG", "UNKNOWN_MODEL", "NOT_BUILT"),
     *("DEADLINE", "PROMPT_CHANGED", "MODEL_CHANGED"),
     *("UNAUTHENTICATED", "WRONG_TENANT", "TENANT_LIMIT", "UNKNOWN_REQUEST", "GRAMMAR_TOO_COMPLEX"),
-    "LEARNING_NOT_PERMITTED",
+    *("LEARNING_NOT_PERMITTED", "NOT_REMEMBERED"),
 }
-"""Error reasons without an alert: caused by callers, or by a change of the model."""
+"""Error reasons without an alert: caused by callers, by a change of the model, or told to the operator who asked."""
 
 PROMTOOL = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed: it comes with Prometheus"
