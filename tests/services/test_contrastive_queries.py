@@ -169,11 +169,21 @@ async def test_another_draft_answers_if_one_dies_at_a_query(directories: Directo
     assert reference.check(PROMPT, list(answer.tokens)) <= 1
 
 
+class ForgetfulDraft(AskedDraft):
+    """It does not answer its first query."""
+
+    def act(self, session: DrafterSession, request: draft_pb2.DraftRequest, arrived: float) -> None:
+        if request.HasField("query") and not self.queries:
+            self.queries.append(request.query)
+        else:
+            super().act(session, request, arrived)
+
+
 async def test_another_verifier_asks_for_itself(directories: Directories) -> None:
-    """The first verifier stops right after a query."""
+    """The first verifier stops after a query that was not answered."""
     reference = Reference(directories.oracle, Oracle(directories.random), Contrast())
     async with stack(
-        directories.target, directories.random, verifiers=2, draft_kind=AskedDraft, target_delay=slow_target
+        directories.target, directories.random, verifiers=2, draft_kind=ForgetfulDraft, target_delay=slow_target
     ) as services:
         call = services.stub.Generate(request_of(PROMPT, max_tokens=TOKENS, ignore_end_token=True, rule=CONTRASTIVE))
         await until(lambda: bool(queries(services)))
@@ -181,6 +191,8 @@ async def test_another_verifier_asks_for_itself(directories: Directories) -> Non
         await serving.stop()
         tokens = [token async for response in call for token in response.tokens]
         assert len(tokens) == TOKENS
+        first, second, *_ = queries(services)
+        assert first == second
         await until(lambda: services.idle)
     assert reference.check(PROMPT, tokens) <= 1
 
