@@ -1,10 +1,15 @@
-"""The verifier's enumerations equal those of the contract, by name and number."""
+"""Results of verification: the enumerations are the contract's, and what a step reports for drafts is bounded."""
 
 from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdec.decoding.speculation import CandidateSource
 from specdec.v2 import model_pb2
 from verifier_service.backend.result import FinishReason, TokenSource
+from verifier_service.verification.tree_verification import evenly
 
 
 def test_enumerations_are_those_of_the_contract() -> None:
@@ -15,3 +20,11 @@ def test_enumerations_are_those_of_the_contract() -> None:
     ):
         values = {name.removeprefix(prefix): number for name, number in contract.items() if number}
         assert {member.name: member.value for member in ours} == values
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_places_of_a_step_are_evenly_spaced(count: int, most: int) -> None:
+    taken = list(evenly(range(count), most))
+    assert len(taken) <= most
+    assert len(taken) >= min(count, most) / 2
+    assert len(set(np.diff(taken).tolist())) <= 1

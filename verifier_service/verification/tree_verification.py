@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -49,6 +49,17 @@ from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
 
 Prompts = Sequence[tuple[VerifierSession, ScheduledRows]]
 """Rows of prompts in a step, without the root: they choose no token."""
+
+
+PLACES_A_STEP = 8
+"""Most places of a step with log-probabilities for drafts that learn. Each takes 0.5 ms over 151,936 ids."""
+
+Item = TypeVar("Item")
+
+
+def evenly(items: Sequence[Item], most: int) -> Sequence[Item]:
+    """Return at most `most` of the items, evenly spaced, in order."""
+    return items[:: -(-len(items) // most)] if len(items) > most else items
 
 
 class VerifiedStep:
@@ -109,10 +120,11 @@ class VerifiedStep:
 
     def _add_overruled(self, logits: StepLogits) -> None:
         """Add the target's log-probabilities where it overruled a remote draft to the results of sessions that learn
-        from them."""
-        asking = [(verification, place) for _, verification in self._sound for place in verification.overruled]
-        if not asking:
+        from them: at PLACES_A_STEP places at most, since all sessions wait for them."""
+        places = [(verification, place) for _, verification in self._sound for place in verification.overruled]
+        if not places:
             return
+        asking = evenly(places, PLACES_A_STEP)
         tokens = np.asarray([place.token for _, place in asking])
         tops = [verification.session.policy.overruled_logprobs for verification, _ in asking]
         found = logits.logprobs([place.row for _, place in asking], tokens, tops)
