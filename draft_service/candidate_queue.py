@@ -31,8 +31,8 @@ MARGIN, MIN_MARGIN, MAX_MARGIN = 4.0, 2.0, 10.0
 those of the demo pair have 90 tokens on average (alpha = 0.1), and 4 % of them turn out to be too short."""
 
 WIDENED, NARROWED = 1.0, 0.02
-"""What a query adds to the margin, and what a commit takes from it: about one query in fifty commits. A query costs a
-pass of the target and a round trip, which take longer than a few hundred bytes."""
+"""Nats that a query adds to the margin, and that a commit takes from it: about one query in fifty commits. A query
+costs a pass of the target and a round trip, which take longer than a few hundred bytes."""
 
 MAX_DISTRIBUTION_BYTES = 4 << 20
 """Limit on the bytes of distributions in a message; a single one may exceed it. The whole message is limited to 16

@@ -36,7 +36,7 @@ TOKENS_A_MESSAGE = 1 << 16
 
 
 class Learning(NamedTuple):
-    """What LearningService is served with."""
+    """The key of LearningService, and the tenants that it has to do with."""
 
     key: str  # of its callers
     forgotten: Forgotten  # tenants whose texts are not kept, and whose versions are not served

@@ -1,4 +1,4 @@
-"""What trainings of heads share beside a frozen target: passes, accuracies of guesses, and the files of heads."""
+"""Training of heads of any kind beside a frozen target: passes, accuracies of guesses, and the files of heads."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class HeadTraining(Training[P]):
     """A training of heads that guess tokens ahead from a target's states."""
 
     trains: ClassVar[str]
-    """What is trained, in PLAN and in messages."""
+    """Name of the kind of heads, in PLAN and in messages."""
 
     guess: ClassVar[str]
-    """What one position ahead is guessed by, in messages."""
+    """Name of the part that guesses one position ahead, in messages."""
 
     def __init__(
         self,

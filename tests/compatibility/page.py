@@ -21,13 +21,13 @@ together, forms of messages and tools, JSON schemas, and routes. Written by
   unknown fields too, without a word, so their 200 does not say that a field has an effect.
 - Ours refuse a field that would change the text and that they do not have; the message names what to use
   ([the fields](openai-api.md#fields)).
-- *fits*: the answer, or the arguments of the call, fit the schema. *cut off*: 64 tokens were too few for a small model
-  to end it.
+- *fits*: the answer, or the arguments of the call, fit the schema. A schema with a plain *200*: the 64 tokens were too
+  few to end the answer, or the schema cannot be checked here.
 - All serve copies of the demo target; the template has tools. Requests are greedy, so vLLM refuses `n` above 1.
 """
 
 REST = """\
-Requests that are not listed below have the answer 200 from every server, without anything ignored or cut off.
+Requests that are not listed below are taken by every server, and nothing in them is ignored.
 """
 
 
