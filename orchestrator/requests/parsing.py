@@ -216,6 +216,7 @@ def _sampling(asked: generation_pb2.SamplingParameters, default: Sampling) -> Sa
         top_k=of("top_k"),
         top_p=of("top_p"),
         min_p=of("min_p"),
+        typical_p=of("typical_p"),
     )
 
 

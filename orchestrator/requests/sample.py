@@ -126,6 +126,7 @@ def resolved(sample: Sample, model: str) -> generation_pb2.ResolvedRequest:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
+            typical_p=sampling.typical_p,
             repetition_penalty=sampling.repetition_penalty,
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,

@@ -77,6 +77,13 @@ def generate(
             "model's own, else 0."
         ),
     ] = None,
+    typical_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Locally typical sampling: of the tokens left by the others, keep those closest to the expected "
+            "information content whose probabilities sum to this; 1 keeps all. Default: the model's own, else 1."
+        ),
+    ] = None,
     ignore_generation_config: Annotated[
         bool,
         typer.Option(
@@ -217,6 +224,7 @@ def generate(
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
+        "typical_p": typical_p,
         "ignore_generation_config": ignore_generation_config or None,
         "seed": seed,
         "stop": stop or (),

@@ -132,6 +132,7 @@ class Resolved:
     top_p: float
     top_k: int
     min_p: float
+    typical_p: float
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
@@ -365,6 +366,7 @@ def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
+        typical_p=sampling.typical_p or 1.0,  # unset by an older server
         repetition_penalty=sampling.repetition_penalty,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,

@@ -91,6 +91,11 @@ class GenerateOptions(TypedDict, total=False):
     min_p: Annotated[
         float | None, "Sample from tokens at least this probable relative to the most probable one, in [0, 1]."
     ]
+    typical_p: Annotated[
+        float | None,
+        "Sample from the tokens closest to the expected information content whose probabilities sum to this, in "
+        "(0, 1]. Applied after the others.",
+    ]
     repetition_penalty: Annotated[float | None, "In [0.01, 100]; 1 is off."]
     frequency_penalty: Annotated[float | None, "In [-2, 2]; 0 is off."]
     presence_penalty: Annotated[float | None, "In [-2, 2]; 0 is off."]

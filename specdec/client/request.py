@@ -65,8 +65,8 @@ _PLAIN = {
     "rejected_candidates", "cache_salt", "learn",
 }  # fmt: skip
 _SAMPLING = {
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "logit_bias", "banned_tokens", "allowed_tokens", "bad_words", "seed",
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "logit_bias", "banned_tokens", "allowed_tokens", "bad_words", "seed",
 }  # fmt: skip
 _ENDS = ("add_generation_prompt", "continue_final_message")
 _CONTRAST = {"alpha", "amateur_temperature"}

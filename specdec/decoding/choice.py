@@ -100,7 +100,7 @@ def _draw(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
 
 
 def _draw_truncated(z: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
-    """Choose by Gumbel-max among the survivors of top-k, top-p and min-p."""
+    """Choose by Gumbel-max among the survivors of truncation."""
     samplings = [query.sampler.sampling for query in queries]
     z = tempered(z, samplings)
     offsets = range(0, z.size, z.shape[1])

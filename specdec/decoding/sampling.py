@@ -50,6 +50,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int = 0
 
     def within(self, vocabulary: int) -> Sampling:
@@ -92,6 +93,7 @@ def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[i
     check("temperature", s.temperature, 0 <= s.temperature < math.inf, "a finite number of at least 0")
     check("top_p", s.top_p, 0 < s.top_p <= 1, "in (0, 1]")
     check("min_p", s.min_p, 0 <= s.min_p <= 1, "in [0, 1]")
+    check("typical_p", s.typical_p, 0 < s.typical_p <= 1, "in (0, 1]")
     least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
     # The field is float32 on the wire, where 0.01 is slightly less.
     within = least * (1 - 1e-6) <= s.repetition_penalty <= most

@@ -1,7 +1,8 @@
-"""Top-k, top-p and min-p: finds the surviving ids of a row.
+"""Top-k, top-p, min-p and typical-p: finds the surviving ids of a row.
 
-All three keep a prefix of the row's ranking (largest logit first, lower id first among equals), so together they give
-one number: how many survive. Only plausible ids are ranked, and only by value.
+The first three keep a prefix of the row's ranking (largest logit first, lower id first among equals), so together they
+give one number: how many survive. Only plausible ids are ranked, and only by value. Typical-p then removes ids from
+this prefix, the most probable ones too.
 """
 
 from __future__ import annotations
@@ -19,22 +20,27 @@ Ids = NDArray[np.int64]
 
 
 def truncates(sampling: Sampling) -> bool:
+    return ranks(sampling) or sampling.typical_p < 1.0
+
+
+def ranks(sampling: Sampling) -> bool:
+    """Return whether only the largest logits survive: by top-k, top-p or min-p."""
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
 def survivors(z: Logits, sampling: Sampling) -> Ids:
-    """Return the ids, ascending, surviving top-k, then top-p, then min-p, of float32 logits [V] divided by T.
+    """Return the ids, ascending, surviving top-k, then top-p, min-p and typical-p, of float32 logits [V] divided by T.
 
     Top-k keeps exactly k; top-p the smallest set reaching p of the weight left by top-k, by float32 weights cumulated
     in float64, descending. The largest logit must be finite; one of -inf never survives.
     """
     ids, total = _plausible(z, sampling)
-    values = z[ids]
-    if not truncates(sampling):
-        return ids
-    ranked = -np.sort(-values)
-    size = _surviving(ranked, total, sampling)
-    return ids[_leading(values, ranked[size - 1], size)]
+    if ranks(sampling):
+        values = z[ids]
+        ranked = -np.sort(-values)
+        size = _surviving(ranked, total, sampling)
+        ids = ids[_leading(values, ranked[size - 1], size)]
+    return ids[_typical(z[ids], sampling.typical_p)] if sampling.typical_p < 1.0 else ids
 
 
 def leading(
@@ -66,9 +72,12 @@ def leading(
         size = np.minimum(size, (z >= np.array(least)[:, None]).sum(axis=1))
     last = z[every, size - 1]
     if most < vocabulary:
-        # An id outside the k largest may survive too, or precede the last known ones among equal logits.
-        unknown = (count == most) & ((top_k > count) | ~(last > z[:, -1]))
-        size = np.where(unknown, 0, size)
+        # An id outside the k largest may survive too, or precede the last known ones among equal logits; and the weight
+        # left by top-k may be unknown.
+        unknown = ~(last > z[:, -1])
+        if limited:
+            unknown |= (top_k > most) & (top_k < vocabulary) & np.array([sampling.top_p < 1.0 for sampling in samplings])
+        size = np.where(unknown & (count == most), 0, size)
     size = np.where(np.isfinite(z[:, 0]), size, 0)
     kept: NDArray[np.bool_] = np.arange(most) < size[:, None]
     equal = z[every, np.minimum(size, most - 1)] == last
@@ -76,6 +85,11 @@ def leading(
         for row in (equal & (size > 0) & (size < count)).nonzero()[0]:  # among equals, the lowest ids survive
             order = np.argsort(ids[row, : count[row]])
             kept[row, order] = _leading(z[row, order], last[row], int(size[row]))
+    for row, sampling in enumerate(samplings):
+        if sampling.typical_p < 1.0 and size[row]:
+            own = kept[row].nonzero()[0]
+            own = own[ids[row, own].argsort()]  # as in `survivors`, since sums and ties depend on the order
+            kept[row, own] = _typical(z[row, own], sampling.typical_p)
     return kept
 
 
@@ -89,6 +103,28 @@ def _surviving(ranked: Logits, total: float | None, sampling: Sampling) -> int:
     if sampling.min_p > 0.0:
         size = min(size, int(np.count_nonzero(ranked >= _least(ranked[0], sampling.min_p))))
     return size
+
+
+def _typical(z: Logits, mass: float) -> NDArray[np.bool_]:
+    """Return a mask of the smallest set of ids that reaches this probability, the most typical first: those whose
+    surprisal, -log p, is closest to the entropy of all (Meister et al. 2023, "Locally typical sampling"). Among
+    equals, the first ones. `z`: the finite logits of the survivors of the other truncations, by ascending id.
+    """
+    logits = z.astype(np.float64)
+    logits -= logits.max()
+    weights = np.exp(logits)
+    total = weights.sum()
+    surprisals, probabilities = math.log(total) - logits, weights / total
+    entropy = float((probabilities * surprisals).sum())
+    # Ids rarer than the mirror image of the most probable one come after it, in the order of their probabilities. Those
+    # lighter than this weigh less than the 1 - p that is cut off, together, and need not be sorted.
+    near = surprisals <= 2.0 * entropy - surprisals.min()
+    possible = (near | (probabilities >= (1.0 - mass) / len(z))).nonzero()[0]
+    order = possible[np.abs(surprisals[possible] - entropy).argsort(kind="stable")]
+    size = int(np.searchsorted(probabilities[order].cumsum(), mass)) + 1
+    kept = np.zeros(len(z), dtype=np.bool_)
+    kept[order[:size]] = True
+    return kept
 
 
 def largest(row: NDArray[np.floating], count: int) -> Ids:

@@ -39,6 +39,7 @@ SAME = frozenset(
         "temperature",
         "top_k",
         "top_p",
+        "typical_p",
     }
 )
 """Fields equal to those of a chat."""

@@ -30,6 +30,7 @@ SAME = frozenset(
         "temperature",
         "top_p",
         "truncate_prompt_tokens",
+        "typical_p",
     }
 )
 """Fields equal to client options in name and meaning. Fields outside of OpenAI's API have vLLM's names."""
@@ -175,7 +176,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "samplers": Unsupported(),
     "t_max_predict_ms": _ZERO,
     "top_n_sigma": Unsupported((-1, 0)),
-    "typical_p": Unsupported((1.0,)),
     "xtc_probability": _ZERO,
 }
 """Unsupported fields."""

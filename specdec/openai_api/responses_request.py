@@ -48,6 +48,7 @@ SAME = frozenset(
         "top_k",
         "top_p",
         "truncate_prompt_tokens",
+        "typical_p",
     }
 )
 """Fields equal to those of a chat."""

@@ -56,6 +56,7 @@ def sampling_from(message: model_pb2.Sampling) -> Sampling:
         top_k=message.top_k,
         top_p=message.top_p or 1.0,
         min_p=message.min_p,
+        typical_p=message.typical_p or 1.0,
         seed=message.seed,
     )
 
@@ -72,6 +73,7 @@ def sampling_message(sampling: Sampling) -> model_pb2.Sampling:
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
+        typical_p=sampling.typical_p,
         seed=sampling.seed,
     )
 

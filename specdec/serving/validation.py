@@ -139,7 +139,7 @@ def rule_violations(
                 f"sampling.{field}",
                 f"is {getattr(sampling, field):g}, must be unset with the CONTRASTIVE rule, which does not sample",
             )
-            for field in ("temperature", "top_k", "top_p", "min_p")
+            for field in ("temperature", "top_k", "top_p", "min_p", "typical_p")
             if getattr(sampling, field) != getattr(off, field)
         ]
     elif contrast.ByteSize():

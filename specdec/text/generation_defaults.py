@@ -11,7 +11,7 @@ from specdec.decoding.sampling import Sampling, sampling_violations
 from specdec.engine.model_directory import MAX_CONTEXT, MAX_VOCABULARY, ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import Fields
 
-FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+FIELDS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 """Sampling parameters taken from the file; its `eos_token_id` is read with the model (`ModelDirectory`)."""
 
 NOT_TAKEN: dict[str, object] = {
@@ -32,7 +32,6 @@ NOT_TAKEN: dict[str, object] = {
     "stop_strings": None,
     "suppress_tokens": None,
     "top_h": None,
-    "typical_p": 1,
 }
 """transformers' fields without support here that would change tokens, with their neutral values."""
 

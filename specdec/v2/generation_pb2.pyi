@@ -496,6 +496,7 @@ class SamplingParameters(google.protobuf.message.Message):
     TOP_P_FIELD_NUMBER: builtins.int
     TOP_K_FIELD_NUMBER: builtins.int
     MIN_P_FIELD_NUMBER: builtins.int
+    TYPICAL_P_FIELD_NUMBER: builtins.int
     REPETITION_PENALTY_FIELD_NUMBER: builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
     PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
@@ -512,6 +513,8 @@ class SamplingParameters(google.protobuf.message.Message):
     """1 or more; 0 keeps all."""
     min_p: builtins.float
     """In [0, 1]."""
+    typical_p: builtins.float
+    """In (0, 1]."""
     repetition_penalty: builtins.float
     """In [0.01, 100]; 1 is off."""
     frequency_penalty: builtins.float
@@ -546,6 +549,7 @@ class SamplingParameters(google.protobuf.message.Message):
         top_p: builtins.float | None = ...,
         top_k: builtins.int | None = ...,
         min_p: builtins.float | None = ...,
+        typical_p: builtins.float | None = ...,
         repetition_penalty: builtins.float | None = ...,
         frequency_penalty: builtins.float | None = ...,
         presence_penalty: builtins.float | None = ...,
@@ -555,8 +559,8 @@ class SamplingParameters(google.protobuf.message.Message):
         allowed_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         bad_words: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_tokens", b"allowed_tokens", "bad_words", b"bad_words", "banned_tokens", b"banned_tokens", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "allowed_tokens", b"allowed_tokens", "bad_words", b"bad_words", "banned_tokens", b"banned_tokens", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
@@ -573,6 +577,8 @@ class SamplingParameters(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_top_k", b"_top_k"]) -> typing.Literal["top_k"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_top_p", b"_top_p"]) -> typing.Literal["top_p"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_typical_p", b"_typical_p"]) -> typing.Literal["typical_p"] | None: ...
 
 global___SamplingParameters = SamplingParameters
 

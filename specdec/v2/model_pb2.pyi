@@ -354,6 +354,7 @@ class Sampling(google.protobuf.message.Message):
     TOP_K_FIELD_NUMBER: builtins.int
     TOP_P_FIELD_NUMBER: builtins.int
     MIN_P_FIELD_NUMBER: builtins.int
+    TYPICAL_P_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     BANNED_SEQUENCES_FIELD_NUMBER: builtins.int
     repetition_penalty: builtins.float
@@ -370,6 +371,10 @@ class Sampling(google.protobuf.message.Message):
     """Keep the smallest set of tokens whose probability reaches this. In (0, 1]; 1 keeps all."""
     min_p: builtins.float
     """Keep tokens at least this probable relative to the most probable one. In [0, 1]; 0 keeps all."""
+    typical_p: builtins.float
+    """Then keep the smallest set of tokens whose probability reaches this, those first whose surprisal is closest to the
+    entropy (locally typical sampling). In (0, 1]; unset or 1 keeps all.
+    """
     seed: builtins.int
     """Seed of the noise. The same request with the same seed gives the same tokens."""
     @property
@@ -398,10 +403,11 @@ class Sampling(google.protobuf.message.Message):
         top_k: builtins.int = ...,
         top_p: builtins.float = ...,
         min_p: builtins.float = ...,
+        typical_p: builtins.float = ...,
         seed: builtins.int = ...,
         banned_sequences: collections.abc.Iterable[global___TokenSequence] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["banned_sequences", b"banned_sequences", "banned_tokens", b"banned_tokens", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["banned_sequences", b"banned_sequences", "banned_tokens", b"banned_tokens", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]) -> None: ...
 
 global___Sampling = Sampling
 

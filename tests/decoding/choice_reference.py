@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -107,7 +107,7 @@ def reference_adjusted(case: Case) -> list[float]:
 
 
 def reference_survivors(adjusted: Sequence[float], s: Sampling) -> dict[int, float]:
-    """Divide by T, then apply top-k, top-p and min-p; return the surviving ids and their logits."""
+    """Divide by T, then apply top-k, top-p, min-p and typical-p; return the surviving ids and their logits."""
     temperature = float32(s.temperature)
     z = {token: float32(logit / temperature) for token, logit in enumerate(adjusted) if logit > -math.inf}
     ranked = sorted(z, key=lambda token: (-z[token], token))
@@ -124,7 +124,23 @@ def reference_survivors(adjusted: Sequence[float], s: Sampling) -> dict[int, flo
             size += 1
         ranked = ranked[:size]
     least = z[ranked[0]] + math.log(s.min_p) if s.min_p else -math.inf
-    return {token: z[token] for token in sorted(ranked) if z[token] >= least}
+    kept = {token: z[token] for token in sorted(ranked) if z[token] >= least}
+    return reference_typical(kept, s.typical_p) if s.typical_p < 1.0 else kept
+
+
+def reference_typical(z: Mapping[int, float], mass: float) -> dict[int, float]:
+    """Keep the ids whose surprisals are closest to the entropy, until they have this probability."""
+    logits = np.array(list(z.values()), dtype=np.float64)
+    logits -= logits.max()
+    weights = np.exp(logits)
+    surprisals, probabilities = math.log(weights.sum()) - logits, weights / weights.sum()
+    entropy = (probabilities * surprisals).sum()
+    reached, kept = 0.0, set()
+    for _, token, probability in sorted(zip(np.abs(surprisals - entropy), z, probabilities, strict=True)):
+        if reached < mass:
+            kept.add(token)
+        reached += probability
+    return {token: logit for token, logit in z.items() if token in kept}
 
 
 def reference_perturbed(case: Case) -> dict[int, float]:
@@ -169,6 +185,7 @@ def cases(
             top_k=draw(st.just(0) | st.integers(0, vocabulary + 2)),
             top_p=draw(st.just(1.0) | st.sampled_from([0.1, 0.25, 0.5, 0.75, 0.9]) | st.floats(1e-3, 1.0)),
             min_p=draw(st.just(0.0) | st.sampled_from([0.01, 0.1, 0.5, 0.99])),
+            typical_p=draw(st.just(1.0) | st.sampled_from([0.1, 0.5, 0.9]) | st.floats(1e-3, 1.0)),
             seed=draw(st.integers(0, 2**64 - 1)),
         ),
         prompt=draw(tokens),

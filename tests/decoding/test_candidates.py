@@ -36,7 +36,7 @@ def reference(logits: NDArray[np.float32], row: AskedRow, width: int) -> tuple[l
     z = adjusted(raw[None], [row.query])[0]
     if z.max() == -math.inf:
         return [], []
-    ids = np.argsort(-z, kind="stable")[:MAX_DRAFT_LOGITS]
+    ids = np.sort(np.argsort(-z, kind="stable")[:MAX_DRAFT_LOGITS])
     z = z[ids]
     perturbed = z.astype(np.float64)
     if not sampling.greedy:
@@ -85,6 +85,7 @@ def queries(draw: st.DrawFn, vocabulary: int) -> SamplingQuery:
         top_k=draw(st.sampled_from([0, 0, 1, 7, 255, 256, 300])),
         top_p=draw(st.sampled_from([1.0, 0.95, 0.5, 0.01])),
         min_p=draw(st.sampled_from([0.0, 0.0, 0.05, 1.0])),
+        typical_p=draw(st.sampled_from([1.0, 1.0, 0.9, 0.2])),
         seed=draw(st.integers(0, 9)),
     )
     if draw(st.booleans()):

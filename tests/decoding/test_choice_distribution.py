@@ -32,9 +32,10 @@ class TestDistribution:
             Sampling(temperature=0.7, top_k=6),
             Sampling(temperature=1.5, top_p=0.8),
             Sampling(temperature=1.0, min_p=0.1),
+            Sampling(temperature=1.0, typical_p=0.6),
             Sampling(temperature=0.8, top_k=8, top_p=0.95, min_p=0.05, repetition_penalty=1.3, presence_penalty=0.4),
         ],
-        ids=["plain", "top-k", "top-p", "min-p", "everything"],
+        ids=["plain", "top-k", "top-p", "min-p", "typical-p", "everything"],
     )
     def test_choices_follow_the_softmax_of_the_survivors(self, sampling: Sampling, along: str) -> None:
         count = 10_000

@@ -18,7 +18,15 @@ from specdec.decoding.choice import BLOCK, choose
 from specdec.decoding.noise import gumbel
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
-from tests.decoding.choice_reference import Case, cases, coarse, fine, reference_adjusted, reference_choice
+from tests.decoding.choice_reference import (
+    Case,
+    cases,
+    coarse,
+    fine,
+    reference_adjusted,
+    reference_choice,
+    reference_typical,
+)
 
 
 @st.composite
@@ -60,6 +68,8 @@ def naive_choice(row: NDArray[np.float32], query: SamplingQuery) -> int:
         ranking = ranking[: int((reached < s.top_p * reached[-1]).sum()) + 1]
     if s.min_p:
         ranking = ranking[z[ranking] >= np.float64(z.max()) + math.log(s.min_p)]
+    if s.typical_p < 1.0:
+        ranking = np.array(list(reference_typical({int(token): z[token] for token in sorted(ranking)}, s.typical_p)))
     scores = np.full(len(z), -np.inf)
     scores[ranking] = z[ranking] + gumbel(s.seed, query.position, np.arange(len(z)))[ranking]
     return int(scores.argmax())
@@ -70,6 +80,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
     "top-k": [{"top_k": 1}, {"top_k": 50}, {"top_k": 10**6}],
     "top-p": [{"top_p": 1e-6}, {"top_p": 0.5}, {"top_p": 0.95}, {"top_p": 0.999}],
     "min-p": [{"min_p": 0.9}, {"min_p": 0.02}],
+    "typical-p": [{"typical_p": 0.2}, {"typical_p": 0.9}, {"typical_p": 0.95, "top_k": 40}],
     "mixed": [{}, {"top_k": 40, "top_p": 0.9}, {"top_k": 100, "min_p": 0.01}, {"top_p": 0.9, "min_p": 0.05}],
 }
 

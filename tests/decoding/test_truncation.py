@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import TypicalLogitsWarper
 
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.truncation import leading, survivors
@@ -17,6 +21,7 @@ samplings = st.builds(
     top_k=st.sampled_from([0, 0, 1, 3, 20, 100]),
     top_p=st.sampled_from([1.0, 0.1, 0.5, 0.9, 0.999]),
     min_p=st.sampled_from([0.0, 0.0, 0.01, 0.5]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.2, 0.9]),
 )
 
 
@@ -46,5 +51,22 @@ def test_the_leading_logits_tell_who_survives(
         want: Any = survivors(logits[row], sampling)
         if kept[row].any():
             assert sorted(order[row, kept[row]]) == want.tolist()
-        else:  # an unknown logit may survive, or equal a surviving one
+        elif sampling.top_p == 1.0 or not known < sampling.top_k < vocabulary:  # else top-p's share is of unknown weight
+            want = survivors(logits[row], replace(sampling, typical_p=1.0))
+            # An unknown logit may survive, or equal a surviving one.
             assert len(want) >= known or logits[row, want].min() <= z[row, -1]
+
+
+@given(st.integers(0, 2**32), st.sampled_from([2, 30, 3000]), st.floats(0.01, 0.99), st.sampled_from([0.1, 1.0, 5.0]))
+def test_typical_tokens_are_those_of_transformers(seed: int, vocabulary: int, mass: float, spread: float) -> None:
+    z = (spread * np.random.default_rng(seed).normal(size=vocabulary)).astype(np.float32)
+    theirs = TypicalLogitsWarper(mass)(torch.zeros(1, 0), torch.from_numpy(z[None].astype(np.float64)))
+    kept = survivors(z, Sampling(temperature=1.0, typical_p=mass))
+    assert kept.tolist() == np.flatnonzero(np.isfinite(theirs[0].numpy())).tolist()
+
+
+@pytest.mark.parametrize(("mass", "kept"), [(0.1, [1]), (0.5, [1, 2, 3, 4, 5]), (0.7, [0, 1, 2, 3, 4, 5])])
+def test_typical_p_may_remove_the_most_probable_token(mass: float, kept: list[int]) -> None:
+    """The entropy is 1.64 nats: surprisals of 2.12 are closer to it than the 0.92 of the most probable token."""
+    z = np.log(np.array([0.4, 0.12, 0.12, 0.12, 0.12, 0.12], dtype=np.float32))
+    assert survivors(z, Sampling(temperature=1.0, typical_p=mass)).tolist() == kept

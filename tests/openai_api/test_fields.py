@@ -42,6 +42,7 @@ async def test_fields_of_vllm_arrive() -> None:
         "bad_words": ["no"],
         "truncate_prompt_tokens": 7,
         "min_p": 1.0,
+        "typical_p": 0.5,
         "cache_salt": "s",
     }
     for path, prompt in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
@@ -50,7 +51,8 @@ async def test_fields_of_vllm_arrive() -> None:
         assert request.include_stop
         assert list(request.sampling.allowed_tokens) == list(range(5000))
         assert list(request.sampling.bad_words) == ["no"]
-        assert (request.truncate_prompt_tokens, request.sampling.min_p, request.cache_salt) == (7, 1.0, "s")
+        assert (request.sampling.min_p, request.sampling.typical_p) == (1.0, 0.5)
+        assert (request.truncate_prompt_tokens, request.cache_salt) == (7, "s")
         assert not request.return_prompt_token_ids
 
 

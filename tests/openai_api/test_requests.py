@@ -389,7 +389,7 @@ def test_what_asks_for_what_happens_anyway_is_taken() -> None:
     assert completion(echo=False, suffix="") == completion()
     assert completion(top_k=-1).message(0).sampling.top_k == 0
     assert chat(response_format={"type": "text"}, tools=[], tool_choice="none") == chat()
-    assert chat(skip_special_tokens=True, length_penalty=1, typical_p=1.0, cache_prompt=True) == chat()
+    assert chat(skip_special_tokens=True, length_penalty=1, cache_prompt=True) == chat()
     assert chat(max_tokens=5, max_completion_tokens=5).message(0).max_tokens == 5
     assert completion(n_predict=5, repeat_penalty=1.5).message(0) == completion(
         max_tokens=5, repetition_penalty=1.5

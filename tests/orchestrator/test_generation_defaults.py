@@ -24,7 +24,7 @@ from specdec.text.generation_defaults import FIELDS, GenerationDefaults
 from specdec.v2 import generation_pb2, model_pb2
 from tests.models import CONTEXT, make
 
-OURS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+OURS = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "typical_p": 0.9, "repetition_penalty": 1.1}
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,7 @@ def test_only_do_sample_makes_it_sample(
         ("top_p", 0, r"is 0, must be in \(0, 1\]"),
         ("top_k", 2.5, "is 2.5, must be an integer from 0"),
         ("min_p", 1.5, r"is 1.5, must be in \[0, 1\]"),
+        ("typical_p", 0, r"is 0, must be in \(0, 1\]"),
         ("repetition_penalty", 0, r"is 0, must be in \[0.01, 100\]"),
         ("max_new_tokens", 0, "is 0, must be an integer from 1"),
         ("do_sample", "yes", 'is "yes", must be true or false'),
@@ -109,7 +110,7 @@ def test_what_is_not_built_is_told_and_what_changes_nothing_is_not(directory: Pa
     assert GenerationDefaults.of(found).not_taken == ("num_beams", "suppress_tokens")
 
 
-SOME = GenerationDefaults(Sampling(temperature=0.5, top_p=0.75, top_k=9, min_p=0.25, repetition_penalty=1.5), 11)
+SOME = GenerationDefaults(Sampling(temperature=0.5, top_p=0.75, top_k=9, min_p=0.25, typical_p=0.5, repetition_penalty=1.5), 11)
 
 
 @given(
@@ -120,6 +121,7 @@ SOME = GenerationDefaults(Sampling(temperature=0.5, top_p=0.75, top_k=9, min_p=0
             "top_p": st.sampled_from([0.5, 1.0]),
             "top_k": st.sampled_from([0, 3]),
             "min_p": st.sampled_from([0.0, 0.125]),
+            "typical_p": st.sampled_from([0.75, 1.0]),
             "repetition_penalty": st.sampled_from([1.0, 1.25]),
             "frequency_penalty": st.sampled_from([0.0, 0.5]),
         },

@@ -33,9 +33,12 @@ TRUNCATIONS: tuple[dict[str, Any], ...] = (
     {"top_k": 12},
     {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
 )
-SAMPLINGS = [
-    {"temperature": temperature, "seed": 17 + number, **truncation}
-    for number, (temperature, truncation) in enumerate(itertools.product(TEMPERATURES, TRUNCATIONS))
+SAMPLINGS: list[dict[str, Any]] = [
+    *(
+        {"temperature": temperature, "seed": 17 + number, **truncation}
+        for number, (temperature, truncation) in enumerate(itertools.product(TEMPERATURES, TRUNCATIONS))
+    ),
+    {"temperature": 1.0, "seed": 5, "typical_p": 0.9},
 ]
 
 

@@ -239,6 +239,7 @@ BAD: list[tuple[str, dict[str, object], str]] = [
     ("top_p above 1", {"sampling": {"top_p": 1.5}}, "sampling.top_p"),
     ("top_p nan", {"sampling": {"top_p": NAN}}, "sampling.top_p"),
     ("min_p above 1", {"sampling": {"min_p": 1.5}}, "sampling.min_p"),
+    ("typical_p 0", {"sampling": {"typical_p": 0.0}}, "sampling.typical_p"),
     ("repetition penalty 0", {"sampling": {"repetition_penalty": 0.0}}, "sampling.repetition_penalty"),
     ("frequency penalty", {"sampling": {"frequency_penalty": 3.0}}, "sampling.frequency_penalty"),
     ("presence penalty", {"sampling": {"presence_penalty": NAN}}, "sampling.presence_penalty"),

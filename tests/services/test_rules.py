@@ -153,6 +153,7 @@ async def test_waiting_for_a_draft_holds_up_nobody_else(directories: Directories
         ({"sampling": {"top_k": 3}}, "sampling.top_k"),
         ({"sampling": {"top_p": 0.5}}, "sampling.top_p"),
         ({"sampling": {"min_p": 0.1}}, "sampling.min_p"),
+        ({"sampling": {"typical_p": 0.5}}, "sampling.typical_p"),
         ({"contrast": {"alpha": 0.0}}, "contrast.alpha"),
         ({"contrast": {"alpha": 1.5}}, "contrast.alpha"),
         ({"contrast": {"amateur_temperature": -1.0}}, "contrast.amateur_temperature"),

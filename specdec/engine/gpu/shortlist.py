@@ -19,7 +19,7 @@ from specdec.decoding.noise import token_words, winners, word_gumbel
 from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Rule
-from specdec.decoding.truncation import leading, truncates
+from specdec.decoding.truncation import leading, ranks, truncates
 from specdec.engine.gpu import logits_processing, noise
 from specdec.engine.gpu.staging import upload
 
@@ -61,7 +61,9 @@ def narrowing(query: SamplingQuery) -> type[Narrowing] | None:
         return None
     if query.sampler.sampling.greedy:
         return Greedy
-    return Ranked if truncates(query.sampler.sampling) else Drawn
+    if ranks(query.sampler.sampling):
+        return Ranked
+    return None if truncates(query.sampler.sampling) else Drawn  # typical-p alone may remove the largest logits
 
 
 class Greedy:

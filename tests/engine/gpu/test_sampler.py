@@ -37,6 +37,7 @@ def samplings(draw: st.DrawFn, vocabulary: int) -> Sampling:
         top_k=some(0, st.integers(1, 2 * vocabulary)),
         top_p=some(1.0, st.floats(0.05, 0.99)),
         min_p=some(0.0, st.floats(0.001, 0.9)),
+        typical_p=some(1.0, st.floats(0.05, 0.99)),
         repetition_penalty=some(1.0, st.floats(0.5, 2.0)),
         frequency_penalty=some(0.0, st.floats(-2.0, 2.0)),
         presence_penalty=some(0.0, st.floats(-2.0, 2.0)),
