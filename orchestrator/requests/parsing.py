@@ -14,7 +14,7 @@ from orchestrator.requests.sample import Request, Sample, digest
 from orchestrator.requests.tools import tool_grammar
 from orchestrator.tenants.file import Tenant
 from specdec.decoding.noise import sample_seed
-from specdec.decoding.sampling import Rule, Sampling, sampling_violations
+from specdec.decoding.sampling import NUMBERS, Rule, Sampling, sampling_violations
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, SpeculationOptions
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.rewriting import supported_source
@@ -207,16 +207,9 @@ def _sampling(asked: generation_pb2.SamplingParameters, default: Sampling) -> Sa
         return getattr(asked if asked.HasField(field) else default, field)  # type: ignore[arg-type]
 
     return Sampling(
-        repetition_penalty=of("repetition_penalty"),
-        frequency_penalty=of("frequency_penalty"),
-        presence_penalty=of("presence_penalty"),
         logit_bias=dict(asked.logit_bias),
         banned_tokens=frozenset(asked.banned_tokens),
-        temperature=of("temperature"),
-        top_k=of("top_k"),
-        top_p=of("top_p"),
-        min_p=of("min_p"),
-        typical_p=of("typical_p"),
+        **{name: of(name) for name in NUMBERS},
     )
 
 

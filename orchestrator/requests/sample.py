@@ -11,7 +11,7 @@ import numpy as np
 
 from orchestrator.requests.reasoning import Reasoning, reasoning_message
 from specdec.decoding.block_hashes import cache_scope
-from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.sampling import NUMBERS, Rule, Sampling
 from specdec.decoding.speculation import SpeculationOptions
 from specdec.grammar.json_schema.unique_items import UniqueItems
 from specdec.v2 import generation_pb2, model_pb2
@@ -118,19 +118,9 @@ def digest(tokens: Sequence[int]) -> str:
 
 def resolved(sample: Sample, model: str) -> generation_pb2.ResolvedRequest:
     """Return the resolved request of a sample. `model` names its revision; empty if there is no other."""
-    sampling = sample.sampling
     message = generation_pb2.ResolvedRequest(
         model=model,
-        sampling=generation_pb2.SamplingParameters(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            typical_p=sampling.typical_p,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-        ),
+        sampling=generation_pb2.SamplingParameters(**{name: getattr(sample.sampling, name) for name in NUMBERS}),
         prompt_tokens=len(sample.prompt),
         max_tokens=sample.max_tokens,
         end_tokens=sorted(sample.end_tokens),

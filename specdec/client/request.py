@@ -64,10 +64,7 @@ _PLAIN = {
     "prompt_logprobs", "show_special_tokens", "include_stop", "return_prompt_token_ids", "truncate_prompt_tokens",
     "rejected_candidates", "cache_salt", "learn",
 }  # fmt: skip
-_SAMPLING = {
-    "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "logit_bias", "banned_tokens", "allowed_tokens", "bad_words", "seed",
-}  # fmt: skip
+_SAMPLING = set(pb.SamplingParameters.DESCRIPTOR.fields_by_name)
 _ENDS = ("add_generation_prompt", "continue_final_message")
 _CONTRAST = {"alpha", "amateur_temperature"}
 _SPECULATION = {

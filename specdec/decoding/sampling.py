@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 GREEDY_BELOW = 1e-4
@@ -72,6 +72,11 @@ class Sampling:
         """True if the choice depends on the tokens already in the text."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
+
+PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+NUMBERS = tuple(one.name for one in fields(Sampling) if isinstance(one.default, int | float) and one.name != "seed")
+"""Names of the parameters that are one number, all but the seed. Requests and messages have fields of the same names."""
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Limits of the repetition penalty: beyond them, logits become so large or small that the penalty alone decides the

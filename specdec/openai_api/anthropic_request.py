@@ -15,6 +15,7 @@ from specdec.openai_api.fields import (
     MAX_IGNORED,
     MAX_NAME_CHARACTERS,
     RENAMED,
+    SAMPLING,
     Unsupported,
     check_names,
 )
@@ -24,23 +25,8 @@ from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
 from specdec.v2.generation_pb2 import TokenizeRequest
 
-SAME = frozenset(
-    {
-        "cache_salt",
-        "chat_template_kwargs",
-        "max_tokens",
-        "min_p",
-        "model",
-        "priority",
-        "repetition_penalty",
-        "seed",
-        "specdec",
-        "stream",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-    }
+SAME = SAMPLING | frozenset(
+    {"cache_salt", "chat_template_kwargs", "max_tokens", "model", "priority", "seed", "specdec", "stream", "top_k"}
 )
 """Fields equal to those of a chat."""
 

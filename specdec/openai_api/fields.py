@@ -14,23 +14,21 @@ from typing import Any
 
 from specdec.openai_api.errors import refused, unsupported
 
-SAME = frozenset(
+SAMPLING = frozenset({"min_p", "repetition_penalty", "temperature", "top_p", "typical_p"})
+"""Sampling parameters that every API here takes, besides `top_k`."""
+
+SAME = SAMPLING | frozenset(
     {
         "bad_words",
         "frequency_penalty",
         "max_tokens",
-        "min_p",
         "min_tokens",
         "model",
         "n",
         "presence_penalty",
         "priority",
-        "repetition_penalty",
         "stop",
-        "temperature",
-        "top_p",
         "truncate_prompt_tokens",
-        "typical_p",
     }
 )
 """Fields equal to client options in name and meaning. Fields outside of OpenAI's API have vLLM's names."""

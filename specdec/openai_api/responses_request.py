@@ -12,14 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.openai_api.errors import ApiError, refused, renamed, unknown, unsupported
-from specdec.openai_api.fields import MAX_NAME_CHARACTERS, RENAMED, WITHOUT_EFFECT, Unsupported, check_names
+from specdec.openai_api.fields import (
+    MAX_NAME_CHARACTERS,
+    RENAMED,
+    SAMPLING,
+    WITHOUT_EFFECT,
+    Unsupported,
+    check_names,
+)
 from specdec.openai_api.fields import READ as CHAT_READ
 from specdec.openai_api.fields import SAME as CHAT_SAME
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
 from specdec.openai_api.responses_tools import CUSTOM_INPUT, OfferedTool, chosen, function_name, offered, places_of
 
-SAME = frozenset(
+SAME = SAMPLING | frozenset(
     {
         "allowed_token_ids",
         "bad_words",
@@ -30,13 +37,11 @@ SAME = frozenset(
         "include_reasoning",
         "include_stop_str_in_output",
         "logit_bias",
-        "min_p",
         "min_tokens",
         "model",
         "parallel_tool_calls",
         "presence_penalty",
         "priority",
-        "repetition_penalty",
         "seed",
         "skip_special_tokens",
         "specdec",
@@ -44,11 +49,8 @@ SAME = frozenset(
         "stop_token_ids",
         "stream",
         "structured_outputs",
-        "temperature",
         "top_k",
-        "top_p",
         "truncate_prompt_tokens",
-        "typical_p",
     }
 )
 """Fields equal to those of a chat."""

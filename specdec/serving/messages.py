@@ -13,7 +13,7 @@ from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.proposal import MAX_PARTIAL_IDS, NO_DISTRIBUTION, DistributionSizes, DraftDistribution
 from specdec.decoding.query import RequestSampler
-from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
+from specdec.decoding.sampling import DEFAULT_CONTRAST, NUMBERS, Contrast, Rule, Sampling
 from specdec.decoding.speculation import (
     ALL_DRAFTERS,
     NO_DRAFTERS,
@@ -45,36 +45,23 @@ def finish_name(reason: int) -> str:
 
 
 def sampling_from(message: model_pb2.Sampling) -> Sampling:
+    default = Sampling()
     return Sampling(
-        repetition_penalty=message.repetition_penalty or 1.0,
-        frequency_penalty=message.frequency_penalty,
-        presence_penalty=message.presence_penalty,
         logit_bias=dict(message.logit_bias),
         banned_tokens=frozenset(message.banned_tokens),
         banned_sequences=frozenset(tuple(sequence.tokens) for sequence in message.banned_sequences),
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p or 1.0,
-        min_p=message.min_p,
-        typical_p=message.typical_p or 1.0,
         seed=message.seed,
+        **{name: getattr(message, name) or getattr(default, name) for name in NUMBERS},
     )
 
 
 def sampling_message(sampling: Sampling) -> model_pb2.Sampling:
     return model_pb2.Sampling(
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
         logit_bias=sampling.logit_bias,
         banned_tokens=sorted(sampling.banned_tokens),
         banned_sequences=[model_pb2.TokenSequence(tokens=tokens) for tokens in sorted(sampling.banned_sequences)],
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        typical_p=sampling.typical_p,
         seed=sampling.seed,
+        **{name: getattr(sampling, name) for name in NUMBERS},
     )
 
 

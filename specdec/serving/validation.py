@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.sampling import Rule, Sampling
+from specdec.decoding.sampling import NUMBERS, PENALTIES, Rule, Sampling
 from specdec.decoding.speculation import CandidateSource, Scorer, SpeculationOptions
 from specdec.grammar.grammar import Kind, source_violation
 from specdec.serving.messages import RULES, contrast_from
@@ -139,8 +139,8 @@ def rule_violations(
                 f"sampling.{field}",
                 f"is {getattr(sampling, field):g}, must be unset with the CONTRASTIVE rule, which does not sample",
             )
-            for field in ("temperature", "top_k", "top_p", "min_p", "typical_p")
-            if getattr(sampling, field) != getattr(off, field)
+            for field in NUMBERS
+            if field not in PENALTIES and getattr(sampling, field) != getattr(off, field)
         ]
     elif contrast.ByteSize():
         found.append(("contrast", "is set, must be unset unless the rule is CONTRASTIVE"))

@@ -7,12 +7,13 @@ from typing import Self
 
 import numpy as np
 
-from specdec.decoding.sampling import Sampling, sampling_violations
+from specdec.decoding.sampling import NUMBERS, Sampling, sampling_violations
 from specdec.engine.model_directory import MAX_CONTEXT, MAX_VOCABULARY, ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import Fields
 
-FIELDS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-"""Sampling parameters taken from the file; its `eos_token_id` is read with the model (`ModelDirectory`)."""
+FIELDS = tuple(name for name in NUMBERS if name not in ("frequency_penalty", "presence_penalty"))
+"""Sampling parameters taken from the file, all that transformers has; its `eos_token_id` is read with the model
+(`ModelDirectory`)."""
 
 NOT_TAKEN: dict[str, object] = {
     "bad_words_ids": None,
