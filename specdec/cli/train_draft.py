@@ -26,8 +26,8 @@ from specdec.cli.training import (
     Target,
     Text,
     check_begin,
-    check_place,
     failing_in_one_line,
+    take_place,
     work_on,
 )
 from specdec.command_line import number, optional_addresses
@@ -161,7 +161,7 @@ def train_draft(
         for name, context in (("target", big.context), ("draft", small.directory.context)):
             if length > context:
                 fail(f"--length: is {length}, must be at most {context}, the {name}'s context", ExitStatus.USAGE)
-        check_place(out, resume=resume)
+        take_place(out, resume=resume)
         end_on_sigterm()
         from specdec.serving.process import logs
 

@@ -22,8 +22,8 @@ from specdec.cli.training import (
     Target,
     Text,
     check_begin,
-    check_place,
     failing_in_one_line,
+    take_place,
     work_on,
 )
 from specdec.command_line import number
@@ -105,7 +105,7 @@ def train_heads(
         directory = check_model(Wanted(target, Placement("eager", device=device)))
         if length > directory.context:
             fail(f"--length: is {length}, must be at most {directory.context}, the target's context", ExitStatus.USAGE)
-        check_place(out, resume=resume)
+        take_place(out, resume=resume)
         end_on_sigterm()
         from specdec.serving.process import logs
 

@@ -120,12 +120,17 @@ def check_begin(text: list[Path] | None, *, resume: bool, traffic: bool = False)
         fail("--text: give the text to train on, or go on with --resume", ExitStatus.USAGE)
 
 
-def check_place(out: Path, *, resume: bool) -> None:
-    """End the process unless a training may begin in `out`, or is to go on there."""
-    from specdec.training.files import is_unused
+def take_place(out: Path, *, resume: bool) -> None:
+    """Lock `out` until this process ends. End the process unless a training may begin there, or is to go on. WriteError
+    if the folder cannot be made."""
+    from specdec.training.files import is_unused, lock, make_folder
 
-    if not resume and not is_unused(out):
-        fail(f"{out}: is not empty; go on with --resume, or write elsewhere", ExitStatus.USAGE)
+    if not resume:
+        if not is_unused(out):
+            fail(f"{out}: is not empty; go on with --resume, or write elsewhere", ExitStatus.USAGE)
+        make_folder(out)
+    if out.is_dir() and not lock(out):
+        fail(f"{out}: another training is writing there; wait for it, or write elsewhere", ExitStatus.USAGE)
 
 
 @contextmanager

@@ -3,6 +3,7 @@ file or the new one. Imports no torch: whether a training may begin is told at o
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -79,6 +80,20 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WriteError(f"{out}: cannot be made: {error.strerror or error}") from error
+
+
+def lock(folder: Path) -> bool:
+    """Lock a folder until this process ends; return False if another process has it. A file system without locks counts
+    as unlocked."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # stays open: closing it would release the lock
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    except OSError:
+        os.close(descriptor)
+    return True
 
 
 def write_texts(out: Path, tokens: Tensor, **further: Tensor) -> None:

@@ -1,0 +1,29 @@
+"""The folder that a training writes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec.exit_status import ExitStatus
+from specdec.local import DEMO
+from tests.training.processes import run
+
+
+@pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["new", "resumed"])
+def test_one_training_at_a_time_writes_to_a_folder(tmp_path: Path, resume: list[str]) -> None:
+    (tmp_path / "text").write_text("Some text.")
+    (tmp_path / "out").mkdir()
+    holder = os.open(tmp_path / "out", os.O_RDONLY)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        command = (sys.executable, "-m", "specdec.cli", "train-heads", str(DEMO / "target"), "out", "--text", "text")
+        done = run(tmp_path, *command, *resume)
+    finally:
+        os.close(holder)
+    assert done.returncode == ExitStatus.USAGE
+    assert done.stderr == "specdec: out: another training is writing there; wait for it, or write elsewhere\n"
