@@ -11,11 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom
-from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import BYTES
-from specdec.engine.preflight.memory_needed import in_gigabytes
-from specdec.engine.unsupported import UnsupportedModelError
 from specdec.text.tokenizer import Tokenizer
 from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining, check_unfinished
 from specdec.training.draft_files import DraftFiles, dtype_of_weights
@@ -27,16 +23,10 @@ from specdec.training.plan import DRAFT, TRAINS, write_plan
 from specdec.training.served_labels import ServedLabels, ServedTraining, TextWindows
 from specdec.training.texts import Mixture, Windows, digest_of, tokens_of
 from specdec.training.traffic import TrainingTraffic
-from specdec.training.training import rows_a_pass
+from specdec.training.training import check_room
 
 REPLAY_SHARE = 0.25
 """Default part of a batch that is older text, where there is any."""
-
-COPIES = 3
-"""Float32 numbers for each weight beside it: its gradient and two moments."""
-
-LOGIT_COPIES = 8
-"""Float32 numbers for each logit of a pass: logits, logarithms and probabilities of both models, and gradients."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +137,14 @@ def prepared(
         text = TrainingText(given, replay, own, in_memory=wishes.traffic is not None)
         text.check(plan.length, draft.directory.vocabulary)  # before the models are loaded
     big, small = load_target(target, wishes.device), load_draft(draft.directory, wishes.device)
-    _check_room(small, plan, max(target.vocabulary, draft.directory.vocabulary), wishes.device, draft.directory.name)
+    check_room(
+        draft.directory.name,
+        [*small.parameters()],
+        plan,
+        max(target.vocabulary, draft.directory.vocabulary),
+        wishes.device,
+        "use a smaller draft, or a smaller --length",
+    )
     if not resume:
         clear(out)
         text.save(out)
@@ -155,15 +152,3 @@ def prepared(
             write_plan(out, plan, origin, **{TRAINS: DRAFT})
     files = DraftFiles(draft.directory, draft.tokenizer, dtype_of_weights(draft.directory))
     return PreparedDraft(big, small, text, plan, origin, files, learned_from, wishes.traffic, served)
-
-
-def _check_room(draft: PreTrainedModel, plan: DraftPlan, vocabulary: int, device: str, name: str) -> None:
-    """Raise UnsupportedModelError unless there is room for what a training needs beside both models."""
-    weights = sum(parameter.numel() for parameter in draft.parameters())
-    logits = rows_a_pass(plan, vocabulary) * plan.length * vocabulary
-    needed = BYTES["float32"] * (COPIES * weights + LOGIT_COPIES * logits)
-    if needed > (free := free_bytes(device)):
-        raise UnsupportedModelError(
-            f"{name}: its training needs {in_gigabytes(needed)} more for gradients, moments and logits, but {device} "
-            f"has {in_gigabytes(free)} free: use a smaller draft, or a smaller --length"
-        )

@@ -56,9 +56,10 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
 
     trains = EAGLE3
     guess = "guess"
+    remedy = "use a smaller --draft-vocabulary or --length"
 
     def __init__(self, model: PreTrainedModel, windows: Windows, plan: Eagle3Plan, origin: Origin) -> None:
-        """UnsupportedModelError as in `check`."""
+        """UnsupportedModelError as in `check`, or if the device has no room."""
         self.check(model)
         self.layers = layers_read(len(decoder_layers(model)))
         output: Any = model.get_output_embeddings()

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from specdec.training.files import STATE, TEXTS, replace_json, replace_tensors
 from specdec.training.plan import MAX_TOKENS, TRAINS, Origin, ResumeError, check_texts, plan_begun
 from specdec.training.texts import Windows
-from specdec.training.training import P, Training, rows_a_pass
+from specdec.training.training import P, Training, check_room, rows_a_pass
 
 DECAY = 0.8
 """Weight of a guess's loss, relative to the guess before it: Medusa's and EAGLE-3's."""
@@ -32,6 +32,9 @@ class HeadTraining(Training[P]):
     guess: ClassVar[str]
     """Name of the part that guesses one position ahead, in messages."""
 
+    remedy: ClassVar[str]
+    """What to do if the device has no room, in messages."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -41,9 +44,12 @@ class HeadTraining(Training[P]):
         trained: Iterable[Tensor],
         max_norm: float | None = None,
     ) -> None:
-        """`trained`, `max_norm`: as in Training."""
+        """`trained`, `max_norm`: as in Training. UnsupportedModelError if the device has no room for it."""
         self._model = model.requires_grad_(False).eval()
         self._windows = windows
+        trained = [*trained]
+        vocabulary = int(model.config.get_text_config().vocab_size)
+        check_room(f"{self.trains} for {origin.target}", trained, plan, vocabulary, model.device, self.remedy)
         super().__init__(plan, origin, windows, trained, max_norm)
 
     @classmethod

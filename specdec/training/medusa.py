@@ -37,6 +37,7 @@ class MedusaTraining(HeadTraining[MedusaPlan]):
 
     trains = MEDUSA
     guess = "head"
+    remedy = "use fewer --heads, no --own-outputs, or a smaller --length"
 
     def __init__(self, model: PreTrainedModel, windows: Windows, plan: MedusaPlan, origin: Origin) -> None:
         head = model.get_output_embeddings()

@@ -11,6 +11,10 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from specdec.engine.memory import free_bytes
+from specdec.engine.placement import BYTES
+from specdec.engine.preflight.memory_needed import in_gigabytes
+from specdec.engine.unsupported import UnsupportedModelError
 from specdec.training.files import PLAN, STATE, TEXTS, make_folder, read_tensors, replace_tensors
 from specdec.training.plan import DivergedError, Origin, Plan, ResumeError, write_plan
 
@@ -22,6 +26,12 @@ WARM_UP = 0.1
 
 LOGITS_A_PASS = 1 << 26
 """Logits of a model in one pass, 256 MB in float32: a step of more windows takes several passes."""
+
+COPIES = 3
+"""Float32 numbers for each weight beside it: its gradient and two moments."""
+
+LOGIT_COPIES = 8
+"""Float32 numbers for each logit of a pass: logits, logarithms and probabilities of both models, and gradients."""
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 STEP = "step"
@@ -152,6 +162,21 @@ class Training(ABC, Generic[P]):
 def rows_a_pass(plan: Plan, vocabulary: int) -> int:
     """Return the number of windows of one pass."""
     return max(1, min(plan.rows, LOGITS_A_PASS // (plan.length * vocabulary)))
+
+
+def check_room(
+    name: str, trained: Iterable[Tensor], plan: Plan, vocabulary: int, device: str | torch.device, remedy: str
+) -> None:
+    """Raise UnsupportedModelError, with the name of the model and a remedy, unless there is room for what a training
+    needs beside its models and the weights to learn."""
+    weights = sum(parameter.numel() for parameter in trained)
+    logits = rows_a_pass(plan, vocabulary) * plan.length * vocabulary
+    needed = BYTES["float32"] * (COPIES * weights + LOGIT_COPIES * logits)
+    if needed > (free := free_bytes(str(device))):
+        raise UnsupportedModelError(
+            f"{name}: training needs {in_gigabytes(needed)} more for gradients, moments and logits, but {device} "
+            f"has {in_gigabytes(free)} free: {remedy}"
+        )
 
 
 def _stored(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from specdec.engine.heads.files import TargetShape
 from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.engine.hf.pretrained import load
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.unsupported import UnsupportedModelError
 from specdec.local import DEMO
 from specdec.text.tokenizer import Tokenizer
 from specdec.training.files import PLAN as PLAN_FILE
@@ -56,6 +58,12 @@ def test_own_continuations_are_half_greedy_and_the_same_again(model: PreTrainedM
     assert one.shape == (120,)
     assert torch.equal(one, again)
     assert texts == 2 * [1, 2, 3]
+
+
+def test_a_training_without_room_is_refused(model: PreTrainedModel, tokens: Tensor) -> None:
+    plan = replace(PLAN, length=2**34)
+    with pytest.raises(UnsupportedModelError, match=r"tiny: training needs .* free: use fewer --heads"):
+        MedusaTraining(model, Windows(tokens, PLAN.length), plan, ORIGIN)
 
 
 @pytest.mark.parametrize("own_outputs", [False, True])
