@@ -40,6 +40,9 @@ def metrics(told: draft_pb2.DraftServiceGetStatsResponse) -> list[Metric]:
     found.gauge("kept_texts", "Texts kept to learn from.", told.kept_texts)
     found.gauge("kept_tokens", "Tokens of texts kept to learn from.", told.kept_tokens)
     found.gauge("kept_age_seconds", "Age of the oldest text kept to learn from.", told.kept_age_us / 1e6)
+    found.gauge(
+        "kept_logprob_bytes", "Bytes of the target's log-probabilities kept to learn from.", told.kept_logprob_bytes
+    )
     _versions(found, told)
     found.gauge("fast_paths_off", "Fast paths disabled in this process.", len(told.fast_paths_off))
     return found.made

@@ -176,6 +176,7 @@ class DraftServicer(
             kept_texts=kept.texts,
             kept_tokens=kept.tokens,
             kept_age_us=int(1e6 * kept.age),
+            kept_logprob_bytes=kept.logprob_bytes,
             versions=[] if versions is None else [version_message(version) for version in versions.known],
             version_outcomes={} if versions is None else dict(versions.outcomes),
         )

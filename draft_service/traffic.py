@@ -42,9 +42,10 @@ class Kept(NamedTuple):
     texts: int
     tokens: int
     age: float  # seconds since the oldest text was kept
+    logprob_bytes: int  # of the target's log-probabilities
 
 
-NOTHING_KEPT = Kept(0, 0, 0.0)
+NOTHING_KEPT = Kept(0, 0, 0.0, 0)
 
 
 class Traffic:
@@ -132,4 +133,4 @@ class Traffic:
     def kept(self) -> Kept:
         with self._lock:
             age = self._clock() - self._texts[0].kept_at if self._texts else 0.0
-            return Kept(len(self._texts), self._tokens, age)
+            return Kept(len(self._texts), self._tokens, age, self._places * PLACE_BYTES)

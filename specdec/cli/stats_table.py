@@ -153,7 +153,11 @@ def _of_draft(stats: DraftServiceGetStatsResponse, before: Stats | None) -> Iter
     yield "tokens", f"{stats.committed_tokens} committed, of which {guessed} were guessed before"
     if stats.kept_texts:
         age = f"{stats.kept_age_us / 6e7:.0f} minutes"
-        yield "kept to learn from", f"{stats.kept_texts} texts, {stats.kept_tokens} tokens, the oldest for {age}"
+        logprobs = f", {stats.kept_logprob_bytes / 1e6:.1f} MB of log-probabilities" if stats.kept_logprob_bytes else ""
+        yield (
+            "kept to learn from",
+            f"{stats.kept_texts} texts, {stats.kept_tokens} tokens, the oldest for {age}{logprobs}",
+        )
     for number, version in enumerate(stats.versions):
         yield "" if number else "versions", _version(version)
     yield from _off(stats.fast_paths_off)

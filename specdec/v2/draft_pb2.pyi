@@ -434,6 +434,7 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
     KEPT_TEXTS_FIELD_NUMBER: builtins.int
     KEPT_TOKENS_FIELD_NUMBER: builtins.int
     KEPT_AGE_US_FIELD_NUMBER: builtins.int
+    KEPT_LOGPROB_BYTES_FIELD_NUMBER: builtins.int
     up_us: builtins.int
     """Time since the pod started, microseconds."""
     sessions: builtins.int
@@ -464,6 +465,8 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
     """Their tokens."""
     kept_age_us: builtins.int
     """Time since the oldest was kept, microseconds."""
+    kept_logprob_bytes: builtins.int
+    """Bytes of the target's log-probabilities kept with them."""
     @property
     def pod(self) -> specdec.v2.model_pb2.PodInfo:
         """The process that answers."""
@@ -509,9 +512,10 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
         kept_texts: builtins.int = ...,
         kept_tokens: builtins.int = ...,
         kept_age_us: builtins.int = ...,
+        kept_logprob_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["identity", b"identity", "pod", b"pod"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "fast_paths_off", b"fast_paths_off", "guessed_tokens", b"guessed_tokens", "identity", b"identity", "kept_age_us", b"kept_age_us", "kept_texts", b"kept_texts", "kept_tokens", b"kept_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "pod", b"pod", "sent_candidates", b"sent_candidates", "sent_messages", b"sent_messages", "serving", b"serving", "sessions", b"sessions", "steps", b"steps", "up_us", b"up_us", "version_outcomes", b"version_outcomes", "versions", b"versions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy_us", b"busy_us", "committed_tokens", b"committed_tokens", "fast_paths_off", b"fast_paths_off", "guessed_tokens", b"guessed_tokens", "identity", b"identity", "kept_age_us", b"kept_age_us", "kept_logprob_bytes", b"kept_logprob_bytes", "kept_texts", b"kept_texts", "kept_tokens", b"kept_tokens", "kv_held_tokens", b"kv_held_tokens", "kv_tokens", b"kv_tokens", "max_sessions", b"max_sessions", "pod", b"pod", "sent_candidates", b"sent_candidates", "sent_messages", b"sent_messages", "serving", b"serving", "sessions", b"sessions", "steps", b"steps", "up_us", b"up_us", "version_outcomes", b"version_outcomes", "versions", b"versions"]) -> None: ...
 
 global___DraftServiceGetStatsResponse = DraftServiceGetStatsResponse
 

@@ -128,6 +128,7 @@ def test_log_probabilities_stay_within_their_bytes(
             oldest = next(index for index, (_, places) in enumerate(expected) if places)
             expected[oldest] = (expected[oldest][0], [])
         assert [text.places.positions.tolist() for text in kept] == [places for _, places in expected]
+        assert traffic.kept().logprob_bytes == PLACE_BYTES * sum(len(places) for _, places in expected)
 
 
 def test_a_text_keeps_its_first_places_and_each_once() -> None:
