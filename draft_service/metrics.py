@@ -55,34 +55,37 @@ def _versions(found: Families, told: draft_pb2.DraftServiceGetStatsResponse) -> 
         "version_state",
         "1 for the state of a version of the draft's model.",
         ("version", "state"),
-        {(each.name, state_name(each.state)): 1.0 for each in told.versions},
+        {(version.name, state_name(version.state)): 1.0 for version in told.versions},
     )
     found.gauges(
         "version_sessions",
         "Open sessions of a version.",
         label,
-        {(each.name,): each.sessions for each in told.versions},
+        {(version.name,): version.sessions for version in told.versions},
     )
     found.counters(
         "version_committed_tokens",
         "Tokens committed in sessions of a version.",
         label,
-        {(each.name,): each.committed_tokens for each in told.versions},
+        {(version.name,): version.committed_tokens for version in told.versions},
     )
     found.counters(
         "version_guessed_tokens",
         "Committed tokens of a version that were in the draft's token tree.",
         label,
-        {(each.name,): each.guessed_tokens for each in told.versions},
+        {(version.name,): version.guessed_tokens for version in told.versions},
     )
     found.counters(
-        "version_passes", "Forward passes of a version.", label, {(each.name,): each.passes for each in told.versions}
+        "version_passes",
+        "Forward passes of a version.",
+        label,
+        {(version.name,): version.passes for version in told.versions},
     )
     found.counters(
         "version_busy_seconds",
         "Seconds spent in passes of a version.",
         label,
-        {(each.name,): each.busy_us / 1e6 for each in told.versions},
+        {(version.name,): version.busy_us / 1e6 for version in told.versions},
     )
     found.counters(
         "version_outcomes",
