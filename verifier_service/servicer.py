@@ -165,7 +165,7 @@ class VerifierServicer(
         tokens = BLOCK * -(-(text + 1) // BLOCK)  # whole blocks for the text and one more token
         self._usual_tokens += 0.1 * (tokens - self._usual_tokens)
         if request.open.attempt > 1:
-            return  # never refuse a text in progress
+            return  # a text in progress is not refused for lack of waiting room
         queue, limit, load = self._queue(tokens), self._limits.max_waiting, self._backend.stats
         wait = load.expected_wait(queue.ahead)
         if queue.new >= limit:
@@ -303,6 +303,7 @@ class VerifierServicer(
             max_branches=1 if self._backend.chains_only else 0,
             scores_prompt=session.request.prompt_logprobs is not None,
             bans_sequences=bool(session.request.sampler.sampling.banned_sequences),
+            applies_typical_p=session.request.sampler.sampling.typical_p < 1.0,
             salts_cache=bool(session.request.cache_salt),
             takes_partial_distributions=session.request.sampler.rule is Rule.CONTRASTIVE,
         )

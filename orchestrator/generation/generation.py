@@ -56,6 +56,7 @@ class Generation:
         self._transcript = SampleTranscript(sample, revision.model, timeline.began)
         self._verification = Verification(self._context)
         self._drafting = Drafting(self._context, sink=self._verification)
+        self._complete = False  # the last response was made
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the responses of this sample; the last one carries `finish`. When the consumer asks for the next
@@ -96,6 +97,7 @@ class Generation:
                     if response.HasField("finish"):
                         self._sign(response.finish)
                         timeline.finish(response.finish)
+                        self._complete = True
                         yield response
                         return
                     yield response
@@ -103,11 +105,12 @@ class Generation:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Record a cancellation by the caller while the context lasts."""
+        """Record a cancellation by the caller before the text is complete, while the context lasts."""
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
-            self._verification.cancelled()
+            if not self._complete:
+                self._verification.cancelled()
             raise
 
     def _sign(self, finish: generation_pb2.Finish) -> None:

@@ -179,6 +179,7 @@ class Verification:
         self._stream: VerifierStream | None = None  # of the verifier that has the text; None while none has it
         self._not_opened: dict[Pod, str] = {}  # why a verifier does not take the text, as last logged
         self._asked: tuple[Pod, float] | None = None  # the last verifier asked, and when
+        self._abort_error: ServiceError | None = None  # of `abort`
         self._begun = False  # a verifier has accepted the request and sent results
         self._refused = False  # a verifier has called the request invalid
         self._preemptions: list[int] = []  # by session at a verifier
@@ -228,23 +229,13 @@ class Verification:
                                     raise LostError(f"invalid query to the draft: {problem}")
                                 yield message
                     return
-                except LostError as lost:
-                    self._note_lost(stream, lost)
-                except (OverloadedError, LeftAloneError) as error:
-                    if isinstance(error, TooLateError) and stream.opened:
-                        raise  # it has waited for memory in vain; another verifier would start the wait again
-                    choice.refused(pod, error)
-                except UnfitError as unfit:
-                    if isinstance(unfit, ForeignPodError):
-                        pod.found_unfit(unfit.reason, unfit.error)
-                    choice.unfit(pod, unfit.error)
-                except (ModelFailureError, InvalidRequestError) as error:
-                    self._note_failed(pod, error)
+                except Exception as error:
+                    self._note_end(stream, error)
                 finally:
                     self._stream = None
 
     def cancelled(self) -> None:
-        """Note the caller's cancellation before the text was complete."""
+        """Note that the caller has cancelled before the text was complete."""
         if self._asked is not None:
             pod, since = self._asked
             pod.admission.cancelled.add(self._context.sample.tenant, since)
@@ -270,6 +261,7 @@ class Verification:
     def abort(self, error: ServiceError) -> None:
         """End the session, and the request, with this error."""
         if self._stream is not None:
+            self._abort_error = error
             self._stream.abort(error)
 
     # --- sessions -----------------------------------------------------------------------------------
@@ -324,6 +316,27 @@ class Verification:
         self._begun = True
         self._choice.progressed()
         pod.breaker.succeeded()
+
+    def _note_end(self, stream: VerifierStream, error: Exception) -> None:
+        """Note why a session has ended before the text was complete. Raise the error if it ends the request, too."""
+        pod = stream.pod
+        if error is self._abort_error:
+            raise error
+        match error:
+            case LostError():
+                self._note_lost(stream, error)
+            case TooLateError() if stream.opened:
+                raise error  # it has waited for memory in vain; another verifier would start the wait again
+            case OverloadedError() | LeftAloneError():
+                self._choice.refused(pod, error)
+            case UnfitError():
+                if isinstance(error, ForeignPodError):
+                    pod.found_unfit(error.reason, error.error)
+                self._choice.unfit(pod, error.error)
+            case ModelFailureError() | InvalidRequestError():
+                self._note_failed(pod, error)
+            case _:
+                raise error
 
     def _note_lost(self, stream: VerifierStream, lost: LostError) -> None:
         pod, why = stream.pod, str(lost)

@@ -102,6 +102,8 @@ class VerifierStream(PeerStream):
             raise UnfitError(NotBuiltError("verifier: does not return log-probabilities of prompts"))
         if self._context.sample.sampling.banned_sequences and not opened.bans_sequences:
             raise UnfitError(NotBuiltError("verifier: does not ban words of several tokens"))
+        if self._context.sample.sampling.typical_p < 1.0 and not opened.applies_typical_p:
+            raise UnfitError(NotBuiltError("verifier: does not apply typical_p"))
         if self._context.sample.cache_salt and not opened.salts_cache:
             raise UnfitError(NotBuiltError("verifier: does not separate its caches by cache_salt"))
         if revision and identity.model_fingerprint != revision:

@@ -184,7 +184,8 @@ class Admission:
     @asynccontextmanager
     async def opening(self, tenant: str = "", *, again: bool = False) -> AsyncIterator[None]:
         """Hold a place while a session is being opened. Raise OverloadedError if there is no room, LeftAloneError if
-        waiting for room is pointless. A resumed text (`again`) does not wait: the verifier always takes it."""
+        waiting for room is pointless. A resumed text (`again`) does not wait: the verifier refuses it
+        only at its session limit."""
         load = self._load
         load.coming += 1
         try:

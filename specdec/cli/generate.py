@@ -80,8 +80,8 @@ def generate(
     typical_p: Annotated[
         float | None,
         typer.Option(
-            help="Locally typical sampling: of the tokens left by the others, keep those closest to the expected "
-            "information content whose probabilities sum to this; 1 keeps all. Default: the model's own, else 1."
+            help="Locally typical sampling: of the tokens left by the others, keep those whose surprisal is closest to "
+            "the entropy, until their probabilities sum to this; 1 keeps all. Default: the model's own, else 1."
         ),
     ] = None,
     ignore_generation_config: Annotated[

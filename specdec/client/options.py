@@ -93,8 +93,8 @@ class GenerateOptions(TypedDict, total=False):
     ]
     typical_p: Annotated[
         float | None,
-        "Sample from the tokens closest to the expected information content whose probabilities sum to this, in "
-        "(0, 1]. Applied after the others.",
+        "Of the tokens left by top_k, top_p and min_p, sample from those whose surprisal is closest to the entropy, "
+        "until their probabilities sum to this, in (0, 1].",
     ]
     repetition_penalty: Annotated[float | None, "In [0.01, 100]; 1 is off."]
     frequency_penalty: Annotated[float | None, "In [-2, 2]; 0 is off."]

@@ -76,7 +76,8 @@ class Sampling:
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 NUMBERS = tuple(one.name for one in fields(Sampling) if isinstance(one.default, int | float) and one.name != "seed")
-"""Names of the parameters that are one number, all but the seed. Requests and messages have fields of the same names."""
+"""Names of the parameters that are one number, all but the seed. Requests and messages have fields of the same names,
+and are converted by these: in `orchestrator/requests/parsing.py` and `sample.py`, and `specdec/serving/messages.py`."""
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Limits of the repetition penalty: beyond them, logits become so large or small that the penalty alone decides the

@@ -116,8 +116,8 @@ def _typical(z: Logits, mass: float) -> NDArray[np.bool_]:
     total = weights.sum()
     surprisals, probabilities = math.log(total) - logits, weights / total
     entropy = float((probabilities * surprisals).sum())
-    # Ids rarer than the mirror image of the most probable one come after it, in the order of their probabilities. Those
-    # lighter than this weigh less than the 1 - p that is cut off, together, and need not be sorted.
+    # A surprisal above 2 * entropy - min is farther from the entropy than that of the most probable id. Such ids come
+    # last, by falling probability. Those below (1 - mass) / n weigh less than 1 - mass together: they are cut off.
     near = surprisals <= 2.0 * entropy - surprisals.min()
     possible = (near | (probabilities >= (1.0 - mass) / len(z))).nonzero()[0]
     order = possible[np.abs(surprisals[possible] - entropy).argsort(kind="stable")]

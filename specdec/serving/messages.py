@@ -45,6 +45,7 @@ def finish_name(reason: int) -> str:
 
 
 def sampling_from(message: model_pb2.Sampling) -> Sampling:
+    """Return the sampling parameters of a message, where a number of 0 means unset."""
     default = Sampling()
     return Sampling(
         logit_bias=dict(message.logit_bias),

@@ -510,11 +510,13 @@ class SamplingParameters(google.protobuf.message.Message):
     top_p: builtins.float
     """In (0, 1]."""
     top_k: builtins.int
-    """1 or more; 0 keeps all."""
+    """Keep this many tokens; 0 keeps all."""
     min_p: builtins.float
     """In [0, 1]."""
     typical_p: builtins.float
-    """In (0, 1]."""
+    """Of the tokens left by the others, keep those whose surprisal is closest to the entropy, until their probabilities
+    sum to this. In (0, 1].
+    """
     repetition_penalty: builtins.float
     """In [0.01, 100]; 1 is off."""
     frequency_penalty: builtins.float

@@ -325,7 +325,7 @@ global___Lookahead = Lookahead
 
 @typing.final
 class Sampling(google.protobuf.message.Message):
-    """Sampling parameters, applied to the logits in the order of the fields."""
+    """Sampling parameters, applied to the logits in the order of the fields. A number of 0 means unset: off."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -373,7 +373,7 @@ class Sampling(google.protobuf.message.Message):
     """Keep tokens at least this probable relative to the most probable one. In [0, 1]; 0 keeps all."""
     typical_p: builtins.float
     """Then keep the smallest set of tokens whose probability reaches this, those first whose surprisal is closest to the
-    entropy (locally typical sampling). In (0, 1]; unset or 1 keeps all.
+    entropy (locally typical sampling). In (0, 1]; 1 keeps all.
     """
     seed: builtins.int
     """Seed of the noise. The same request with the same seed gives the same tokens."""

@@ -247,6 +247,7 @@ class VerifyOpened(google.protobuf.message.Message):
     BANS_SEQUENCES_FIELD_NUMBER: builtins.int
     SALTS_CACHE_FIELD_NUMBER: builtins.int
     TAKES_PARTIAL_DISTRIBUTIONS_FIELD_NUMBER: builtins.int
+    APPLIES_TYPICAL_P_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Maximum live candidate nodes of this session."""
     drafting_wanted: builtins.bool
@@ -271,6 +272,8 @@ class VerifyOpened(google.protobuf.message.Message):
     """Whether it follows the `cache_salt` of VerifyOpen. False from a verifier that does not know the field."""
     takes_partial_distributions: builtins.bool
     """Whether it takes CONTRASTIVE distributions over part of the vocabulary, and sends a `DraftQuery` for the rest."""
+    applies_typical_p: builtins.bool
+    """Whether it applies the `typical_p` of VerifyOpen's sampling. False from a verifier that does not know the field."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -295,9 +298,10 @@ class VerifyOpened(google.protobuf.message.Message):
         bans_sequences: builtins.bool = ...,
         salts_cache: builtins.bool = ...,
         takes_partial_distributions: builtins.bool = ...,
+        applies_typical_p: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "capacity", b"capacity", "checksum", b"checksum", "identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "bans_sequences", b"bans_sequences", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability", "salts_cache", b"salts_cache", "scores_prompt", b"scores_prompt", "takes_partial_distributions", b"takes_partial_distributions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "applies_typical_p", b"applies_typical_p", "bans_sequences", b"bans_sequences", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability", "salts_cache", b"salts_cache", "scores_prompt", b"scores_prompt", "takes_partial_distributions", b"takes_partial_distributions"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 global___VerifyOpened = VerifyOpened

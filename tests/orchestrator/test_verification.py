@@ -24,9 +24,11 @@ from specdec.serving.errors import (
     GrammarPendingError,
     InvalidRequestError,
     NotBuiltError,
+    OverloadedError,
     PeerLostError,
     PromptTooLongError,
     ProtocolError,
+    ServiceError,
     to_status,
 )
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
@@ -137,6 +139,7 @@ async def test_a_verifier_of_something_else_is_asked_once_for_all_texts(fields: 
     ("fields", "problem"),
     [
         ({"sampling": Sampling(banned_sequences=frozenset({(3, 4)}))}, "does not ban words of several tokens"),
+        ({"sampling": Sampling(typical_p=0.9)}, "does not apply typical_p"),
         ({"cache_salt": "s"}, "does not separate its caches by cache_salt"),
     ],
 )
@@ -282,6 +285,26 @@ def test_a_peer_is_not_blamed_for_heartbeats_of_a_time_in_which_nobody_read(paus
         heartbeats(int(4 * pause))
     with pytest.raises(LostError, match="too many heartbeats"):
         heartbeats(10_000 + 2 * MAX_HEARTBEATS)
+
+
+@pytest.mark.parametrize(
+    "error", [InvalidRequestError([("grammar", "is no grammar")]), OverloadedError("no room for it", retry_after=1.0)]
+)
+async def test_an_abort_ends_the_request_and_is_not_the_verifiers_fault(error: ServiceError) -> None:
+    verifier = Changing(identity())
+    async with serving(verifier) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        verification = Verification(context(Peers(pods)))
+        messages = verification.messages()
+        await anext(messages)
+        with captured_logs() as logs:
+            verification.abort(error)
+            with pytest.raises(type(error)) as raised:
+                await anext(messages)
+        await pods.close()
+    assert raised.value is error
+    assert verifier.asked == 1
+    assert not logs
 
 
 async def test_a_text_with_tokens_keeps_its_weights() -> None:

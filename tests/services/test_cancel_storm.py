@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import time
 
+from orchestrator.generation.generation import Generation
 from orchestrator.pods.admission import CANCELLED_SECONDS, MAX_CANCELLED
+from orchestrator.requests.parsing import parse
+from orchestrator.text.request_timeline import SampleTimeline
+from specdec.serving.timeline import Timeline
 from tests.services.conftest import Directories
 from tests.stack import Stack, request_of, stack, until
 
@@ -36,4 +40,18 @@ async def test_a_text_that_is_read_to_its_end_keeps_nothing(directories: Directo
         (pod,) = services.peers.verifiers
         for stop in ((), ("a", "e", "i", "o", "u", " ")):
             await services.generate(PROMPT, max_tokens=40, ignore_end_token=True, tenant="one", stop=stop)
+        assert not pod.admission.cancelled._kept
+
+
+async def test_a_caller_that_leaves_with_the_last_token_has_not_cancelled(directories: Directories) -> None:
+    async with stack(directories.target, None) as services:
+        (pod,) = services.peers.verifiers
+        request = request_of(PROMPT, max_tokens=4, ignore_end_token=True, tenant="one")
+        (sample,) = parse(request, services.model).samples
+        revision = services.catalog.choose(request)
+        responses = Generation(sample, revision, services.peers, None, SampleTimeline(Timeline())).run()
+        async for response in responses:
+            if response.HasField("finish"):
+                break
+        await responses.aclose()
         assert not pod.admission.cancelled._kept

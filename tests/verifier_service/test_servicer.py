@@ -79,6 +79,12 @@ def test_banned_sequences_are_told_to_be_known() -> None:
     assert session.request.sampler.sampling.banned_sequences == {(2, 3), (4, 5, 6)}
 
 
+def test_typical_p_is_told_to_be_known() -> None:
+    for typical_p in (0.0, 0.5, 1.0):
+        session = parsed(sampling=model_pb2.Sampling(typical_p=typical_p))
+        assert servicer().opened(session).opened.applies_typical_p == (typical_p == 0.5)
+
+
 def test_a_cache_salt_is_told_to_be_known() -> None:
     for salt, scope in (("", b"t"), ("s" * 256, b"t\xff" + b"s" * 256)):
         session = parsed(tenant="t", cache_salt=salt)

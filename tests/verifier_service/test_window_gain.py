@@ -4,8 +4,10 @@ rows times a price: no clock."""
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,7 +24,7 @@ from tests.verifier_service.test_ngram_proposer import Parrot
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import LOOKAHEAD
 from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
-from verifier_service.sessions.window_gain import TenantWindows, WindowGain, WindowsByTenant
+from verifier_service.sessions.window_gain import MAX_TENANTS, TenantWindows, WindowGain, WindowsByTenant
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import Mode
 
@@ -143,6 +145,25 @@ def test_a_tenants_texts_share_one_budget_and_tenants_share_nothing() -> None:
     known = WindowsByTenant()
     assert known.of("a") is known.of("a")
     assert known.of("a") is not known.of("b")
+
+
+def test_threads_that_make_sessions_share_a_tenants_windows() -> None:
+    """More tenants than are remembered, so that threads add and drop them at the same time."""
+    known, tenants = WindowsByTenant(), [str(number) for number in range(MAX_TENANTS + 8)]
+
+    def make(_: int) -> None:
+        for _ in range(20):
+            for tenant in tenants:
+                known.of(tenant)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(make, range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    assert len(known._known) == MAX_TENANTS
 
 
 @pytest.mark.parametrize("jacobi", [False, True])

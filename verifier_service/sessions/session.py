@@ -190,12 +190,12 @@ class VerifierSession:
         that the draft had known `base`; 0: unknown."""
         rule = self.request.sampler.rule
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
+        self._best_nodes = None  # first, since a message with an error may be inserted in part
         self.tree.insert(base, paths._replace(distributions=rows), origin=REMOTE_DRAFT, drafted=True)
         row = self.tree.root.distribution
         if self._query is not None and row is not None and not contrastive.answers(row, self._query.ids):
             self.tree.root.distribution = None  # sent before the draft had the query
         self.draft_timing.arrived(base, arrived, held)
-        self._best_nodes = None
 
     def ask(self, plausible: NDArray[np.int64]) -> DraftQuery:
         """Return the query to the draft after an undecided row: about the root, whose row lacks some of these tokens.

@@ -17,6 +17,7 @@ So where no window ever hits, windows and their candidates cost at most that sha
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,22 +67,24 @@ class TenantWindows:
 
 
 class WindowsByTenant:
-    """The windows of all tenants, owned by the thread that makes sessions."""
+    """The windows of all tenants. `of` is thread-safe; what it returns belongs to the step loop's thread."""
 
     def __init__(self, *, pooled: bool = False) -> None:
         """`pooled`: the texts of a tenant share their n-grams."""
         self._pooled = pooled
         self._known: OrderedDict[str, TenantWindows] = OrderedDict()
+        self._lock = threading.Lock()
 
     def of(self, tenant: str) -> TenantWindows:
         """Return the windows of a tenant: the same object for all its texts."""
-        found = self._known.get(tenant)
-        if found is None:
-            pool = NgramPool(TENANT_GUESSES) if self._pooled else None
-            found = self._known[tenant] = TenantWindows(pool=pool)
-        self._known.move_to_end(tenant)
-        if len(self._known) > MAX_TENANTS:
-            self._known.popitem(last=False)
+        with self._lock:
+            found = self._known.get(tenant)
+            if found is None:
+                pool = NgramPool(TENANT_GUESSES) if self._pooled else None
+                found = self._known[tenant] = TenantWindows(pool=pool)
+            self._known.move_to_end(tenant)
+            if len(self._known) > MAX_TENANTS:
+                self._known.popitem(last=False)
         return found
 
 
