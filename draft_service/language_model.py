@@ -252,8 +252,8 @@ class LanguageModelDrafter(Drafter):
             self._had.pop(tenant, None)
 
     def best_logprob(self, session: DrafterSession) -> float:
-        """Return the base class's value. A paused session gets 0 if its pending text exceeds PAUSED_LAG_TOKENS (it is
-        then read, after all others), else -inf. So does one whose text has outgrown the model."""
+        """Return the base class's value. A session whose text has outgrown the model gets -inf. A paused one gets 0 if
+        its pending text exceeds PAUSED_LAG_TOKENS (it is then read, after all others), else -inf."""
         if not self._sessions[session].fits(self._context):
             return -math.inf
         if session.policy.paused and not session.over:

@@ -90,7 +90,7 @@ class CommitPublisher:
         """Return the minimum seconds between two messages of a session, by tenant. Tenants share the message rate by
         weight, so that many streams of one do not delay another's."""
         running, a_second = self._queue.running, self._messages_a_second
-        if self._queue.shares.tenants <= 1:  # the common case
+        if self._queue.memory_shares.tenants <= 1:  # the common case
             return {entry.tenant: len(running) / a_second for entry in running[:1]}
         sessions = Counter(entry.tenant for entry in running)
         weights = {entry.tenant: entry.weight for entry in running}

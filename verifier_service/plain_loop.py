@@ -77,7 +77,7 @@ class PlainLoop(EngineWorker[VerifierSession]):
             if result.finish:
                 self._queue.lengths.add(entry.session.generated)
                 self.detach(entry.session)
-        for entry, query in verified.queries:
+        for entry, query in verified.draft_queries:
             entry.responses.send(entry.query_message(query))
         self.stats.observe(rows, now - start, [result for _, result in results])
         return 0.0

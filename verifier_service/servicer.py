@@ -231,7 +231,7 @@ class VerifierServicer(
             steps=load.steps,
             rows=load.rows,
             committed_tokens=load.committed,
-            offered_candidates=load.drafted,
+            offered_candidates=load.offered,
             accepted_candidates=load.accepted,
             refused_extends=load.refused,
             drafted_steps=load.drafted_steps,

@@ -233,14 +233,14 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self.stats.forget_pace()
             return None  # the next action wakes the loop
         division = None
-        if self._queue.shares.tenants > 1 and not on_trial:
+        if self._queue.memory_shares.tenants > 1 and not on_trial:
             division = self._planner.shares.divide(ready, self._threads.latency)
         if division is not None and division.sitting_out:  # their turn comes later, at no cost now
             waiting = set(map(id, division.sitting_out))
             ready = [entry for entry in ready if id(entry) not in waiting]
         sessions = [entry.session for entry in ready]
         for entry in ready:
-            if entry.awaiting_draft:
+            if entry.draft_ready_uncounted:
                 entry.count_draft_ready(self.stats)
         self._speculation.share_threads(self._queue.running)
         batches = [] if on_trial else self._speculation.select(sessions)
@@ -349,7 +349,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._planner.observe(plan, end - begun - grammars)
         looked_up, self._looked_up = self._looked_up, 0.0
         self._planner.shares.observe_grammars(results)
-        if self._queue.shares.tenants > 1:
+        if self._queue.memory_shares.tenants > 1:
             decoding = [entry for entry, rows in plan.entries if rows.root_row is not None and rows.count == 1]
             self._planner.shares.observe_proposers(self._speculation.shared_out(decoding, looked_up, proposed.seconds))
         added = [result for _, result in results]
@@ -370,10 +370,10 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
                 entry.timeline.event("prompt_computed")
         self._publisher.send_scores(verified.scores)
         self._publisher.publish(results, seconds)
-        self._publisher.send_queries(verified.queries)
+        self._publisher.send_queries(verified.draft_queries)
         self._queue.got_tokens(results)
         for entry, result in results:
-            entry.awaiting_draft = self._speculation.eligibility.uses_remote_draft(entry.session)
+            entry.draft_ready_uncounted = self._speculation.eligibility.uses_remote_draft(entry.session)
             if result.finish:
                 self._finish(entry)
 
@@ -398,7 +398,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         """Send what is pending of a session about to be preempted; proposers forget it."""
         self._publisher.send_pending(entry)
         self._forget(entry.session)
-        entry.awaiting_draft = False  # its next step may come long after its draft's candidates
+        entry.draft_ready_uncounted = False  # its next step may come long after its draft's candidates
 
     def _forget(self, session: VerifierSession) -> None:
         self._retry.forget(session)

@@ -174,7 +174,7 @@ class Deployment:
             tokens=load.committed,
             steps=load.steps,
             rows=load.rows,
-            drafted=load.drafted,
+            drafted=load.offered,
             busy=load.busy,
             draft_steps=sum(loop.steps for loop in self._draft_loops),
             traffic=(

@@ -201,7 +201,7 @@ class Drafting:
         """Draft at this pod until the session ends; return True if it ever sent candidates."""
         if self._context.grammar_watch is not None:
             try:
-                await self._context.grammar_watch.clear()
+                await self._context.grammar_watch.retry_if_suspect()
             except ServiceError as error:
                 if isinstance(error, OverloadedError) and not self._context.sample.needs_draft:
                     self._last_failure = "no_draft", str(error)

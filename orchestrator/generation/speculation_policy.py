@@ -151,10 +151,12 @@ class DraftControl:
 
     def another_verifier(self, state: SpeculationState) -> Iterator[draft_pb2.DraftRequest]:
         """Yield the messages for a move to another verifier: it has grants of its own, and none of the candidates."""
-        policy, max_nodes = self._policy, granted_nodes(self._asked, state.max_nodes)
+        told, max_nodes = self._policy, granted_nodes(self._asked, state.max_nodes)
         partial = state.partial_distributions and self._needed
-        if (max_nodes, partial) != (policy.max_nodes, policy.partial_distributions):
-            policy.max_nodes, policy.partial_distributions = max_nodes, partial
+        if (max_nodes, partial) != (told.max_nodes, told.partial_distributions):
+            self._policy = draft_pb2.DraftPolicy()
+            self._policy.CopyFrom(told)
+            self._policy.max_nodes, self._policy.partial_distributions = max_nodes, partial
             yield draft_pb2.DraftRequest(policy=self._policy)
         yield draft_pb2.DraftRequest(resend=draft_pb2.Resend())
 

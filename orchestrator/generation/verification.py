@@ -200,7 +200,7 @@ class Verification:
         context, choice = self._context, self._choice
         while True:
             if context.grammar_watch is not None:
-                await context.grammar_watch.clear()
+                await context.grammar_watch.retry_if_suspect()
             pod = await choice.next(numerics=self.identity.numerics_fingerprint, resumed=self._resumed)
             async with VerifierStream(pod, context, partial(choice.longest_step, pod)) as stream:
                 try:

@@ -181,7 +181,7 @@ class GrammarWatch:
         of_all = (*self._peers.verifiers.deaths, *(self._peers.drafts.deaths if self._peers.drafts is not None else ()))
         self._check.died(self._grammar, self._sample.tenant, pod, in_a_row, of_all, counted=counted)
 
-    async def clear(self) -> None:
+    async def retry_if_suspect(self) -> None:
         """Try the grammar again if a pod has died under it, before another pod gets it. InvalidRequestError if it
         fails, OverloadedError if it is in quarantine."""
         if not self._suspect:

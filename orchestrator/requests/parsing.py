@@ -112,7 +112,7 @@ def parse(
     violations += rule_violations(message.rule, message.contrast, sampling)
 
     room = model.context - len(prompt)
-    most = max(1, room) + 1
+    most = max(1, room) + 1  # one more than fits: such a text ends with CONTEXT, not LENGTH
     unasked = most if defaults.max_new_tokens is None else min(most, defaults.max_new_tokens)
     max_tokens = message.max_tokens if message.HasField("max_tokens") else unasked
     violations += _length_violations(message, max_tokens, room)

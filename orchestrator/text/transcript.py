@@ -22,7 +22,8 @@ SOON_SPELT = 512
 
 
 ADDED = ("steps", "offered", "accepted", "queued_us")
-"""Fields summed when two commits are joined; lists are joined, and other fields are the later commit's."""
+"""Fields summed when two commits are joined; lists are joined, and other fields are the later commit's,
+unless that is 0."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, DraftLogits, Shortli
 from specdec.decoding.noise import stream_at, token_words, word_gumbel
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, adjusted, tempered
 from specdec.decoding.query import SamplingQuery
-from specdec.decoding.truncation import leading, truncates
+from specdec.decoding.truncation import survivors_of_largest, truncates
 
 AGREEMENT_SCALE = 0.6
 """Scale of the assumed noise between a draft's logits and its target's. For the demo pair, the likelihood of the
@@ -115,7 +115,7 @@ def _perturbed(values: Logits, ids: NDArray[np.int64], queries: Sequence[Samplin
     z = tempered(values, samplings)
     if any(truncates(sampling) for sampling in samplings):
         totals = np.exp(z - z[:, :1]).sum(axis=1, dtype=np.float64)
-        kept = leading(z, ids, totals, z.shape[1], samplings)  # the row is its shortlist
+        kept = survivors_of_largest(z, ids, totals, z.shape[1], samplings)  # the row is its shortlist
         columns = int(np.flatnonzero(kept.any(axis=0))[-1]) + 1
         z, ids, kept = z[:, :columns], ids[:, :columns], kept[:, :columns]
     else:

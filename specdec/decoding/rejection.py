@@ -48,7 +48,7 @@ def propose(logits: Logits, query: SamplingQuery, count: int = 1) -> Proposal | 
     if not abs(z.max()) < MAX_ABS_LOGIT:
         return None
     z = tempered(z, [sampling])[0]
-    ids, weights = _plausible(z, sampling)
+    ids, weights = _surviving_weights(z, sampling)
     if len(ids) > WIDTH:
         kept = np.sort(largest(weights, WIDTH))
         ids, weights = ids[kept], weights[kept]
@@ -140,7 +140,7 @@ LEAST_ACCEPTANCE = 1e-9
 def target_probabilities(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
     """Return the ids that survive truncation, ascending, and the target's probabilities of them, from processed logits
     [V], given before the division by T."""
-    ids, weights = _plausible(tempered(z[None], [sampling])[0], sampling)
+    ids, weights = _surviving_weights(tempered(z[None], [sampling])[0], sampling)
     return ids, weights / weights.sum()
 
 
@@ -166,7 +166,7 @@ def probabilities_of(wanted: Ids, ids: Ids, probabilities: Weights) -> Weights:
     return found
 
 
-def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
+def _surviving_weights(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
     """Return the surviving ids, ascending, and their weights, the largest of which is 1."""
     ids = survivors(z, sampling)
     return ids, np.exp(z[ids].astype(np.float64) - z[ids].max())

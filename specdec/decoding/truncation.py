@@ -20,10 +20,10 @@ Ids = NDArray[np.int64]
 
 
 def truncates(sampling: Sampling) -> bool:
-    return ranks(sampling) or sampling.typical_p < 1.0
+    return truncates_by_rank(sampling) or sampling.typical_p < 1.0
 
 
-def ranks(sampling: Sampling) -> bool:
+def truncates_by_rank(sampling: Sampling) -> bool:
     """Return whether only the largest logits survive: by top-k, top-p or min-p."""
     return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
@@ -34,16 +34,16 @@ def survivors(z: Logits, sampling: Sampling) -> Ids:
     Top-k keeps exactly k; top-p the smallest set reaching p of the weight left by top-k, by float32 weights cumulated
     in float64, descending. The largest logit must be finite; one of -inf never survives.
     """
-    ids, total = _plausible(z, sampling)
-    if ranks(sampling):
+    ids, total = _superset(z, sampling)
+    if truncates_by_rank(sampling):
         values = z[ids]
         ranked = -np.sort(-values)
         size = _surviving(ranked, total, sampling)
-        ids = ids[_leading(values, ranked[size - 1], size)]
+        ids = ids[_largest_mask(values, ranked[size - 1], size)]
     return ids[_typical(z[ids], sampling.typical_p)] if sampling.typical_p < 1.0 else ids
 
 
-def leading(
+def survivors_of_largest(
     z: Logits, ids: Ids, totals: NDArray[np.float64], vocabulary: int, samplings: Sequence[Sampling]
 ) -> NDArray[np.bool_]:
     """Return which of the largest logits of n rows survive: a mask [n, k], all False where k logits do not decide it,
@@ -76,7 +76,8 @@ def leading(
         # left by top-k may be unknown.
         unknown = ~(last > z[:, -1])
         if limited:
-            unknown |= (top_k > most) & (top_k < vocabulary) & np.array([sampling.top_p < 1.0 for sampling in samplings])
+            is_nucleus = np.array([sampling.top_p < 1.0 for sampling in samplings])
+            unknown |= is_nucleus & (top_k > most) & (top_k < vocabulary)
         size = np.where(unknown & (count == most), 0, size)
     size = np.where(np.isfinite(z[:, 0]), size, 0)
     kept: NDArray[np.bool_] = np.arange(most) < size[:, None]
@@ -84,7 +85,7 @@ def leading(
     if equal.any():
         for row in (equal & (size > 0) & (size < count)).nonzero()[0]:  # among equals, the lowest ids survive
             order = np.argsort(ids[row, : count[row]])
-            kept[row, order] = _leading(z[row, order], last[row], int(size[row]))
+            kept[row, order] = _largest_mask(z[row, order], last[row], int(size[row]))
     for row, sampling in enumerate(samplings):
         if sampling.typical_p < 1.0 and size[row]:
             own = kept[row].nonzero()[0]
@@ -94,7 +95,7 @@ def leading(
 
 
 def _surviving(ranked: Logits, total: float | None, sampling: Sampling) -> int:
-    """Return how many of these logits, in descending order, survive; `total` is that of `_plausible`."""
+    """Return how many of these logits, in descending order, survive; `total` is that of `_superset`."""
     size = min(sampling.top_k or len(ranked), len(ranked))
     if sampling.top_p < 1.0:
         reached = np.cumsum(np.exp(ranked[:size] - ranked[0]), dtype=np.float64)
@@ -134,7 +135,7 @@ def largest(row: NDArray[np.floating], count: int) -> Ids:
     return np.asarray(ids[np.argsort(-row[ids], kind="stable")[:count]])
 
 
-def _plausible(z: Logits, sampling: Sampling) -> tuple[Ids, float | None]:
+def _superset(z: Logits, sampling: Sampling) -> tuple[Ids, float | None]:
     """Return a superset of the survivors that is cheap to find, ascending, and the total weight for top-p.
 
     Omitted ids come after the last survivor in the ranking. The total is the sum of all weights if top-p is relative to
@@ -157,7 +158,7 @@ def _least(peak: np.float32, min_p: float) -> np.float64:
     return np.float64(peak) + math.log(min_p)
 
 
-def _leading(values: Logits, least: np.float32, size: int) -> NDArray[np.bool_]:
+def _largest_mask(values: Logits, least: np.float32, size: int) -> NDArray[np.bool_]:
     """Return a mask of the `size` largest `values`, the smallest of which is `least`; the first ones among equals."""
     keep = values >= least
     excess = int(np.count_nonzero(keep)) - size

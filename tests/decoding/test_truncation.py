@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import TypicalLogitsWarper
 
 from specdec.decoding.sampling import Sampling
-from specdec.decoding.truncation import leading, survivors
+from specdec.decoding.truncation import survivors, survivors_of_largest
 
 samplings = st.builds(
     Sampling,
@@ -46,12 +46,12 @@ def test_the_leading_logits_tell_who_survives(
     order = shuffled[np.argsort(-logits[:, shuffled], axis=1, kind="stable")][:, :known]
     z = np.take_along_axis(logits, order, axis=1)
     totals = np.array([np.exp(row - row.max()).sum(dtype=np.float64) for row in logits])
-    kept = leading(z, order, totals, vocabulary, [sampling for sampling, _, _ in rows])
+    kept = survivors_of_largest(z, order, totals, vocabulary, [sampling for sampling, _, _ in rows])
     for row, (sampling, _, _) in enumerate(rows):
         want: Any = survivors(logits[row], sampling)
         if kept[row].any():
             assert sorted(order[row, kept[row]]) == want.tolist()
-        elif sampling.top_p == 1.0 or not known < sampling.top_k < vocabulary:  # else top-p's share is of unknown weight
+        elif sampling.top_p == 1.0 or not known < sampling.top_k < vocabulary:  # else top-p's total is unknown
             want = survivors(logits[row], replace(sampling, typical_p=1.0))
             # An unknown logit may survive, or equal a surviving one.
             assert len(want) >= known or logits[row, want].min() <= z[row, -1]

@@ -177,9 +177,9 @@ async def test_a_machine_too_busy_to_try_ends_no_text() -> None:
     check, trials = checking(OverloadedError("busy"), "")
     given = watched(check)
     watch_of(given).lost(pod(), DIED, verifier=True)
-    await watch_of(given).clear()
-    await watch_of(given).clear()
-    await watch_of(given).clear()
+    await watch_of(given).retry_if_suspect()
+    await watch_of(given).retry_if_suspect()
+    await watch_of(given).retry_if_suspect()
     assert len(trials.replayed) == 2
 
 
@@ -237,7 +237,7 @@ async def test_pods_that_die_without_a_grammar_too_speak_for_it(others: bool) ->
     deaths = 0
     while True:
         try:
-            await watch_of(given).clear()
+            await watch_of(given).retry_if_suspect()
         except OverloadedError:
             break
         lose(given, pod(f"pod {deaths}", sessions=20))
@@ -252,9 +252,9 @@ async def test_a_draft_that_dies_with_its_verifier_does_not_speak_for_its_gramma
         lose(given, pod(f"pod {number}", sessions=20))
         lose(given, pod(f"draft {number}", sessions=20), verifier=False)
         if number < MAX_DEATHS - 1:
-            await watch_of(given).clear()
+            await watch_of(given).retry_if_suspect()
     with pytest.raises(OverloadedError):
-        await watch_of(given).clear()
+        await watch_of(given).retry_if_suspect()
 
 
 async def test_a_draft_that_dies_while_its_text_has_no_verifier_is_not_its_grammars_fault() -> None:
@@ -263,10 +263,10 @@ async def test_a_draft_that_dies_while_its_text_has_no_verifier_is_not_its_gramm
     given = watched(check, Peers(Pods()))
     for number in range(MAX_DEATHS - 1):
         lose(given, pod(f"verifier {number}", sessions=100))
-        await watch_of(given).clear()
+        await watch_of(given).retry_if_suspect()
         for turn in range(MAX_DEATHS):
             lose(given, pod(f"draft {number} {turn}", sessions=100), verifier=False)
-            await watch_of(given).clear()
+            await watch_of(given).retry_if_suspect()
     await check.check(GRAMMAR, "grammar.regex")
 
 
@@ -274,11 +274,11 @@ async def test_a_draft_that_dies_first_hides_no_verifiers_death() -> None:
     check, _ = checking("")
     given = watched(check, Peers(Pods()))
     for number in range(MAX_DEATHS):
-        await watch_of(given).clear()
+        await watch_of(given).retry_if_suspect()
         lose(given, pod(f"draft {number}", sessions=20), verifier=False)
         lose(given, pod(f"verifier {number}", sessions=20))
     with pytest.raises(OverloadedError):
-        await watch_of(given).clear()
+        await watch_of(given).retry_if_suspect()
 
 
 async def test_texts_do_not_speak_for_their_own_grammar() -> None:
@@ -301,7 +301,7 @@ async def test_sessions_that_are_opened_at_a_dead_pod_are_lost_by_the_same_death
     given, dead = watched(check), pod("dead", sessions=20)
     for _ in range(2 * MAX_DEATHS):
         watch_of(given).lost(dead, DIED, verifier=True)
-        await watch_of(given).clear()
+        await watch_of(given).retry_if_suspect()
     await check.check(GRAMMAR, "grammar.regex")
 
 
@@ -311,7 +311,7 @@ async def test_a_verifier_and_a_draft_that_die_together_are_one_death() -> None:
     for _ in range(MAX_DEATHS - 1):
         for name in ("verifier", "draft", "another draft"):
             watch_of(given).lost(pod(name, sessions=20), DIED, verifier=name == "verifier")
-        await watch_of(given).clear()
+        await watch_of(given).retry_if_suspect()
     await check.check(GRAMMAR, "grammar.regex")
 
 

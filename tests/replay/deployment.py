@@ -182,13 +182,13 @@ class Deployment:
 
     def _step(self) -> None:
         passes, rows, load = self._target.passes, self._target.rows, self._steps.stats
-        candidates, preempted, moment = load.drafted, load.preemptions, self._clock.now
+        candidates, preempted, moment = load.offered, load.preemptions, self._clock.now
         with self._calls:
             wait = self._steps.turn()
         if self._target.passes > passes:
             self._line(
                 f"step at={moment - 1000:.6f} mode={self._steps._speculation.mode.value.replace('_', '-')} "
-                f"rows={self._target.rows - rows} candidates={load.drafted - candidates} "
+                f"rows={self._target.rows - rows} candidates={load.offered - candidates} "
                 f"break_even={self._steps._speculation.eligibility.break_even:.5f} "
                 f"preempted={load.preemptions - preempted}"
             )

@@ -28,7 +28,7 @@ def test_a_fixed_tree_is_proposed() -> None:
     check_over(loop, one)
     runs = [len(list(own)) for source, own in groupby(sources(one)) if source == HEADS]
     assert set(runs) == {2}
-    assert loop.stats.drafted <= 3 * loop.stats.steps
+    assert loop.stats.offered <= 3 * loop.stats.steps
 
 
 def test_candidates_are_ranked_with_the_noise_of_their_positions() -> None:

@@ -33,7 +33,7 @@ class VerifierStats:
     steps: int = 0
     rows: int = 0
     committed: int = 0  # tokens
-    drafted: int = 0  # candidates verified
+    offered: int = 0  # candidates verified
     accepted: int = 0
     drafted_steps: int = 0  # steps of sessions with a draft, without a text's last
     draft_ready_steps: int = 0  # drafted steps ending with the next candidates present
@@ -68,7 +68,7 @@ class VerifierStats:
         self.step_seconds.observe(seconds)
         for result in results:
             self.committed += len(result.tokens)
-            self.drafted += result.offered
+            self.offered += result.offered
             self.accepted += result.accepted
             self.decisions.add(result.decisions)
             for source in result.sources:

@@ -93,7 +93,7 @@ class Planner:
         prompts, plain, speculating = self._sorted(ready)
         decoders = [*plain, *speculating]
         waiting = [] if division is None else division.sitting_out
-        urgent = self._queue.shares.urgent(prompts, [*decoders, *waiting])
+        urgent = self._queue.memory_shares.urgent(prompts, [*decoders, *waiting])
         # Bounded: a stream of new tenants must not starve decoding.
         goes_first = bool(urgent.tenants) and self._waited < self._tuning.prefill.most_waiting_steps
         if decoders:

@@ -45,7 +45,7 @@ class RunQueue:
         self.pool = pool
         self.running: list[RunningSession] = []  # sessions with memory, in order of arrival
         self._waiting: list[RunningSession] = []  # sessions without
-        self.shares = TenantShares()
+        self.memory_shares = TenantShares()
         self.lengths = TextLengths()
         self._engine = engine
         self._stats = stats
@@ -62,7 +62,7 @@ class RunQueue:
         """Queue a session; it is admitted as soon as there is memory for it."""
         entry.arrival = next(self._arrivals)
         entry.waiting_since = time.monotonic()
-        self.shares.joined(entry, {other.tenant for other in self._waiting if not other.preemptions})
+        self.memory_shares.joined(entry, {other.tenant for other in self._waiting if not other.preemptions})
         self._waiting.append(entry)
         self._count()
 
@@ -70,7 +70,7 @@ class RunQueue:
         """Forget a session in any state and free its memory. Return it; None if it is unknown."""
         found = next((entry for entry in self.all if entry.session is session), None)
         if found is not None and found.computing_prompt and not found.preemptions:
-            self.shares.got_prompt(found, session.computed - session.tree.base)  # refund the uncomputed part
+            self.memory_shares.got_prompt(found, session.computed - session.tree.base)  # refund the uncomputed part
         self._take_memory(session, wipe=wipe)
         if found is None:
             return None
@@ -79,7 +79,7 @@ class RunQueue:
         else:
             self.running.remove(found)
             found.had_memory += time.monotonic() - found.admitted_at
-        self.shares.left(found)
+        self.memory_shares.left(found)
         self._count()
         return found
 
@@ -89,7 +89,7 @@ class RunQueue:
         Throttled sessions are skipped while they wait and preempted first while they run; running sessions of a tenant
         above its share are preempted too. A waiting text that cannot finish before its deadline is refused.
         """
-        while (entry := self.shares.next(a for a in self._waiting if not self.throttled(a))) is not None:
+        while (entry := self.memory_shares.next(a for a in self._waiting if not self.throttled(a))) is not None:
             if error := self._too_late(entry):
                 self.remove(entry.session)
                 entry.responses.send(error)
@@ -101,10 +101,10 @@ class RunQueue:
     def got_tokens(self, results: Sequence[tuple[RunningSession, VerifyResult]]) -> None:
         """Charge the tokens of a step to its sessions' tenants."""
         for entry, result in results:
-            self.shares.got_tokens(entry, len(result.tokens))
+            self.memory_shares.got_tokens(entry, len(result.tokens))
         waiting = {entry.tenant for entry in self._waiting if not self.throttled(entry)}
         if results:
-            self.shares.stepped(waiting.union(entry.tenant for entry, _ in results))
+            self.memory_shares.stepped(waiting.union(entry.tenant for entry, _ in results))
 
     def throttled(self, entry: RunningSession, ahead: int = 0) -> bool:
         """True if the session, with `ahead` more tokens, is too far ahead of its reader; a `consumed` message wakes the
@@ -170,7 +170,7 @@ class RunQueue:
             self._stats.prompt_tokens += session.tree.base
             self._stats.cached_tokens += session.cached_tokens
             self._stats.queue_seconds.observe(now - entry.waiting_since)
-            self.shares.got_prompt(entry, session.tree.base - session.computed)
+            self.memory_shares.got_prompt(entry, session.tree.base - session.computed)
         entry.timeline.event("admitted", cached_tokens=session.computed)
         entry.computing_prompt = True
         return True

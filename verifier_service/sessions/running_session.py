@@ -36,7 +36,7 @@ class RunningSession:
     admitted_at: float = 0.0  # time of its last admission
     had_memory: float = 0.0  # seconds with memory, before its last preemption
     cost: float = 0.0  # charged to its tenant, in prompt tokens
-    awaiting_draft: bool = False  # uses a draft; last step not counted in `draft_ready_steps` yet
+    draft_ready_uncounted: bool = False  # uses a draft; last step not counted in `draft_ready_steps` yet
     timeline: Timeline = field(default_factory=Timeline)
     last_step: int = 0  # number of its last step; 0: none
     grammar: float = 0.0  # its grammar's seconds in a step, moving average
@@ -45,10 +45,10 @@ class RunningSession:
 
     def count_draft_ready(self, stats: VerifierStats) -> None:
         """Count whether the draft's next candidates arrived during the last step; called before the coming step can be
-        delayed, for sessions that are `awaiting_draft`."""
+        delayed, for sessions that are `draft_ready_uncounted`."""
         stats.drafted_steps += 1
         stats.draft_ready_steps += self.session.has_draft_candidates
-        self.awaiting_draft = False
+        self.draft_ready_uncounted = False
 
     @property
     def tenant(self) -> str:

@@ -6,8 +6,8 @@ Chains of draws (REJECTION) are taken as wholes where a session verifies blocks:
 children, or the last row of the step. `TreeVerification` holds one session's part, `VerifiedStep` the outcome of a
 whole step.
 
-With `specdec/decoding/choice.py`, `rejection.py` and `block_verification.py`, where tokens are chosen under each
-acceptance rule, this is the whole of speculative decoding.
+With `choice.py`, `rejection.py`, `block_verification.py` and `contrastive.py` in `specdec/decoding`, where tokens are
+chosen under each acceptance rule, this is the whole of speculative decoding.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def evenly(items: Sequence[Item], most: int) -> Sequence[Item]:
 
 class VerifiedStep:
     """The verified trees of a step. The constructor waits for its pass, launched at the time `launched`; it commits
-    nothing and raises any error. `apply` commits, and makes the `queries` of sessions whose row was undecided
+    nothing and raises any error. `apply` commits, and makes the `draft_queries` of sessions whose row was undecided
     (CONTRASTIVE). An engine that computes asynchronously calls `beside` meanwhile. `observe` gets the verified trees
     that have tokens, the rows of prompts before a root, and the logits, which are not kept."""
 
@@ -95,7 +95,7 @@ class VerifiedStep:
         self._prefilled = [(e, rows.count) for e, rows in entries if rows.root_row is None and e not in failed]
         sound = [(entry, verification) for entry, verification in pairs if entry not in failed]
         self._undecided = [(entry, verification) for entry, verification in sound if verification.lacks is not None]
-        self.queries: list[tuple[RunningSession, DraftQuery]] = []
+        self.draft_queries: list[tuple[RunningSession, DraftQuery]] = []
         self._sound = [(entry, verification) for entry, verification in sound if verification.result.tokens]
         # Slots (from, to) to copy: accepted candidates of side branches.
         self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
@@ -147,7 +147,7 @@ class VerifiedStep:
             if not verification.result.tokens:
                 entry.session.computed += verification.planned.count - 1  # the root's row is computed again
             assert verification.lacks is not None
-            self.queries.append((entry, entry.session.ask(verification.lacks)))
+            self.draft_queries.append((entry, entry.session.ask(verification.lacks)))
         for entry, _ in self._sound:  # not of unfinished prompts: their logits are still unchecked
             entry.session.cache_prefix()
         return results

@@ -19,7 +19,7 @@ from specdec.decoding.noise import token_words, winners, word_gumbel
 from specdec.decoding.processing import MAX_ABS_LOGIT
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Rule
-from specdec.decoding.truncation import leading, ranks, truncates
+from specdec.decoding.truncation import survivors_of_largest, truncates, truncates_by_rank
 from specdec.engine.gpu import logits_processing, noise
 from specdec.engine.gpu.staging import upload
 
@@ -61,7 +61,7 @@ def narrowing(query: SamplingQuery) -> type[Narrowing] | None:
         return None
     if query.sampler.sampling.greedy:
         return Greedy
-    if ranks(query.sampler.sampling):
+    if truncates_by_rank(query.sampler.sampling):
         return Ranked
     return None if truncates(query.sampler.sampling) else Drawn  # typical-p alone may remove the largest logits
 
@@ -145,7 +145,7 @@ def of_largest(
         for begin in range(0, len(undecided), AT_ONCE):
             rows = undecided[begin : begin + AT_ONCE]
             with np.errstate(invalid="ignore"):  # rows that are not sound
-                kept = leading(
+                kept = survivors_of_largest(
                     z[rows, :width], ids[rows, :width], totals[rows], vocabulary, [samplings[row] for row in rows]
                 )
             known = kept.any(axis=1)

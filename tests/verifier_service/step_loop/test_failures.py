@@ -365,7 +365,7 @@ class TestLoad:
         assert load.steps == len(engine.steps)
         assert load.rows == sum(engine.steps)
         assert load.committed == 30
-        assert (load.accepted, load.drafted) == (3, sum(v.offered for each in clients for v in each.mail.results))
+        assert (load.accepted, load.offered) == (3, sum(v.offered for each in clients for v in each.mail.results))
         assert load.prompt_tokens == 300
         assert load.busy > 0
         check_over(loop, engine, *clients)

@@ -149,7 +149,7 @@ def test_what_is_not_computed_of_a_prompt_is_not_charged() -> None:
     computed = gone.session.computed
     assert 0 < computed < 100
     gone.cancel()
-    assert loop._queue.shares._counters["gone"] == computed
+    assert loop._queue.memory_shares._counters["gone"] == computed
     run(loop, stays)
     check_over(loop, engine, stays)
 
@@ -157,7 +157,7 @@ def test_what_is_not_computed_of_a_prompt_is_not_charged() -> None:
 def test_tenants_that_are_gone_are_forgotten_in_time() -> None:
     """The most recent ones keep their counters: leaving with a high counter and returning at once does not reset it."""
     loop = step_loop(TextEngine(8))
-    shares = loop._queue.shares
+    shares = loop._queue.memory_shares
     early = client(loop, 5, 0, 1, tenant="early")
     gone = [client(loop, 5, seed, 1, tenant=f"tenant {seed}") for seed in range(REMEMBERED + 50)]
     for each in (*gone, early):
@@ -187,4 +187,4 @@ def test_everyone_gets_its_tokens(blocks: int, asked: list[tuple[str, int, int, 
     ]
     run(loop, *clients, turns=5000)
     check_over(loop, engine, *clients)
-    assert not loop._queue.shares._sessions
+    assert not loop._queue.memory_shares._sessions

@@ -70,7 +70,7 @@ class TestTokens:
         check_over(loop, engine, *clients)
         sources = {source for each in clients for result in each.mail.results for source in result.sources}
         assert sources == {REMOTE_DRAFT, CORRECTION, BONUS, PLAIN}
-        assert 0 < loop.stats.accepted < loop.stats.drafted
+        assert 0 < loop.stats.accepted < loop.stats.offered
 
     @pytest.mark.parametrize(
         ("fields", "finish"),
@@ -224,7 +224,7 @@ class TestTokens:
         turns(loop, 1)
         one.offer(right=3)
         turns(loop, 1)
-        assert loop.stats.drafted == 0
+        assert loop.stats.offered == 0
         run(loop, one, other)
         check_over(loop, engine, one, other)
 
@@ -258,7 +258,7 @@ class TestTokens:
         plain.session.policy = Policy(NO_DRAFTERS, 8, 0.0)
         plain.offer(right=5)
         run(loop, plain)
-        assert loop.stats.drafted == 0
+        assert loop.stats.offered == 0
         assert {s for result in plain.mail.results for s in result.sources} == {PLAIN}
         bases = [result.base for result in plain.mail.results]
         assert bases == [10 + sum(len(v.tokens) for v in plain.mail.results[:i]) for i in range(len(bases))]
