@@ -49,7 +49,7 @@ def metrics(told: draft_pb2.DraftServiceGetStatsResponse) -> list[Metric]:
 
 
 def _versions(found: Families, told: draft_pb2.DraftServiceGetStatsResponse) -> None:
-    """Add the figures of versions; without `--versions` none has a value."""
+    """Add the metrics of versions; without `--versions` they have no samples."""
     label = ("version",)
     found.gauges(
         "version_state",

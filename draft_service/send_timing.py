@@ -5,7 +5,7 @@ arrive once a step, and a step begins when the last commit leaves the verifier. 
 leave one period later, minus a round trip for the commit's way here and the candidates' way back. A round trip longer
 than a period counts modulo the period: candidates are then in time for a later step.
 
-    deadline = last commit + period - round trip mod period - deviation, plus periods until it lies ahead
+    deadline = the earliest time from now on of the form  last commit - round trip - deviation + k * period
 
 A message is sent at once if the minimum interval leaves time for another one before the deadline. Otherwise it waits
 for the last end of a draft step before the deadline. The interval never leaves a deadline without a message.
@@ -35,7 +35,7 @@ class SendTimer:
         self._period = 0.0  # mean time between commits; 0: unknown
         self._deviation = 0.0  # mean deviation of the period
         self._sent_since = True  # the last commit, if any, was followed by a message
-        self._missed = False  # the last commit came while candidates were unsent, none sent since the one before
+        self._missed = False  # when the last commit came, candidates were unsent, and none sent since the one before
 
     def committed(self, now: float, *, unsent: bool = False) -> None:
         """Record a commit; `unsent`: candidates were waiting to be sent."""

@@ -140,7 +140,8 @@ def _samples(pair: Pair, file: PromptFile, most: int, most_tokens: int) -> Itera
             raise PromptFileError(f"{file.path}:{prompt.line}: {error}") from None
         if sample.rule is Rule.CONTRASTIVE:
             raise PromptFileError(
-                f"{file.path}:{prompt.line}: rule: is contrastive, which is for quality, not for speed"
+                f"{file.path}:{prompt.line}: rule: is contrastive, must be coupled or rejection: contrastive "
+                "decoding is not for speed"
             )
         longest = len(sample.prompt) + sample.max_tokens
         if longest > most_tokens:
@@ -219,8 +220,8 @@ def _tokens(samples: Sequence[Sample]) -> int:
 
 
 def _enough(samples: Sequence[Sample], streams: int) -> list[Sample]:
-    """Return samples for two texts per stream: the given ones, repeated with other seeds and tenants, so that prompts
-    are not cached."""
+    """Return samples for at least two texts per stream: the given ones, repeated with other seeds and tenants, so that
+    prompts are not cached."""
     rounds = -(-2 * streams // len(samples))
     return [
         replace(sample, tenant=f"{turn}", sampling=replace(sample.sampling, seed=sample.sampling.seed + turn))

@@ -1,6 +1,6 @@
 """The step loop without speculation: one token per session and step, the specification of `StepLoop`'s output.
 
-No candidates, modes, delay, windows or joined commits: only admission, one packed forward pass and the sampler's
+No candidates, modes, delay, windows or coalesced commits: only admission, one packed forward pass and the sampler's
 choice. Speculation must not change these tokens; tests compare the two loops.
 """
 

@@ -92,8 +92,8 @@ class Drafting:
 
     @property
     def undrafted_reason(self) -> str:
-        """Why tokens were chosen without candidates of a draft. Empty if none were, or only in steps without a use for
-        candidates."""
+        """Why tokens were chosen without a draft's candidates. Empty if none were, or only in steps that wanted
+        none."""
         return self._why_undrafted or ("late" if self.undrafted_tokens else "")
 
     async def __aenter__(self) -> Self:
@@ -146,7 +146,7 @@ class Drafting:
         return "late" if commit.undrafted_tokens else ""
 
     def on_query(self, query: model_pb2.DraftQuery) -> None:
-        """Ask the draft for what the verifier lacks; another draft, if this one is lost before it has answered."""
+        """Ask the draft for what the verifier lacks. If it is lost before it answers, the next draft is asked."""
         self._query = query
         if self._session is not None:
             self._session.on_query(query)
@@ -191,8 +191,8 @@ class Drafting:
                 tried.clear()
 
     def _full(self, pods: Pods) -> set[Pod]:
-        """Return the pods that recently reported no room for sessions, to any text here. Empty for a text that needs a
-        draft: it asks them nevertheless."""
+        """Return the pods whose latest report, to any text of this process, shows no room for sessions. Empty for a
+        text that needs a draft: it tries them anyway."""
         if self._context.sample.needs_draft:
             return set()
         return {pod for pod in pods if (told := pod.load.reported) is not None and not told.room}

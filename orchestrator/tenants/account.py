@@ -15,10 +15,11 @@ RETRY_SECONDS = 1.0
 
 
 class Account:
-    """The requests and tokens of a tenant; of all callers, without limits, if the tenant is None."""
+    """Counts a tenant's running texts, requests and tokens against its limits. With None: all callers together, without
+    limits."""
 
     def __init__(self, tenant: Tenant | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.running = 0  # concurrent texts: each sample counts, since it costs as much as a request for one
+        self.running = 0  # running texts: n samples count n times, since they cost as much as n requests
         self._clock = clock
         self._rates: dict[str, TokenBucket] = {}  # by the limit's name
         self.change(tenant)
@@ -28,7 +29,7 @@ class Account:
         return "default" if self.tenant is None else self.tenant.tenant_class
 
     def change(self, tenant: Tenant | None) -> None:
-        """Replace the tenant's limits. Its rates keep their fill."""
+        """Replace the tenant's limits. Existing token buckets keep their tokens."""
         self.tenant = tenant
         for name in ("requests_per_minute", "tokens_per_minute"):
             limit = getattr(tenant, name, None)
@@ -41,8 +42,8 @@ class Account:
 
     @contextmanager
     def request(self, samples: int = 1) -> Iterator[None]:
-        """Count a request for `samples` texts while the context lasts. Raise TenantLimitError if they are too many now,
-        InvalidRequestError if they always are."""
+        """Count a request for `samples` texts while the context lasts. Raise TenantLimitError if a limit is reached
+        now, InvalidRequestError if `samples` alone exceeds max_concurrent_requests."""
         tenant = self.tenant
         if tenant is not None:
             most = tenant.max_concurrent_requests

@@ -17,7 +17,7 @@ from specdec.v2 import learning_pb2, learning_pb2_grpc
 from specdec.wire.address import parse_addresses
 
 NOT_REMEMBERED = "NOT_REMEMBERED"
-"""Reason of a draft that has forgotten a tenant and cannot write that down."""
+"""Error reason: the draft has forgotten the tenant, but could not record it for the next start."""
 
 
 def forget(
@@ -29,7 +29,7 @@ def forget(
             help="Addresses of all draft services that keep texts or try versions, comma-separated: HOST:PORT each.",
         ),
     ] = f"127.0.0.1:{ports.DRAFT}",
-    timeout: Annotated[float, duration("Timeout in seconds, for each.", min=0.001)] = 5.0,
+    timeout: Annotated[float, duration("Timeout in seconds, for each service.", min=0.001)] = 5.0,
     tls: Tls = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -37,8 +37,8 @@ def forget(
     tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
 ) -> None:
-    """Delete what draft services keep of a tenant's texts to learn from, at once, and refuse versions of their models
-    that have learned from them. --api-key-file has the key of their --learn-key-file."""
+    """Delete a tenant's texts that draft services keep for learning, and refuse the versions of their models that have
+    learned from these texts. --api-key-file names a file with the key from the services' --learn-key-file."""
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     request, failed = learning_pb2.ForgetRequest(tenant=tenant), list[tuple[str, ExitStatus]]()
     for at in parse_addresses(draft):
@@ -48,13 +48,14 @@ def forget(
                 gone = stub.Forget(request, timeout=timeout, metadata=allowed.metadata)
             except grpc.RpcError as error:
                 problem = from_rpc(error)
-                kept = "" if problem.reason == NOT_REMEMBERED else ": it may keep the texts still"
+                kept = "" if problem.reason == NOT_REMEMBERED else ": it may still keep the texts"
                 failed.append((f"{at.target}: {problem}{kept}", STATUS[type(problem)]))
-                continue  # the others are to forget it all the same
+                continue  # the other services must still forget it
         rolled_back = f"; rolled back: {', '.join(gone.versions)}" if gone.versions else ""
         print(f"{at.target}: {gone.texts} texts, {gone.tokens} tokens forgotten{rolled_back}")
         if gone.first_learned:
-            say(f"{at.target}: the model that it began with has learned from this tenant: give it another --model")
+            why = "the --model that this service started with has learned from this tenant"
+            say(f"{at.target}: {why}: restart it with another one")
     for message, _ in failed[:-1]:
         say(message)
     if failed:

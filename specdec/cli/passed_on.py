@@ -38,7 +38,7 @@ ALSO_BARE = frozenset({"served_model_name", "speculation"})
 """Names of options accepted without their service's prefix too, and listed so in the help."""
 
 Values = dict[str, Any]
-"""Values of a service's options by parameter name, without those not given."""
+"""Values of the options given for a service, by parameter name."""
 
 
 def passing_on(command: Callable[..., None], *, model: str = "") -> Callable[..., None]:

@@ -17,8 +17,8 @@ ROUND_ROBIN = (
     "grpc.service_config",
     '{"loadBalancingConfig": [{"round_robin": {}}], "connectionScaling": {"maxConnectionsPerSubchannel": 10}}',
 )
-"""Channel options for a name with possibly several servers: a retry must reach another one, and gRPC's default,
-pick_first, would return to the same. A server accepts 100 calls per connection; beyond that gRPC opens further
+"""Channel option for names that may resolve to several servers: a retry must reach another server, and gRPC's default,
+pick_first, would pick the same one again. A server accepts 100 calls per connection; beyond that gRPC opens further
 connections, at most ten."""
 
 _OPTIONS: dict[str, int | str] = {

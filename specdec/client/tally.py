@@ -26,7 +26,8 @@ class Tally:
             _add(self._part, _of(response))
 
     def broke_off(self) -> None:
-        """Note that the stream broke and will be resumed. A try without any response is not counted."""
+        """Note that the stream broke and will be resumed. An attempt whose responses had no statistics is not
+        counted."""
         if not self._part.ByteSize():
             return
         self._part.failover_events["resumed"] += 1

@@ -38,13 +38,13 @@ def place_of_conversion(file: Path, fingerprint: str) -> Path:
 
 
 def what_is_broken(export: Path) -> str | None:
-    """Return which file of an export is missing or has lost bytes; None if it is whole."""
+    """Return the first file of an export that is missing or not of its recorded size; None if all are intact."""
     try:
         description = read_fields(export / DESCRIPTION)
         if description is None:
             return f"no {DESCRIPTION}"
         sizes = description.fields("bytes").content
-    except ModelDirectoryError as error:  # its own bytes are broken
+    except ModelDirectoryError as error:  # the description itself is unreadable
         return str(error)
     for name, size in sizes.items():
         found = (export / name).stat().st_size if (export / name).is_file() else 0

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from enum import Enum
 
 MAX_SOURCE_BYTES = 128 << 10
-"""Most bytes of a schema, an expression or a grammar, or of all choices together."""
+"""Maximum bytes of a schema, an expression or a grammar, or of all choices together."""
 
 MAX_CHOICES = 1024
 
 MAX_NESTING = 100
-"""Most levels of arrays and objects in a schema's JSON: the library's parser stops at 127."""
+"""Maximum levels of arrays and objects in a schema's JSON: the library's parser stops at 127."""
 
 MAX_RULES = 1024
-"""Most rules of a Lark grammar. Hand-written ones have a few hundred."""
+"""Maximum rules of a Lark grammar. Hand-written ones have a few hundred."""
 
 MAX_PROBLEM_CHARACTERS = 160
-"""Most characters of a library's message about a grammar that are passed on."""
+"""Maximum characters passed on from a library's message about a grammar."""
 
 
 class Kind(Enum):
@@ -57,7 +57,7 @@ class GrammarTooComplexError(GrammarError):
 
 
 def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
-    """Return the problem of a grammar's source, as far as it is visible without compiling it; None if there is none."""
+    """Return what is wrong with a grammar's source, as far as that shows without compiling it; None if nothing is."""
     if kind is Kind.CHOICE:
         if not 0 < len(source) <= MAX_CHOICES:
             return f"has {len(source)} texts, must have 1 to {MAX_CHOICES}"

@@ -98,9 +98,9 @@ def make_app(
 ) -> ASGIApp:
     """Return the ASGI application. `serves` returns whether an orchestrator takes requests now; `most_requests` limits
     the requests in progress; pages of `origins` may send requests from browsers. Without `store`, no responses are
-    stored. With `strict`, unknown fields are refused. `with_page`: serve the page; `with_stats`: and the statistics of
-    pods. `metrics` returns those of this server, for admitted callers, in Prometheus's text format; None if they are
-    not served here."""
+    stored. With `strict`, unknown fields are refused. `with_page` serves the page, `with_stats` the statistics of the
+    pods. `metrics` returns this server's metrics in Prometheus's text format, for admitted callers; None: they are not
+    served here."""
     started = int(time.time())
     admission = Middleware(_Admission, callers=Callers(gateway.check_key, most_requests))
 
@@ -252,7 +252,7 @@ class _Outermost:
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
                 if scope["path"].startswith(MESSAGES):
                     MutableHeaders(scope=message)["request-id"] = request_id  # Anthropic's name
-                if closes:  # the rest of the body would precede the next request
+                if closes:  # otherwise the unread body would be parsed as the next request
                     MutableHeaders(scope=message)["connection"] = "close"
             elif closes and not message.get("more_body"):
                 await send({**message, "more_body": True})
@@ -273,7 +273,8 @@ class _Outermost:
 
 
 def _caller(request: Request) -> Caller:
-    """Return the caller. Header values that gRPC metadata cannot carry are dropped: they are no valid key or trace."""
+    """Return the caller. Header values that gRPC metadata cannot carry are dropped: they cannot be a valid key or trace
+    context."""
     headers = [(name, request.headers[name]) for name in CARRIED if name in request.headers]
     keys = [request.headers[name] for name in KEY_HEADERS if name in request.headers]
     if keys and "authorization" not in request.headers:

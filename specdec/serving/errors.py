@@ -18,7 +18,7 @@ ServiceError
 ├── ShortOfMemoryError       UNAVAILABLE           this process got no memory; another one may
 ├── ProtocolError            FAILED_PRECONDITION   a peer broke the session's protocol
 ├── PromptChangedError       FAILED_PRECONDITION   a text to resume has another prompt here
-├── NotRememberedError       FAILED_PRECONDITION   a tenant is forgotten, but not after a restart
+├── NotRememberedError       FAILED_PRECONDITION   a tenant is forgotten only until this pod restarts
 ├── GrammarFailureError      INVALID_ARGUMENT      the text's grammar is too complex to continue
 ├── ModelFailureError        INTERNAL              the model's output is unusable
 └── InternalError            INTERNAL              a bug here; the log has it
@@ -214,12 +214,15 @@ class PromptChangedError(ServiceError):
 
 
 class NotRememberedError(ServiceError):
-    """A tenant was forgotten, but that could not be written: `why`."""
+    """A tenant's texts are deleted, but the record that keeps it forgotten after a restart could not be written:
+    `why`."""
 
     reason = "NOT_REMEMBERED"
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"the tenant is forgotten until this pod restarts, which could not be written: {why}")
+        super().__init__(
+            f"the tenant is forgotten, but only until this pod restarts: the record could not be written: {why}"
+        )
 
 
 class GrammarFailureError(ServiceError):

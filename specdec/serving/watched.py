@@ -54,7 +54,7 @@ class Watched(Generic[Contents]):
         """Read the files; raises their `unusable` error if they cannot be used."""
         self._files = files
         self._lock = threading.Lock()
-        self._refused = ""  # reason for which the last check rejected them; "" if none
+        self._refused = ""  # why the last check rejected the files; "" if it did not
         _all.add(self)
         try:
             self._version = files.version()

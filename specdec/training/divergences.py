@@ -45,7 +45,7 @@ def divergence(loss: Loss, log_p: Tensor, log_q: Tensor) -> Tensor:
 def overruled(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return where the target's likeliest token is not the draft's, bool [...], for log-probabilities [..., V].
 
-    The logits of one place are those of the token after it: what overrules the draft's guess of token i is at place
-    i - 1 of both.
+    Row i is the distribution of token i + 1, so row i - 1 shows whether the target overrules the draft's guess of token
+    i.
     """
     return log_p.argmax(-1) != log_q.argmax(-1)

@@ -18,9 +18,9 @@ class ToolCallReader:
     def __init__(
         self, tool_format: ToolFormat, schemas: Schemas = MappingProxyType({}), *, only_calls: bool = False
     ) -> None:
-        """`schemas`: of the functions' arguments, by function. They decide which values are strings where the text does
-        not show it, and which JSON is a call in formats without a marker. `only_calls`: calls are forced, so the text
-        has nothing else."""
+        """`schemas`: JSON schemas of the arguments, by function name. They decide whether a value is a string in
+        formats that do not quote strings, and whether a JSON object is a call in formats without a marker.
+        `only_calls`: calls are forced, so the text holds nothing else."""
         self._format = tool_format
         self._schemas = schemas
         self._only_calls = only_calls
@@ -37,8 +37,8 @@ class ToolCallReader:
 
     def finish(self, *, cut: bool = False) -> Iterator[str | ToolCall]:
         """Yield the rest at the end of the text. With `cut`, for a text cut short, an unfinished call is yielded with
-        its partial arguments, which are not valid JSON. One without a whole name is dropped if the text has only calls,
-        and so is the beginning of a marker behind a call."""
+        its partial arguments, which are not valid JSON. An unfinished call without a complete function name is dropped
+        if the text has only calls; an unfinished marker behind a call is dropped too."""
         held = "".join(self._held)
         of_marker = self._scan is None and self._behind_call and self._format.marker.startswith(held.strip())
         begun: list[str | ToolCall] = []

@@ -62,7 +62,7 @@ MISTAKES = (
     ),
     Mistake("specdec train-heads target new --text notes --ttt-steps 3", USAGE, "--ttt-steps: is for --kind eagle3"),
     Mistake("specdec train-heads target new", USAGE, "--text: give the text to train on, or go on with --resume"),
-    Mistake("specdec forget acme --draft 127.0.0.1:9", UNREACHABLE, "it may keep the texts still"),
+    Mistake("specdec forget acme --draft 127.0.0.1:9", UNREACHABLE, "it may still keep the texts"),
     Mistake("specdec draft --model draft --learn-tokens 9", USAGE, "--learn-key-file: is needed with --learn-tokens"),
     Mistake(
         "specdec train-draft target foreign new --text notes", USAGE, "the tokenizers of target and foreign differ"

@@ -69,7 +69,7 @@ async def test_consent_decides_what_is_kept(directories: Directories, tmp_path: 
         assert await kept(services) == []
         done = await run(*command)
         assert done.returncode == ExitStatus.REFUSED
-        assert "it may keep the texts still" in done.stderr
+        assert "it may still keep the texts" in done.stderr
 
 
 class Listening(VerifierServicer):

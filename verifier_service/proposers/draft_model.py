@@ -32,7 +32,7 @@ from verifier_service.settings.tuning import DEFAULTS, Tuning
 log = structlog.get_logger()
 
 MAX_TENANTS = 256
-"""Tenants with a kept usefulness of the draft; the least recently active one is forgotten first."""
+"""Number of tenants whose usefulness of the draft is remembered; the least recently active is evicted first."""
 
 
 class DraftModelProposer(Proposer):

@@ -68,8 +68,8 @@ def open_windows(
 ) -> list[LookaheadRows | None]:
     """Open the lookahead windows of a step with `decoding` sessions. Return one entry per session of `sessions`.
 
-    `chosen`: their candidates, extended by those of Jacobi windows; `free`: tree slots left for windows. If the step
-    `may_explore`, a window may be opened to learn the cost of its rows.
+    `chosen`: the candidates of each session; candidates of Jacobi windows are appended in place; `free`: tree slots
+    left for windows. If the step `may_explore`, a window may be opened to learn the cost of its rows.
     """
     costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)))
     windows: list[LookaheadRows | None] = []
@@ -115,7 +115,7 @@ def window_rows(
     latency: StepLatency,
     eligibility: Eligibility,
 ) -> int:
-    """Return an upper bound of the rows of the windows that `open_windows` would open."""
+    """Return an estimate of the rows that `open_windows` would add, counting each window at its largest size."""
     costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)))
     rows = 0
     for session in sessions:

@@ -45,9 +45,9 @@ REMEMBERED = 1024
 """Number of idle tenants with a counter kept: leaving and returning must not reset a large counter."""
 
 IMBALANCE = 1.25
-"""Memory per weight, relative to the admitting tenant's, from which a tenant is preempted; it must hold that much even
-after the preemption. A preempted text is recomputed, and smaller differences even out as texts end. With 2, a tenant
-asking for a fifth of the memory sometimes waits for a text of a flooding tenant to end."""
+"""A tenant is preempted only if, after the preemption, it still holds this multiple of the memory per weight of the
+tenant whose text is admitted. A preempted text is recomputed, and smaller differences even out as texts end. With 2, a
+tenant asking for a fifth of the memory sometimes waits for a text of a flooding tenant to end."""
 
 
 class Urgent(NamedTuple):

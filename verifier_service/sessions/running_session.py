@@ -16,9 +16,9 @@ from verifier_service.sessions.session import VerifierSession
 
 @dataclass(eq=False)
 class RunningSession:
-    """A session in the step loop, owned by the loop's thread. `message` turns a verify result and its times into a
-    response, `scores_message` log-probabilities of its prompt, `query_message` a query to its draft; all of them on the
-    response queue's event loop."""
+    """A session in the step loop, owned by the loop's thread. `message` makes a response from a verify result and its
+    times, `scores_message` one from log-probabilities of the prompt, `query_message` one from a query to the draft. All
+    three run on the response queue's event loop."""
 
     session: VerifierSession
     responses: ResponseQueue[Any]
@@ -34,7 +34,7 @@ class RunningSession:
     drafting_wanted: bool = False  # value in its last commit
     sent_rates: Mapping[str, float] | None = None  # of modes, as last sent
     admitted_at: float = 0.0  # time of its last admission
-    had_memory: float = 0.0  # seconds with memory, before its last preemption
+    had_memory: float = 0.0  # total seconds it held memory, up to its last preemption
     cost: float = 0.0  # charged to its tenant, in prompt tokens
     draft_ready_uncounted: bool = False  # uses a draft; last step not counted in `draft_ready_steps` yet
     timeline: Timeline = field(default_factory=Timeline)

@@ -2,9 +2,9 @@
 
 Start at the root, take the target's own choice, move to the child with that token, and stop where there is none. All
 sessions advance together, one level at a time, so that one vectorised call makes all their choices (`verify_trees`).
-Chains of draws (REJECTION) are taken as wholes where a session verifies blocks: down to the next node with several
-children, or the last row of the step. `TreeVerification` holds one session's part, `VerifiedStep` the outcome of a
-whole step.
+Where a session verifies blocks (REJECTION), a chain of draws is tested as a whole, down to the next node with several
+children or the last row of the step. `TreeVerification` holds one session's part, `VerifiedStep` the outcome of a whole
+step.
 
 With `choice.py`, `rejection.py`, `block_verification.py` and `contrastive.py` in `specdec/decoding`, where tokens are
 chosen under each acceptance rule, this is the whole of speculative decoding.
@@ -52,7 +52,8 @@ Prompts = Sequence[tuple[VerifierSession, ScheduledRows]]
 
 
 PLACES_A_STEP = 8
-"""Most places of a step with log-probabilities for drafts that learn. Each takes a pass over the vocabulary."""
+"""Maximum positions a step whose log-probabilities are computed for drafts that learn. Each takes a pass over the
+vocabulary."""
 
 Item = TypeVar("Item")
 
@@ -63,10 +64,11 @@ def evenly(items: Sequence[Item], most: int) -> Sequence[Item]:
 
 
 class VerifiedStep:
-    """The verified trees of a step. The constructor waits for its pass, launched at the time `launched`; it commits
-    nothing and raises any error. `apply` commits, and makes the `draft_queries` of sessions whose row was undecided
-    (CONTRASTIVE). An engine that computes asynchronously calls `beside` meanwhile. `observe` gets the verified trees
-    that have tokens, the rows of prompts before a root, and the logits, which are not kept."""
+    """The verified trees of a step. The constructor waits for the forward pass, launched at time `launched`, and
+    verifies; it commits nothing, and errors propagate. `apply` commits the tokens and makes the `draft_queries` of
+    sessions whose row was undecided (CONTRASTIVE). `beside` is called while an asynchronous engine computes. `observe`
+    is called with all verifications, failed ones included, except those undecided without a token; with the prompt rows
+    that stop short of a root; and with the logits, which are not kept."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class VerifiedStep:
         observe([v for v in verifications if v.lacks is None or v.result.tokens], prompts, logits)
 
     def _add_logprobs(self, logits: StepLogits) -> None:
-        """Add the log-probabilities of committed tokens to the results of requests for them."""
+        """Add the log-probabilities of committed tokens to the results of the requests that ask for them."""
         asking = [
             verification for _, verification in self._sound if verification.session.request.top_logprobs is not None
         ]
@@ -119,8 +121,8 @@ class VerifiedStep:
             verification.result.logprobs = list(islice(found, len(verification.rows)))
 
     def _add_overruled(self, logits: StepLogits) -> None:
-        """Add the target's log-probabilities where it overruled a remote draft to the results of sessions that learn
-        from them: at PLACES_A_STEP places at most, since all sessions wait for them."""
+        """Where the target overruled a remote draft that learns, add the target's log-probabilities to the result: at
+        most PLACES_A_STEP positions, since all sessions wait for them."""
         places = [(verification, place) for _, verification in self._sound for place in verification.overruled]
         if not places:
             return
@@ -156,7 +158,7 @@ class VerifiedStep:
 def _prompt_scores(
     entries: Sequence[tuple[RunningSession, ScheduledRows]], logits: StepLogits
 ) -> list[tuple[RunningSession, PromptScores]]:
-    """Return the log-probabilities of tokens of prompts in this step, for requests for them."""
+    """Return the log-probabilities of the prompt tokens scored in this step, for the requests that ask for them."""
     asking = [(entry, rows.scored) for entry, rows in entries if rows.scored]
     if not asking:
         return []
@@ -244,7 +246,7 @@ class TreeVerification:
 
     def chain(self) -> ChainQuery | None:
         """Return the query about the chain of draws below the current node, as far as the step has rows for it and no
-        node has several children. None if there is no chain, or chains are not taken as wholes."""
+        node has several children. None if there is no chain, or draws are tested one by one."""
         if not self._blocks:
             return None
         tree, node, path, row = self.planned.tree, self._node, self._path, self.row
@@ -373,7 +375,8 @@ def _overrules(node: Node, token: int) -> bool:
 
 
 def _on_chain(node: Node) -> bool:
-    """Return True if a chain query covers the row of this node: below it, or up to it, there is one draw only."""
+    """Return True if a chain query covers this node's row: it has exactly one child, or it is a leaf and an only
+    child."""
     above = node.parent
     return len(node.children) == 1 or (not node.children and above is not None and len(above.children) == 1)
 
@@ -408,7 +411,7 @@ class TreeWalker(Protocol):
         """End verification with an error: non-finite logits, or a grammar too complex to give a mask."""
 
     def lack(self, tokens: Tokens) -> None:
-        """End verification at an undecided row: the draft's lacks some of these `tokens`, the plausible ones
+        """End verification at an undecided row: the draft's distribution lacks some of the plausible `tokens`
         (CONTRASTIVE)."""
 
 
@@ -420,7 +423,7 @@ def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
 
 
 def _past_chains(walkers: Sequence[TreeWalker], rows: StepLogits) -> Sequence[TreeWalker]:
-    """Take the chains below the current nodes; return the walkers that go on."""
+    """Verify the chains below the current nodes; return the walkers that go on."""
     queries = [walker.chain() for walker in walkers]
     asked = [query for query in queries if query is not None]
     if not asked:

@@ -27,7 +27,8 @@ UNDECIDED = -1
 """Placeholder for a token: the whole row is needed."""
 
 CLOSEST = 4
-"""Ids fetched per row: the highest scores on the GPU. Its scores are an ulp or two off, so two ids would be enough."""
+"""Ids fetched per row: those with the highest scores on the GPU. Two would do, since the GPU's scores are off by an ulp
+or two."""
 
 RANKED = 1024
 """Ids fetched per row: the largest logits. Top-k, top-p and min-p nearly always cut among these."""
@@ -105,8 +106,8 @@ class Drawn:
 
 
 class Ranked:
-    """A shortlist for truncated sampling: the largest logits, and the weight of all. The host finds out whether the cut
-    lies among them.
+    """A shortlist for truncated sampling: the largest logits of a row, and the row's total weight. The host checks
+    whether the cut lies among these logits.
 
     The GPU's exponentials may be an ulp off the host's, and it sums in another order. If top-p falls between the two
     results, at most a ten-millionth of the weight apart, one id more or less survives than on the host.

@@ -1,4 +1,4 @@
-"""The memory of heads that keep keys and values of their own: one pool for all texts."""
+"""KV memory for heads that have attention of their own: one pool for all texts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from specdec.engine.kv.slots import PADDING_SLOT, KVPool, Slots
 
 
 class TextMemory:
-    """Keys and values of texts in a layer of heads, for `positions` rows of all texts together. Memory is not touched
-    before it is written; only what a text has written is read for it."""
+    """Keys and values of texts in a layer of heads, for `positions` rows of all texts together. Except for the padding
+    slot the memory is uninitialised: a text reads only rows that it has written."""
 
     def __init__(self, positions: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pool = KVPool(positions + 1)  # the first slot is for padding
@@ -41,7 +41,7 @@ class TextMemory:
 
 
 class TextSlots:
-    """The slots of one text: those of its rows from position `first` on, without a gap."""
+    """The slots of one text's rows, at contiguous positions starting at `first`."""
 
     def __init__(self, memory: TextMemory) -> None:
         self.first = self.end = 0  # positions
@@ -54,9 +54,9 @@ class TextSlots:
         return self.end - self.first
 
     def take(self, position: int, count: int) -> Slots:
-        """Return the slots of `count` new rows from a position on. Where it is not the next one, the rows before are
-        given back: a gap cannot be read over. PoolFullError, with everything given back, if there is too little
-        memory."""
+        """Return the slots of `count` new rows starting at `position`. If that is not the next position, the earlier
+        rows are released first: attention cannot skip a gap. PoolFullError, with all slots released, if there is too
+        little memory."""
         if position != self.end:
             self.give_back()
             self.first = self.end = position

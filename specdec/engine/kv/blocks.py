@@ -6,7 +6,7 @@ Pure book-keeping, for one thread and one model. The tensors belong to the engin
 A full block is *published*: it becomes a node of its scope's prefix tree (`block_hashes.cache_scope`). The path from
 the root to a node spells a text from its start, compared token by token. A block is free, held by tables, or *cached*:
 published but held by none. A table holding a node also holds all its ancestors, and releases them last. So the least
-recently used cached node never has children, and evicting it loses no longer prefix.
+recently used cached node never has children, and evicting it shortens no other cached prefix.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class BlockPool:
 
 
 def blocks_freed(tables: Sequence[BlockTable]) -> int:
-    """Return the number of blocks available once all these tables are closed."""
+    """Return how many more blocks become available when all these tables are closed."""
     held = Counter(node for table in tables for node in table._chain)
     own = sum(len(table._blocks) - len(table._chain) for table in tables)
     return own + sum(node.holders == count for node, count in held.items())
@@ -249,7 +249,7 @@ class BlockTable:
 
     @property
     def share(self) -> float:
-        """This table's blocks, each divided by the number of tables holding it."""
+        """The sum over this table's blocks of 1 / (number of tables holding the block)."""
         blocks, start = float(len(self._blocks) - len(self._chain)), 0
         while start < len(self._chain):  # holder counts never increase along the chain
             holders = self._chain[start].holders

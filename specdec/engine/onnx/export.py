@@ -65,7 +65,7 @@ Dtype = Literal["float32", "float16"]
 """Possible dtypes of a graph: NumPy, used to make the pools, has no bfloat16."""
 
 MIN_OVERLAP = 0.9
-"""Minimum overlap with the model's own distributions (`Agreement`) of weights quantised by default."""
+"""Minimum overlap (`Agreement`) with the unquantised model for weights that are quantised by default."""
 
 OPSET = 23
 IR_VERSION = 10

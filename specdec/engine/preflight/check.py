@@ -29,12 +29,13 @@ class Wanted(NamedTuple):
 
 
 Beside = Callable[[ModelDirectory, Dtype], MemoryNeeded]
-"""Checks something on a target's device, by the target and its dtype, and returns the memory it needs there."""
+"""Checks what runs beside a target on its device, such as heads, given the target and its dtype; returns the memory it
+needs there."""
 
 
 def check(target: Wanted, *drafts: Wanted, beside: Beside | None = None) -> list[ModelDirectory]:
-    """Return the models' directories if this machine can serve all of them at the same time, with something `beside`
-    the target, and each draft can draft for the target.
+    """Return the models' directories if this machine can serve all models at once, together with what runs `beside` the
+    target, and if every draft fits the target.
 
     Raises ModelDirectoryError or UnsupportedModelError, naming in one line the problem and the remedy, or
     ModuleNotFoundError for a missing package. Weights are not read, torch and transformers not imported.
@@ -75,8 +76,8 @@ def check_memory(
     placements: list[Placement], directories: list[ModelDirectory], further: Sequence[MemoryNeeded] = ()
 ) -> None:
     """Raise UnsupportedModelError unless each device has room for all models placed on it, and the first model's for
-    the `further` needs. On GPUs vLLM finds out by itself: its options determine the number of GPUs for a model, and the
-    quantisation."""
+    the `further` needs. Models that vLLM runs on GPUs are not counted: vLLM checks them itself, since its options
+    decide quantisation and the number of GPUs."""
     on_device: dict[str, list[MemoryNeeded]] = defaultdict(list)
     if further:
         on_device[device_of(placements[0])] += further

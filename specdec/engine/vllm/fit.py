@@ -23,14 +23,14 @@ def why_unfit(runner: Any) -> str | None:
         (any(map(_sees_ahead, groups)), "prompt rows attend to later ones (prefix-LM attention)"),
         (getattr(model, "rswa_window", None) is not None, "its attention window depends on the end of the prompt"),
         (getattr(runner, "lookback_token_ids", None) is not None, "its layers read earlier tokens of the text"),
-        (BLOCK % size, f"its attention needs blocks of {size} tokens, {BLOCK} must be a multiple"),
+        (BLOCK % size, f"its attention needs blocks of {size} tokens, which must divide {BLOCK}"),
     )
     return next((why for found, why in causes if found), None)
 
 
 def rope_factors(model: Any) -> list[str]:
-    """Return the LongRoPE scaling of a model's positions, "long-rope" or "short-rope"; nothing for other models. vLLM
-    chooses once, by the longest text it has room for, and tokens depend on the choice."""
+    """Return the LongRoPE scaling of a model's positions, "long-rope" or "short-rope"; an empty list for other models.
+    vLLM chooses once, by the longest text it has room for, and tokens depend on the choice."""
     found = {module.use_long_rope for module in model.modules() if hasattr(module, "use_long_rope")}
     return sorted("long-rope" if long else "short-rope" for long in found)
 

@@ -16,7 +16,7 @@ MIN_SEQUENCES = 256
 """Minimum number of sequences in vLLM's buffers: the verifier measures steps of that many texts."""
 
 MAX_STEP_ROWS = 2048
-"""Limit on a step's rows when filled with prompts: the roots of all sessions and their candidates come on top."""
+"""Maximum of --step-rows. The roots of all sessions and their candidates may exceed it, up to MAX_ROWS."""
 
 OWN = {
     "async_scheduling": "the verifier schedules steps",
@@ -58,9 +58,9 @@ OWN = {
     "spec_model": "candidates come from specdec's drafts",
     "spec_tokens": "candidates come from specdec's drafts",
     "speculative_config": "candidates come from specdec's drafts",
-    "trust_remote_code": "code of a model is not run",
+    "trust_remote_code": "a model's own code is never run",
     "watermark_config": "the verifier samples tokens",
-    "worker_extension_cls": "it is ours",
+    "worker_extension_cls": "the engine installs its own",
 }
 """vLLM options set by the engine itself, with the reason or the option to use instead."""
 
@@ -77,7 +77,7 @@ def read_options(text: str) -> dict[str, Any]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for an option reserved to the engine, naming it."""
+    """Raise UnsupportedModelError for an option reserved for the engine, naming it."""
     for name, why in OWN.items():
         if name in options:
             raise UnsupportedModelError(f"vLLM's option {name} cannot be set: {why}")

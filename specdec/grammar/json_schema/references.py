@@ -10,11 +10,11 @@ from urllib.parse import unquote, urldefrag, urljoin
 from specdec.grammar.grammar import GrammarError
 
 MAX_REFERENCE_CHARACTERS = 1000
-"""Most characters of a reference: each is followed again wherever it is met."""
+"""Maximum characters of a reference: every occurrence is resolved again."""
 
 
 MAX_REFERENCES = 50
-"""Most references followed in a row."""
+"""Maximum length of a chain of references."""
 
 
 class Document:
@@ -52,7 +52,7 @@ class Document:
         return found
 
     def chain(self, schema: Any, place: str) -> Iterator[Any]:
-        """Yield a schema, what it refers to, and so on, at most `MAX_REFERENCES` references further."""
+        """Yield a schema and the schemas along its chain of references, at most `MAX_REFERENCES` of these."""
         yield schema
         for _ in range(MAX_REFERENCES):
             if not isinstance(schema, dict) or "$ref" not in schema:

@@ -7,7 +7,8 @@ from typing import Any, TypeGuard
 
 
 def are_objects(schema: Mapping[str, Any], *keys: str) -> bool:
-    """Return True unless a keyword's value is of the wrong type, which compilation refuses."""
+    """Return True if each of these keywords is missing or has an object as its value; compilation refuses the
+    others."""
     return all(isinstance(schema.get(key, {}), dict) for key in keys)
 
 

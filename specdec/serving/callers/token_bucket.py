@@ -34,7 +34,7 @@ class TokenBucket:
         return there >= tokens
 
     def seconds_until(self, tokens: float = 1.0) -> float:
-        """Return the seconds until the bucket holds `tokens` or is full, without further spending."""
+        """Return the seconds until the bucket holds `tokens` or is full, if nothing is spent meanwhile."""
         return max(0.0, (min(tokens, self.burst) - self._fill()) / self.rate)
 
     def change(self, rate: float, burst: float) -> None:

@@ -39,7 +39,7 @@ def runner(model: dict[str, Any] | None = None, groups: Any = None, size: int = 
         (runner(groups=[group(kv_cache_specs={"0": SimpleNamespace(non_causal=True)})]), "attend to later ones"),
         (runner({"rswa_window": 128}), "window depends on the end of the prompt"),
         (runner(lookback_token_ids=object()), "its layers read earlier tokens"),
-        (runner(size=BLOCK + 1), f"blocks of {BLOCK + 1} tokens, {BLOCK} must be a multiple"),
+        (runner(size=BLOCK + 1), f"blocks of {BLOCK + 1} tokens, which must divide {BLOCK}"),
     ],
 )
 def test_each_cause_is_named(unfit: Any, said: str) -> None:
