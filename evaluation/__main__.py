@@ -28,6 +28,7 @@ with needed_by("evaluate", "evaluate"):
     from specdec.cli.prompt_file import PromptFile, PromptFileError
     from specdec.client.request import build_request
     from specdec.command_line import number, run_command
+    from specdec.decoding.noise import MASK
     from specdec.decoding.sampling import Rule
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engine import UnsupportedModelError
@@ -166,7 +167,7 @@ def _evaluated(
     rules = [Rule.COUPLED, Rule.REJECTION] if any(not sample.sampling.greedy for sample in samples) else [Rule.COUPLED]
     asked = [(rule, tree) for rule in rules for tree in TREES]
     ways = {way: remote if way is REMOTE_DRAFT else way for way in WAYS if pair.has_local_draft or way is not LOCAL}
-    planned = {many: _tokens(_warming(samples, many)) + _tokens(_enough(samples, many)) for many in streams}
+    planned = {many: _tokens(_warming(samples, many)) + _tokens(_repeated(samples, many)) for many in streams}
     most_runs = len(ways) + len(VERIFIERS)
     with Progress(len(asked) * _tokens(samples) + most_runs * sum(planned.values())) as progress:
         heard = progress.heard
@@ -179,14 +180,14 @@ def _evaluated(
         for many in streams:
             progress.not_needed(0 if many in drafted else len(VERIFIERS) * planned[many])
 
-        def rate(many: int, part: float) -> float:
-            layout = replace(remote.layout, draft_speed=part * remote.layout.draft_speed)
+        def rate(many: int, relative_speed: float) -> float:
+            layout = replace(remote.layout, draft_speed=relative_speed * remote.layout.draft_speed)
             return _warm_speed(pair, replace(remote, layout=layout), samples, many, heard).rate
 
         pools = {many: smallest(partial(rate, many), alone) for many, alone in drafted.items()}
     return EvaluationReport(
-        target=_told(pair.target),
-        draft=_told(pair.draft),
+        target=_description(pair.target),
+        draft=_description(pair.draft),
         texts=len(samples),
         temperatures=sorted({round(sample.sampling.temperature, 6) for sample in samples}),
         step_seconds={
@@ -204,14 +205,14 @@ def _evaluated(
 
 def _warm_speed(pair: Pair, way: Way, samples: Sequence[Sample], streams: int, heard: Heard) -> Figures:
     """Return the speed of warm services: adaptive speculation has seen what pays."""
-    loads = Load(_warming(samples, streams), streams), Load(_enough(samples, streams), streams)
+    loads = Load(_warming(samples, streams), streams), Load(_repeated(samples, streams), streams)
     _, warm = speed(pair, way, *loads, heard=heard)
     return warm
 
 
 def _warming(samples: Sequence[Sample], streams: int) -> list[Sample]:
     """Return the samples of a warm-up: one per stream."""
-    return _enough(samples, streams)[:streams]
+    return _repeated(samples, streams)[:streams]
 
 
 def _tokens(samples: Sequence[Sample]) -> int:
@@ -219,18 +220,18 @@ def _tokens(samples: Sequence[Sample]) -> int:
     return sum(sample.max_tokens for sample in samples)
 
 
-def _enough(samples: Sequence[Sample], streams: int) -> list[Sample]:
+def _repeated(samples: Sequence[Sample], streams: int) -> list[Sample]:
     """Return samples for at least two texts per stream: the given ones, repeated with other seeds and tenants, so that
     prompts are not cached."""
     rounds = -(-2 * streams // len(samples))
     return [
-        replace(sample, tenant=f"{turn}", sampling=replace(sample.sampling, seed=sample.sampling.seed + turn))
+        replace(sample, tenant=f"{turn}", sampling=replace(sample.sampling, seed=(sample.sampling.seed + turn) & MASK))
         for turn in range(max(1, rounds))
         for sample in samples
     ]
 
 
-def _told(model: LoadedModel) -> str:
+def _description(model: LoadedModel) -> str:
     info = pod_info(model.engine)
     threads = f", {info.threads[0]} thread{'s' * (info.threads[0] != 1)}" if info.threads else ""
     exact = ", exact" if model.engine.exact else ""

@@ -29,7 +29,7 @@ OPTIONAL = {"openai": ("starlette", "uvicorn")}
 SET_BY_UP = frozenset(
     {
         *("model", "models", "draft_model", "verifier", "draft", "orchestrator", "port", "stop_with_stdin"),
-        *("share_port", "return"),
+        "share_port",
     }
 )
 """Names of options set by `specdec up` itself: which service serves what, and where."""
@@ -79,7 +79,9 @@ def _installed(role: str) -> bool:
 def _parameters(role: str) -> Iterator[tuple[str, inspect.Parameter]]:
     """Yield (name, parameter) for each option of a service that may be passed on, with the service's prefix."""
     hints = get_type_hints(load(f"{PACKAGES[role]}.__main__").main, include_extras=True)
-    for name in hints.keys() - SET_BY_UP:
+    for name in hints:
+        if name in SET_BY_UP or name == "return":
+            continue
         kind, option = get_args(hints[name])
         option, spelled = copy.copy(option), name.replace("_", "-")
         declared = f"--{role}-{spelled}"
@@ -104,5 +106,6 @@ def arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
             words.append(f"--{spelled}" if value else f"--no-{spelled}")
         else:
             for item in value if isinstance(value, list) else [value]:
-                words += f"--{spelled}", *(map(str, item) if isinstance(item, tuple) else [str(item)])
+                words.append(f"--{spelled}")
+                words.extend(map(str, item) if isinstance(item, tuple) else [str(item)])
     return tuple(words)

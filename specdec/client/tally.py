@@ -17,19 +17,21 @@ class Tally:
     def __init__(self) -> None:
         self._broken = SpeculationStatistics()  # of the interrupted parts
         self._part = SpeculationStatistics()  # of the current part
+        self._begun = False  # the current part has responses
 
     def take(self, response: GenerateResponse) -> None:
         """Count a response; the statistics of the last one become those of the whole stream."""
         if response.HasField("finish"):
             _add(response.finish.speculation, self._broken)
         else:
+            self._begun = True
             _add(self._part, _of(response))
 
     def broke_off(self) -> None:
-        """Note that the stream broke and will be resumed. An attempt whose responses had no statistics is not
-        counted."""
-        if not self._part.ByteSize():
+        """Note that the stream broke and will be resumed. An attempt without any response is not counted."""
+        if not self._begun:
             return
+        self._begun = False
         self._part.failover_events["resumed"] += 1
         _add(self._broken, self._part)
         self._part.Clear()

@@ -26,7 +26,7 @@ DOMAIN_BLOCK = 0x626C6F636B000005
 """Domains separating the noise of the choice from the draws and tests of rejection sampling: a random number reused for
 a second purpose would correlate draws that must be independent."""
 
-HASHED_TOKENS = 256
+TEXT_HASH_TOKENS = 256
 """Tokens before a position that `text_hash` covers: more than a step's tokens, so that texts which part ways within a
 step have different hashes."""
 
@@ -112,8 +112,8 @@ def uniform(seed: int, position: int, domain: int, *indices: int) -> float:
 
 
 def text_hash(text: Sequence[int], path: Sequence[int]) -> int:
-    """Return a 64-bit hash of the last HASHED_TOKENS tokens of a text with a path below it."""
-    tokens = [*text[-HASHED_TOKENS:], *path][-HASHED_TOKENS:]
+    """Return a 64-bit hash of the last TEXT_HASH_TOKENS tokens of a text with a path below it."""
+    tokens = [*text[-TEXT_HASH_TOKENS:], *path][-TEXT_HASH_TOKENS:]
     digest = hashlib.blake2b(np.asarray(tokens, dtype="<u4").tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

@@ -297,7 +297,7 @@ async def _answer_error(request: Request, error: ApiError) -> JSONResponse:
 
 async def _answer_overloaded(request: Request, error: OverloadedError) -> JSONResponse:
     if isinstance(error, TenantLimitError):
-        return _answered(request, too_many("too many of your requests are waiting to be parsed"))
+        return _answered(request, too_many("too many of your requests are waiting for this server"))
     return _answered(request, overloaded(str(error)))
 
 

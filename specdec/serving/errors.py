@@ -309,7 +309,7 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
     in the log, so only its list of invalid fields is passed on."""
     match error.code():
         case grpc.StatusCode.RESOURCE_EXHAUSTED if quota := _detail(error, error_details_pb2.QuotaFailure()):
-            (violation,) = quota.violations[:1] or (error_details_pb2.QuotaFailure.Violation(),)
+            violation = next(iter(quota.violations), error_details_pb2.QuotaFailure.Violation())
             tenant = violation.subject.removeprefix("tenant:")
             return TenantLimitError(tenant, f"the {peer} has no capacity for more of its sessions", _retry_after(error))
         case grpc.StatusCode.RESOURCE_EXHAUSTED if _reason(error) == TooLateError.reason:

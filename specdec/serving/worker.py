@@ -8,6 +8,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import structlog
@@ -60,12 +61,13 @@ class Worker(ABC):
                 future.set_result(result)  # type: ignore[arg-type]
 
         def run() -> None:
+            result, failure = None, None
             try:
                 result = action()
             except Exception as error:  # any exception belongs to the caller
-                loop.call_soon_threadsafe(settle, None, error)
-            else:
-                loop.call_soon_threadsafe(settle, result, None)
+                failure = error
+            with suppress(RuntimeError):  # its loop is closed: the caller is gone
+                loop.call_soon_threadsafe(settle, result, failure)
 
         self.submit(run)
         return await future

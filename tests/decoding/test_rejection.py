@@ -22,7 +22,7 @@ from scipy import stats
 
 from specdec.decoding import rejection
 from specdec.decoding.choice import choose
-from specdec.decoding.noise import HASHED_TOKENS, text_hash
+from specdec.decoding.noise import TEXT_HASH_TOKENS, text_hash
 from specdec.decoding.proposal import DistributionSizes, DraftDistribution, Proposal
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.rejection import acceptance, acceptances, draw, probabilities_of, trials
@@ -355,9 +355,9 @@ def test_draws_depend_on_the_text_before_them() -> None:
     sampler = RequestSampler(Sampling(temperature=1.0, seed=3), rule=Rule.REJECTION)
     drawn = {propose(DRAFT(()), SamplingQuery(sampler, 300, text_hash=text_hash([n], [])), 3).tokens for n in range(99)}
     assert len(drawn) > 9
-    long = list(range(2 * HASHED_TOKENS))
-    assert text_hash(long, []) == text_hash(long[:-3], long[-3:]) == text_hash(long[HASHED_TOKENS:], [])
-    assert text_hash(long, []) != text_hash([*long[:-HASHED_TOKENS], 7, *long[1 - HASHED_TOKENS :]], [])
+    long = list(range(2 * TEXT_HASH_TOKENS))
+    assert text_hash(long, []) == text_hash(long[:-3], long[-3:]) == text_hash(long[TEXT_HASH_TOKENS:], [])
+    assert text_hash(long, []) != text_hash([*long[:-TEXT_HASH_TOKENS], 7, *long[1 - TEXT_HASH_TOKENS :]], [])
 
 
 def test_estimates_of_later_draws_fall_and_depend_on_the_distribution_alone() -> None:

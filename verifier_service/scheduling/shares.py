@@ -213,7 +213,7 @@ def youngest_beyond(running: list[RunningSession], entry: RunningSession, tokens
     if not others:
         return None
     shares = held(running)
-    wanted = IMBALANCE * (shares[entry.tenant] + tokens / entry.weight)
+    wanted = IMBALANCE * (shares.get(entry.tenant, 0.0) + tokens / entry.weight)
     # Still above after giving the blocks back: otherwise the two tenants would preempt each other in turn.
     beyond = (other for other in reversed(others) if wanted <= shares[other.tenant] - given_back(other))
     return max(beyond, key=lambda other: shares[other.tenant], default=None)

@@ -435,7 +435,10 @@ def _past_chains(walkers: Sequence[TreeWalker], rows: StepLogits) -> Sequence[Tr
         if query is not None:
             accepted, drawn = next(found)
             tokens = query.draws[:accepted] + ([] if drawn is None else [drawn])
-        if all(walker.take(token) for token in tokens):
+        for token in tokens:
+            if not walker.take(token):
+                break
+        else:  # also without a chain: one level at a time
             remaining.append(walker)
     return remaining
 

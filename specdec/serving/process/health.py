@@ -120,8 +120,12 @@ async def report_health(service: Judged, checks: HealthServicer) -> None:
     """Keep the health statuses up to date: of the service, the process, and the services it needs."""
     worked = False
     while True:
-        works = service.works
-        checks.report({service.name: works, "": works, **service.needs})
+        try:
+            works, needs = service.works, service.needs
+        except Exception:  # a bug: it must not leave the last status standing
+            log.exception("health_unknown", service=service.name)
+            works, needs = False, {}
+        checks.report({service.name: works, "": works, **needs})
         if worked and not works:  # at start-up the service itself logs what is missing
             log.error("not_serving", service=service.name)
         worked = works
