@@ -75,6 +75,7 @@ class CandidateQueue:
         self._unsent_distributions: list[Node] = []  # nodes with an unsent distribution over their children
         self._held_back = Frontier()  # of siblings drawn together, the first
         self._timer = SendTimer()
+        self._all_unsent = True  # nothing was sent since `resend`, or since the beginning
 
     @property
     def offered(self) -> int:
@@ -143,6 +144,11 @@ class CandidateQueue:
         its own."""
         self._query = None
         self._bytes_left = float(MAX_SAVED_BYTES)
+        self._timer = SendTimer()
+        if self._all_unsent:  # already: a caller may ask for it again and again
+            self._release()
+            return
+        self._all_unsent = True
         self._unsent, self._unsent_distributions = [], []
         self._held_back.clear()
         for path_logprob, node in self._tree.by_path_logprob():
@@ -151,7 +157,6 @@ class CandidateQueue:
         if self._contrasted and self._tree.root.distribution is not None:
             self._unsent_distributions.append(self._tree.root)
         self._release()
-        self._timer = SendTimer()
 
     # --- offering -----------------------------------------------------------------------------------
 
@@ -217,6 +222,7 @@ class CandidateQueue:
     def take(self, now: float) -> Extension:
         """Return unsent nodes as one extension and mark them sent: distributions up to the message limit, and only the
         drawn nodes whose distribution is included."""
+        self._all_unsent = False
         rows, later = self._first_rows()
         if self._contrasted and self._policy.partial_distributions:
             sent = sum(row.nbytes for _, row in rows if not row.answer)

@@ -47,11 +47,13 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
     """Serves what one draft service has learned: the traffic of its loop, and the versions of its drafter."""
 
     name = "specdec.v2.LearningService"
+    tokens_a_message = TOKENS_A_MESSAGE
 
     def __init__(self, loop: DraftLoop, learning: Learning) -> None:
         """`loop` keeps texts, tries versions, or both."""
         self._loop = loop
         self._learning = learning
+        self._forgetting: set[asyncio.Task[learning_pb2.ForgetResponse]] = set()
 
     def register(self, server: grpc.aio.Server) -> None:
         learning_pb2_grpc.add_LearningServiceServicer_to_server(self, server)
@@ -64,9 +66,11 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         now = time.monotonic()
         message, tokens = learning_pb2.GetTrafficResponse(), 0
         for text in [] if self._loop.traffic is None else self._loop.traffic.texts():
+            if text.forgotten:  # while earlier ones were sent
+                continue
             message.texts.append(_message(text, now))
             tokens += len(text.tokens) + MAX_TOP * len(text.places)
-            if tokens >= TOKENS_A_MESSAGE:
+            if tokens >= self.tokens_a_message:
                 await context.write(message)
                 message, tokens = learning_pb2.GetTrafficResponse(), 0
         if message.texts:
@@ -80,21 +84,28 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         if len(request.tenant) > MAX_TENANT_CHARACTERS:
             problem = f"has {len(request.tenant)} characters, must have at most {MAX_TENANT_CHARACTERS}"
             raise InvalidRequestError([("tenant", problem)])
+        # It is done in whole, even if the caller's deadline passes meanwhile.
+        forgetting = asyncio.create_task(self._forget(request.tenant))
+        self._forgetting.add(forgetting)
+        forgetting.add_done_callback(self._forgetting.discard)
+        return await asyncio.shield(forgetting)
+
+    async def _forget(self, tenant: str) -> learning_pb2.ForgetResponse:
         not_written: NotRememberedError | None = None
         try:
-            await asyncio.to_thread(self._learning.forgotten.add, request.tenant)  # it waits for the disk
+            await asyncio.to_thread(self._learning.forgotten.add, tenant)  # it waits for the disk
         except NotRememberedError as error:  # all that can be done without the folder is done first
             not_written = error
         forgotten = learning_pb2.ForgetResponse()
         if self._loop.traffic is not None:
-            forgotten.texts, forgotten.tokens = self._loop.traffic.forget(request.tenant)
+            forgotten.texts, forgotten.tokens = self._loop.traffic.forget(tenant)
         if isinstance(drafter := self._loop.drafter, VersionedDrafter):
             forgotten.versions.extend(await self._loop.call(drafter.forget))
         if (learned := self._learning.learned_from) is not None:
-            forgotten.first_learned = learned.has(tenant_digest(request.tenant), math.inf)
+            forgotten.first_learned = learned.has(tenant_digest(tenant), math.inf)
         log.info(
             "tenant_forgotten",
-            tenant_digest=tenant_digest(request.tenant),
+            tenant_digest=tenant_digest(tenant),
             texts=forgotten.texts,
             tokens=forgotten.tokens,
             versions=list(forgotten.versions),

@@ -88,6 +88,7 @@ class DrafterSessionRequest:
     weight: float = 1.0  # of the tenant, relative to others
     own_prompt: Sequence[int] = ()  # the prompt in the draft's tokens, where these are not the target's
     learn: bool = False  # the text may be kept to learn from it
+    age: float = 0.0  # seconds since its request came
     target_vocabulary: int = 0  # the target's token ids: log-probabilities may name those that the draft does not have
 
     @property

@@ -54,6 +54,9 @@ from specdec.serving.validation import (
 )
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
+MAX_COMMIT_TOKENS = 4096
+"""Maximum tokens of a commit: a target commits some hundred at once at most, and all sessions wait meanwhile."""
+
 MAX_AGE_US = 2**32 - 1
 """Largest `base_age_us`, 71 minutes; a session may wait longer for its reader."""
 
@@ -222,6 +225,9 @@ class DraftServicer(
         match request.WhichOneof("message"):
             case "committed":
                 committed, places = request.committed, list[TargetLogprobs]()
+                if len(committed.tokens) > MAX_COMMIT_TOKENS:
+                    problem = f"has {len(committed.tokens)} tokens, must have at most {MAX_COMMIT_TOKENS}"
+                    raise ValueError(f"committed: {problem}")
                 if committed.overruled and self._learns_logprobs(session):
                     end = committed.base + len(committed.tokens)
                     places = places_of(committed.overruled, committed.base, end, session.request.target_vocabulary)
@@ -328,6 +334,7 @@ class DraftServicer(
             message.tenant_weight or 1.0,
             own_prompt,
             message.learn,
+            1e-6 * message.age_us,
             targets,
         )
         most_nodes = self._limits.max_nodes

@@ -76,7 +76,8 @@ class DrafterSession:
         self._calibration = calibration  # of this text
         self._frontier = Frontier()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # off the frontier until the root or the policy changes
-        self.begun = time.time()  # Unix seconds: tenants are forgotten for services on other machines, too
+        # Unix seconds: tenants are forgotten for services on other machines, too.
+        self.begun = time.time() - request.age
         self.overruled: list[int] = []
         """Indices of committed tokens that are not the draft's likeliest guess, ascending."""
         self.places: list[TargetLogprobs] = []
@@ -136,7 +137,9 @@ class DrafterSession:
 
     def _new_tokens(self, base: int, tokens: list[int]) -> list[int]:
         """Return the tokens of a commit that are not committed yet; errors as in `commit`."""
-        known = self.tree.base - base
+        known, most = self.tree.base - base, len(self.request.prompt) + self.request.max_tokens
+        if base + len(tokens) > most:
+            raise ValueError(f"a commit ends at token {base + len(tokens)}, the text has at most {most}")
         if known < 0:
             raise ValueError(f"commit at {base}, the committed text has {self.tree.base} tokens")
         overlap, new_tokens = tokens[:known], tokens[known:]

@@ -26,7 +26,7 @@ MAX_KEPT_TOKENS = 1 << 28
 
 @dataclass(eq=False)
 class KeptText:
-    """A text to learn from. Nothing but `places` ever changes."""
+    """A text to learn from. Nothing but `places` and `forgotten` ever changes."""
 
     tenant: str
     tokens: NDArray[np.uint32]  # the prompt's first
@@ -34,6 +34,7 @@ class KeptText:
     overruled: NDArray[np.uint32]  # indices of tokens that are not the draft's likeliest guess, ascending
     kept_at: float  # by the clock
     places: PackedPlaces = NO_PLACES  # the target's log-probabilities at some of them
+    forgotten: bool = False  # its tenant was forgotten
 
 
 class Kept(NamedTuple):
@@ -118,6 +119,8 @@ class Traffic:
         """Delete the texts of a tenant that is in `forgotten`; return their number and that of their tokens."""
         with self._lock:
             gone = [text for text in self._texts if text.tenant == tenant]
+            for text in gone:
+                text.forgotten = True
             self._texts = deque(text for text in self._texts if text.tenant != tenant)
             tokens = sum(len(text.tokens) for text in gone)
             self._tokens -= tokens

@@ -28,7 +28,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """A version's name: it is a label of metrics, too."""
 
 MAX_VERSIONS = 64
-"""Maximum versions in the folder; the oldest of more are left out."""
+"""Maximum versions in the folder; of more, the oldest are not tried."""
 
 
 class VersionsError(ModelDirectoryError):
@@ -87,11 +87,11 @@ class VersionsFolder:
                 found.append(FoundVersion(directory.name, directory, marked))
         found.sort(key=lambda version: (version.marked[0][1], version.name))
         if len(found) > MAX_VERSIONS:
-            problems.append(f"{len(found)} versions, must be at most {MAX_VERSIONS}: the oldest are left out")
+            problems.append(f"{len(found)} versions, must be at most {MAX_VERSIONS}: the oldest are not tried")
         if (left_out := "; ".join(problems)) != self.left_out and left_out:
             log.warning("versions_left_out", folder=str(self.path), why=left_out)
         self.left_out = left_out
-        return tuple(found[-MAX_VERSIONS:])
+        return tuple(found)
 
     def _directories(self) -> list[Path]:
         """Return the directories with names of versions, sorted by name."""

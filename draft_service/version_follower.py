@@ -20,7 +20,7 @@ from typing import Protocol
 
 import structlog
 
-from draft_service.version_folder import FoundVersion
+from draft_service.version_folder import MAX_VERSIONS, FoundVersion
 from draft_service.version_loading import LoadedVersion, VersionRefusedError, remove_export
 from draft_service.versions import HAS_LEARNED, State, VersionedDrafter
 from specdec.engine.learned_from import LearnedFrom
@@ -121,7 +121,8 @@ class VersionFollower:
                 self._tried.pop(name, None)
                 self._worker.submit(partial(self.drafter.remove, name))
         taken = self._taken()
-        self._waiting = [version for version in found if self._tried.get(version.name) != version.marked]
+        newest = found[-MAX_VERSIONS:]
+        self._waiting = [version for version in newest if self._tried.get(version.name) != version.marked]
         for version in [version for version in self._waiting if version.name in taken]:
             self._waiting.remove(version)
             log.warning("version_left_out", version=version.name, why="a version of this name is served")

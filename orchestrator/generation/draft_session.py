@@ -56,6 +56,7 @@ class DraftStream(PeerStream):
     async def open(self, policy: draft_pb2.DraftPolicy) -> None:
         """Open the session with the text as it is now; UnfitError if the pod has another protocol or tokenizer."""
         sample = self._context.sample
+        learn = sample.learn and not sample.generated  # of a text begun at another orchestrator nobody knows since when
         message = draft_pb2.DraftOpen(
             prompt_tokens=sample.prompt,
             generated_tokens=self._context.text.generated,
@@ -70,7 +71,8 @@ class DraftStream(PeerStream):
             vocabulary_size=self._context.model.vocabulary,
             tenant=sample.tenant,
             tenant_weight=sample.weight,
-            learn=sample.learn,
+            learn=learn,
+            age_us=int(1e6 * (time.monotonic() - self._context.timeline.began)),
         )
         stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
         opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))
@@ -78,7 +80,7 @@ class DraftStream(PeerStream):
         self._context.granted.by_draft(opened)
         if opened.keeps_text:
             self._context.keepers.add(self.pod)
-            if sample.learn:
+            if learn:
                 self.overruled_logprobs = min(opened.overruled_logprobs, MAX_TOP)
         self.opened = True
         self._feeding = asyncio.create_task(self._feed())

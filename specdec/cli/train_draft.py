@@ -170,8 +170,6 @@ def train_draft(
 
         from specdec.training.draft import NEW, DraftPlan
         from specdec.training.draft_command import DraftWishes, prepared
-        from specdec.training.files import complete
-
         cores = threads_for(device)
         torch.set_num_threads(threads or (max(1, cores // 2) if niced else cores))
         plan = DraftPlan(
@@ -204,8 +202,6 @@ def train_draft(
                 say(f"{kind}: acceptance at step {training.done} {found}")
 
         work_on(training, out, stops, until, look, resumable=kept is None)
-        if training.over:
-            complete(out)
     stops.end()
     after = training.measure()
     for kind, found in after.items():

@@ -7,11 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from specdec.serving.errors import ModelFailureError
 
 MAX_WAITING = 256
 """Number of unwritten messages at which the queue is full: deferrable ones then wait until the caller has read."""
+
+MAX_WAITING_BYTES = 16 << 20
+"""Bytes of unwritten messages at which the queue is full, too: distributions take megabytes."""
 
 HEARTBEAT_SECONDS = 0.25
 """Seconds of silence before a heartbeat."""
@@ -29,12 +33,13 @@ class ResponseQueue(Generic[Response]):
         self._queue: asyncio.Queue[Response | Exception] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._last_append = self._loop.time()  # when an item was last appended
+        self._bytes = 0  # of unwritten messages
 
     @property
     def full(self) -> bool:
-        """True while MAX_WAITING messages are unread; deferrable messages should then wait. Readable from any
-        thread."""
-        return self._queue.qsize() >= MAX_WAITING
+        """True while MAX_WAITING messages, or MAX_WAITING_BYTES, are unread; deferrable messages should then wait.
+        Readable from any thread."""
+        return self._queue.qsize() >= MAX_WAITING or self._bytes >= MAX_WAITING_BYTES
 
     def send(self, item: Response | Exception) -> None:
         self._loop.call_soon_threadsafe(self._append, item)
@@ -71,6 +76,7 @@ class ResponseQueue(Generic[Response]):
                 if isinstance(item, Exception):
                     raise item
                 await context.write(item)
+                self._bytes -= _size(item)
                 if is_last(item):
                     return
         finally:
@@ -79,6 +85,7 @@ class ResponseQueue(Generic[Response]):
     def _append(self, item: Response | Exception) -> None:
         """Append an item. Runs on the event loop."""
         self._last_append = self._loop.time()
+        self._bytes += _size(item)
         self._queue.put_nowait(item)
 
     async def _send_heartbeats(self, heartbeat: Callable[[], Response]) -> None:
@@ -92,4 +99,11 @@ class ResponseQueue(Generic[Response]):
             self._last_append = now
             if self._queue.empty():  # a waiting message will do
                 last_heartbeat = now
-                self._queue.put_nowait(heartbeat())
+                beat = heartbeat()
+                self._bytes += _size(beat)
+                self._queue.put_nowait(beat)
+
+
+def _size(item: object) -> int:
+    """Return the serialized size of a message; 0 of anything else."""
+    return item.ByteSize() if isinstance(item, Message) else 0

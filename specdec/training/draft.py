@@ -19,7 +19,7 @@ from specdec.engine.model_file import Fields
 from specdec.training.acceptance import Acceptance, acceptance
 from specdec.training.divergences import NAMES, Loss, divergence, overruled
 from specdec.training.draft_files import DraftFiles
-from specdec.training.files import TEXTS
+from specdec.training.files import TEXTS, complete
 from specdec.training.plan import DRAFT, MAX_TOKENS, TRAINS, Origin, Plan, ResumeError, check_texts, plan_begun
 from specdec.training.texts import Mixture, Windows
 from specdec.training.training import Batches, Training, rows_a_pass
@@ -153,6 +153,9 @@ class DraftTraining(Training[DraftPlan]):
 
     def _write(self, out: Path) -> None:
         self._files.write(self._draft, out)
+
+    def _complete(self, out: Path) -> None:
+        complete(out)
 
     def resume(self, out: Path) -> None:
         super().resume(out)

@@ -109,6 +109,9 @@ class Training(ABC, Generic[P]):
     def _write(self, out: Path) -> None:
         """Write what has been trained so far, for use."""
 
+    def _complete(self, out: Path) -> None:
+        """Mark what has been trained as complete."""
+
     def _kept(self) -> dict[str, object]:
         """Return what PLAN keeps beside plan and origin."""
         return {}
@@ -124,6 +127,7 @@ class Training(ABC, Generic[P]):
             write_plan(out, self.plan, self.origin, **self._kept())  # last: with it a training goes on
         self._write(out)
         if self.over:
+            self._complete(out)
             for name in (PLAN, STATE, TEXTS):  # without its plan a training does not go on, whatever else is left
                 (out / name).unlink(missing_ok=True)
 

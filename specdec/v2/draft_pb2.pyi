@@ -188,6 +188,7 @@ class DraftOpen(google.protobuf.message.Message):
     TENANT_FIELD_NUMBER: builtins.int
     TENANT_WEIGHT_FIELD_NUMBER: builtins.int
     LEARN_FIELD_NUMBER: builtins.int
+    AGE_US_FIELD_NUMBER: builtins.int
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -204,6 +205,8 @@ class DraftOpen(google.protobuf.message.Message):
     """Weight of the tenant in this pod's passes relative to competing tenants, 0.01 to 100; 0 means 1."""
     learn: builtins.bool
     """The text may be kept to learn from it."""
+    age_us: builtins.int
+    """Time since the request came, microseconds: a session may be opened again at another pod, long after its text began."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -249,9 +252,10 @@ class DraftOpen(google.protobuf.message.Message):
         tenant: builtins.str = ...,
         tenant_weight: builtins.float = ...,
         learn: builtins.bool = ...,
+        age_us: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "learn", b"learn", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "vocabulary_size", b"vocabulary_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_us", b"age_us", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "learn", b"learn", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "prompt_tokens", b"prompt_tokens", "rule", b"rule", "sampling", b"sampling", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "vocabulary_size", b"vocabulary_size"]) -> None: ...
 
 global___DraftOpen = DraftOpen
 

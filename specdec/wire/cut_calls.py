@@ -12,6 +12,7 @@ from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolCall,
 from specdec.wire.tool_scanner import Schemas
 
 _NAME = r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*'
+_BETWEEN = re.compile(r"[, \n;]*")
 _NAMED = re.compile(r"\s*([a-zA-Z0-9_.\-]+)")
 
 
@@ -43,7 +44,7 @@ def _json_calls(text: str, style: JsonCall) -> list[ToolCall]:
         if not isinstance(arguments, dict) or not isinstance(entry.get("name"), str):
             return []
         calls.append(ToolCall(entry["name"], json.dumps(arguments, ensure_ascii=False)))
-        at += len(text) - at - len(text[at:].lstrip(", \n;"))
+        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
     found = re.compile(rf'{_NAME}(?:,\s*(?:"{style.arguments}"\s*(?::\s*(.*))?)?)?', re.DOTALL).match(text, at)
     name = None if found is None else _text(found[1])
     return calls if found is None or name is None else [*calls, ToolCall(name, _arguments(found[2] or ""))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,11 +13,27 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.forgotten import CLOCKS_APART_SECONDS, FOLDER, Forgotten
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.learning_servicer import Learning, LearningServicer
+from draft_service.request import DrafterSessionRequest, ExpansionPolicy
+from draft_service.session import DrafterSession
+from draft_service.traffic import Traffic
+from specdec.decoding.calibration import Calibration
+from specdec.decoding.query import RequestSampler
+from specdec.decoding.sampling import Sampling
 from specdec.engine.learned_from import LearnedFrom, tenant_digest
 from specdec.engine.model_file import ModelDirectoryError
 from specdec.serving.errors import NotRememberedError
 from specdec.v2 import learning_pb2
-from tests.draft_service.fakes import Engine
+from tests.draft_service.fakes import VOCABULARY, Engine
+from tests.stack import until
+
+
+def learning(tenant: str) -> DrafterSession:
+    """Return a session with a text of two tokens that may be kept."""
+    sampler = RequestSampler(Sampling())
+    request = DrafterSessionRequest([1, 2], [], sampler, frozenset(), 20, 100, tenant=tenant, learn=True)
+    text = DrafterSession(request, ExpansionPolicy(max_nodes=8), VOCABULARY, Calibration())
+    text.commit(2, [4, 5])
+    return text
 
 
 def learned(tenant: str, at: float) -> LearnedFrom:
@@ -137,3 +155,44 @@ async def test_the_answer_is_about_the_tenant_that_was_named() -> None:
     for tenant, told in (("acme", True), ("other", False)):
         gone = await service.Forget(learning_pb2.ForgetRequest(tenant=tenant), cast("Any", None))
         assert gone.first_learned is told
+
+
+async def test_a_tenant_is_forgotten_in_whole_even_if_the_caller_leaves() -> None:
+    began, goes_on = asyncio.Event(), threading.Event()
+    running = asyncio.get_running_loop()
+
+    class SlowDisk(Forgotten):
+        def add(self, tenant: str) -> None:
+            running.call_soon_threadsafe(began.set)
+            goes_on.wait(60)
+            super().add(tenant)
+
+    forgotten = SlowDisk()
+    traffic = Traffic(1000, forgotten)
+    traffic.keep(learning("a"))
+    service = LearningServicer(DraftLoop(LanguageModelDrafter(Engine()), traffic), Learning("k" * 16, forgotten))
+    call = asyncio.create_task(service.Forget(learning_pb2.ForgetRequest(tenant="a"), cast("Any", None)))
+    await began.wait()
+    call.cancel()
+    await asyncio.wait([call])
+    assert len(traffic.texts()) == 1
+    goes_on.set()
+    await until(lambda: not traffic.texts())
+
+
+async def test_texts_that_are_being_read_are_not_sent_once_they_are_forgotten() -> None:
+    traffic = Traffic(1000)
+    for tenant in "aab":
+        traffic.keep(learning(tenant))
+    sent: list[str] = []
+
+    class Reader:
+        async def write(self, message: learning_pb2.GetTrafficResponse) -> None:
+            sent.extend(text.tenant_digest for text in message.texts)
+            if len(sent) == 1:
+                traffic.forget("a")
+
+    service = LearningServicer(DraftLoop(LanguageModelDrafter(Engine()), traffic), Learning("k" * 16, Forgotten()))
+    service.tokens_a_message = 1
+    await service.GetTraffic(learning_pb2.GetTrafficRequest(), cast("Any", Reader()))
+    assert sent == [tenant_digest(tenant) for tenant in "ab"]

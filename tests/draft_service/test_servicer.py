@@ -11,7 +11,7 @@ import pytest
 
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.servicer import DraftLimits, DraftServicer
+from draft_service.servicer import MAX_COMMIT_TOKENS, DraftLimits, DraftServicer
 from draft_service.session import DrafterSession
 from draft_service.traffic import Traffic
 from specdec.serving.errors import InvalidRequestError
@@ -157,3 +157,15 @@ def test_log_probabilities_of_the_target_are_taken_from_texts_that_are_kept() ->
 def test_log_probabilities_that_are_not_sound_are_refused(place: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="overruled: has "):
         told(True, [{"position": 2, **PLACE, **place}], Traffic(100, most_bytes=10_000))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [(5, "a commit ends at token 7, the text has at most 6"), (MAX_COMMIT_TOKENS + 1, "must have at most 4096")],
+)
+def test_no_commit_is_longer_than_its_text(tokens: int, problem: str) -> None:
+    servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), model_pb2.ModelIdentity(), DraftLimits())
+    text = parsed(max_tokens=4)
+    message = draft_pb2.DraftRequest(committed=model_pb2.Committed(base=2, tokens=[7] * tokens))
+    with pytest.raises(ValueError, match=problem):
+        servicer.act(text, message, 0.0)

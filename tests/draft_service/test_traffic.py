@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +170,16 @@ def test_a_tenant_may_permit_learning_again() -> None:
         traffic.forgotten.add("a")
         ended(traffic, [4])
         assert tokens(traffic.texts()) == [[*PROMPT, 4]] * kept
+
+
+def test_a_text_counts_from_its_request_whenever_its_session_is_opened() -> None:
+    """A text that runs while its tenant is forgotten may be opened again at another draft, minutes later."""
+    traffic = Traffic(1000, Forgotten(clock=lambda: time.time() - 2 * CLOCKS_APART_SECONDS))
+    traffic.forgotten.add("a")
+    for age, kept in ((3 * CLOCKS_APART_SECONDS, False), (0.0, True)):
+        request = replace(session().request, age=age)
+        reopened = DrafterSession(request, ExpansionPolicy(max_nodes=8), VOCABULARY, Calibration())
+        assert traffic.keeps(reopened) is kept
 
 
 KEY = "k" * MIN_KEY_CHARACTERS

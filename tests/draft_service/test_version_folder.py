@@ -93,8 +93,8 @@ def test_of_too_many_the_latest_are_taken(tmp_path: Path) -> None:
     for number in range(MAX_VERSIONS + 2):
         version(tmp_path, f"v{number}", 100 + number)
     folder = VersionsFolder(tmp_path)
-    assert names(folder.read()) == [f"v{number}" for number in range(2, MAX_VERSIONS + 2)]
-    assert folder.left_out == f"{MAX_VERSIONS + 2} versions, must be at most {MAX_VERSIONS}: the oldest are left out"
+    assert names(folder.read()) == [f"v{number}" for number in range(MAX_VERSIONS + 2)]
+    assert folder.left_out == f"{MAX_VERSIONS + 2} versions, must be at most {MAX_VERSIONS}: the oldest are not tried"
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.forgotten import Forgotten
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
-from draft_service.version_folder import FoundVersion, VersionsFolder
+from draft_service.version_folder import MAX_VERSIONS, FoundVersion, VersionsFolder
 from draft_service.version_follower import VersionFollower
 from draft_service.version_loading import LoadedVersion, VersionRefusedError
 from draft_service.versions import State
@@ -180,6 +180,17 @@ def test_the_next_one_is_not_loaded_before_the_drafter_has_the_last(tmp_path: Pa
     found.follower.look()
     found.actions.release()
     assert found.states() == {"first": State.SERVING, "v1": State.CANARY, "v2": State.WAITING}
+
+
+def test_a_version_on_trial_stays_however_many_there_are(tmp_path: Path) -> None:
+    found = Followed(tmp_path)
+    found.add("oldest")
+    found.follower.look()
+    assert found.states()["oldest"] is State.CANARY
+    for number in range(MAX_VERSIONS):
+        found.add(f"v{number}", at=200 + number)
+    found.follower.look()
+    assert found.states()["oldest"] is State.CANARY
 
 
 @pytest.mark.parametrize("name", ["v1", "v2"])

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from evaluation import virtual_time
-from specdec.serving.response_queue import BUSY_HEARTBEAT_SECONDS, HEARTBEAT_SECONDS, ResponseQueue
+from specdec.serving.response_queue import (
+    BUSY_HEARTBEAT_SECONDS,
+    HEARTBEAT_SECONDS,
+    MAX_WAITING,
+    MAX_WAITING_BYTES,
+    ResponseQueue,
+)
+from specdec.v2 import draft_pb2, model_pb2
+from tests.stack import until
 
 SECONDS = 10.0
 
@@ -62,3 +70,23 @@ def test_a_pause_is_filled(every: float) -> None:
 def test_of_a_stream_that_does_not_take_them_they_are_not_asked() -> None:
     """Pending messages make heartbeats superfluous."""
     assert "heartbeat" not in [what for _, what in heard(every=0.1, takes=0.5)]
+
+
+async def test_a_queue_is_full_by_messages_or_by_bytes() -> None:
+    responses: ResponseQueue[draft_pb2.DraftResponse] = ResponseQueue()
+    item = draft_pb2.DraftResponse(extend=model_pb2.Extend(logprob_bytes=bytes(MAX_WAITING_BYTES // 3)))
+    for full in (False, False, True):
+        responses.send(item)
+        await asyncio.sleep(0)
+        assert responses.full is full
+    read = Heard()
+    writing = asyncio.create_task(responses.write_to(cast("Any", read), heartbeat=draft_pb2.DraftResponse))
+    await until(lambda: len(read.messages) >= 3)
+    assert not responses.full
+    writing.cancel()
+    small: ResponseQueue[draft_pb2.DraftResponse] = ResponseQueue()
+    for _ in range(MAX_WAITING):
+        assert not small.full
+        small.send(draft_pb2.DraftResponse())
+        await asyncio.sleep(0)
+    assert small.full
