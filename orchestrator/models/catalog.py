@@ -140,7 +140,8 @@ class Catalog:
         models = self._models.keys() | missing
         if not asked and len(models) > 1:
             raise InvalidRequestError([("model", f"is empty, must be one of {_listed(sorted(models))}")])
-        found = self._models.get(asked, []) if asked else next(iter(self._models.values()))
+        asked = asked or next(iter(models))
+        found = self._models.get(asked, [])
         without_share = asked in missing and not any(revision.share for revision in found)
         if without_share or (not found and asked in map(SEPARATOR.join, self.missing)):
             raise _cannot_be_read(asked)

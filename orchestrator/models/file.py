@@ -128,6 +128,7 @@ class ModelsFile:
             except ModelDirectoryError as error:
                 problem = ModelsFileError(f"--models {self.path}: {entry.label}: directory: {error}")
                 if not first:
+                    self._loaded |= used  # not to be loaded again whenever the file is looked at
                     raise problem from None
                 problems[entry] = problem
                 continue

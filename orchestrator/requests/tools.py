@@ -19,7 +19,14 @@ from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolForma
 
 MAX_TOOLS = 128
 
+MAX_VALUES = 1 << 17
+"""Maximum values, names and containers in the schemas of all tools, and in the arguments of all calls: json.loads takes
+10 ms."""
+
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+_SIGNS = "[{,:"
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of the arguments of a function without parameters."""
@@ -33,13 +40,22 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list
         found.append(("chat.tools", "is set, the model's chat template takes no tools"))
     if len(names) > MAX_TOOLS:
         return [("chat.tools", f"has {len(names)} tools, must have at most {MAX_TOOLS}")]
+    # Parsing holds the interpreter, from all other requests too, so texts of too many values are not parsed.
+    is_parsed = True
+    for what, texts in (
+        ("tools", [tool.parameters for tool in chat.tools]),
+        ("messages", [call.arguments for turn in chat.messages for call in turn.tool_calls]),
+    ):
+        if (values := _values(texts)) > MAX_VALUES:
+            found.append((f"chat.{what}", f"has {values} values in JSON, must have at most {MAX_VALUES}"))
+            is_parsed = False
     for index, tool in enumerate(chat.tools):
         field = f"chat.tools[{index}]"
         if not NAME.fullmatch(tool.name):
             found.append((f"{field}.name", "must have 1 to 64 letters, digits, underscores and hyphens"))
         elif tool.name in names[:index]:
             found.append((f"{field}.name", f"is {tool.name}, must be different from other tools'"))
-        if problem := _schema_problem(tool.parameters):
+        if is_parsed and (problem := _schema_problem(tool.parameters)):
             found.append((f"{field}.parameters", problem))
     for field, wanted in (("tool_required", chat.tool_required), ("single_tool_call", chat.single_tool_call)):
         if wanted and not names:
@@ -49,7 +65,7 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list
     if chat.tool_name and chat.tool_name not in names:
         found.append(("chat.tool_name", "is the name of none of the tools"))
     for index, turn in enumerate(chat.messages):
-        for place, call in enumerate(turn.tool_calls):
+        for place, call in enumerate(turn.tool_calls if is_parsed else ()):
             if call.arguments and arguments_of(call) is None:
                 problem = "is not a JSON object, or the beginning of one"
                 found.append((f"chat.messages[{index}].tool_calls[{place}].arguments", problem))
@@ -140,6 +156,15 @@ def parameters_of(tool: generation_pb2.Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments: always of type object."""
     found = _object(tool.parameters)
     return NOTHING if found is None else {"type": "object", **found}
+
+
+def _values(texts: Sequence[str]) -> int:
+    """Return an upper bound of the values, names and containers in JSON texts."""
+    found = sum(text.count(sign) for text in texts for sign in _SIGNS)
+    if found <= MAX_VALUES:
+        return found
+    bare = (_STRING.sub("", text) for text in texts)  # most are in strings, such as those of code
+    return sum(text.count(sign) for text in bare for sign in _SIGNS)
 
 
 def _schema_problem(parameters: str) -> str:

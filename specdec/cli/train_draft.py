@@ -170,6 +170,7 @@ def train_draft(
 
         from specdec.training.draft import NEW, DraftPlan
         from specdec.training.draft_command import DraftWishes, prepared
+
         cores = threads_for(device)
         torch.set_num_threads(threads or (max(1, cores // 2) if niced else cores))
         plan = DraftPlan(

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.openai_api.errors import ApiError, refused, renamed, unknown, unsupported
+from specdec.openai_api.fields import READ as CHAT_READ
 from specdec.openai_api.fields import (
-    MAX_IGNORED,
-    MAX_NAME_CHARACTERS,
     RENAMED,
     SAMPLING,
     Unsupported,
     check_names,
+    cut_names,
 )
-from specdec.openai_api.fields import READ as CHAT_READ
 from specdec.openai_api.fields import SAME as CHAT_SAME
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
@@ -101,13 +100,14 @@ def parse_messages(fields: Mapping[str, Any], *, strict: bool = False, counts: b
     ignored += parsed.ignored
     if ignored and strict:
         raise unknown(ignored[0])
-    return MessagesRequest(parsed.renamed(NAMES), tuple(name[:MAX_NAME_CHARACTERS] for name in ignored[:MAX_IGNORED]))
+    return MessagesRequest(parsed.renamed(NAMES, places), cut_names(ignored))
 
 
-def parse_count(fields: Mapping[str, Any], *, strict: bool = False) -> TokenizeRequest:
-    """Return the message of a request for a count of tokens."""
-    message = parse_messages(fields, strict=strict, counts=True).chat.message(0)
-    return TokenizeRequest(model=message.model, chat=message.chat)
+def parse_count(fields: Mapping[str, Any], *, strict: bool = False) -> tuple[TokenizeRequest, tuple[str, ...]]:
+    """Return the message of a request for a count of tokens, and the names of fields without effect."""
+    parsed = parse_messages(fields, strict=strict, counts=True)
+    message = parsed.chat.message(0)
+    return TokenizeRequest(model=message.model, chat=message.chat), parsed.ignored
 
 
 def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[Json], list[str]]:

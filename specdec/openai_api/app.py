@@ -276,11 +276,19 @@ def _caller(request: Request) -> Caller:
     """Return the caller. Header values that gRPC metadata cannot carry are dropped: they cannot be a valid key or trace
     context."""
     headers = [(name, request.headers[name]) for name in CARRIED if name in request.headers]
+    headers = [(name, bearer(value) if name == "authorization" else value) for name, value in headers]
     keys = [request.headers[name] for name in KEY_HEADERS if name in request.headers]
     if keys and "authorization" not in request.headers:
         headers.append(("authorization", f"Bearer {keys[0]}"))
     plain = tuple((name, value) for name, value in headers if value.isascii() and value.isprintable())
     return Caller(request.scope[REQUEST_ID], plain)
+
+
+def bearer(authorization: str) -> str:
+    """Return an `authorization` in the one spelling by which its caller is known: orchestrators accept any case of the
+    scheme, and white space around the key."""
+    scheme, _, key = authorization.partition(" ")
+    return f"Bearer {key.strip()}" if scheme.lower() == "bearer" else authorization
 
 
 def _answered(request: Request, error: ApiError) -> JSONResponse:

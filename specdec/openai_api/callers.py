@@ -1,8 +1,8 @@
 """Callers: identifies them by headers alone, and limits their requests.
 
 Only orchestrators know the keys. An orchestrator's verdict on a key is cached for a while, so that a request with a
-wrong key costs no call and nothing that tenants share. A key revoked meanwhile is refused by the call itself, so
-callers with an accepted key never wait for it to be checked again.
+wrong key costs no call and nothing that tenants share. A key revoked meanwhile is refused by the call itself, so a
+request that makes one does not wait for the key to be checked again.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ MAX_DELAYED = 256
 REQUEST_RATE, REQUEST_BURST = 500.0, 1024.0
 """Rate and burst of one caller's requests: half of the capacity of this process."""
 
+CANCEL = "/cancel"
+"""End of the path of the only POST that is answered without an orchestrator."""
+
 MAX_NETWORKS = 4096
 """Number of networks and callers with a rate limit on record."""
 
@@ -86,8 +89,9 @@ class Keys:
         self._unknown = TokenBuckets(UNKNOWN_RATE, UNKNOWN_BURST, MAX_NETWORKS)
         self._all_unknown = TokenBuckets(ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST, 1)
 
-    async def refusal(self, authorization: str, network: str) -> ApiError | None:
-        """Return the orchestrators' refusal of a key, None if they accept it; ApiError if none can check it."""
+    async def refusal(self, authorization: str, network: str, *, calls: bool = True) -> ApiError | None:
+        """Return the orchestrators' refusal of a key, None if they accept it; ApiError if none can check it. A request
+        that `calls` an orchestrator does not wait while an old verdict is renewed."""
         key, now = hashlib.sha256(authorization.encode()).digest(), time.monotonic()
         accepted = self._accepted.get(key)
         error, until = (None, accepted) if accepted is not None else self._refused.get(key, (None, 0.0))
@@ -101,7 +105,7 @@ class Keys:
                     raise too_many("too many API keys are waiting to be checked", wait or 1.0)
             self._checks[key] = check = asyncio.create_task(self._ask(key, authorization, network))
             check.add_done_callback(_seen)
-        if accepted is not None or (error is not None and not authorization):
+        if calls and (accepted is not None or (error is not None and not authorization)):
             return error
         # Cancelling a request does not cancel the check: others may wait for it.
         return await asyncio.shield(self._checks[key])
@@ -176,7 +180,8 @@ class Callers:
         """Return the caller of a request; ApiError if its key is refused."""
         if await self._keys.refusal("", network) is None:
             return network
-        refusal = await self._keys.refusal(authorization, network)
+        calls = scope["method"] == "POST" and not scope["path"].endswith(CANCEL)
+        refusal = await self._keys.refusal(authorization, network, calls=calls)
         if refusal is None:
             return hashlib.sha256(authorization.encode()).hexdigest()
         await self._delay(scope, network)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from itertools import chain as chain_of
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,13 +24,14 @@ from specdec.openai_api.parsing import Intake
 from specdec.openai_api.parts import Part
 from specdec.openai_api.presence import while_present
 from specdec.openai_api.requests import PROMPT_FIELDS, fields_of
-from specdec.openai_api.response_store import ResponseStore, StoredResponse, not_found
+from specdec.openai_api.response_store import ResponseStore, not_found
 from specdec.openai_api.responses_answer import ResponseAnswer
 from specdec.openai_api.responses_request import ResponsesReader, ResponsesRequest
 from specdec.v2.generation_pb2 import TokenizeRequest
 from specdec.wire.request_id import new_request_id
 
 Parts = AsyncGenerator[Part, None]
+Found = TypeVar("Found")
 
 MAX_LISTED = 100
 """Maximum input items in one list."""
@@ -60,7 +62,7 @@ class Responses:
         reader, caller, owner = taken.request, taken.caller, taken.owner
         stores = self._stores(reader)
         chain, size = await self._chain(owner, reader.previous)
-        await self._resolve(reader, owner)
+        size += await self._resolve(reader, owner)
         with self._intake.bodies.reserved(owner, size):
             earlier = [] if self._store is None else await self._store.conversation(owner, chain)
             begun = self._begun(reader, earlier, taken.size + size, caller, owner)
@@ -72,7 +74,7 @@ class Responses:
     async def retrieve(self, http: Request) -> Response:
         if http.query_params.get("stream", "false") != "false":
             raise unsupported("stream", "is not supported for a response that is complete")
-        return Response((await self._stored(http)).response, media_type="application/json")
+        return Response(await self._stored(http, ResponseStore.get), media_type="application/json")
 
     async def delete(self, http: Request) -> JSONResponse:
         found, owner = http.path_params["response"], self._intake.who(http)[1]
@@ -82,10 +84,8 @@ class Responses:
         return JSONResponse({"id": found, "object": "response", "deleted": True})
 
     async def input_items(self, http: Request) -> Response:
-        found, asked = await self._stored(http), http.query_params
-        items = [
-            _listed(item, f"in_{http.path_params['response']}_{number}") for number, item in enumerate(found.items)
-        ]
+        found, asked = await self._stored(http, ResponseStore.items), http.query_params
+        items = [_listed(item, f"in_{http.path_params['response']}_{number}") for number, item in enumerate(found)]
         if (order := asked.get("order", "desc")) not in ("asc", "desc"):
             raise refused("order", "must be asc or desc")
         if order == "desc":
@@ -110,14 +110,15 @@ class Responses:
         return Response(as_bytes(encoded(told)), media_type="application/json")
 
     async def cancel(self, http: Request) -> Response:
-        await self._stored(http)
+        await self._stored(http, ResponseStore.get)
         raise unsupported("background", "is not supported, so there is nothing to cancel: close the connection instead")
 
-    async def _stored(self, http: Request) -> StoredResponse:
+    async def _stored(self, http: Request, what: Callable[[ResponseStore, str, str], Awaitable[Found]]) -> Found:
+        """Return a part of the response that a request names; ApiError if there is none."""
         found, owner = http.path_params["response"], self._intake.who(http)[1]
         if self._store is None:
             raise not_found(found)
-        return await self._store.get(owner, found)
+        return await what(self._store, owner, found)
 
     async def _chain(self, owner: str, previous: str) -> tuple[list[str], int]:
         """Return the ids of the responses that a request continues, and their bytes."""
@@ -137,25 +138,31 @@ class Responses:
             raise ApiError(400, f"previous_response_id: {problem}", param="previous_response_id", code="body_too_long")
         return chain, size
 
-    async def _resolve(self, reader: ResponsesReader, owner: str) -> None:
-        """Replace references to items of stored responses by the items."""
+    async def _resolve(self, reader: ResponsesReader, owner: str) -> int:
+        """Replace references to items of stored responses by the items; return their bytes."""
         places = [index for index, item in enumerate(reader.items) if item.get("type") == "item_reference"]
         if len(places) > MAX_REFERENCES:
             raise refused("input", f"has {len(places)} references, must have at most {MAX_REFERENCES}")
-        outputs: dict[str, list[Json]] = {}
+        outputs: dict[str, list[tuple[Json, int]]] = {}
+        total = 0
         for index in places:
             item_id = reader.items[index].get("id")
             found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
             item: Json | None = None
+            size = 0
             if found is not None and self._store is not None:
                 response_id = f"resp_{found[1]}"
                 if response_id not in outputs:
                     outputs[response_id] = await self._store.output(owner, response_id)
-                item = next((item for item in outputs[response_id] if item["id"] == item_id), None)
+                item, size = next((own for own in outputs[response_id] if own[0]["id"] == item_id), (None, 0))
             if item is None:
                 problem = f"input[{index}].id: {str(item_id)[:100]!r} is no item that is stored here"
                 raise ApiError(404, problem, param=f"input[{index}].id", code="item_not_found")
             reader.items[index] = item
+            total += size
+            if total > MAX_BODY_BYTES:
+                raise refused("input", f"refers to more than {MAX_BODY_BYTES} bytes, the limit is reached")
+        return total
 
     async def _begun(
         self, reader: ResponsesReader, earlier: list[Json], size: int, caller: Caller, owner: str
@@ -215,8 +222,10 @@ class Messages:
 
     async def count_tokens(self, http: Request) -> JSONResponse:
         taken = await self._intake.take(http, _parsed_count)
-        tokenized = self._gateway.tokenized(taken.request, {**PROMPT_FIELDS, **NAMES}, taken.caller)
-        return JSONResponse({"input_tokens": (await while_present(http.receive, tokenized)).count})
+        message, ignored = taken.request
+        tokenized = self._gateway.tokenized(message, {**PROMPT_FIELDS, **NAMES}, taken.caller)
+        count = (await while_present(http.receive, tokenized)).count
+        return JSONResponse({"input_tokens": count}, headers=ignored_header(ignored))
 
 
 def _reader(body: bytes, *, strict: bool) -> ResponsesReader:
@@ -227,7 +236,7 @@ def _parsed_messages(body: bytes, *, strict: bool) -> MessagesRequest:
     return parse_messages(fields_of(body), strict=strict)
 
 
-def _parsed_count(body: bytes, *, strict: bool) -> TokenizeRequest:
+def _parsed_count(body: bytes, *, strict: bool) -> tuple[TokenizeRequest, tuple[str, ...]]:
     return parse_count(fields_of(body), strict=strict)
 
 

@@ -72,10 +72,8 @@ def renamed(error: ApiError, places: Sequence[str], names: Mapping[str, str]) ->
     of other fields."""
 
     def told(text: str) -> str:
-        found = _MESSAGE.match(text)
-        if found is not None and int(found[1]) < len(places):
-            return places[int(found[1])] + text[found.end() :]
-        return _NAME.sub(lambda name: names.get(name[0], name[0]), text, count=1)
+        placed = _placed(text, places)
+        return placed or _NAME.sub(lambda name: names.get(name[0], name[0]), text, count=1)
 
     return replace(error, message=told(error.message), param=None if error.param is None else told(error.param))
 
@@ -91,12 +89,18 @@ def too_many(message: str, seconds: float = 1.0) -> ApiError:
     return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", retry_after=wait)
 
 
-def from_specdec(error: SpecdecError, names: Mapping[str, str] = MappingProxyType({})) -> ApiError:
-    """Map an error of the gRPC API to an HTTP error. `names` maps the API's fields to the caller's names."""
+def from_specdec(
+    error: SpecdecError, names: Mapping[str, str] = MappingProxyType({}), places: Sequence[str] = ()
+) -> ApiError:
+    """Map an error of the gRPC API to an HTTP error. `names` maps the API's fields to the caller's names; `places` are
+    the caller's names of a chat's messages."""
     message, code = str(error), error.reason.lower() or error.code.name.lower()
     match error:
         case InvalidRequest():
-            told = ((_field(field, names), problem) for field, problem in error.violations)
+            told = [
+                (_placed(_GROUP.sub("", field), places) or _field(field, names), problem)
+                for field, problem in error.violations
+            ]
             found = list(dict.fromkeys(told))  # two fields may have one name there
             if found:
                 message = "; ".join(f"{field}: {problem}" for field, problem in found)
@@ -132,6 +136,13 @@ def _field(name: str, names: Mapping[str, str]) -> str:
         return names[entry] + bare[len(entry) :]
     plain, bracket, index = bare.partition("[")
     return names.get(plain, plain) + bracket + index
+
+
+def _placed(text: str, places: Sequence[str]) -> str:
+    """Return a text that begins with a message of a chat with the caller's name of that; empty if it does not."""
+    found = _MESSAGE.match(text)
+    known = found is not None and int(found[1]) < len(places)
+    return places[int(found[1])] + text[found.end() :] if found is not None and known else ""
 
 
 def _wait(error: SpecdecError) -> int:

@@ -7,7 +7,7 @@ answer names them; with `--strict-fields` they are refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -208,6 +208,11 @@ def check_names(
         elif not any(alike(value, accepted) for accepted in field.accepted):
             raise unsupported(name, "is not supported" + (field.instead and f": {field.instead}"))
     return ignored
+
+
+def cut_names(ignored: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of ignored fields as far as an answer has them."""
+    return tuple(name[:MAX_NAME_CHARACTERS] for name in ignored[:MAX_IGNORED])
 
 
 def flag(given: Mapping[str, Any], name: str, *, default: bool = False, where: str = "") -> bool:

@@ -153,7 +153,7 @@ class Gateway:
                 async for chunk in chunks:
                     yield chunk
         except SpecdecError as error:
-            raise from_specdec(error, request.names) from error
+            raise from_specdec(error, request.names, request.places) from error
 
     async def _stream(
         self,

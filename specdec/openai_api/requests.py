@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,9 +120,12 @@ class ParsedRequest:
     prompt_logprobs: int | None = None
     """Number of the prompts' top log-probabilities in vLLM's field; None: no such field."""
 
-    def renamed(self, names: Mapping[str, str]) -> ParsedRequest:
-        """Return the request with further names of the caller's for options and gRPC fields."""
-        return replace(self, names={**self.names, **names})
+    places: Sequence[str] = ()
+    """The caller's names of the chat's messages, of an API that has others."""
+
+    def renamed(self, names: Mapping[str, str], places: Sequence[str]) -> ParsedRequest:
+        """Return the request with further names of the caller's for options, gRPC fields, and messages."""
+        return replace(self, names={**self.names, **names}, places=places)
 
     @property
     def samples(self) -> int:

@@ -7,16 +7,15 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import structlog
 
-from specdec.openai_api.errors import ApiError
+from specdec.openai_api.errors import ApiError, overloaded, too_many
 from specdec.openai_api.json_text import Json, encoded
 from specdec.serving.bounded_threads import BoundedThreads
-from specdec.serving.errors import OverloadedError
+from specdec.serving.errors import OverloadedError, TenantLimitError
 
 log = structlog.get_logger()
 
@@ -73,14 +72,6 @@ class ResponseStoreError(Exception):
     """The file cannot be used."""
 
 
-@dataclass(frozen=True)
-class StoredResponse:
-    """A response with the input items of its request."""
-
-    items: list[Json]
-    response: str  # JSON
-
-
 class ResponseStore:
     """The stored responses. A caller sees only its own. Beyond the limit on bytes, the oldest responses of the caller
     with most bytes are evicted."""
@@ -111,14 +102,18 @@ class ResponseStore:
         """Store a response; `items` are the input items of its request. Return False if that fails, which is logged, or
         if it is larger than the limit."""
         try:
-            return await self._run(caller, lambda: self._put(caller, items, response))
+            return await self._thread.run(lambda: self._put(caller, items, response), caller, WAIT_SECONDS)
         except (sqlite3.Error, OverloadedError) as error:  # a full disk, or locked by another server for long
             log.warning("response_not_stored", why=str(error))
             return False
 
-    async def get(self, caller: str, response_id: str) -> StoredResponse:
-        """Return a response; ApiError if there is none."""
-        return await self._run(caller, lambda: self._get(caller, response_id))
+    async def get(self, caller: str, response_id: str) -> str:
+        """Return a response, as JSON; ApiError if there is none."""
+        return await self._run(caller, lambda: self._row(caller, response_id, "response")[0])
+
+    async def items(self, caller: str, response_id: str) -> list[Json]:
+        """Return the input items of a response's request; ApiError if there is none."""
+        return await self._run(caller, lambda: json.loads(self._row(caller, response_id, "items")[0]))
 
     async def delete(self, caller: str, response_id: str) -> None:
         """Delete a response; ApiError if there is none."""
@@ -133,16 +128,23 @@ class ResponseStore:
         """Return the items of these responses, input and output."""
         return await self._run(caller, lambda: self._conversation(caller, chain))
 
-    async def output(self, caller: str, response_id: str) -> list[Json]:
-        """Return the output items of a response; ApiError if there is none."""
-        return await self._run(caller, lambda: json.loads(self._row(caller, response_id, "output")[0]))
+    async def output(self, caller: str, response_id: str) -> list[tuple[Json, int]]:
+        """Return the output items of a response, with the bytes of each as JSON; ApiError if there is none."""
+        return await self._run(caller, lambda: self._output(caller, response_id))
 
     def close(self) -> None:
         self._thread.close()
         self._database.close()
 
     async def _run(self, caller: str, work: Callable[[], Result]) -> Result:
-        return await self._thread.run(work, caller, WAIT_SECONDS)
+        """Run work in the store's thread; ApiError if it fails or waits for long."""
+        try:
+            return await self._thread.run(work, caller, WAIT_SECONDS)
+        except TenantLimitError:
+            raise too_many("too many of your requests wait for stored responses") from None
+        except (sqlite3.Error, OverloadedError) as error:
+            log.warning("responses_not_read", why=str(error))
+            raise overloaded("the store of responses does not answer: try again") from None
 
     @property
     def _since(self) -> float:
@@ -182,9 +184,9 @@ class ResponseStore:
             raise not_found(response_id)
         return found
 
-    def _get(self, caller: str, response_id: str) -> StoredResponse:
-        items, response = self._row(caller, response_id, "items, response")
-        return StoredResponse(json.loads(items), response)
+    def _output(self, caller: str, response_id: str) -> list[tuple[Json, int]]:
+        items = json.loads(self._row(caller, response_id, "output")[0])
+        return [(item, len(encoded(item, ascii=True))) for item in items]
 
     def _delete(self, caller: str, response_id: str) -> None:
         self._row(caller, response_id, "id")

@@ -19,6 +19,7 @@ from specdec.openai_api.fields import (
     WITHOUT_EFFECT,
     Unsupported,
     check_names,
+    cut_names,
 )
 from specdec.openai_api.fields import READ as CHAT_READ
 from specdec.openai_api.fields import SAME as CHAT_SAME
@@ -54,6 +55,17 @@ SAME = SAMPLING | frozenset(
     }
 )
 """Fields equal to those of a chat."""
+
+OF_AN_ITEM = frozenset(
+    {
+        *("type", "id", "status", "role", "content", "name", "namespace", "call_id", "arguments", "input", "output"),
+        *("summary", "encrypted_content"),
+    }
+)
+"""Fields of the input's items, also those that this server writes; others are ignored and named."""
+
+OF_A_PART = frozenset({"type", "text", "refusal", "annotations", "logprobs"})
+"""Fields of the parts of a content."""
 
 READ = frozenset(
     {
@@ -217,7 +229,8 @@ class ResponsesReader:
         if ignored and self._strict:
             raise unknown(ignored[0])
         by_name = {tool.function_name: tool for tool in tools}
-        return ResponsesRequest(parsed.renamed({**NAMES, **places_of(tools)}), given, self.items, by_name, ignored)
+        chat_request = parsed.renamed({**NAMES, **places_of(tools)}, turns.places)
+        return ResponsesRequest(chat_request, given, self.items, by_name, cut_names(ignored))
 
 
 def _doubled(most: int) -> Iterator[int]:
@@ -263,10 +276,11 @@ class _Turns:
             self.places.append("instructions")
 
     def add(self, item: Json, place: str) -> None:
+        self.ignored += [f"{place}.{field}" for field in item if field not in OF_AN_ITEM]
         match item.get("type", "message"):
             case "message":
                 role = item.get("role")
-                content = _content(item.get("content"), f"{place}.content")
+                content = self._content(item.get("content"), f"{place}.content")
                 if role == "assistant":
                     self._assistant(place, content)
                 else:
@@ -282,10 +296,22 @@ class _Turns:
             case "custom_tool_call":
                 self._call(place, item, {CUSTOM_INPUT: item.get("input")})
             case "function_call_output" | "custom_tool_call_output":
-                content = _content(item.get("output"), f"{place}.output")
+                content = self._content(item.get("output"), f"{place}.output")
                 self._append(place, {"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             case kind:
                 raise unsupported(f"{place}.type", f"{kind!r} is not supported")
+
+    def _content(self, given: object, place: str) -> str:
+        """Return the text of a message or of a call's output."""
+        if isinstance(given, str):
+            return given
+        if not isinstance(given, list):
+            raise refused(place, "must be text or a list of parts of text")
+        texts = [_part(part, f"{place}[{index}]") for index, part in enumerate(given)]
+        self.ignored += [
+            f"{place}[{index}].{field}" for index, part in enumerate(given) for field in part if field not in OF_A_PART
+        ]
+        return "".join(texts)
 
     def _append(self, place: str, message: Json) -> None:
         self._reasoning = ""  # of an assistant that said nothing
@@ -303,15 +329,6 @@ class _Turns:
         function = {"name": function_name(item.get("name"), item.get("namespace")), "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
-
-
-def _content(given: object, place: str) -> str:
-    """Return the text of a message or of a call's output."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
-        raise refused(place, "must be text or a list of parts of text")
-    return "".join(_part(part, f"{place}[{index}]") for index, part in enumerate(given))
 
 
 def _part(part: object, place: str) -> str:

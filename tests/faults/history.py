@@ -14,8 +14,9 @@ from tests.margins import Oracle
 from tests.models import END, tokenizer
 
 LOGPROB_TOLERANCE = 1e-3
-MAX_END_SECONDS = 5.0
-"""Seconds between a stream's last piece and its end, on a busy machine."""
+MAX_END_SECONDS = 15.0
+"""Seconds between a stream's last piece and its end, on a busy machine: with vLLM's engines on the same two cores, 5.0
+to 5.4 were seen in three runs of hundreds of streams."""
 
 _TOKENIZER = tokenizer()
 

@@ -193,6 +193,32 @@ async def test_a_key_that_is_withdrawn_is_refused_at_once() -> None:
         assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 401
 
 
+async def test_a_withdrawn_key_reads_no_stored_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No orchestrator is called for it, so the key is checked again once its verdict has expired."""
+    monkeypatch.setattr(callers, "ACCEPTED_SECONDS", 0.0)
+    asked = b"GET /v1/responses/resp_0 HTTP/1.1\r\nhost: a\r\n" + KEY + CLOSE + b"\r\n"
+    async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
+        assert status_of(await told(http.address, asked)) == 404
+        orchestrator.keys = []
+        assert status_of(await told(http.address, asked)) == 401
+
+
+async def test_a_key_is_one_caller_however_it_is_spelled() -> None:
+    hold = Act(tokens=0, then="hold")
+    async with (
+        FakeServer(hold, hold, keys=["key", "other"]) as orchestrator,
+        front(orchestrator.address, most_connections=4) as http,
+    ):
+        asking = [asyncio.create_task(told(http.address, post(ASKED, headers=KEY + CLOSE))) for _ in range(2)]
+        await until(lambda: len(orchestrator.calls) == 2)
+        for spelled in (b"bearer  key", b"BEARER key "):
+            answer = await told(http.address, post(ASKED, headers=b"authorization: " + spelled + b"\r\n" + CLOSE))
+            assert status_of(answer) == 429
+        assert len(orchestrator.listings) == 1
+        for request in asking:
+            request.cancel()
+
+
 async def test_a_new_key_is_taken_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers, "REFUSED_SECONDS", 0.1)
     async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:

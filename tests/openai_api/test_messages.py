@@ -162,6 +162,10 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
     assert caught.value.message.startswith(param)
 
 
+def test_what_a_count_ignores_is_named() -> None:
+    assert parse_count({"model": "m", "messages": HI, "nonsense": 1})[1] == ("nonsense",)
+
+
 @pytest.mark.parametrize("fields", [{"model": 5}, {"messages": []}, {"tools": 5}, {"tools": [{"name": 5}]}])
 def test_refusals_of_a_count(fields: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:

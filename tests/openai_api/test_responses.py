@@ -16,6 +16,7 @@ from google.rpc import code_pb2, error_details_pb2
 from specdec.client import InvalidRequest
 from specdec.openai_api import endpoints
 from specdec.openai_api.errors import ApiError, from_specdec
+from specdec.openai_api.fields import MAX_IGNORED
 from specdec.openai_api.parts import CallPart
 from specdec.openai_api.response_store import ResponseStore
 from specdec.openai_api.responses_answer import ResponseAnswer
@@ -217,6 +218,13 @@ def test_unknown_fields_are_ignored_and_named() -> None:
     assert list(ResponsesReader(fields).request().ignored) == ["nonsense", "reasoning.tone", "input[0]"]
     with pytest.raises(ApiError, match="nonsense: unknown parameter"):
         ResponsesReader(fields, strict=True)
+    odd = {"role": "user", "content": [{"type": "input_text", "text": "a", "cache_control": {}}], "foo": 1}
+    ignored = ResponsesReader({"input": [odd]}).request().ignored
+    assert list(ignored) == ["input[0].foo", "input[0].content[0].cache_control"]
+    with pytest.raises(ApiError, match=r"input\[0\].foo: unknown parameter"):
+        ResponsesReader({"input": [odd]}, strict=True).request()
+    many = {"input": "a", **{f"x{number}": 1 for number in range(1000)}}
+    assert len(ResponsesReader(many).request().ignored) == MAX_IGNORED
 
 
 def test_values_that_ask_for_the_default_are_accepted() -> None:
@@ -290,6 +298,35 @@ async def test_items_are_referred_to_by_their_ids() -> None:
         ):
             with pytest.raises(openai.NotFoundError, match=problem):
                 await create(model="fake", input=[{"type": "item_reference", "id": item}])
+
+
+async def test_references_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake() as (_, http):
+        create: Any = http.client.responses.create
+        first = await create(model="fake", input="one")
+        monkeypatch.setattr(endpoints, "MAX_BODY_BYTES", 1000)
+        with pytest.raises(openai.BadRequestError, match="refers to more than 1000 bytes"):
+            await create(model="fake", input=[{"type": "item_reference", "id": first.output[0].id}] * 50)
+
+
+async def test_an_orchestrators_refusal_names_the_item() -> None:
+    field = "chat.messages[1].tool_calls[0].arguments"
+    violation = error_details_pb2.BadRequest.FieldViolation(field=field, description="is not a JSON object")
+    refusal = rich(3, error_details_pb2.BadRequest(field_violations=[violation]))
+    async with fake(refusal) as (_, http):
+        call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "oops"}
+        create: Any = http.client.responses.create
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(model="fake", instructions="be brief", input=[call])
+    assert caught.value.param == "input[0].tool_calls[0].arguments"
+
+
+async def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stored() as store:
+        store._database.execute("DROP TABLE responses")
+        with pytest.raises(ApiError, match="the store of responses does not answer") as caught:
+            await store.get("a", "resp_1")
+    assert caught.value.status == 503
 
 
 async def test_odd_texts_come_back_as_question_marks() -> None:
@@ -477,8 +514,8 @@ async def test_stored_responses_are_bounded() -> None:
         await store.put("small", [], response(0))
         for number in range(1, 100):
             await store.put("large", [], response(number))
-        assert json.loads((await store.get("small", "resp_0")).response) == response(0)
-        assert json.loads((await store.get("large", "resp_99")).response) == response(99)
+        assert json.loads(await store.get("small", "resp_0")) == response(0)
+        assert json.loads(await store.get("large", "resp_99")) == response(99)
         with pytest.raises(ApiError):
             await store.get("large", "resp_1")
         assert not await store.put("large", [], response(100, size=3000))  # too long to be stored
@@ -490,7 +527,7 @@ async def test_stored_responses_expire() -> None:
     clock = Clock()
     with stored(seconds=100.0, clock=clock) as store:
         await store.put("a", [], response(1))
-        assert (await store.get("a", "resp_1")).items == []
+        assert await store.items("a", "resp_1") == []
         clock.now += 100
         with pytest.raises(ApiError):
             await store.get("a", "resp_1")

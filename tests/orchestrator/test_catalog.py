@@ -141,3 +141,10 @@ def test_a_model_of_which_a_part_is_left_is_served() -> None:
     catalog.missing = [("big", "b")]
     assert asked(catalog, "big") == "big@a"
     assert asked(catalog, "") == "big@a"
+
+
+def test_without_a_name_the_only_model_is_meant_also_if_it_cannot_be_read() -> None:
+    catalog = Catalog([revision("big", "b", 0.0)])
+    catalog.missing = [("big", "a")]
+    with pytest.raises(PeerLostError, match="'big' cannot be read here"):
+        catalog.choose(generation_pb2.GenerateRequest())

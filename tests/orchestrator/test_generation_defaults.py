@@ -110,7 +110,9 @@ def test_what_is_not_built_is_told_and_what_changes_nothing_is_not(directory: Pa
     assert GenerationDefaults.of(found).not_taken == ("num_beams", "suppress_tokens")
 
 
-SOME = GenerationDefaults(Sampling(temperature=0.5, top_p=0.75, top_k=9, min_p=0.25, typical_p=0.5, repetition_penalty=1.5), 11)
+SOME = GenerationDefaults(
+    Sampling(temperature=0.5, top_p=0.75, top_k=9, min_p=0.25, typical_p=0.5, repetition_penalty=1.5), 11
+)
 
 
 @given(

@@ -189,3 +189,17 @@ def test_at_first_a_directory_that_cannot_be_used_is_left_out(tmp_path: Path) ->
     assert not watched.changed()
     assert watched.refused
     assert len(watched.contents) == 2
+
+
+def test_what_was_read_of_a_refused_file_is_not_read_again(tmp_path: Path) -> None:
+    target, other = (make("llama", tmp_path / name) for name in ("target", "other"))
+    written(tmp_path, a=target)
+    file = ModelsFile(tmp_path / "models.yaml")
+    file.read()
+    written(tmp_path, a=target, b=other, c=tmp_path / "late")
+    kept = []
+    for _ in range(2):
+        with pytest.raises(ModelsFileError, match="late"):
+            file.read()
+        kept.append([model for (_, directory, _), model in file._loaded.items() if directory == other])
+    assert kept[0] == kept[1] != []

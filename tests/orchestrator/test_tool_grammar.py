@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
-from orchestrator.requests.tools import tool_grammar, tool_violations
+from orchestrator.requests.tools import MAX_VALUES, tool_grammar, tool_violations
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, GrammarError, Kind
@@ -349,3 +349,19 @@ def test_an_answer_beside_tools_is_held_to_its_whole_schema(source: Path, tmp_pa
         InvalidRequestError, match=r"json_schema: /uniqueItems: cannot be enforced: items must be an enum"
     ):
         parse(generation_pb2.GenerateRequest(chat=asked, json_schema=schema), model)
+
+
+def test_json_of_too_many_values_is_not_parsed(model: ServedModel) -> None:
+    """Signs in strings, such as those of code, do not count."""
+
+    def problems(arguments: str) -> list[tuple[str, str]]:
+        call = generation_pb2.ToolCall(id="a", name="weather", arguments=arguments)
+        asked = chat()
+        asked.messages.append(generation_pb2.ChatMessage(role="assistant", tool_calls=[call]))
+        return tool_violations(asked, model)
+
+    many = MAX_VALUES // 2 + 1
+    assert problems(json.dumps({"a": "[{,:" * many})) == []
+    ((field, problem),) = problems('{"a": [' + "[]," * many + "0]}")
+    assert field == "chat.messages"
+    assert problem.endswith(f"values in JSON, must have at most {MAX_VALUES}")
