@@ -28,7 +28,7 @@ class ExitStatus(IntEnum):
     BROKEN_PIPE = 141
     """The reader of the output has gone, as with `head`."""
     TERMINATED = 143
-    """Terminated by SIGTERM in the middle of an export."""
+    """Terminated by SIGTERM in the middle of an export, an import or a training."""
 
 
 def how_it_ended(status: int) -> str:

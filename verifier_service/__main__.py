@@ -25,6 +25,7 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.placement import Kind, Placement, WantedDtype, Weights
     from specdec.engine.preflight.check import Wanted, check
     from specdec.engine.preflight.device import check_launcher
+    from specdec.engine.preflight.dtype import dtype_of
     from specdec.engine.vllm.options import MAX_SEQUENCES, MAX_STEP_ROWS, read_options
     from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.grammar_trials import GrammarTrials
@@ -261,8 +262,18 @@ def main(
         files = None if heads is None else read_heads(heads, heads_tree, directory)
         most = threads or threads_for(device)
         counts = most, most if threads_while_drafting is None else min(most, threads_while_drafting)
+        owed, owed_a_slot = 0, 0  # to the heads, which come after the KV cache
+        if heads is not None:
+            owed, owed_a_slot = memory_of_heads(heads, kv_tokens, directory, dtype_of(directory, target)).owed
         loaded = load_engine(
-            directory, target, threads=counts, exact=exact, cuda_graphs=cuda_graphs, vllm_options=for_vllm
+            directory,
+            target,
+            threads=counts,
+            exact=exact,
+            cuda_graphs=cuda_graphs,
+            vllm_options=for_vllm,
+            promised=owed,
+            promised_a_slot=owed_a_slot,
         )
         if exact and not loaded.exact:
             fast_paths.found_off(

@@ -15,6 +15,7 @@ from specdec.engine.heads.kinds import heads_in
 from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, is_integer, read_text
+from specdec.engine.unsupported import UnsupportedModelError
 
 if TYPE_CHECKING:  # imports torch
     from verifier_service.proposers.heads import HeadsProposer
@@ -30,7 +31,16 @@ class HeadsFiles:
 
     def load(self, engine: Engine) -> HeadsProposer[Any]:
         """Read the weights onto the target's device, in its dtype. UnsupportedModelError if the engine lacks the states
-        that they read."""
+        that they read, or its device the memory."""
+        import torch
+
+        try:
+            return self._loaded(engine)
+        except torch.OutOfMemoryError as error:  # raised for GPU memory only
+            reason = str(error).partition(". ")[0]  # the rest is statistics
+            raise UnsupportedModelError(f"{self.files.path}: {reason}; use fewer --kv-tokens") from error
+
+    def _loaded(self, engine: Engine) -> HeadsProposer[Any]:
         from specdec.engine.hf.pretrained import DTYPES
 
         source = hidden_states(engine)

@@ -369,6 +369,8 @@ class VerifierServicer(
         violations += window_violations("policy", options, rule, self._limits.max_window_rows)
         if options.lookahead is not None and self._backend.chains_only:
             violations.append(("policy.lookahead", "is set, this verifier's engine has no lookahead windows"))
+        elif options.jacobi and self._backend.chains_only:
+            violations.append(("policy.jacobi", "is set, this verifier's engine has no lookahead windows"))
         return violations
 
     def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> BackendSession:

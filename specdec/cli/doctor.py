@@ -31,7 +31,9 @@ def doctor(
     ] = None,
     heads: Annotated[
         Path | None,
-        typer.Option(help="Directory of Medusa heads for the target: check and count them too. Needs --model."),
+        typer.Option(
+            help="Directory of heads for the target, Medusa or EAGLE-3: check and count them too. Needs --model."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the target: cpu, cuda, or cuda:N.")] = "cpu",
     dtype: Annotated[WantedDtype, typer.Option(help="Data type of the target.")] = "auto",

@@ -152,7 +152,6 @@ def up(
     --draft-device cuda, --orchestrator-workers 2, --openai-allow-origin https://chat.example.com. `specdec verifier
     --help`, `specdec draft --help`, `specdec orchestrator --help` and `specdec openai --help` list them.
     """
-    from specdec.cli.up import description, lines
     from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.heads.kinds import memory_of_heads
     from specdec.engine.model_directory import ModelDirectoryError

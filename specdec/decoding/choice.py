@@ -49,7 +49,7 @@ def choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
 def sound(chosen: Logits, tokens: Tokens) -> NDArray[np.bool_]:
     """Return bool [n]: which rows are sound, from the logits of their chosen tokens. argmax returns the first NaN, if
     any, so a broken row shows there; an undecided one has been found sound."""
-    return np.asarray(np.isfinite(chosen) | (tokens == contrastive.UNDECIDED))
+    return np.asarray((np.abs(chosen) < MAX_ABS_LOGIT) | (tokens == contrastive.UNDECIDED))
 
 
 def plausible(logits: Logits, queries: Sequence[SamplingQuery]) -> list[Tokens]:

@@ -49,6 +49,9 @@ Tokens = NDArray[np.int32]
 MAX_MATCH = 16
 """Most tokens over which two places are compared."""
 
+COMPARED = 4096
+"""Maximum places compared, the last ones first: a text of one repeated token matches everywhere."""
+
 RECENT = 32
 """Most places considered per match length, the last ones first."""
 
@@ -66,7 +69,7 @@ def continuations(written: Tokens, end: Tokens, most: int, depth: int) -> list[C
     Their first tokens differ. The longest match comes first, the latest first among equals. `end` may be the end of
     `written` itself. Negative numbers in `written` separate texts.
     """
-    places = np.flatnonzero(written[:-1] == end[-1])
+    places = np.flatnonzero(written[:-1] == end[-1])[-COMPARED:]
     by_match = [places]
     for match in range(2, min(len(end), MAX_MATCH) + 1):
         places = places[places >= match - 1]

@@ -49,7 +49,7 @@ def slots_for(
     """Return the number of slots, of `slot_bytes` each, for a model of `context` tokens; UnsupportedModelError if fewer
     than MIN_SLOTS fit.
 
-    `promised` bytes belong to another model of this process, though not allocated by the system yet. `working` and
+    `promised` bytes belong to others of this process, though not allocated by the system yet. `working` and
     `row_bytes`: as in `slots_within`.
     """
     free = max(0, free_bytes(device) - promised)

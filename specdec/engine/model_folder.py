@@ -40,7 +40,7 @@ def replaced(target: Path, marker: str) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
     try:
         yield partial
-        _replace(target, partial)
+        _replace(target, partial, marker)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -53,7 +53,7 @@ def _remove_stale(target: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _replace(target: Path, new: Path) -> None:
+def _replace(target: Path, new: Path, marker: str) -> None:
     """Replace a directory, which is missing only for a moment."""
     before = new.with_name(f"{new.name}-before")
     if target.exists():
@@ -61,7 +61,11 @@ def _replace(target: Path, new: Path) -> None:
     try:
         new.rename(target)
     except OSError:
+        if (target / marker).is_file():  # another process has written the same meanwhile
+            return
         if before.exists():
             before.rename(target)
         raise
-    shutil.rmtree(before, ignore_errors=True)
+    finally:
+        if (target / marker).is_file():
+            shutil.rmtree(before, ignore_errors=True)

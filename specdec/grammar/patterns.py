@@ -297,7 +297,9 @@ def spelt(ranges: Ranges) -> str:
     members = "".join(
         _spelt_character(low) + ("" if low == high else f"-{_spelt_character(high)}") for low, high in valid
     )
-    return f"[{'^' if negated else ''}{members}]" if members else "[^\\x00-\\U0010ffff]"
+    if not members:  # surrogates at most, which no text has
+        return "(?s:.)" if negated else "[^\\x00-\\U0010ffff]"
+    return f"[{'^' if negated else ''}{members}]"
 
 
 def _without_surrogates(low: int, high: int) -> Sequence[tuple[int, int]]:

@@ -224,6 +224,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
         stream=flag(given, "stream"),
         chunks=_chunks(given),
         **_stream_options(given),
+        places=(),
         reasoning=flag(given, "include_reasoning", default=True),
         schemas=tool_schemas(given) if chat else {},
         ignored=tuple(ignored[:MAX_IGNORED]),

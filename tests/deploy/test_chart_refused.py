@@ -189,7 +189,9 @@ class TestWhatIsRefused:
         assert says in str(refused.value)
 
     def test_a_release_that_begins_with_a_digit(self) -> None:
-        with pytest.raises(helm_python.HelmError, match="fullnameOverride: 1st begins with no letter"):
+        with pytest.raises(helm_python.HelmError, match="fullnameOverride: 1st must be a letter, then"):
             render(SMALL, "1st")
+        with pytest.raises(helm_python.HelmError, match=r"fullnameOverride: my\.rel must be a letter, then"):
+            render(SMALL, "my.rel")
         names = of_kind(render(SMALL | {"fullnameOverride": "first"}, "1st"), "Service")
         assert set(names) == {"first-verifier-a", "first-draft-b", "first-orchestrator", "first-orchestrator-pods"}

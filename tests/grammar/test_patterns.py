@@ -93,6 +93,7 @@ EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za
         (r"^[[a]$", ["[", "a"], ["b"]),
         (r"^\u0041\x42(?<name>C)$", ["ABC"], ["AB"]),
         (r"^.$", ["a", "\U0001f600"], ["\r", "\u2028"]),
+        (r"^[\u0000-\ud7ff\ue000-\u{10ffff}]+$", ["a", "\r\U0001f600"], [""]),
     ],
 )
 def test_what_is_found_in_the_wild(pattern: str, matched: list[str], others: list[str]) -> None:

@@ -287,13 +287,13 @@ async def test_texts_do_not_speak_for_their_own_grammar() -> None:
     peers = Peers(Pods())
     one, other = watched(check, peers), watched(check, peers)
     for number in range(MAX_DEATHS):
-        await watch_of(one).clear()
+        await watch_of(one).retry_if_suspect()
         lose(one, pod(f"pod {number}", sessions=20))
         if number < MAX_DEATHS - 1:
-            await watch_of(other).clear()
+            await watch_of(other).retry_if_suspect()
             lose(other, pod(f"another pod {number}", sessions=20))
     with pytest.raises(OverloadedError):
-        await watch_of(one).clear()
+        await watch_of(one).retry_if_suspect()
 
 
 async def test_sessions_that_are_opened_at_a_dead_pod_are_lost_by_the_same_death() -> None:

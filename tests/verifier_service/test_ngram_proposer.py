@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -336,6 +337,21 @@ def test_a_window_that_is_asked_for_is_opened_whatever_it_costs() -> None:
     loop.turn()
     loop.turn()
     assert other.session.ngrams.window is None
+
+
+def test_a_jacobi_window_offers_no_more_than_the_policy_allows() -> None:
+    windows = frozenset({CandidateSource.LOOKAHEAD})
+    policy = Policy(windows, 2, 0.0, forced=True, jacobi=True, lookahead=Lookahead(17, 2, 1), max_depth=1)
+    loop = step_loop(TextEngine(30))
+    client = Client(loop, REPETITIVE, 40, policy=policy, sampling=SAMPLINGS[0])
+    run(loop, client)
+    assert client.tokens == client.want
+    assert max(result.offered / result.steps for result in client.mail.results) <= 1  # deeper ones wait
+    policy = replace(policy, max_depth=0)
+    client = Client(loop, REPETITIVE, 40, policy=policy, sampling=SAMPLINGS[0])
+    run(loop, client)
+    assert client.tokens == client.want
+    assert 1 < max(result.offered / result.steps for result in client.mail.results) <= 2
 
 
 def test_windows_share_the_tree_slots_as_far_as_they_go() -> None:

@@ -63,8 +63,19 @@ def test_between_and_beyond() -> None:
 def test_rows_within_is_the_inverse(measured: list[float], time: float) -> None:
     latency = StepLatency(ROWS, measured)
     rows = latency.rows_within(time)
-    assert rows == 0 or latency.of(rows) <= time
+    assert rows == 0 or latency.of(rows) <= time * (1 + 1e-9)
     assert rows == 1 << 20 or latency.of(rows + 1) > time
+
+
+@given(seconds, st.lists(st.tuples(st.integers(1, 40), st.floats(1e-4, 3.0)), max_size=5), st.integers(1, 40))
+def test_as_many_rows_as_took_a_time_fit_into_it(
+    measured: list[float], steps: list[tuple[int, float]], rows: int
+) -> None:
+    """Also where the speed, which every step changes, makes the product and the quotient round."""
+    latency = StepLatency(ROWS, sorted(measured))
+    for count, taken in steps:
+        latency.observe(count, taken)
+    assert latency.rows_within(latency.of(rows)) >= rows
 
 
 @given(seconds, st.integers(1, ROWS[-1]), st.floats(0.01, 100.0))

@@ -82,6 +82,22 @@ def divided(shares: StepShares, entries: list[Any], latency: StepLatency) -> Div
             return division
 
 
+@given(latencies, crowds, st.lists(st.integers(0, 12), min_size=8, max_size=8), st.floats(1e-3, 1.0))
+def test_no_tenant_gets_fewer_candidates_than_none(
+    latency: StepLatency, crowd: list[tuple[float, list[float]]], extra: list[int], taken: float
+) -> None:
+    entries: Any = entries_of(crowd)
+    latency.observe(3, taken)  # the speed is no longer 1: products and quotients round
+    shares = StepShares(64)
+    for _ in range(STEPS):
+        if (division := shares.divide(entries, latency)) is None:
+            return
+        wanted = {f"tenant {number}": extra[number % len(extra)] for number in range(len(crowd))}
+        allowed = division.candidates(wanted)
+        assert all(0 <= count <= wanted[tenant] for tenant, count in allowed.items())
+        shares.begin(division)
+
+
 @given(latencies, crowds)
 def test_no_step_is_longer_than_fair_sharing_allows(
     latency: StepLatency, crowd: list[tuple[float, list[float]]]

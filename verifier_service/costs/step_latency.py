@@ -52,6 +52,9 @@ a smaller step. The usual cause is kernel compilation, which takes seconds in Tr
 GREEDY = SamplingQuery(RequestSampler(Sampling()), WARM_UP_KEYS)
 """The sampling query of every row at warm-up."""
 
+ROUNDING = 1e-12
+"""Relative error of a step time multiplied and divided by the speed, generously."""
+
 MANY = 1 << 20
 """Stands for an unlimited number of rows, where rows cost nothing."""
 
@@ -116,8 +119,8 @@ class StepLatency:
         return seconds + [self.of(rows) for rows in range(first + len(seconds), end)]
 
     def rows_within(self, seconds: float) -> int:
-        """Return the largest number of rows with a step time of at most `seconds`."""
-        table, seconds = self._table, seconds / self._speed
+        """Return the largest number of rows with a step time of at most `seconds`; never fewer than n for T_v(n)."""
+        table, seconds = self._table, seconds / self._speed * (1.0 + ROUNDING)
         if seconds < table[-1]:
             return max(0, bisect_right(table, seconds) - 1)
         if self._slope * MANY <= seconds - table[-1]:

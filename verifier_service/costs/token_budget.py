@@ -54,7 +54,8 @@ def select_candidates(
     `leave_out`, and with `spent` independent of the offers, a candidate is chosen by the probabilities down to it and
     to its first child, and by no others below, as block verification requires.
     """
-    ranked = sorted((-logprob, index) for index, offer in enumerate(offers) for logprob in offer.logprobs)[:most]
+    ranked = sorted((-logprob, index) for index, offer in enumerate(offers) for logprob in offer.logprobs)
+    ranked = ranked[: max(0, most)]
     gains = [math.exp(-negative) for negative, _ in ranked]
     seconds = latency.span(rows, rows + len(gains) + 2)
     expected, taken, break_even = float(rows), 0, rows * (seconds[1] - seconds[0]) / (seconds[0] + spent)

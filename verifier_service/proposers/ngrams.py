@@ -89,7 +89,8 @@ def open_windows(
             if not exploring:  # that step shows what rows cost, and not yet what windows bring
                 _charge(session, size, costs, window, nodes)
             planned = {id(node) for node in nodes}
-            nodes += [node for node in window.candidates if id(node) not in planned]
+            further = [node for node in window.candidates if id(node) not in planned and session.usable(node)]
+            nodes += further[: max(0, session.policy.max_candidates - len(nodes))]
             costs.add(len(window.nodes))
             free -= len(window.nodes)
     return windows

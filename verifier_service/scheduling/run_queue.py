@@ -29,6 +29,9 @@ from verifier_service.sessions.session import VerifierSession
 
 log = structlog.get_logger()
 
+COPIED_AT_ONCE = 1024
+"""Maximum slots of one copy."""
+
 
 class RunQueue:
     """Running sessions (with memory) and waiting ones. `max_unread_tokens`: tokens a session may be ahead of its
@@ -231,8 +234,10 @@ class RunQueue:
         self._copy(np.full(len(to_wipe), PADDING_SLOT), to_wipe)
 
     def _copy(self, source: Slots, target: Slots) -> None:
-        if len(source):
-            self._engine.copy(source, target)
+        """Copy slots, in parts: an engine takes memory for as many as it copies at once."""
+        for begin in range(0, len(source), COPIED_AT_ONCE):
+            part = slice(begin, begin + COPIED_AT_ONCE)
+            self._engine.copy(source[part], target[part])
 
     def _count(self) -> None:
         """Update the statistics of running and waiting sessions."""

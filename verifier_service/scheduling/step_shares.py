@@ -141,7 +141,8 @@ class Division:
                 found[tenant] = 0
                 pool.take(tenant, part)
             else:
-                found[tenant] = min(extra.get(tenant, 0), self.latency.rows_within(self.latency.of(rows) + part) - rows)
+                most = self.latency.rows_within(self.latency.of(rows) + part) - rows
+                found[tenant] = max(0, min(extra.get(tenant, 0), most))
                 pool.take(tenant, self._slower_by(rows, found[tenant]))
                 rows += found[tenant]
         return found

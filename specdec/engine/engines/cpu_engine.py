@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -123,7 +124,9 @@ class CpuEngine(TorchEngine):
 
     def _execution(self) -> tuple[str, ...]:
         threads = "-".join(map(str, self.threads))
-        layout = "packed" if self._packed else "plain" if self._bits is None else f"int{self._bits}"
+        layout = "packed" if self._packed else "plain"
+        if self._bits is not None:  # ONNX Runtime computes these products
+            layout = f"int{self._bits}-onnxruntime-{version('onnxruntime')}"
         return f"threads-{threads}", layout, "joined" if self._joined else "layers"
 
     def _run(

@@ -29,18 +29,21 @@ def load_engine(
     cuda_graphs: bool = True,
     vllm_options: Mapping[str, Any] | None = None,
     promised: int = 0,
+    promised_a_slot: int = 0,
 ) -> Engine:
     """Load a model into an engine; ModelDirectoryError or UnsupportedModelError with a one-line reason if it cannot be.
 
     `threads`: thread counts for an engine on the CPU, the largest first. `cuda_graphs`: for the GPU engine and vLLM;
-    without it kernels are launched one by one. `promised`: bytes of CPU memory owed to another engine of this process
-    with lazy KV memory (`LazyMemory`).
+    without it kernels are launched one by one. `promised`: bytes of its device that belong to others of this process
+    which have not taken them yet, such as heads, or an engine with lazy KV memory (`LazyMemory`); `promised_a_slot`:
+    bytes that they take for each slot of the KV cache.
     """
     kind, device = placement.kind, placement.device
     dtype = dtype_of(directory, placement)
     check_placement(directory, placement)
     cache_folder.keep_compiled_code()
     options: dict[str, Any] = {"capacity": placement.kv_tokens, "dtype": dtype, "exact": exact}
+    owed = {"promised": promised, "promised_a_slot": promised_a_slot}
     if kind == "vllm":
         from specdec.engine.vllm.engine import vllm_engine
 
@@ -52,12 +55,12 @@ def load_engine(
     if kind == "onnx":
         return _onnx(directory, placement, dtype, threads=min(threads))  # its thread count is fixed
     if device == "cpu":
-        options |= {"threads": threads, "promised": promised, "bits": BITS[placement.weights]}
+        options |= {"threads": threads, "bits": BITS[placement.weights]}
         if dtype == "bfloat16" and not computes_bfloat16():
             fast_paths.found_off("bfloat16", "this CPU has no bfloat16 arithmetic", "float32 is much faster here")
     elif kind == "torch":
         options["cuda_graphs"] = cuda_graphs
-    return _torch(kind, directory, device, max(threads), options)
+    return _torch(kind, directory, device, max(threads), options | owed)
 
 
 def _torch(kind: Kind, directory: ModelDirectory, device: str, threads: int, options: dict[str, Any]) -> Engine:

@@ -35,8 +35,8 @@ class TorchEngine:
     """A model and its KV cache on one device: the model's own layers, around the attention of a `backend`.
 
     `capacity` is in slots; None: sized by free memory. The parameter `exact` requests rows independent of their batch;
-    the attribute `exact` is the outcome of the check at start. `promised`: as in `slots_for`. On a CPU
-    `engines/cpu_engine.py` is faster.
+    the attribute `exact` is the outcome of the check at start. `promised`, `promised_a_slot`: as in
+    `load_engine`. On a CPU `engines/cpu_engine.py` is faster.
     """
 
     threads: tuple[int, ...] = ()
@@ -52,6 +52,7 @@ class TorchEngine:
         exact: bool = True,
         backend: type[AttentionBackend] = PaddedBackend,
         promised: int = 0,
+        promised_a_slot: int = 0,
     ) -> None:
         with phase("weights"):
             self.model = load(directory, DTYPES[dtype], device)
@@ -68,7 +69,9 @@ class TorchEngine:
             layer.kv_heads * (layer.width + layer.value_width) for layer in layers
         )
         working = (logits_bytes(self.vocabulary), row_bytes(self.vocabulary)) if device == "cpu" else (0, 0)
-        self.capacity = capacity or slots_for(slot_bytes, directory.context, device, promised, *working)
+        self.capacity = capacity or slots_for(
+            slot_bytes + promised_a_slot, directory.context, device, promised, *working
+        )
         self._kv_bytes = self.capacity * slot_bytes
         with phase("kv_cache"):
             self._backend = backend(layers, self.capacity, DTYPES[dtype], self._device)

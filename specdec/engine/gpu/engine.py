@@ -90,7 +90,8 @@ class GpuEngine:
 
     `capacity` is in slots; None: sized by free memory. The parameter `exact` requests rows independent of their batch;
     the attribute `exact` is the outcome of the check at start. Without `cuda_graphs` every step launches its kernels
-    one by one. On "cpu" it runs under Triton's interpreter, without graphs, for tests.
+    one by one. `promised`, `promised_a_slot`: as in `load_engine`. On "cpu" it runs under Triton's interpreter, without
+    graphs, for tests.
     """
 
     threads: tuple[int, ...] = ()
@@ -105,6 +106,8 @@ class GpuEngine:
         device: str = "cuda",
         exact: bool = True,
         cuda_graphs: bool = True,
+        promised: int = 0,
+        promised_a_slot: int = 0,
     ) -> None:
         self._cuda_graphs = cuda_graphs and torch.device(device).type == "cuda"
         with phase("weights"):
@@ -126,7 +129,9 @@ class GpuEngine:
         slot_bytes = DTYPES[dtype].itemsize * sum(
             layer.kv_heads * (layer.width + layer.value_width) for layer in layers
         )
-        self.capacity = capacity = capacity or slots_for(slot_bytes, directory.context, device)
+        self.capacity = capacity = capacity or slots_for(
+            slot_bytes + promised_a_slot, directory.context, device, promised
+        )
         place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
         keys = [torch.zeros(capacity, layer.kv_heads, layer.width, **place) for layer in layers]
         values = [torch.zeros(capacity, layer.kv_heads, layer.value_width, **place) for layer in layers]

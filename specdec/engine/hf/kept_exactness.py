@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import structlog
 from transformers import PreTrainedModel
 
 from specdec.engine import cache_folder
+from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.hf.fingerprint import machine
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, ShapeRowCounts
 
@@ -39,6 +41,8 @@ class KeptExactness:
         self._shapes: set[Shape] = {(linear.in_features, linear.out_features) for linear in linears}
         kinds = sorted({f"{type(linear).__name__} {_shape(linear)} {linear.bias is None}" for linear in linears})
         here = machine()
+        if any(kind.startswith(BlockLinear.__name__) for kind in kinds):
+            kinds.append(f"onnxruntime {version('onnxruntime')}")  # it computes these products
         self._key = (
             None
             if here is None

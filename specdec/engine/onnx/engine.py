@@ -7,7 +7,6 @@ back, or for a draft their shortlists.
 from __future__ import annotations
 
 import contextlib
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from specdec.engine.onnx.providers import CPU, OnnxDevice, check_started, parse_
 from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from specdec.engine.onnx_runtime import ort
 from specdec.engine.padded.layout import PaddedBatch, PaddedPacker
+from specdec.engine.processor import cpu_kind, gpu_kind
 from specdec.engine.working_memory import logits_bytes, row_bytes
 
 
@@ -82,9 +82,9 @@ class OnnxEngine:
         self.device, self.dtype = device, str(of_pools.name)
         self.threads = (threads,) if self._onnx_device.kind == "cpu" else ()
         provider = self._session.get_providers()[0]
-        self.numerics = (
-            f"onnxruntime-{ort.__version__}/{provider}/{platform.machine()}/{of_pools.name}/threads-{threads}"
-        )
+        on_cpu = self._onnx_device.kind == "cpu"
+        processor = cpu_kind() if on_cpu else gpu_kind(self._onnx_device.number)
+        self.numerics = f"onnxruntime-{ort.__version__}/{provider}/{processor}/{of_pools.name}/threads-{threads}"
         slot_bytes = of_pools.itemsize * sum(heads * (key + value) for heads, key, value in shapes)
         self.capacity = capacity = capacity or self._room(slot_bytes, directory)
         self._pools: dict[str, ort.OrtValue] = {}

@@ -79,6 +79,11 @@ class MemoryNeeded:
         return self.process + max(self.export, self.weights + self.working + self.kv)
 
     @property
+    def owed(self) -> tuple[int, int]:
+        """The bytes to leave free beside another model's KV cache, and for each of its slots."""
+        return self.weights + self.working, self.kv // self.tokens if self.tokens else 0
+
+    @property
     def remedy(self) -> str:
         """Advice to the user."""
         if self.kv > self.weights:

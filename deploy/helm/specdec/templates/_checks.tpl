@@ -4,8 +4,8 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- $root := index . 0 }}
 {{- $values := $root.Values }}
 {{- $base := default $root.Release.Name $values.fullnameOverride }}
-{{- if not (regexMatch "^[a-z]" $base) }}
-{{- fail (printf "fullnameOverride: %s begins with no letter, and names of Services must" $base) }}
+{{- if not (regexMatch "^[a-z]([a-z0-9-]*[a-z0-9])?$" $base) }}
+{{- fail (printf "fullnameOverride: %s must be a letter, then letters, digits and hyphens, as names of Services" $base) }}
 {{- end }}
 {{- include "specdec.checkModels" $values }}
 {{- include "specdec.checkModelVolume" (list "modelVolume" $values.modelVolume) }}
