@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.engines.cpu_engine import CpuEngine
+from specdec.engine.engines.loading import load_engine
 from specdec.engine.heads.eagle3 import Eagle3Heads, TreeContext
 from specdec.engine.heads.eagle3_files import Eagle3Files, is_eagle3
 from specdec.engine.heads.files import HeadsFilesError, TargetShape
@@ -374,6 +375,16 @@ def test_a_start_without_room_for_them_is_refused(tmp_path: Path, monkeypatch: p
         check(wanted, beside=partial(memory_of_heads, heads, 700))
     with pytest.raises(ModelDirectoryError, match="target_hidden_size is 32, must be 64"):
         check(wanted, beside=partial(memory_of_heads, make_eagle3(tmp_path / "o", RandomEagle3(stream=32)), None))
+
+
+def test_the_cache_leaves_them_room(tmp_path: Path) -> None:
+    """They are loaded after the target's KV cache, which takes a share of what is free."""
+    target = ModelDirectory(make("llama", tmp_path / "target"))
+    needed = memory_of_heads(make_eagle3(tmp_path / "heads", RandomEagle3()), None, target, "float32")
+    assert needed.owed == (needed.weights + needed.working, 4 * 48)
+    for owed, owed_a_slot in ((1 << 50, 0), (0, 1 << 40)):
+        with pytest.raises(UnsupportedModelError, match="the KV cache fits 0 tokens"):
+            load_engine(target, Placement("torch"), threads=(1,), promised=owed, promised_a_slot=owed_a_slot)
 
 
 def test_heads_of_published_shapes_are_judged_by_headers(tmp_path: Path) -> None:
