@@ -75,6 +75,7 @@ class VersionFollower:
         self._worker = worker
         self._tried: dict[str, FileVersion] = {}  # markers of versions that were loaded or refused
         self._waiting: list[FoundVersion] = []
+        self._left_out: set[str] = set()  # names of new versions that wait until those in memory are gone
         self._handed_over: threading.Event | None = None  # set once the drafter has the version loaded last
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="versions", daemon=True)
@@ -100,7 +101,7 @@ class VersionFollower:
     def look(self) -> None:
         """Do what is due: take a changed folder, follow what was forgotten, free memory, load the next version if its
         trial may begin."""
-        again = self._interrupted()
+        again = self._interrupted() or bool(self._left_out - self._taken())
         if self._folder.changed() or again:
             self._take(self._folder.contents)
         if self.drafter.forgotten.look():  # by another service with this folder
@@ -123,9 +124,10 @@ class VersionFollower:
         taken = self._taken()
         newest = found[-MAX_VERSIONS:]
         self._waiting = [version for version in newest if self._tried.get(version.name) != version.marked]
-        for version in [version for version in self._waiting if version.name in taken]:
-            self._waiting.remove(version)
-            log.warning("version_left_out", version=version.name, why="a version of this name is served")
+        self._left_out = {version.name for version in self._waiting if version.name in taken}
+        self._waiting = [version for version in self._waiting if version.name not in taken]
+        for name in sorted(self._left_out):
+            log.warning("version_left_out", version=name, why="a version of this name is served")
         for version in self._waiting:
             self._worker.submit(partial(self.drafter.note, version.name, State.WAITING))
 

@@ -182,6 +182,22 @@ def test_the_next_one_is_not_loaded_before_the_drafter_has_the_last(tmp_path: Pa
     assert found.states() == {"first": State.SERVING, "v1": State.CANARY, "v2": State.WAITING}
 
 
+def test_a_version_replaced_during_its_trial_is_tried_afterwards(tmp_path: Path) -> None:
+    found = Followed(tmp_path)
+    found.add("v1", "bad")
+    found.follower.look()
+    assert found.states()["v1"] is State.CANARY
+    os.utime(tmp_path / "v1" / COMPLETE, (200, 200))
+    found.follower.look()
+    assert found.loader.loaded == ["v1"]
+    found.service.try_on()
+    assert found.states()["v1"] is State.WORSE
+    found.follower.look()
+    found.follower.look()
+    assert found.loader.loaded == ["v1", "v1"]
+    assert found.states()["v1"] is State.CANARY
+
+
 def test_a_version_on_trial_stays_however_many_there_are(tmp_path: Path) -> None:
     found = Followed(tmp_path)
     found.add("oldest")
