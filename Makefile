@@ -36,8 +36,9 @@ test: setup examples/node/node_modules/.done  ## Everything that must hold, in m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/faults --ignore tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults tests/hostile
 
-verify: setup  ## The long equality suites, and a hundred thousand hostile messages.
+verify: setup  ## The long equality suites, a hundred thousand hostile messages, and properties by other examples.
 	$(BIN)/python -m pytest -q -m verify --timeout 3600
+	$(BIN)/python -m pytest -q -m "hypothesis and not verify and not real" --hypothesis-profile explore
 
 verify-real: setup  ## The real pair's tests, if `make real` has made it.
 	$(BIN)/python -m pytest -q -m real --timeout 3600

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,7 @@ def _module(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@functools.cache
 def _import_graph() -> dict[str, set[str]]:
     """Return the import graph of the product's modules, including imports in functions and for types."""
     paths = [path for name in ("specdec", *SERVICES, "evaluation") for path in (ROOT / name).rglob("*.py")]

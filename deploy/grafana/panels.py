@@ -299,6 +299,12 @@ DRAFTS = [
         {"{{instance}}": f"{DRAFT}_kept_age_seconds{JOB}"},
         "Age of the oldest kept text.",
     ),
+    Panel(
+        "Log-probabilities kept to learn from",
+        "bytes",
+        {"{{instance}}": f"{DRAFT}_kept_logprob_bytes{JOB}"},
+        "Bytes of the target's log-probabilities, within --learn-logprobs-mb.",
+    ),
 ]
 
 FAILURES = [

@@ -272,6 +272,7 @@ def test_export_writes_what_the_draft_serves(
     assert wrong.stderr == "specdec: /nonexistent: no such directory\n"
 
 
+@pytest.mark.verify
 def test_an_export_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     model, beside = make("llama", tmp_path / "shallow", num_hidden_layers=1), tmp_path / "exports"
     command = [sys.executable, "-m", "specdec.cli", "export", str(model), str(beside / "out")]

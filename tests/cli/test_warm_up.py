@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from specdec.engine.cache_folder import COMPILERS
 from specdec.engine.hf.fingerprint import machine
 from tests.models import make
@@ -22,6 +24,7 @@ def warm_up(model: Path, folder: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.verify
 def test_what_a_start_needs_is_kept(tmp_path: Path) -> None:
     done = warm_up(make("opt", tmp_path), str(tmp_path / "cache"))
     assert (done.returncode, done.stdout) == (0, f"warm {tmp_path / 'cache'}\n"), done.stderr

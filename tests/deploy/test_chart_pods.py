@@ -265,7 +265,8 @@ def secrets(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mode", ["none", pytest.param("secrets", marks=pytest.mark.verify)])
+@pytest.mark.verify
+@pytest.mark.parametrize("mode", ["none", "secrets"])
 def test_pods_start_pass_their_probes_serve_and_end(
     mode: str, models: Path, secrets: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -164,7 +164,7 @@ def trees(
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.verify), 0.8])
 async def test_tokens_are_those_of_plain_decoding(tmp_path: Path, temperature: float) -> None:
     """The draft lacks a tenth of the target's tokens, and others have other ids."""
     draft = renumbered(tmp_path / "draft", without=0.1)

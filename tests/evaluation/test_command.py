@@ -50,13 +50,18 @@ def test_it_tells_acceptance_speed_and_pools(directories: Directories, tmp_path:
 @pytest.mark.parametrize(
     ("lines", "options", "why"),
     [
-        ([], (), "prompts.jsonl: has no prompts"),
-        ([{"txt": "a"}], (), "prompts.jsonl:1: must be an object with one of"),
-        ([{"text": "a", "temperature": -1}], (), "prompts.jsonl:1: sampling.temperature"),
         ([{"text": "a"}], ("--streams", "0"), "Invalid value for '--streams'"),
-        ([{"text": "a"}], ("--device", "cuda"), "cuda"),
-        ([{"text": "a", "rule": "contrastive"}], (), "prompts.jsonl:1: rule: is contrastive"),
-        ([{"text": "a", "max_tokens": 200}], ("--kv-tokens", "1024"), "prompts.jsonl:1: may have 2"),
+        ([{"text": "a", "temperature": -1}], (), "prompts.jsonl:1: sampling.temperature"),
+        *(
+            pytest.param(*case, marks=pytest.mark.verify)  # each starts a process that imports torch
+            for case in (
+                ([], (), "prompts.jsonl: has no prompts"),
+                ([{"txt": "a"}], (), "prompts.jsonl:1: must be an object with one of"),
+                ([{"text": "a"}], ("--device", "cuda"), "cuda"),
+                ([{"text": "a", "rule": "contrastive"}], (), "prompts.jsonl:1: rule: is contrastive"),
+                ([{"text": "a", "max_tokens": 200}], ("--kv-tokens", "1024"), "prompts.jsonl:1: may have 2"),
+            )
+        ),
     ],
 )
 def test_what_is_wrong_is_told(

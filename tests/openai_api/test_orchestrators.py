@@ -99,6 +99,7 @@ async def test_connections_are_made_anew_while_nobody_answers(monkeypatch: pytes
                     await asyncio.sleep(0.01)
 
 
+@pytest.mark.verify
 async def test_new_files_of_certificates_count_for_new_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

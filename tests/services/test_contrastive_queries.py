@@ -90,9 +90,8 @@ async def contrasted(services: Stack, prompt: list[int] = PROMPT, **fields: Any)
     return await services.generate(prompt, **usual | fields)
 
 
-@pytest.mark.parametrize(
-    "draft", ["near", *(pytest.param(name, marks=pytest.mark.verify) for name in ("other", "random"))]
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("draft", ["near", "other", "random"])
 async def test_600_choices_are_those_of_whole_rows(directories: Directories, draft: str) -> None:
     """With targets that find few tokens plausible or most of them, and drafts that expect the same tokens or others."""
     path = getattr(directories, draft)

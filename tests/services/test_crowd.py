@@ -109,7 +109,7 @@ async def run(requests: list[Ask], target: Path, draft: Path, small: int, **opti
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.verify)])
 async def test_many_at_once_change_no_token(directories: Directories, dtype: str) -> None:
     generator = random.Random(8)
     texts = [[generator.randrange(3, VOCABULARY) for _ in range(70)] for _ in range(9)]

@@ -75,6 +75,7 @@ async def test_sampled_tokens_follow_the_target(
 
 
 @pytest.mark.parametrize("rule", ["COUPLED", "REJECTION"])
+@pytest.mark.verify
 async def test_they_do_with_a_draft_of_the_verifiers_own(directories: Directories, rule: str) -> None:
     options: dict[str, Any] = {"draft_model": directories.near, "controller": Decided(Mode.LOCAL_DRAFT)}
     async with stack(directories.target, None, target_delay=lambda: time.sleep(0.04), **options) as services:

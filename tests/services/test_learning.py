@@ -153,6 +153,7 @@ async def state_of(address: str, version: str, *awaited: draft_pb2.DraftVersionS
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.verify
 async def test_versions_of_a_forgotten_tenant_are_refused_also_after_a_restart(tmp_path: Path) -> None:
     (folder := tmp_path / "versions").mkdir()
     (tmp_path / "key").write_text(KEY)

@@ -148,6 +148,7 @@ async def test_it_tells_what_is_wrong(directories: Directories) -> None:
     assert told.startswith("INVALID_ARGUMENT INVALID_REQUEST: sampling.temperature: is -1, must be")
 
 
+@pytest.mark.verify
 async def test_it_gives_up_where_nobody_answers() -> None:
     status, _, told = await run("127.0.0.1:1")
     assert status == 1

@@ -109,6 +109,7 @@ async def test_a_stream_tells_reasoning_before_the_answer(pair: tuple[Path, Path
         assert (reasoning, text, count) == (whole.reasoning, whole.text, whole.reasoning_tokens)
 
 
+@pytest.mark.verify
 async def test_a_text_is_resumed_from_anywhere(pair: tuple[Path, Path]) -> None:
     async with stack(*pair, target_delay=slow_target) as services, AsyncClient(services.address) as client:
         for arguments in ({}, OPENED):

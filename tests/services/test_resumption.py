@@ -92,6 +92,7 @@ async def test_a_change_of_date_changes_no_token(directories: Directories, tmp_p
     assert [chunk.resolved for chunk in chunks if chunk.resolved is not None] == [want.resolved]
 
 
+@pytest.mark.verify
 async def test_another_template_is_refused(directories: Directories, tmp_path: Path) -> None:
     first = copy_of(directories.target, tmp_path / "one" / "target", DATED)
     second = copy_of(directories.target, tmp_path / "other" / "target", OTHER)

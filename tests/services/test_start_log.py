@@ -11,7 +11,7 @@ from tests.faults.pods import Pod, free_address
 from tests.services.conftest import Directories
 
 
-@pytest.mark.parametrize("package", ["verifier_service", "draft_service"])
+@pytest.mark.parametrize("package", [pytest.param("verifier_service", marks=pytest.mark.verify), "draft_service"])
 async def test_what_is_off_is_one_line_each(directories: Directories, package: str, tmp_path: Path) -> None:
     options = (package, "--model", str(directories.near), "--engine", "torch", "--threads", "1")
     pod = Pod(package, "tests.services.a_path_off", free_address(), options, tmp_path / "log")

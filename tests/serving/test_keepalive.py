@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import grpc
+import pytest
 
 from specdec.serving.process.server import SERVER_OPTIONS
 
@@ -56,6 +57,7 @@ async def ended(options: Options) -> grpc.StatusCode:
         return await ask(b"", timeout=60).code()
 
 
+@pytest.mark.verify
 async def test_pings_are_taken_at_the_rate_that_the_option_allows() -> None:
     """Proves the option's name, at a rate of seconds: gRPC ignores unknown options."""
     name = "grpc.http2.min_ping_interval_without_data_ms"

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.timeout(900)  # several processes start, slowly on a bu
 TOKENS = 24
 
 
-@pytest.mark.parametrize("variant", [pytest.param("--devices", marks=pytest.mark.verify), "--step-ms"])
+@pytest.mark.verify
+@pytest.mark.parametrize("variant", ["--devices", "--step-ms"])
 def test_a_variant_gives_the_tokens_of_plain_decoding(variant: str, tmp_path: Path) -> None:
     latency = StepLatency((1, 256), [0.001, 0.02])
     write_devices(tmp_path / "devices", dict.fromkeys(("target", "draft", "local draft"), latency), slower=2.0)

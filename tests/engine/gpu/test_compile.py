@@ -12,13 +12,14 @@ import pytest
 pytest.importorskip("triton", reason="the extra `cuda` is not installed")
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     ("capability", "dtype"),
     [
         ("90", "bf16"),
-        pytest.param("80", "bf16", marks=pytest.mark.verify),
-        pytest.param("80", "fp32", marks=pytest.mark.verify),
-        pytest.param("90", "fp32", marks=pytest.mark.verify),
+        ("80", "bf16"),
+        ("80", "fp32"),
+        ("90", "fp32"),
     ],
 )
 def test_kernels_compile(tmp_path: Path, capability: str, dtype: str) -> None:

@@ -251,6 +251,7 @@ def test_the_second_gpu_of_a_machine(tmp_path: Path) -> None:
     assert np.abs(subject.engine.forward(packer.pack())[1] - want).max() < 1e-4 * np.abs(want).max()
 
 
+@pytest.mark.verify
 def test_layers_whose_sums_are_cut_within_an_engine(tmp_path: Path) -> None:
     """In place of all products of a bfloat16 model, in steps of several sizes, the longest a prompt with few wanted
     rows; graphs, if any, against kernel by kernel, bit by bit."""

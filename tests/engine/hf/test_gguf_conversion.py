@@ -151,6 +151,7 @@ def test_a_file_is_converted_once(file: Path, model: ModelDirectory, tmp_path: P
     assert (second.path / "model.safetensors").stat().st_mtime_ns == written
 
 
+@pytest.mark.verify
 def test_a_cache_that_cannot_be_written_is_named_and_costs_time_only(
     file: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
     assert said.endswith("rope_factors_long.weight has no place in transformers' LlamaForCausalLM")
 
 
+@pytest.mark.verify
 def test_an_edited_file_is_converted_again(file: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Tools change fields without changing the size, so its time counts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
