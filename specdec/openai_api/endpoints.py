@@ -12,10 +12,11 @@ from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from specdec.openai_api.anthropic_answer import MessageAnswer
 from specdec.openai_api.anthropic_request import NAMES, MessagesRequest, parse_count, parse_messages
-from specdec.openai_api.bodies import MAX_BODY_BYTES
+from specdec.openai_api.bodies import MAX_BODY_BYTES, Bodies
 from specdec.openai_api.errors import ApiError, refused, unsupported
 from specdec.openai_api.event_stream import EventStream, ignored_header, typed_event_of
 from specdec.openai_api.gateway import Caller, Gateway
@@ -33,6 +34,9 @@ from specdec.wire.request_id import new_request_id
 Parts = AsyncGenerator[Part, None]
 Found = TypeVar("Found")
 
+SENT_AT_ONCE = 64 << 10
+"""Bytes of a stored response that are sent without waiting for their reader."""
+
 MAX_LISTED = 100
 """Maximum input items in one list."""
 
@@ -41,6 +45,27 @@ MAX_REFERENCES = 256
 
 _ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{1,64})_\d{1,6}")
 """Ids of output items, with the hexadecimal part of their response's."""
+
+
+class StoredAnswer:
+    """A stored response on its way to its reader, who may be slow: until it is read, its bytes count as the owner's, as
+    those of a body do. ApiError if there is no room."""
+
+    status_code = 200
+
+    def __init__(self, content: bytes, bodies: Bodies, owner: str) -> None:
+        self._content = content
+        self._bodies = bodies
+        self._owner = owner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = len(self._content)
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % size)]
+        with self._bodies.reserved(self._owner, size):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+            for begin in range(0, size, SENT_AT_ONCE):  # the server waits for the reader between pieces
+                piece = self._content[begin : begin + SENT_AT_ONCE]
+                await send({"type": "http.response.body", "body": piece, "more_body": begin + SENT_AT_ONCE < size})
 
 
 class Responses:
@@ -71,10 +96,11 @@ class Responses:
         events = self._events(answer, request, parts, owner if stores else None)
         return await _sent(http, request, answer, events)
 
-    async def retrieve(self, http: Request) -> Response:
+    async def retrieve(self, http: Request) -> StoredAnswer:
         if http.query_params.get("stream", "false") != "false":
             raise unsupported("stream", "is not supported for a response that is complete")
-        return Response(await self._stored(http, ResponseStore.get), media_type="application/json")
+        text = await self._stored(http, ResponseStore.get)
+        return StoredAnswer(as_bytes(text), self._intake.bodies, self._intake.who(http)[1])
 
     async def delete(self, http: Request) -> JSONResponse:
         found, owner = http.path_params["response"], self._intake.who(http)[1]

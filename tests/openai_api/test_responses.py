@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -15,6 +15,7 @@ from google.rpc import code_pb2, error_details_pb2
 
 from specdec.client import InvalidRequest
 from specdec.openai_api import endpoints
+from specdec.openai_api.bodies import Bodies
 from specdec.openai_api.errors import ApiError, from_specdec
 from specdec.openai_api.fields import MAX_IGNORED
 from specdec.openai_api.parts import CallPart
@@ -321,7 +322,21 @@ async def test_an_orchestrators_refusal_names_the_item() -> None:
     assert caught.value.param == "input[0].tool_calls[0].arguments"
 
 
-async def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stored_response_counts_as_its_owners_until_it_is_read() -> None:
+    bodies, sent, free = Bodies(1.0), list[bytes](), set[int]()
+    before = bodies._free
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+        free.add(bodies._free)
+
+    await endpoints.StoredAnswer(b"x" * 200_000, bodies, "a")({}, cast("Any", None), send)
+    assert b"".join(sent) == b"x" * 200_000
+    assert max(map(len, sent)) <= endpoints.SENT_AT_ONCE
+    assert (free, bodies._free) == ({before - 200_000}, before)
+
+
+async def test_a_store_that_does_not_answer_is_named() -> None:
     with stored() as store:
         store._database.execute("DROP TABLE responses")
         with pytest.raises(ApiError, match="the store of responses does not answer") as caught:
