@@ -226,8 +226,14 @@ class _Admission:
         request = Request(scope)
         authorization = dict(_caller(request).metadata).get("authorization", "")
         network = network_of("" if request.client is None else request.client.host)
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 401:  # said by an orchestrator
+                self._callers.refused(str(authorization))
+            await send(message)
+
         async with self._callers.admitted(scope, str(authorization), network) as scope[CALLER]:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, watched)
 
 
 class _Outermost:

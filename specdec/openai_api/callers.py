@@ -110,6 +110,10 @@ class Keys:
         # Cancelling a request does not cancel the check: others may wait for it.
         return await asyncio.shield(self._checks[key])
 
+    def drop(self, authorization: str) -> None:
+        """Forget that a key was accepted: an orchestrator has refused it since."""
+        self._accepted.pop(hashlib.sha256(authorization.encode()).digest(), None)
+
     async def _ask(self, key: bytes, authorization: str, network: str) -> ApiError | None:
         try:
             async with asyncio.timeout(CHECK_SECONDS):
@@ -175,6 +179,10 @@ class Callers:
             self._running[caller] -= 1
             if not self._running[caller]:
                 del self._running[caller]
+
+    def refused(self, authorization: str) -> None:
+        """Note that an orchestrator has refused an admitted caller's key."""
+        self._keys.drop(authorization)
 
     async def _identify(self, scope: Scope, authorization: str, network: str) -> str:
         """Return the caller of a request; ApiError if its key is refused."""

@@ -64,7 +64,7 @@ class Offset(Protocol):
 
 
 def completion_logprobs(found: Iterable[Logprobs | PromptToken], offset: Offset, most: int | None = None) -> Json:
-    """Return log-probabilities in the format of completions, with at most `most` of the most probable tokens."""
+    """Return log-probabilities in the format of completions: of at most `most` tokens, and of the chosen one."""
     told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in found:
         told["tokens"].append(entry.piece.text)
@@ -78,6 +78,7 @@ def completion_logprobs(found: Iterable[Logprobs | PromptToken], offset: Offset,
         top: dict[str, float] = {}
         for token, logprob in islice(logprobs.top.items(), most):  # best first: of tokens with equal text the best
             top.setdefault(logprobs.top_pieces.get(token, UNTOLD).text, max(logprob, MIN_LOGPROB))
+        top.setdefault(entry.piece.text, told["token_logprobs"][-1])
         told["top_logprobs"].append(top)
     return told
 

@@ -134,7 +134,7 @@ def test_a_token_may_be_told_without_what_it_stands_for(chat: bool) -> None:
         assert {each["token"] for each in told["top_logprobs"]} == {""}
         assert len(told["top_logprobs"]) == TOP
     else:
-        assert logprobs["top_logprobs"] == [{"": -0.5}]
+        assert logprobs["top_logprobs"] == [{"": -0.5, "a": -0.5}]
 
 
 def test_the_last_events_of_a_response_are_not_encoded_again() -> None:

@@ -193,6 +193,15 @@ async def test_a_key_that_is_withdrawn_is_refused_at_once() -> None:
         assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 401
 
 
+async def test_a_key_that_a_call_refused_is_checked_again() -> None:
+    asked = b"GET /v1/responses/resp_0 HTTP/1.1\r\nhost: a\r\n" + KEY + CLOSE + b"\r\n"
+    async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
+        assert status_of(await told(http.address, asked)) == 404
+        orchestrator.keys = []
+        assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 401
+        assert status_of(await told(http.address, asked)) == 401
+
+
 async def test_a_withdrawn_key_reads_no_stored_response(monkeypatch: pytest.MonkeyPatch) -> None:
     """No orchestrator is called for it, so the key is checked again once its verdict has expired."""
     monkeypatch.setattr(callers, "ACCEPTED_SECONDS", 0.0)

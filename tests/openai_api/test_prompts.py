@@ -75,7 +75,7 @@ async def test_what_lm_eval_sends() -> None:
             assert choice["index"] == index
             found = choice["logprobs"]
             assert found["token_logprobs"][: len(prompt)] == [None, -0.125, -0.25][: len(prompt)]
-            assert found["top_logprobs"][1] == {"a": -0.125}
+            assert found["top_logprobs"][1] == {"a": -0.125, "b": -0.125}  # with the token itself
             assert found["tokens"][: len(prompt)] == [chr(token) for token in prompt]
             assert found["text_offset"][: len(prompt)] == list(range(len(prompt)))
             assert choice["finish_reason"] == "length"
