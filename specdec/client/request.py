@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -22,7 +22,7 @@ from specdec.wire.speculation import DRAFTERS, SCORERS, SPECULATIONS
 
 def put(message: Message, field: str, option: str, value: object) -> None:
     """Set a field of any kind; ValueError or TypeError names the option if the value does not fit."""
-    descriptor = message.DESCRIPTOR.fields_by_name[field]
+    descriptor = cast("FieldDescriptor", message.DESCRIPTOR.fields_by_name[field])
     is_number = descriptor.type not in (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_STRING)
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
     if is_number and any(isinstance(item, bool) for item in values):  # protobuf would accept True and False as 1 and 0
@@ -31,10 +31,34 @@ def put(message: Message, field: str, option: str, value: object) -> None:
         message.MergeFrom(type(message)(**{field: value}))
     except (ValueError, TypeError, OverflowError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        wants_text = descriptor.type == FieldDescriptor.TYPE_STRING
-        # Protobuf's own message names the expected type, except for string fields.
-        problem = "must be text (str)" if wants_text and kind is TypeError else str(error)
-        raise kind(f"{option} = {_shown(value)}: {problem}") from error
+        raise kind(f"{option} = {_shown(value)}: {_wanted(descriptor) or error}") from error
+
+
+_WHOLE_NUMBERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
+
+
+def _wanted(field: FieldDescriptor) -> str:
+    """Return what a field takes, or "" for a message; protobuf's own errors are about Python's types."""
+    if field.message_type is None:
+        item = _item(field)
+        return f"must be a list, each item {item}" if field.is_repeated else f"must be {item}"
+    if field.message_type.GetOptions().map_entry:
+        key, value = map(_item, field.message_type.fields)
+        return f"must be a mapping, each key {key}, each value {value}"
+    return ""
+
+
+def _item(field: FieldDescriptor) -> str:
+    if field.cpp_type in _WHOLE_NUMBERS:
+        least, most = _WHOLE_NUMBERS[field.cpp_type]
+        return f"a whole number from {least} to {most}"
+    if field.type == FieldDescriptor.TYPE_BOOL:
+        return "true or false"
+    return "text (str)" if field.type == FieldDescriptor.TYPE_STRING else "a number"
 
 
 MAX_SHOWN_CHARACTERS = 120

@@ -181,6 +181,27 @@ def test_grammars() -> None:
     assert not build_request("hi").HasField("grammar")
 
 
+WHOLE = "a whole number from 0 to 4294967295"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"max_tokens": 1.5}, f"max_tokens = 1.5: must be {WHOLE}"),
+        ({"max_tokens": 2**32}, f"max_tokens = 4294967296: must be {WHOLE}"),
+        ({"max_tokens": -1}, f"max_tokens = -1: must be {WHOLE}"),
+        ({"temperature": "hot"}, 'temperature = "hot": must be a number'),
+        ({"stop_tokens": 5}, f"stop_tokens = 5: must be a list, each item {WHOLE}"),
+        ({"stop_tokens": ["a"]}, f'stop_tokens = ["a"]: must be a list, each item {WHOLE}'),
+        ({"bad_words": [5]}, "bad_words = [5]: must be a list, each item text (str)"),
+        ({"logit_bias": {1: "a"}}, f"must be a mapping, each key {WHOLE}, each value a number"),
+    ],
+)
+def test_an_error_tells_what_an_option_takes(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(problem)):
+        build_request("hi", **options)
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

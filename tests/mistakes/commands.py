@@ -185,8 +185,12 @@ ASKED = (
     Mistake("specdec generate 'def' --temperature -1", REFUSED, "--temperature: is -1, must be a finite number"),
     Mistake("specdec generate 'def' --top-p 0", REFUSED, "--top-p: is 0, must be in (0, 1]"),
     Mistake("specdec generate 'def' --min-p 2", REFUSED, "--min-p: is 2, must be in [0, 1]"),
-    Mistake("specdec generate 'def' --top-k -1", USAGE, "top_k = -1: Value out of range"),
-    Mistake("specdec generate 'def' --max-tokens 5000000000", USAGE, "max_tokens = 5000000000: Value out of range"),
+    Mistake("specdec generate 'def' --top-k -1", USAGE, "top_k = -1: must be a whole number from 0 to 4294967295"),
+    Mistake(
+        "specdec generate 'def' --max-tokens 5000000000",
+        USAGE,
+        "max_tokens = 5000000000: must be a whole number from 0 to 4294967295",
+    ),
     Mistake("specdec generate 'def' --stop ''", REFUSED, "--stop[0]: has 0 characters, must have 1 to 256"),
     Mistake("specdec generate 'def' --lookahead 500 5 5", REFUSED, "adds 2008 tokens to a step, must add at most 128"),
     Mistake(

@@ -140,7 +140,7 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"return_token_ids": "yes"}, "return_token_ids", "must be true or false"),
         ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "is -1, must be at least 1"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids", "allowed_token_ids = [-1]"),
-        ({"bad_words": [5]}, "bad_words", "bad_words = [5]: must be text"),
+        ({"bad_words": [5]}, "bad_words", "bad_words = [5]: must be a list, each item text"),
         ({"cache_salt": ""}, "cache_salt", "must be text that is not empty"),
         ({"cache_salt": 5}, "cache_salt", "must be text that is not empty"),
         ({"continue_final_message": 1}, "continue_final_message", "must be true or false"),
