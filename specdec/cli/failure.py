@@ -49,6 +49,8 @@ STATUS: Mapping[type[SpecdecError], ExitStatus] = MappingProxyType(
 )
 """The status for every error of a call; a test checks that none is missing."""
 
+KEY_HINT = " (give it with --api-key-file, or in SPECDEC_API_KEY)"
+
 TRACEBACK = "SPECDEC_TRACEBACK"
 """Environment variable that makes an internal error raise its traceback instead of printing one line."""
 
@@ -114,7 +116,8 @@ def ending(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(ExitStatus.BROKEN_PIPE) from None
         except SpecdecError as error:
-            fail(str(error), STATUS[type(error)])
+            keyless = error.code is grpc.StatusCode.UNAUTHENTICATED
+            fail(f"{error}{KEY_HINT if keyless else ''}", STATUS[type(error)])
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and hint(error)
             if missing or os.environ.get(TRACEBACK):

@@ -61,6 +61,7 @@ async def test_commands_bring_a_key(tmp_path: Path) -> None:
         status, _, err = await specdec(*ask)
         assert status == ExitStatus.REFUSED
         assert "authorization: is missing" in err
+        assert "--api-key-file" in err
         for words, environment in (
             (("--api-key-file", str(tmp_path / "key")), {}),
             ((), {"SPECDEC_API_KEY": KEY}),

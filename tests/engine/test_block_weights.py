@@ -48,7 +48,7 @@ def stored() -> CpuEngine:
 def test_rows_are_exact_and_logits_near(stored: CpuEngine, bits: int, overlap: float, dtype: str) -> None:
     engine = CpuEngine(TARGET, capacity=512, dtype=dtype, threads=(1,), exact=True, bits=bits)
     assert engine.exact
-    assert f"/int{bits}/" in engine.numerics
+    assert f"/int{bits}-onnxruntime-" in engine.numerics
     found = logits(engine, len(TEXT))
     for rows in (1, 3, 8):
         np.testing.assert_array_equal(logits(engine, rows), found)
