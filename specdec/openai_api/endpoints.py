@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain as chain_of
@@ -21,7 +21,7 @@ from specdec.openai_api.errors import ApiError, refused, unsupported
 from specdec.openai_api.event_stream import EventStream, ignored_header, typed_event_of
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.json_text import Json, as_bytes, encoded
-from specdec.openai_api.parsing import Intake
+from specdec.openai_api.parsing import Intake, TakenRequest
 from specdec.openai_api.parts import Part
 from specdec.openai_api.presence import while_present
 from specdec.openai_api.requests import PROMPT_FIELDS, fields_of
@@ -86,15 +86,24 @@ class Responses:
         taken = await self._intake.take(http, _reader)
         reader, caller, owner = taken.request, taken.caller, taken.owner
         stores = self._stores(reader)
-        chain, size = await self._chain(owner, reader.previous)
-        size += await self._resolve(reader, owner)
-        with self._intake.bodies.reserved(owner, size):
-            earlier = [] if self._store is None else await self._store.conversation(owner, chain)
-            begun = self._begun(reader, earlier, taken.size + size, caller, owner)
+        async with self._continued(taken) as (earlier, size):
+            begun = self._begun(reader, earlier, size, caller, owner)
             request, parts = await while_present(http.receive, begun)
         answer = ResponseAnswer(request, f"resp_{new_request_id()}", stored=stores)
         events = self._events(answer, request, parts, owner if stores else None)
         return await _sent(http, request, answer, events)
+
+    async def count_tokens(self, http: Request) -> JSONResponse:
+        taken = await self._intake.take(http, _reader)
+        reader, caller, owner = taken.request, taken.caller, taken.owner
+        async with self._continued(taken) as (earlier, size):
+            request = await self._intake.parser.parse(size, partial(reader.request, earlier), owner)
+            chat = await self._gateway.named(request.chat, caller)
+            message = TokenizeRequest(model=chat.model, chat=chat.message(0).chat)
+            tokenized = self._gateway.tokenized(message, chat.names, caller, chat.places)
+            count = (await while_present(http.receive, tokenized)).count
+        told = {"object": "response.input_tokens", "input_tokens": count}
+        return JSONResponse(told, headers=ignored_header(request.ignored))
 
     async def retrieve(self, http: Request) -> StoredAnswer:
         if http.query_params.get("stream", "false") != "false":
@@ -145,6 +154,16 @@ class Responses:
         if self._store is None:
             raise not_found(found)
         return await what(self._store, owner, found)
+
+    @asynccontextmanager
+    async def _continued(self, taken: TakenRequest[ResponsesReader]) -> AsyncIterator[tuple[list[Json], int]]:
+        """Yield the items of the responses that a request continues, and its bytes with theirs. Until the context
+        exits, the bytes count as the caller's, as those of a body do."""
+        reader, owner = taken.request, taken.owner
+        chain, size = await self._chain(owner, reader.previous)
+        size += await self._resolve(reader, owner)
+        with self._intake.bodies.reserved(owner, size):
+            yield [] if self._store is None else await self._store.conversation(owner, chain), taken.size + size
 
     async def _chain(self, owner: str, previous: str) -> tuple[list[str], int]:
         """Return the ids of the responses that a request continues, and their bytes."""

@@ -134,13 +134,16 @@ class Gateway:
         first = await _first(chunks)
         return parts_of(_of_one_prompt(first, chunks), calls, reasoning=request.reasoning, with_end=request.tells_end)
 
-    async def tokenized(self, request: TokenizeRequest, names: Names, caller: Caller) -> Tokenized:
-        """Return the tokens of a prompt. `names`: how the caller's API names the fields, for errors."""
+    async def tokenized(
+        self, request: TokenizeRequest, names: Names, caller: Caller, places: Sequence[str] = ()
+    ) -> Tokenized:
+        """Return the tokens of a prompt. `names` and `places`: how the caller's API names the fields and messages, for
+        errors."""
         try:
             async with self._client() as client:
                 return await client.send_tokenize(request, metadata=caller.metadata)
         except SpecdecError as error:
-            raise from_specdec(error, names) from error
+            raise from_specdec(error, names, places) from error
 
     async def _chunks(self, request: ParsedRequest, caller: Caller, prompts: Sequence[AnsweredPrompt] = ()) -> Chunks:
         """Yield the chunks of all prompts in order of arrival. If `prompts` are echoed, they are begun before."""

@@ -15,7 +15,7 @@ from specdec.openai_api.json_text import Json
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
-COUNT = f"{MESSAGES}/count_tokens"
+MESSAGE_TOKENS, RESPONSE_TOKENS = f"{MESSAGES}/count_tokens", f"{RESPONSES}/input_tokens"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 HEALTH, PING, LIVE, METRICS = "/health", "/ping", "/live", "/metrics"
 VERSION, OPENAPI, DOCS = "/version", "/openapi.json", "/docs"
@@ -68,12 +68,13 @@ DESCRIBED = (
     Described(COMPLETIONS, "post", "Completions of prompts, whole or as events.", _GENERATED - OF_CHAT),
     Described(CHAT, "post", "The next message of a conversation, whole or as events.", _GENERATED - OF_COMPLETIONS),
     Described(RESPONSES, "post", "A response, whole or as typed events.", _OF_RESPONSES),
+    Described(RESPONSE_TOKENS, "post", "The number of tokens of such a prompt.", _OF_RESPONSES),
     Described(ITEM, "get", "A stored response."),
     Described(ITEM, "delete", "Deletes a stored response."),
     Described(INPUTS, "get", "The input items of a stored response."),
     Described(CANCEL, "post", "An error: close the connection to end a response."),
     Described(MESSAGES, "post", "A message of Anthropic's API, whole or as events.", _OF_MESSAGES),
-    Described(COUNT, "post", "The number of tokens of such a prompt.", _OF_MESSAGES),
+    Described(MESSAGE_TOKENS, "post", "The number of tokens of such a prompt.", _OF_MESSAGES),
     Described(MODELS, "get", "The served models."),
     Described(MODEL, "get", "A served model."),
     Described(TOKENIZE, "post", "The tokens of a text or a conversation.", OF_TOKENIZE),

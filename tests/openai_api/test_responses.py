@@ -444,6 +444,25 @@ def test_a_call_of_a_tool_of_a_namespace_is_told_by_both_names() -> None:
     assert done["name"] == "ask"
 
 
+async def test_the_tokens_of_a_prompt_are_counted(models: Models, tmp_path: Path) -> None:
+    """As many as the response to the same request reports, also after an earlier one."""
+    with stored() as store:
+        async with (
+            stack(*reasoning_pair(models, tmp_path)) as services,
+            front(services.address, store=store) as http,
+        ):
+            responses: Any = http.client.responses
+            asked: dict[str, Any] = {"model": services.model.name, "input": "hi", "instructions": "be brief"}
+            for more in ({}, {"tools": [TOOL]}, {"input": [{"role": "user", "content": "how warm is it?"}]}):
+                asked |= more
+                counted = await responses.input_tokens.count(**asked)
+                found = await responses.create(**asked, max_output_tokens=9)
+                assert (counted.object, counted.input_tokens) == ("response.input_tokens", found.usage.input_tokens)
+                asked["previous_response_id"] = found.id
+            with pytest.raises(openai.BadRequestError, match=r"input\[0\].content: must be text"):
+                await responses.input_tokens.count(**asked | {"input": [{"role": "user", "content": 5}]})
+
+
 async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> None:
     target, draft = reasoning_pair(models, tmp_path)
     async with stack(target, draft) as services, front(services.address) as http:
