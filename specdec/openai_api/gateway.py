@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from specdec.client import AsyncClient, Chunk, Model, SpecdecError
+from specdec.client import AsyncClient, Chunk, Model, Overloaded, SpecdecError
 from specdec.client.endpoint import Metadata
 from specdec.client.tokenized import Tokenized
 from specdec.openai_api.answers import Calls, Choice, Frame, fingerprint, usage_of
@@ -25,7 +25,7 @@ from specdec.wire.request_id import REQUEST_ID_CHARACTERS, new_request_id
 from specdec.wire.tool_formats import FORMATS, ToolFormat
 
 PROMPTS_AT_ONCE = 8
-"""Maximum concurrent prompts of one request: each counts toward the tenant's limits."""
+"""Maximum concurrent prompts of one request: each counts toward the tenant's limits, which may allow fewer."""
 
 STATS_SECONDS = 5.0
 """Timeout in seconds for statistics."""
@@ -147,7 +147,7 @@ class Gateway:
 
     async def _chunks(self, request: ParsedRequest, caller: Caller, prompts: Sequence[AnsweredPrompt] = ()) -> Chunks:
         """Yield the chunks of all prompts in order of arrival. If `prompts` are echoed, they are begun before."""
-        places = asyncio.Semaphore(PROMPTS_AT_ONCE)
+        places = _Places(len(request.prompts))
         several = len(request.prompts) > 1
         stream = partial(self._stream, request, caller, places, prompts, several=several)
         streams = [stream(number) for number in range(len(request.prompts))]
@@ -162,15 +162,39 @@ class Gateway:
         self,
         request: ParsedRequest,
         caller: Caller,
-        places: asyncio.Semaphore,
+        places: _Places,
         prompts: Sequence[AnsweredPrompt],
         number: int,
         *,
         several: bool,
     ) -> Chunks:
-        """Yield the chunks of one prompt."""
+        """Yield the chunks of one prompt. If a limit of the tenant refuses it, it begins once another prompt of the
+        request has ended."""
         request_id = _numbered(caller.request_id, number) if several else caller.request_id
-        async with places, self._client() as client:
+        begun = False
+        while True:
+            await places.take()
+            try:
+                async with aclosing(self._sent(request, request_id, caller, prompts, number)) as chunks:
+                    async for chunk in chunks:
+                        begun = True
+                        yield number, chunk
+            except Overloaded as error:
+                if begun or error.reason != "TENANT_LIMIT" or not places.give_up():
+                    raise
+            else:
+                places.leave()
+                return
+
+    async def _sent(
+        self,
+        request: ParsedRequest,
+        request_id: str,
+        caller: Caller,
+        prompts: Sequence[AnsweredPrompt],
+        number: int,
+    ) -> AsyncGenerator[Chunk, None]:
+        async with self._client() as client:
             if request.echo:
                 prompts[number].begin(await _text(client, request, number, caller))
             message = request.message(number)
@@ -179,7 +203,28 @@ class Gateway:
                 aclosing(prompt_first(stream)) as chunks,
             ):
                 async for chunk in chunks if request.scores_prompts else stream:
-                    yield number, chunk
+                    yield chunk
+
+
+class _Places:
+    """Places for the prompts of a request, one for each that runs."""
+
+    def __init__(self, prompts: int) -> None:
+        self._left = min(prompts, PROMPTS_AT_ONCE)
+        self._free = asyncio.Semaphore(self._left)
+
+    async def take(self) -> None:
+        await self._free.acquire()
+
+    def leave(self) -> None:
+        self._free.release()
+
+    def give_up(self) -> bool:
+        """Give up a taken place for good, since the tenant has no room for it; return False if it is the last one."""
+        if self._left == 1:
+            return False
+        self._left -= 1
+        return True
 
 
 def _prompts(request: ParsedRequest) -> list[AnsweredPrompt]:

@@ -350,6 +350,19 @@ async def test_few_of_many_prompts_are_asked_at_once() -> None:
         await until(lambda: http.app.running == 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tenants_limit_makes_prompts_wait_for_each_other(stream: bool) -> None:
+    limited = rich(RESOURCE_EXHAUSTED, ErrorInfo(reason="TENANT_LIMIT"))
+    acts = [Act(), *[limited] * (PROMPTS_AT_ONCE - 1), *[Act()] * 19]
+    async with FakeServer(*acts) as server, front(server.address) as http:
+        create: Any = http.client.completions.create
+        answer = await create(model="fake", prompt=["a"] * 20, stream=stream)
+        pieces = [piece async for piece in answer] if stream else [answer]
+        finished = [choice for piece in pieces for choice in piece.choices if choice.finish_reason]
+    assert sorted(choice.index for choice in finished) == list(range(20))
+    assert len(server.calls) == 20 + PROMPTS_AT_ONCE - 1
+
+
 async def test_each_prompt_tells_its_seed() -> None:
     async with FakeServer() as server, front(server.address) as http:
         answer = await http.client.completions.create(model="fake", prompt=["a", "b"])
