@@ -200,7 +200,7 @@ class ResponseStore:
             if len(rows) == MAX_CHAIN:
                 problem = f"previous_response_id: continues more than {MAX_CHAIN} responses"
                 raise ApiError(400, problem, param="previous_response_id", code="invalid_value")
-            raise not_found(missing)
+            raise not_found(missing, f", which {response_id} continues,")
         return [row[0] for row in rows], sum(row[2] for row in rows)
 
     def _conversation(self, caller: str, chain: Sequence[str]) -> list[Json]:
@@ -208,6 +208,6 @@ class ResponseStore:
         return [item for row in rows for column in row for item in json.loads(column)]
 
 
-def not_found(response_id: str) -> ApiError:
-    message = f"response {response_id[:100]!r} is not stored here, or no longer"
+def not_found(response_id: str, relation: str = "") -> ApiError:
+    message = f"response {response_id[:100]!r}{relation} is not stored here, or no longer"
     return ApiError(404, message, param="response_id", code="response_not_found")

@@ -266,8 +266,8 @@ async def test_a_response_is_continued_by_its_id() -> None:
         items = [item async for item in await responses.input_items.list(second.id, order="asc")]
         assert [item.content[0].text for item in items] == ["two"]
         await responses.delete(first.id)
-        for gone in (first.id, second.id):
-            with pytest.raises(openai.BadRequestError, match="is not stored here"):
+        for gone, relation in ((first.id, ""), (second.id, f", which {second.id} continues,")):
+            with pytest.raises(openai.BadRequestError, match=f"response '{first.id}'{relation} is not stored here"):
                 await responses.create(model="fake", input="x", previous_response_id=gone)
 
 
