@@ -57,7 +57,7 @@ LOOKING = [
 
 SHAPES = [
     generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True, expansion=[3, 2, 1]),
-    generation_pb2.Speculation(max_depth=1, max_nodes=20, scorer=model_pb2.DRAFT_SCORER_PROBABILITY),
+    generation_pb2.Speculation(max_depth=1, max_nodes=20, scorer=model_pb2.DRAFT_SCORER_PROBABILITY, forced=True),
 ]
 
 HEADS = model_pb2.DRAFTER_HEADS
@@ -106,7 +106,7 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
             got, drafted, _ = await run_all(services, requests, tokens, speculation=shape)
             compare(want, got, f"a token tree of {shape}")
             assert drafted > 0
-        alone, drafted, accepted = await run_all(services, requests, tokens, at_once=1)
+        alone, drafted, accepted = await run_all(services, requests, tokens, at_once=1, speculation=ALWAYS)
         compare(want, alone, "drafted")
         assert 0 < accepted < drafted  # it did speculate, and was corrected
         crowd, _, _ = await run_all(services, requests, tokens)
