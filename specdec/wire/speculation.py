@@ -1,7 +1,7 @@
 """The names of drafters, of sets of drafters and of scorers, as clients and operators write them.
 
 A new drafter of the contract is a line in `DRAFTERS`, its name in the two literals, and a `CandidateSource`
-(`tests/wire/test_speculation.py`).
+(`tests/wire/test_speculation.py`). CONTRIBUTING.md lists what else it needs.
 """
 
 from __future__ import annotations

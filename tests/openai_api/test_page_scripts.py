@@ -53,6 +53,17 @@ def chunks_of(rng: random.Random) -> list[dict[str, object]]:
     return found
 
 
+def test_every_source_has_its_name_and_colours() -> None:
+    scripts, styles = (FOLDER / "figures.js").read_text(), (FOLDER / "style.css").read_text()
+    for source in map(source_name, filter(None, TokenSource.values())):
+        assert f"  {source}: " in scripts
+        assert f".swatch.{source} {{" in styles
+        assert f"#texts[data-only={source}]" in styles
+    for name in map(source_name, ACCEPTED):
+        assert styles.count(f"--{name}: #") == 2  # light and dark
+        assert f"#strip .{name} {{" in styles
+
+
 @pytest.mark.skipif(NODE is None, reason="there is no Node")
 def test_figures_are_those_of_the_server() -> None:
     rng = random.Random(7)

@@ -113,7 +113,7 @@ def test_banned_sequences_that_cannot_be_are_refused(sampling: model_pb2.Samplin
 
 @pytest.mark.parametrize(
     ("drafters", "problem"), [([0], "has 0, must have values of Drafter"), ([9], "has 9, must have values of Drafter"),
-    ([1, 1], "has a drafter twice"), ([1] * 9, "has 9 entries, must have at most 5")],
+    ([1, 1], "has a drafter twice"), ([1] * 9, f"has 9 entries, must have at most {len(CandidateSource)}")],
 )  # fmt: skip
 def test_drafters_that_cannot_be_are_refused(drafters: list[Any], problem: str) -> None:
     policy = verifier_pb2.VerifyPolicy(drafters=drafters)

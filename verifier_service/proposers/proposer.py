@@ -1,8 +1,8 @@
 """The seam for drafters inside the verifier: a proposer adds candidates to the token trees of sessions.
 
-A new drafter is one file with a subclass of `Proposer`, and an entry in the step loop's list. It decides only what may
-follow a text. The token budget chooses the candidates to verify, and the speculation controller whether proposers are
-used.
+A new drafter is one file with a subclass of `Proposer`, and an entry in the step loop's list. One that requests can
+name, or with a token source of its own, needs more (CONTRIBUTING.md). It decides only what may follow a text. The token
+budget chooses the candidates to verify, and the speculation controller whether proposers are used.
 """
 
 from __future__ import annotations
