@@ -1,4 +1,4 @@
-"""What this machine's processors are, found without torch: their arithmetic, and their kinds."""
+"""Identifies this machine's processors without torch: their arithmetic, and the kinds that choose other kernels."""
 
 from __future__ import annotations
 

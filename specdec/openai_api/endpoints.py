@@ -206,7 +206,7 @@ class Responses:
             reader.items[index] = item
             total += size
             if total > MAX_BODY_BYTES:
-                raise refused("input", f"refers to more than {MAX_BODY_BYTES} bytes, the limit is reached")
+                raise refused("input", f"refers to more than {MAX_BODY_BYTES} bytes, the maximum")
         return total
 
     async def _begun(

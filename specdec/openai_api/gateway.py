@@ -173,7 +173,7 @@ class Gateway:
         request_id = _numbered(caller.request_id, number) if several else caller.request_id
         begun = False
         while True:
-            await places.take()
+            await places.acquire()
             try:
                 async with aclosing(self._sent(request, request_id, caller, prompts, number)) as chunks:
                     async for chunk in chunks:
@@ -183,7 +183,7 @@ class Gateway:
                 if begun or error.reason != "TENANT_LIMIT" or not places.give_up():
                     raise
             else:
-                places.leave()
+                places.release()
                 return
 
     async def _sent(
@@ -206,21 +206,15 @@ class Gateway:
                     yield chunk
 
 
-class _Places:
+class _Places(asyncio.Semaphore):
     """Places for the prompts of a request, one for each that runs."""
 
     def __init__(self, prompts: int) -> None:
         self._left = min(prompts, PROMPTS_AT_ONCE)
-        self._free = asyncio.Semaphore(self._left)
-
-    async def take(self) -> None:
-        await self._free.acquire()
-
-    def leave(self) -> None:
-        self._free.release()
+        super().__init__(self._left)
 
     def give_up(self) -> bool:
-        """Give up a taken place for good, since the tenant has no room for it; return False if it is the last one."""
+        """Give up an acquired place for good, since the tenant has no room for it. Return False for the last one."""
         if self._left == 1:
             return False
         self._left -= 1

@@ -30,7 +30,7 @@ class ResponseQueue(Generic[Response]):
     """A queue filled from any thread and written to the stream in order. An exception in it ends the session."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[Response | Exception] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Response | Exception, int]] = asyncio.Queue()  # with bytes, measured once
         self._loop = asyncio.get_running_loop()
         self._last_append = self._loop.time()  # when an item was last appended
         self._bytes = 0  # of unwritten messages
@@ -70,13 +70,13 @@ class ResponseQueue(Generic[Response]):
         beat = asyncio.create_task(self._send_heartbeats(heartbeat))
         try:
             while True:
-                item = await self._queue.get()
+                item, size = await self._queue.get()
                 if isinstance(item, FloatingPointError):  # NaN or infinite logits
                     raise ModelFailureError(str(item))
                 if isinstance(item, Exception):
                     raise item
                 await context.write(item)
-                self._bytes -= _size(item)
+                self._bytes -= size
                 if is_last(item):
                     return
         finally:
@@ -85,8 +85,12 @@ class ResponseQueue(Generic[Response]):
     def _append(self, item: Response | Exception) -> None:
         """Append an item. Runs on the event loop."""
         self._last_append = self._loop.time()
-        self._bytes += _size(item)
-        self._queue.put_nowait(item)
+        self._put(item)
+
+    def _put(self, item: Response | Exception) -> None:
+        size = item.ByteSize() if isinstance(item, Message) else 0
+        self._bytes += size
+        self._queue.put_nowait((item, size))
 
     async def _send_heartbeats(self, heartbeat: Callable[[], Response]) -> None:
         """Send heartbeats. Other messages delay them: otherwise 64 busy sessions would send 256 heartbeats a second."""
@@ -99,11 +103,4 @@ class ResponseQueue(Generic[Response]):
             self._last_append = now
             if self._queue.empty():  # a waiting message will do
                 last_heartbeat = now
-                beat = heartbeat()
-                self._bytes += _size(beat)
-                self._queue.put_nowait(beat)
-
-
-def _size(item: object) -> int:
-    """Return the serialized size of a message; 0 of anything else."""
-    return item.ByteSize() if isinstance(item, Message) else 0
+                self._put(heartbeat())

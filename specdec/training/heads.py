@@ -33,7 +33,7 @@ class HeadTraining(Training[P]):
     """Name of the part that guesses one position ahead, in messages."""
 
     remedy: ClassVar[str]
-    """What to do if the device has no room, in messages."""
+    """Advice in the error for a device without room."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ def _json_calls(text: str, style: JsonCall) -> list[ToolCall]:
         if not isinstance(arguments, dict) or not isinstance(entry.get("name"), str):
             return []
         calls.append(ToolCall(entry["name"], json.dumps(arguments, ensure_ascii=False)))
-        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
+        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text too
     found = re.compile(rf'{_NAME}(?:,\s*(?:"{style.arguments}"\s*(?::\s*(.*))?)?)?', re.DOTALL).match(text, at)
     name = None if found is None else _text(found[1])
     return calls if found is None or name is None else [*calls, ToolCall(name, _arguments(found[2] or ""))]

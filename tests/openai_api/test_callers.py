@@ -13,7 +13,7 @@ import pytest
 from specdec.openai_api import bodies, callers
 from tests.client.fake_server import Act, FakeServer
 from tests.hostile.keyless_http import KeylessHttp
-from tests.openai_api.front import front
+from tests.openai_api.front import Front, front
 from tests.openai_api.test_http_server import ASKED, post, told
 from tests.stack import until
 
@@ -124,8 +124,9 @@ async def test_a_tenant_holds_what_it_leaves_free(monkeypatch: pytest.MonkeyPatc
         assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
 
 
-async def test_a_tenant_has_half_of_the_places_at_most() -> None:
-    """Requests in progress count in any state; other tenants find a place."""
+@asynccontextmanager
+async def two_in_progress() -> AsyncIterator[tuple[FakeServer, Front]]:
+    """Serve with four places; two are taken by requests of KEY until the context exits."""
     hold = Act(tokens=0, then="hold")
     async with (
         FakeServer(hold, hold, keys=["key", "other"]) as orchestrator,
@@ -133,12 +134,18 @@ async def test_a_tenant_has_half_of_the_places_at_most() -> None:
     ):
         asking = [asyncio.create_task(told(http.address, post(ASKED, headers=KEY + CLOSE))) for _ in range(2)]
         await until(lambda: len(orchestrator.calls) == 2)
+        yield orchestrator, http
+        for request in asking:
+            request.cancel()
+
+
+async def test_a_tenant_has_half_of_the_places_at_most() -> None:
+    """Requests in progress count in any state; other tenants find a place."""
+    async with two_in_progress() as (_, http):
         answer = await told(http.address, post(ASKED, headers=KEY + CLOSE))
         assert status_of(answer) == 429
         assert b"2 of your requests are in progress" in answer
         assert status_of(await told(http.address, post(ASKED, headers=OTHER + CLOSE))) == 200
-        for request in asking:
-            request.cancel()
 
 
 async def test_too_many_bodies_of_a_caller_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,19 +220,11 @@ async def test_a_withdrawn_key_reads_no_stored_response(monkeypatch: pytest.Monk
 
 
 async def test_a_key_is_one_caller_however_it_is_spelled() -> None:
-    hold = Act(tokens=0, then="hold")
-    async with (
-        FakeServer(hold, hold, keys=["key", "other"]) as orchestrator,
-        front(orchestrator.address, most_connections=4) as http,
-    ):
-        asking = [asyncio.create_task(told(http.address, post(ASKED, headers=KEY + CLOSE))) for _ in range(2)]
-        await until(lambda: len(orchestrator.calls) == 2)
+    async with two_in_progress() as (orchestrator, http):
         for spelled in (b"bearer  key", b"BEARER key "):
             answer = await told(http.address, post(ASKED, headers=b"authorization: " + spelled + b"\r\n" + CLOSE))
             assert status_of(answer) == 429
         assert len(orchestrator.listings) == 1
-        for request in asking:
-            request.cancel()
 
 
 async def test_a_new_key_is_taken_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,8 +121,8 @@ class VerifiedStep:
             verification.result.logprobs = list(islice(found, len(verification.rows)))
 
     def _add_overruled(self, logits: StepLogits) -> None:
-        """Where the target overruled a remote draft that learns, add the target's log-probabilities to the result: at
-        most PLACES_A_STEP positions, since all sessions wait for them."""
+        """Add the target's log-probabilities to the results where it overruled a remote draft that learns: at most
+        PLACES_A_STEP positions, since all sessions wait for them."""
         places = [(verification, place) for _, verification in self._sound for place in verification.overruled]
         if not places:
             return
