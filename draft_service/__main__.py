@@ -314,7 +314,7 @@ def main(
 
 
 def translated(draft: ModelDirectory, path: Path | None) -> tuple[ModelDirectory, Translation | None]:
-    """Return the model whose tokens the draft proposes, and the translation if that is another one's."""
+    """Return the model whose tokens the draft proposes, and the translation if its tokenizer is not the draft's."""
     target = draft if path is None else open_model(path)
     if target.tokenizer_fingerprint == draft.tokenizer_fingerprint:
         return draft, None
@@ -324,8 +324,8 @@ def translated(draft: ModelDirectory, path: Path | None) -> tuple[ModelDirectory
 
 
 def learning_key(file: Path | None, *, keeps: bool, tries: bool) -> str | None:
-    """Return the key of callers of LearningService, None if there are none; typer.BadParameter names the option that is
-    wrong. `keeps`: texts are kept; `tries`: versions are tried."""
+    """Return the key of callers of LearningService, None if it is not served; typer.BadParameter names the wrong
+    option. `keeps`: texts are kept; `tries`: versions are tried."""
     if file is None and keeps:
         raise typer.BadParameter("is needed with --learn-tokens", param_hint="--learn-key-file")
     if file is None or not (keeps or tries):
@@ -352,8 +352,8 @@ def default_policy(
     scorer: Scorer,
     expansion: str,
 ) -> ExpansionPolicy:
-    """Return the policy of sessions that leave it open. `depth` and `branches` are an option and its value, and the
-    option of its limit and that; typer.BadParameter names the option that is wrong."""
+    """Return the default policy of sessions. `depth` and `branches` are an option and its value, then the option of its
+    limit and that limit; typer.BadParameter names the wrong option."""
     for option, value, of_limit, most in (depth, branches):
         if value > most:
             raise typer.BadParameter(f"is {value}, must be at most {most} ({of_limit})", param_hint=option)

@@ -3,8 +3,8 @@
 A node is *offered* once it is probable enough: the next message contains it. Until then it is *held back*. A commit
 raises the path probability of surviving nodes, so held-back nodes are checked after every commit.
 
-Under CONTRASTIVE a node holds log q of the whole vocabulary, and a message the part of it that the verifier probably
-needs. What is missing there is asked for once the text has come to the node.
+Under CONTRASTIVE a node holds log q of the whole vocabulary, and a message contains the part that the verifier probably
+needs. The verifier queries missing parts once the text has reached the node.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree, spell
 
 DISTRIBUTIONS_A_MESSAGE = 4
-"""Whole distributions in a message, approximately: over a vocabulary of 128,000 tokens each takes 256 KB."""
+"""Approximate number of whole distributions in a message: over a vocabulary of 128,000 tokens each has 256 KB."""
 
 MARGIN, MIN_MARGIN, MAX_MARGIN = 4.0, 2.0, 10.0
-"""Margin in nats for the tokens of a partial distribution (`contrastive.likeliest`): at first, and its limits. With 4,
-those of the demo pair have 90 tokens on average (alpha = 0.1), and 4 % of them turn out to be too short."""
+"""Margin in nats for the tokens of a partial distribution (`contrastive.likeliest`): initial value and limits. With 4,
+partial distributions of the demo pair have 90 tokens on average (alpha = 0.1), and 4 % are too short."""
 
 WIDENED, NARROWED = 1.0, 0.02
-"""Nats that a query adds to the margin, and that a commit takes from it: about one query in fifty commits. A query
-costs a pass of the target and a round trip, which take longer than a few hundred bytes."""
+"""Nats that a query adds to the margin, and that a commit subtracts: about one query in fifty commits. A query costs a
+pass of the target and a round trip, which take longer than sending a few hundred bytes."""
 
 MAX_DISTRIBUTION_BYTES = 4 << 20
 """Limit on the bytes of distributions in a message; a single one may exceed it. The whole message is limited to 16
 MiB."""
 
 BYTES_A_TOKEN, MAX_SAVED_BYTES = 6 << 10, 24 << 10
-"""Bytes of partial distributions that a session may send for each committed token, and may save up. Beyond, only what a
-verifier waits for is sent: the root's, and that of its first child. The demo pair needs 4 kB a token; a draft whose
-candidates are never right would send several times as much, for nothing."""
+"""Budget for a session's partial distributions: bytes added for each committed token, and the most that may be saved
+up. Once it is used up, only what a verifier may wait for is sent: the distributions of the root and its first child.
+The demo pair needs 4 kB a token; a draft whose candidates are never right would send several times as much, for
+nothing."""
 
 MAX_OWED_BYTES = 4 * MAX_SAVED_BYTES
-"""Limit on the bytes that a session has sent beyond. They are worked off by what the rows that must be sent leave of
-BYTES_A_TOKEN."""
+"""Limit on a session's overdraft of this budget. It is repaid from the part of BYTES_A_TOKEN that mandatory rows
+leave."""
 
 
 class Extension(NamedTuple):
-    """New candidates below a committed text of `base` tokens, known to the draft for `held` seconds; 0 if the send
-    timer has seen no commit yet."""
+    """New candidates below a committed text of `base` tokens. `held`: seconds since the draft received that text; 0 if
+    the send timer has seen no commit yet."""
 
     base: int
     paths: Paths
@@ -68,7 +69,7 @@ class CandidateQueue:
         self._contrasted = rule is Rule.CONTRASTIVE  # no token can be chosen without the distributions
         self._margin = MARGIN
         self._query: DraftQuery | None = None  # about the root's row
-        self._bytes_left = float(MAX_SAVED_BYTES)  # of partial distributions; negative: sent beyond that
+        self._bytes_left = float(MAX_SAVED_BYTES)  # of the budget for partial distributions; negative: overdrawn
         self._base = tree.base  # at the last commit
         self._policy = policy
         self._unsent: list[Node] = []
@@ -108,7 +109,7 @@ class CandidateQueue:
             self._unsent_distributions.append(node)
 
     def ask(self, query: DraftQuery) -> None:
-        """Answer a query about the root's row: at once if the row is there, else as soon as it is (CONTRASTIVE)."""
+        """Answer a query about the root's row: at once if the row exists, else as soon as it does (CONTRASTIVE)."""
         self._query = query
         self._margin = min(MAX_MARGIN, self._margin + WIDENED)
         if self._tree.root.distribution is not None and self._tree.root not in self._unsent_distributions:
@@ -140,12 +141,12 @@ class CandidateQueue:
         self._release()
 
     def resend(self) -> None:
-        """Mark all nodes unsent and reset the send timer: the new verifier may step at another pace. It has queries of
-        its own."""
+        """Mark all nodes unsent and reset the send timer: the new verifier may step at another pace, and sends its own
+        queries."""
         self._query = None
         self._bytes_left = float(MAX_SAVED_BYTES)
         self._timer = SendTimer()
-        if self._all_unsent:  # already: a caller may ask for it again and again
+        if self._all_unsent:  # done already: a caller may ask for it any number of times
             self._release()
             return
         self._all_unsent = True
@@ -235,11 +236,11 @@ class CandidateQueue:
         return Extension(self._tree.base, spell(nodes, rows), self._timer.base_age(now))
 
     def _first_rows(self) -> tuple[list[tuple[Node, DraftDistribution]], list[Node]]:
-        """Return nodes with unsent distributions and what is sent of each, within the message limit; and the other
-        nodes."""
+        """Return nodes with unsent distributions and the part of each to send, within the message limit; and the
+        remaining nodes."""
         rows, size = list[tuple[Node, DraftDistribution]](), 0
         for place, node in enumerate(self._unsent_distributions):
-            assert node.distribution is not None  # it was there when the node was added here
+            assert node.distribution is not None  # it existed when the node was added here
             row = self._sent(node, node.distribution)
             size += row.nbytes
             if place and size > MAX_DISTRIBUTION_BYTES:
@@ -248,7 +249,8 @@ class CandidateQueue:
         return rows, []
 
     def _sent(self, node: Node, row: DraftDistribution) -> DraftDistribution:
-        """Return what is sent of a node's distribution: all of it, except of log-probabilities (CONTRASTIVE)."""
+        """Return the part of a node's distribution to send: all, unless partial distributions are used
+        (CONTRASTIVE)."""
         if not (self._contrasted and self._policy.partial_distributions):
             return row
         if node is self._tree.root and self._query is not None:

@@ -108,7 +108,7 @@ class DraftLoop(EngineWorker[DrafterSession]):
         return None if wake is None else max(0.0, wake - now)
 
     def _expand(self, runnable: list[DrafterSession]) -> None:
-        """Expand sessions, the best first; one suspected of failing steps is expanded alone."""
+        """Expand sessions, the best first; a session suspected of failing steps is expanded alone."""
         retried = self._retry.next(runnable)
         asked = runnable if retried is None else [retried]
         try:
@@ -131,7 +131,7 @@ class DraftLoop(EngineWorker[DrafterSession]):
         return self.drafter.recover()
 
     def _send(self, now: float) -> float | None:
-        """Send what is due; return the time of the next send, None if none is planned."""
+        """Send the messages that are due; return the time of the next send, None if none is planned."""
         wake = math.inf
         messages: list[tuple[ResponseQueue[Any], Callable[[], Any]]] = []
         for session, entry in self._sessions.items():

@@ -1,8 +1,9 @@
 """The drafter of a draft service: extends the token trees of its sessions.
 
-The draft loop owns one and calls it in its own thread. `language_model.py` is the current one; heads on the target's
-hidden states, an n-gram index or a suffix cache on a separate machine would be others, one file each. Texts, trees,
-commits, calibration, sending and policies stay outside a drafter: `DrafterSession` handles them.
+The draft loop owns one drafter and calls it in its own thread. `language_model.py` has the drafter that runs a draft
+model, `versions.py` one that holds several versions of a model. Heads on the target's hidden states, an n-gram index or
+a suffix cache on a separate machine would be others, one file each. Texts, trees, commits, calibration, sending and
+policies stay outside a drafter: `DrafterSession` handles them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ExpansionError(Exception):
 
 
 class Drafter(ABC):
-    """A drafter of many sessions. One without per-session state implements `expand` alone."""
+    """A drafter of many sessions. A drafter without per-session state implements only `expand`."""
 
     rules: frozenset[Rule] = frozenset({Rule.COUPLED})
     """Acceptance rules it can draft for. COUPLED accepts children from any source; REJECTION needs draws together with
@@ -47,22 +48,22 @@ class Drafter(ABC):
         """Follow a commit: the root of the session's tree has moved."""
 
     def best_logprob(self, session: DrafterSession) -> float:
-        """Return the path logprob of the node to expand next for this session; -inf if none is worth it."""
+        """Return the path logprob of the session's next node to expand; -inf if none is worth expanding."""
         return session.best_logprob()
 
     @abstractmethod
     def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:
-        """Give children to the best nodes of sessions, as many nodes as make an efficient step. Every session has a
-        node to expand; sessions are sorted by their best node's probability, highest first.
+        """Give children to the sessions' best nodes, to as many as make an efficient step. Every session has a node to
+        expand; sessions are sorted by their best node's probability, highest first.
 
         Return the sessions that cannot continue, with the reason. ExpansionError if the whole expansion failed. Any
-        other error counts as a failure of all `sessions`: they are retried one at a time, and one that fails alone is
-        ended.
+        other error counts as a failure of all `sessions`: they are retried one at a time, and a session that fails
+        alone is ended.
         """
 
     def close(self, session: DrafterSession) -> None:  # noqa: B027 -- as with `open`
         """Forget an open session."""
 
     def recover(self) -> bool:
-        """Return whether it works again after a failed expansion."""
+        """Return whether the drafter works again after a failed expansion."""
         return True

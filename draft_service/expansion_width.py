@@ -65,7 +65,7 @@ class Width(NamedTuple):
 
 def measured(engine: Engine, context: int, branches: int) -> Width:
     """Measure the width: run the engine over its first slots and pick `branches` children of every row. No session may
-    hold slots yet. Texts are shorter where the model's context, of at least 2 tokens, has no room for a row behind
+    hold slots yet. Texts are shorter if the model's context, of at least 2 tokens, has no room for a row after
     them."""
     short, long = min(TEXT, context - 1), min(LONG_TEXT, context - 1)
     forward = draft_pass_of(engine)

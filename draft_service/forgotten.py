@@ -1,7 +1,8 @@
-"""The tenants that were forgotten, and since when: their texts are not kept, and what learned from them is not served.
+"""The forgotten tenants, with the times of forgetting: their texts are not kept, and versions that learned from them
+are not served.
 
-With a folder of versions they are remembered there, each in a small file of its own, so that services which share the
-folder know the same tenants without a lock, and a restart forgets none.
+With a folder of versions, each tenant is recorded there in a small file of its own. So services that share the folder
+know the same tenants without a lock, and a restart loses none.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ from specdec.wire.file_version import version_of
 log = structlog.get_logger()
 
 FOLDER = ".forgotten"
-"""Folder in the folder of versions: a file for each tenant, named by its digest, with the Unix seconds."""
+"""Sub-folder of the folder of versions. It has a file for each tenant, named by its digest, with the Unix seconds."""
 
 MAX_FORGOTTEN = 10_000
-"""Maximum tenants that are remembered. Without a folder the one forgotten first is dropped first; a folder takes no
-more, since each of them counts for versions that may still come."""
+"""Maximum tenants that are remembered. Without a folder, the tenant forgotten first is dropped first. A full folder
+refuses more, since every record counts for versions that may still come."""
 
 CLOCKS_APART_SECONDS = 300.0
-"""Permitted difference of the clocks of trainers and draft services. Texts that begin so soon after their tenant was
-forgotten are not kept, and versions that learned from a text so young are refused."""
+"""Permitted difference of the clocks of trainers and draft services. Texts that begin within this time after their
+tenant was forgotten are not kept, and versions that learned from texts kept within it are refused."""
 
 
 class Forgotten:
-    """The forgotten tenants of one draft service, and of those that share its folder. Thread-safe."""
+    """The forgotten tenants of one draft service, and of the services that share its folder. Thread-safe."""
 
     def __init__(
         self, versions: Path | None = None, clock: Callable[[], float] = time.time, most: int = MAX_FORGOTTEN
     ) -> None:
-        """`versions`: the folder of versions, where they are remembered; None: in memory alone. `clock`: Unix
-        seconds. `most`: tenants. ModelDirectoryError if the folder cannot be read."""
+        """`versions`: the folder of versions, where tenants are recorded; None: in memory only. `clock`: Unix seconds.
+        `most`: limit on tenants. ModelDirectoryError if the folder cannot be read."""
         self._most = most
         self._folder = None if versions is None else versions / FOLDER
         self._clock = clock
         self._lock = threading.Lock()
         self._since: OrderedDict[str, float] = OrderedDict()  # tenant's digest -> Unix seconds
         self._read: dict[str, FileVersion] = {}  # files as last read, by name
-        self._doubtful: frozenset[str] = frozenset()  # digests whose files cannot be understood at present
+        self._doubtful: frozenset[str] = frozenset()  # digests whose files cannot be read or parsed at present
         self._unreadable = ""  # the reason, as last logged
         try:
             self._take_names()
@@ -60,8 +61,8 @@ class Forgotten:
             raise ModelDirectoryError(f"{self._folder}: cannot be read: {error.strerror or error}") from error
 
     def add(self, tenant: str) -> None:
-        """Forget a tenant's texts so far. NotRememberedError if that cannot be written: this process still remembers it
-        until it ends."""
+        """Record a tenant as forgotten, with its texts so far. NotRememberedError if the record cannot be written: this
+        process still has it until it ends."""
         self.look()  # another service's clock may be ahead: the later time counts
         digest = tenant_digest(tenant)
         with self._lock:
@@ -77,8 +78,8 @@ class Forgotten:
             raise NotRememberedError(f"{self._folder}: {error.strerror or error}") from error
 
     def look(self) -> bool:
-        """Read what other services have written to the folder; return whether there was anything new. As long as a file
-        cannot be understood, it counts for all texts of its tenant, whenever they were kept."""
+        """Read the records of other services in the folder; return whether there was anything new. As long as a file
+        cannot be read or parsed, it counts for all texts of its tenant, whenever they were kept."""
         try:
             is_new = self._take_names()
         except OSError as error:
@@ -90,7 +91,7 @@ class Forgotten:
         return is_new
 
     def _take_names(self) -> bool:
-        """Read the files that are new; return whether there was anything new in them. OSError if the folder cannot be
+        """Read new and changed files; return whether there was anything new in them. OSError if the folder cannot be
         read."""
         if self._folder is None or not self._folder.exists():  # nobody was forgotten
             return False
@@ -103,7 +104,7 @@ class Forgotten:
                 if self._read.get(name) == version:
                     continue
                 since = _seconds((self._folder / name).read_bytes())
-            except FileNotFoundError:  # lifted by a person
+            except FileNotFoundError:  # removed by an operator
                 continue
             except (OSError, ValueError):  # read again at the next look
                 doubtful.add(name)
@@ -143,7 +144,7 @@ class Forgotten:
 
 
 def _write(folder: Path, name: str, content: str) -> None:
-    """Write a file as a whole, and its name, to the disk."""
+    """Write a file atomically, and flush it and its name to the disk."""
     folder.mkdir(exist_ok=True)
     handle, partial = tempfile.mkstemp(prefix=".", dir=folder)
     try:

@@ -1,6 +1,6 @@
 """The frontier: a token tree's nodes by path logprob, highest first.
 
-A commit shifts the path logprob of every surviving node by that of the committed path. The order does not change, so
+A commit shifts the path logprob of every surviving node by the committed path's logprob. The order does not change, so
 the heap stores logprobs relative to the first root.
 """
 

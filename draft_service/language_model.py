@@ -1,6 +1,6 @@
 """A language model as a drafter: one forward pass expands the most probable nodes of all sessions.
 
-Each session owns KV slots: of its committed text, as far as computed, and of its computed nodes. When a commit follows
+Each session owns KV slots for the computed part of its committed text and for its computed nodes. When a commit follows
 the tree, the nodes' slots become the text's without a copy.
 """
 
@@ -78,8 +78,8 @@ class ModelSession:
     """A session as the language model sees it. A pass computes either its pending text or its nodes: the root has no
     children until the whole text is computed.
 
-    Without a `translation`, the model reads the tokens of the session's tree. With one, its text has other tokens, and
-    maybe more or fewer, so the position of a node differs from that in the tree.
+    Without a `translation`, the model reads the tokens of the session's tree. With one, its text has other tokens,
+    maybe more or fewer, so a node's position differs from its position in the tree.
     """
 
     def __init__(self, session: DrafterSession, slots: Slots, translation: Translation | None = None) -> None:
@@ -97,8 +97,8 @@ class ModelSession:
         return len(self._text) - self.slots.computed
 
     def fits(self, context: int) -> bool:
-        """Return whether its text, and the nodes below, fit its memory and the model's context, which a translated text
-        may exceed."""
+        """Return whether the text and the nodes below it fit the session's memory and the model's context, which a
+        translated text may exceed."""
         if self._translation is None:
             return True
         text, room = len(self._text), len(self.slots.all) - self.session.max_nodes
@@ -172,8 +172,8 @@ def translated(session: DrafterSession, translation: Translation) -> list[int]:
 
 
 SPELLED = 2
-"""Tokens of the draft, for each of a target with another tokenizer, that a session has memory for; it proposes nothing
-beyond."""
+"""Draft tokens that a session has memory for, per token of a target with another tokenizer. Beyond it, the session
+proposes nothing."""
 
 PAUSED_LAG_TOKENS = 512
 """Limit on a paused draft's pending committed tokens. Below it a text costs other sessions nothing, and a resumed draft
@@ -195,9 +195,9 @@ class LanguageModelDrafter(Drafter):
 
     Limits of one pass: `rows` nodes over all sessions, `rows_per_session` nodes of one session, and `prompt_budget`
     tokens of committed text, shortest remaining first. Fewer text tokens are computed while other sessions would wait
-    for them. With `times`, a pass computes no further node that lowers its rate of path probability. `translation`:
-    for a target with another tokenizer, of texts whose `own_prompt` is set, up to the model's `context`. `forward`
-    replaces the engine's pass.
+    for them. With `times`, a pass computes no further node that lowers its rate of path probability. `translation`: for
+    a target with another tokenizer; sessions then have an `own_prompt`, and the model drafts for texts of up to its
+    `context`. `forward` replaces the engine's pass.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class LanguageModelDrafter(Drafter):
         forward: DraftPass | None = None,
     ) -> None:
         self.engine = engine
-        # Where tokens are missing the draft's probability is 0, and CONTRASTIVE divides by it.
+        # Tokens that are not common have a draft probability of 0, and CONTRASTIVE divides by it.
         self.rules = frozenset(Rule) if translation is None else frozenset(Rule) - {Rule.CONTRASTIVE}
         self._forward = forward or draft_pass_of(engine)
         self._translation = translation
@@ -307,8 +307,8 @@ class LanguageModelDrafter(Drafter):
         """Return the path logprob above which a further node of a session pays in the coming pass."""
         if self._times is None:
             return -math.inf
-        # Every session's best node is in the pass in any case: the root, for a session that lacks only the token of a
-        # correction.
+        # The pass contains every session's best node in any case: the root, if the session lacks only a correction's
+        # token.
         best = [math.exp(session.session.best_logprob()) for session in expanding]
         best += [1.0 for session in reading if session.pending_text == 1 and not session.session.policy.paused]
         probability = self._times.break_even(best[: self._rows]) if best else 0.0

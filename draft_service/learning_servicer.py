@@ -1,7 +1,7 @@
 """LearningService: gives the kept texts to a trainer, and forgets tenants, for callers with the key.
 
-A tenant is forgotten in this order: that it is, in memory and in the folder of versions; then its kept texts; then the
-versions that have learned from them. What comes meanwhile meets the first.
+Forgetting a tenant has three steps: note it, in memory and in the folder of versions; delete its kept texts; roll back
+the versions that have learned from it. The note also covers texts and versions that arrive meanwhile.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ log = structlog.get_logger()
 MIN_KEY_CHARACTERS = 16
 
 TOKENS_A_MESSAGE = 1 << 16
-"""Tokens after which a message of texts is full, those of log-probabilities included."""
+"""Tokens, including those of log-probabilities, after which a message of texts is full."""
 
 
 class Learning(NamedTuple):
-    """The key of LearningService, and the tenants that it has to do with."""
+    """The key of LearningService, and the tenants it knows of."""
 
     key: str  # of its callers
     forgotten: Forgotten  # tenants whose texts are not kept, and whose versions are not served
-    learned_from: LearnedFrom | None = None  # whose texts the model that the service began with has learned from
+    learned_from: LearnedFrom | None = None  # tenants that the service's first model has learned from
 
 
 class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
-    """Serves what one draft service has learned: the traffic of its loop, and the versions of its drafter."""
+    """Serves the traffic of one draft service's loop, and forgets tenants there and in its drafter's versions."""
 
     name = "specdec.v2.LearningService"
     tokens_a_message = TOKENS_A_MESSAGE
@@ -84,7 +84,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         if len(request.tenant) > MAX_TENANT_CHARACTERS:
             problem = f"has {len(request.tenant)} characters, must have at most {MAX_TENANT_CHARACTERS}"
             raise InvalidRequestError([("tenant", problem)])
-        # It is done in whole, even if the caller's deadline passes meanwhile.
+        # Forgetting completes even if the caller's deadline passes meanwhile.
         forgetting = asyncio.create_task(self._forget(request.tenant))
         self._forgetting.add(forgetting)
         forgetting.add_done_callback(self._forgetting.discard)
@@ -94,7 +94,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         not_written: NotRememberedError | None = None
         try:
             await asyncio.to_thread(self._learning.forgotten.add, tenant)  # it waits for the disk
-        except NotRememberedError as error:  # all that can be done without the folder is done first
+        except NotRememberedError as error:  # first do everything that works without the folder
             not_written = error
         forgotten = learning_pb2.ForgetResponse()
         if self._loop.traffic is not None:

@@ -16,13 +16,13 @@ MIN_PROBABILITY = 0.002
 """Minimum path probability of a node to be expanded."""
 
 MIN_CONTRASTED_PROBABILITY = 0.02
-"""The same under CONTRASTIVE. There each node brings log q of many tokens, and most tokens of a step are the target's:
-the rule prefers what the draft does not expect. On the demo pair, with passes of 30 ms and 3 ms, a step has 1.78
-tokens, and the draft sends rows of 12 prefixes a token; with 0.002 it is 1.82, of 45 prefixes."""
+"""The same under CONTRASTIVE. There each node costs log q of many tokens, and most tokens of a step are the target's
+own: the rule prefers tokens that the draft does not expect. On the demo pair, with passes of 30 ms and 3 ms, a step has
+1.78 tokens, and the draft sends rows of 12 prefixes per token; with 0.002 they are 1.82 and 45."""
 
 MAX_KEPT_BYTES = 16 << 20
-"""Most bytes of rows that a CONTRASTIVE session keeps to answer queries: whole ones, of all its nodes. Over 151,936
-tokens they are 55."""
+"""Maximum bytes of the rows that a CONTRASTIVE session keeps to answer queries: whole rows of all its nodes. Over a
+vocabulary of 151,936 tokens that is 55 rows."""
 
 SEND_FACTOR = 3.0
 """Minimum path probability of a node to be sent, in multiples of the minimum for expansion.
@@ -49,7 +49,8 @@ class ExpansionPolicy:
 
     @cached_property
     def min_logprob(self) -> float:
-        """`min_path_probability` as a log-probability, with fixed widths none; 0 while paused, above every node's."""
+        """`min_path_probability` as a log-probability. With fixed widths there is no minimum (-inf); while paused it is
+        0, the highest."""
         if self.paused:
             return 0.0
         if self.expansion:
@@ -58,9 +59,9 @@ class ExpansionPolicy:
 
     @property
     def deepest(self) -> int:
-        """The depth, below the last committed token, of the deepest node to expand. By probability, the tree goes on
-        below the nodes of the next step: its commit, of `max_depth` + 1 tokens at most, may be under way. The widths of
-        a fixed tree are those of one step."""
+        """The depth, below the last committed token, of the deepest node to expand. A tree by probability continues
+        below the nodes of the next step, whose commit of at most `max_depth` + 1 tokens may be under way. A tree of
+        fixed widths is for one step."""
         return len(self.expansion) - 1 if self.expansion else 2 * self.max_depth
 
     def width(self, depth: int) -> int:
@@ -89,7 +90,7 @@ class DrafterSessionRequest:
     own_prompt: Sequence[int] = ()  # the prompt in the draft's tokens, where these are not the target's
     learn: bool = False  # the text may be kept to learn from it
     age: float = 0.0  # seconds since its request came
-    target_vocabulary: int = 0  # the target's token ids: log-probabilities may name those that the draft does not have
+    target_vocabulary: int = 0  # number of the target's token ids: its log-probabilities may name ids the draft lacks
 
     @property
     def distributions_required(self) -> bool:

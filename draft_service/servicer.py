@@ -55,7 +55,7 @@ from specdec.serving.validation import (
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 MAX_COMMIT_TOKENS = 4096
-"""Maximum tokens of a commit: a target commits some hundred at once at most, and all sessions wait meanwhile."""
+"""Maximum tokens of a commit, which all sessions wait for: a target commits some hundred at once at most."""
 
 MAX_AGE_US = 2**32 - 1
 """Largest `base_age_us`, 71 minutes; a session may wait longer for its reader."""
@@ -111,7 +111,8 @@ class DraftServicer(
         """Serve a draft loop. `info`: the pod's part of statistics, besides its identity; without `grammars`, texts
         with a grammar are refused; `trials` tries grammars before they are compiled. `translation`: of the drafter's
         texts, if its tokenizer is not the target's; `identity` and `grammars` are then the target's. `learning`:
-        for LearningService; None: it is not served. `versions`: of the loop's drafter, if it tries new ones."""
+        for LearningService; None: it is not served. `versions`: the follower of the folder of versions, if there is
+        one."""
         super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
         self.gates = () if learning is None else (key_gate(learning.key),)
         self._started = time.monotonic()
@@ -268,11 +269,11 @@ class DraftServicer(
 
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int, rule: Rule) -> ExpansionPolicy:
         """Clamp a policy to this pod's limits and to `most_nodes`, the nodes that memory is reserved for. Under
-        REJECTION a tree is a chain unless siblings are asked for: a chain is verified as a block."""
+        REJECTION a tree is a chain unless the request asks for siblings: a chain is verified as a block."""
         limits, defaults = self._limits, self._limits.defaults
         least = MIN_CONTRASTED_PROBABILITY if rule is Rule.CONTRASTIVE else 0.0
         branches = 1 if rule is Rule.REJECTION else defaults.max_branches
-        chosen = message.max_depth or message.max_branches  # by the request, against fixed widths by default
+        chosen = message.max_depth or message.max_branches  # by the request: overrides the default's fixed widths
         return ExpansionPolicy(
             max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
             max_depth=min(message.max_depth or defaults.max_depth, limits.max_depth),
@@ -338,7 +339,7 @@ class DraftServicer(
             targets,
         )
         most_nodes = self._limits.max_nodes
-        if wanted.distributions_required:  # float16; one row more, the root's, is not counted
+        if wanted.distributions_required:  # float16; the root's row is not counted
             most_nodes = max(1, min(most_nodes, MAX_KEPT_BYTES // (2 * vocabulary)))
         policy = self._policy(message.policy, most_nodes, rule)
         try:

@@ -26,15 +26,15 @@ from specdec.serving.errors import InvalidRequestError
 from specdec.serving.target_logprobs import TargetLogprobs
 
 MIN_CHILD_LOGPROB = math.log(MIN_PROBABILITY)
-"""Minimum logprob of a child, except a node's first: one below it would not be expanded even with its parent as the
-root."""
+"""Minimum logprob of a child, except a node's first. A less probable child would not be expanded even with its parent
+as the root."""
 
 
 MAX_PLACES = 1024
-"""Maximum places of a text with the target's log-probabilities, of 400 bytes each: the first are kept."""
+"""Maximum places per text with the target's log-probabilities, 400 bytes each. The first ones are kept."""
 
 UNCALIBRATED = [0.0] * RANKS
-"""Shifts of siblings whose probabilities are the draft's own."""
+"""Shifts of siblings that are scored by the draft's own probabilities."""
 
 
 class RootMove(NamedTuple):
@@ -76,12 +76,12 @@ class DrafterSession:
         self._calibration = calibration  # of this text
         self._frontier = Frontier()  # nodes that may have children
         self._too_deep: list[tuple[float, Node]] = []  # off the frontier until the root or the policy changes
-        # Unix seconds: tenants are forgotten for services on other machines, too.
+        # Unix seconds, to compare with the times at which other machines forget tenants.
         self.begun = time.time() - request.age
         self.overruled: list[int] = []
         """Indices of committed tokens that are not the draft's likeliest guess, ascending."""
         self.places: list[TargetLogprobs] = []
-        """Places where the draft was overruled with the target's log-probabilities, ascending."""
+        """Places where the draft was overruled, with the target's log-probabilities, ascending."""
         self._expanded: dict[Node, int] = {}  # live nodes, root included: depth below the root at expansion
         self._frontier.add(0.0, self.tree.root)
 
@@ -113,13 +113,13 @@ class DrafterSession:
         return RootMove(new_tokens, followed, alive)
 
     def add_places(self, places: Sequence[TargetLogprobs]) -> None:
-        """Keep the target's log-probabilities at places of committed tokens, ascending; those known are skipped."""
+        """Keep the target's log-probabilities at places of committed tokens, ascending; known places are skipped."""
         last = self.places[-1].position if self.places else -1
         new = [place for place in places if place.position > last]
         self.places += new[: MAX_PLACES - len(self.places)]
 
     def ask(self, query: DraftQuery) -> None:
-        """Answer a query about the committed text (CONTRASTIVE). One about an earlier text comes too late and is
+        """Answer a query about the committed text (CONTRASTIVE). A query about an earlier text comes too late and is
         skipped. ValueError if the rule has no queries, or if the text is not committed yet."""
         rule, base = self.request.sampler.rule, self.tree.base
         if not self.request.distributions_required:
@@ -153,8 +153,8 @@ class DrafterSession:
     def _follow(self, tokens: Sequence[int]) -> tuple[list[Node], float]:
         """Return the nodes on the path of committed tokens, and the path's logprob.
 
-        Calibrate with the outcome at every node on it: which child was taken, if any, whether or not it was sent. The
-        depth used is the one at expansion: the draft runs ahead, so the text has come nearer since.
+        Calibrate with the outcome at every node on the path: which child was taken, if any, whether or not it was sent.
+        The depth used is the depth at expansion: the draft runs ahead, so the text has come nearer since.
         """
         node, followed, passed = self.tree.root, [], 0.0
         for place, token in enumerate(tokens, self.tree.base):
@@ -208,9 +208,9 @@ class DrafterSession:
         return self.tree.root in self._expanded
 
     def abandon_frontier(self) -> None:
-        """Give up the nodes to expand, for another model, which has computed none of their ancestors. Only the root, if
-        it has no children yet, stays: the other model begins once the text has left the tree. The tree's candidates,
-        and the distributions they were drawn from, stay as they are."""
+        """Drop all nodes to expand, except a root without children: the model that takes over has computed none of
+        their ancestors. It begins once the text has left the tree. The tree's candidates, and the distributions they
+        were drawn from, stay."""
         self._frontier.clear()
         self._too_deep.clear()
         if not self.root_is_expanded:
@@ -254,7 +254,7 @@ class DrafterSession:
         return self.policy.width(self._expanded[node])
 
     def shifts(self, node: Node) -> list[float]:
-        """Return the calibration's shifts for the children of a node; none if the draft's own estimates count."""
+        """Return the calibration's shifts for the children of a node; zeros if the draft's own estimates count."""
         if self.policy.scorer is Scorer.PROBABILITY:
             return UNCALIBRATED
         return self._calibration.shifts(self._expanded[node])
@@ -270,13 +270,13 @@ class DrafterSession:
 
     def add_draws(self, node: Node, tokens: Sequence[int], distribution: DraftDistribution) -> None:
         """Add children drawn from this distribution without replacement, in the order of the draws (REJECTION). The
-        first is always added, the others if they are probable enough, within `max_nodes`. That must not depend on a
-        draw, so no token is looked at."""
+        first is always added, the others if they are probable enough, within `max_nodes`. How many are added must not
+        depend on the drawn tokens, so it is decided without them."""
         node.distribution = distribution
         estimates = np.log(rejection.acceptances(distribution, len(tokens)))
         (logprobs,) = corrected([self.shifts(node)], estimates[None]).tolist()
         path_logprob, least = node.path_logprob(), -math.inf if self.policy.expansion else MIN_CHILD_LOGPROB
-        probable = sum(logprob >= least for logprob in logprobs)  # never rising
+        probable = sum(logprob >= least for logprob in logprobs)  # logprobs never rise
         count = max(1, min(probable, self.policy.max_nodes - self.outgoing.offered))
         added = [
             self._grow(node, token, logprob, path_logprob + logprob)

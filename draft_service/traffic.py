@@ -1,7 +1,7 @@
-"""Traffic: the texts that a draft may learn from, in memory alone.
+"""Traffic: the texts that a draft may learn from, in memory only.
 
-A text is kept when its session ends, if its request permits it; the oldest texts give way. What is forgotten is gone at
-once, and texts of that tenant that are still running are not kept either (`forgotten.py`).
+A text is kept when its session ends, if its request permits it; the oldest texts are evicted. Forgetting a tenant
+deletes its texts at once, and its running texts are not kept either (`forgotten.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_KEPT_TOKENS = 1 << 28
 
 @dataclass(eq=False)
 class KeptText:
-    """A text to learn from. Nothing but `places` and `forgotten` ever changes."""
+    """A text to learn from. Only `places` and `forgotten` ever change."""
 
     tenant: str
     tokens: NDArray[np.uint32]  # the prompt's first
@@ -59,7 +59,7 @@ class Traffic:
         clock: Callable[[], float] = time.monotonic,
         most_bytes: int = 0,
     ) -> None:
-        """`most_bytes`: limit on the bytes of the target's log-probabilities; 0: none are kept, or asked for."""
+        """`most_bytes`: limit on the bytes of the target's log-probabilities; 0: none are kept or requested."""
         self.most_places = most_bytes // PLACE_BYTES
         """Limit on the places with log-probabilities, of all texts."""
         self._places = 0
@@ -78,9 +78,9 @@ class Traffic:
 
     def keep(self, session: DrafterSession) -> bool:
         """Keep the text of a session that ends, if its request permits it and its tenant was not forgotten meanwhile.
-        Only the last tokens of a text that is too long are kept."""
+        Of a text that is too long, only the last tokens are kept."""
         request = session.request
-        if not request.learn or session.tree.base == len(request.prompt):  # nothing of the target's
+        if not request.learn or session.tree.base == len(request.prompt):  # the target has added no token
             return False
         cut = max(0, session.tree.base - self._most)
         overruled = np.asarray(session.overruled, dtype=np.uint32)
@@ -116,7 +116,7 @@ class Traffic:
         text.places = NO_PLACES
 
     def forget(self, tenant: str) -> tuple[int, int]:
-        """Delete the texts of a tenant that is in `forgotten`; return their number and that of their tokens."""
+        """Delete the texts of a tenant that is in `forgotten`; return the numbers of deleted texts and tokens."""
         with self._lock:
             gone = [text for text in self._texts if text.tenant == tenant]
             for text in gone:

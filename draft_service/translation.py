@@ -1,13 +1,13 @@
-"""Drafts with another tokenizer than their target's: texts of the target's tokens in tokens of the draft, and logits
-over the draft's tokens as logits over the target's.
+"""Drafts with another tokenizer than their target's: translates texts from the target's tokens to the draft's, and
+logits over the draft's tokens to logits over the target's.
 
-Tokens that both have, by their bytes, are the *common* ones. Only these are proposed, with the draft's distribution
-renormalised over them (token-level intersection, TLI: Timor et al. 2025, arXiv:2502.05202, algorithm 4). Noise is
-looked up by the target's id, so under COUPLED candidates agree with the target's choices as those of any draft do.
+Tokens with the same bytes in both vocabularies are the *common* ones. Only these are proposed, with the draft's
+distribution renormalised over them (token-level intersection, TLI: Timor et al. 2025, arXiv:2502.05202, algorithm 4).
+Noise is looked up by the target's id, so under COUPLED candidates agree with the target's choices as with any draft.
 
-A prompt is decoded and encoded by the draft's tokenizer. Later tokens follow one by one: a common one as itself, any
-other as the longest of the draft's tokens that spell its bytes. A candidate is one token in both vocabularies, so the
-draft's keys and values of accepted ones stay as they are.
+A prompt is decoded by the target's tokenizer and encoded by the draft's. Later tokens are translated one by one: a
+common token to its counterpart, any other to the longest of the draft's tokens that spell its bytes. A candidate is one
+token in both vocabularies, so the draft's KV cache of accepted candidates stays valid.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from specdec.text.special_tokens import special_tokens
 from specdec.text.tokenizer import Tokenizer
 
 PROBES = ("A Word, naïve café: 12.5 %", "def f(x):\n    return x\t# é", "one  two   three", "日本語 🙂")
-"""Texts that a tokenizer must give back as they are: a normaliser that lowers letters, strips accents or joins white
-space would make another text of every prompt."""
+"""Texts that a tokenizer must reproduce: a normaliser that lowercases, strips accents or merges white space would
+change every prompt."""
 
 
 class Translation:
     """The translation between the tokens of a draft and of its target."""
 
     def __init__(self, draft: ModelDirectory, target: ModelDirectory) -> None:
-        """UnsupportedModelError if one of the tokenizers changes texts."""
+        """Raise UnsupportedModelError if a tokenizer changes texts, or if no token is common."""
         self.vocabulary = target.vocabulary
         """The target's vocabulary size."""
         self._draft, self._target = Tokenizer(draft), Tokenizer(target)
@@ -42,7 +42,7 @@ class Translation:
         self._ids = _by_bytes(self._draft, draft.vocabulary)
         targets = _by_bytes(self._target, target.vocabulary)
         common = {targets[piece]: token for piece, token in self._ids.items() if piece in targets}
-        # Special tokens are matched with each other alone: their text within a prompt is ordinary text.
+        # Special tokens match only special tokens: their text within a prompt is ordinary text.
         own = _special_by_text(self._draft, draft.vocabulary)
         theirs = _special_by_text(self._target, target.vocabulary)
         common |= {theirs[text]: token for text, token in own.items() if text in theirs}
@@ -61,14 +61,14 @@ class Translation:
         (self._unspelled, *_) = self._draft.encode(" ", special=False)
 
     def prompt(self, tokens: Sequence[int]) -> list[int]:
-        """Return a prompt in the draft's tokens, with what its tokenizer adds to a text, such as a token that begins
-        it. Never empty. Characters that the last tokens leave incomplete are lost."""
+        """Return a prompt in the draft's tokens, with the tokens that its tokenizer adds to a text, such as a BOS
+        token. Never empty. Characters that the last tokens leave incomplete are lost."""
         begins = bool(tokens) and tokens[0] == self._begin
         text = self._target.decode(tokens[1:] if begins else tokens, special=True)
         return self._draft.encode(text) or [self._unspelled]
 
     def spelled(self, tokens: Iterable[int]) -> list[int]:
-        """Return the draft's tokens, one at least for each of the target's."""
+        """Return these tokens of the target in the draft's tokens: at least one for each."""
         return [own for token in tokens for own in self._spelling(token)]
 
     def logits(self, logits: DraftLogits) -> DraftLogits:
@@ -124,8 +124,8 @@ class _Translated:
 
 
 def _by_bytes(tokenizer: Tokenizer, vocabulary: int) -> dict[bytes, int]:
-    """Return the tokens below `vocabulary` that are not special, by their bytes; of several with the same bytes the
-    first that is not a byte written as such."""
+    """Return the tokens below `vocabulary` that are not special, by their bytes. Of several with the same bytes, the
+    first that is not a byte token is preferred."""
     special, characters = tokenizer.special_tokens, tokenizer.characters()
     found: dict[bytes, int] = {}
     for token in range(vocabulary):
@@ -144,7 +144,7 @@ def _special_by_text(tokenizer: Tokenizer, vocabulary: int) -> dict[bytes, int]:
 
 
 def _check_unchanged(directory: ModelDirectory, tokenizer: Tokenizer) -> None:
-    """UnsupportedModelError unless a tokenizer gives back texts as they are."""
+    """Raise UnsupportedModelError unless a tokenizer reproduces `PROBES`."""
     for text in PROBES:
         given_back = tokenizer.decode(tokenizer.encode(text, special=False))
         if given_back != text:

@@ -1,8 +1,8 @@
-"""The folder of versions: its sub-directories are versions of the draft's model, once they are complete.
+"""The folder of versions: each complete sub-directory is a version of the draft's model.
 
 A version is complete once it has a marker: the file COMPLETE, written last, or the description of an export, which
-`specdec export` moves into its place with everything else. Names that begin with a dot, or belong to an unfinished
-export, are not looked at, so a writer may also fill a directory under such a name and rename it.
+`specdec export` moves into place together with the other files. Names that begin with a dot, or belong to an unfinished
+export, are ignored, so a writer may also fill a directory under such a name and rename it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ UNFINISHED = ".partial-"
 """Part of the name of an export that is being written (`model_folder.py`)."""
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""A version's name: it is a label of metrics, too."""
+"""A version's name, which is also a label of metrics."""
 
 MAX_VERSIONS = 64
-"""Maximum versions in the folder; of more, the oldest are not tried."""
+"""Maximum versions in the folder; beyond it, the oldest are not tried."""
 
 
 class VersionsError(ModelDirectoryError):
@@ -41,7 +41,7 @@ class FoundVersion(NamedTuple):
     name: str
     path: Path
     marked: FileVersion
-    """Version of its marker: a new one asks for another trial."""
+    """Version of its marker file; a change requests another trial."""
 
 
 class VersionsFolder:
@@ -66,7 +66,7 @@ class VersionsFolder:
             for file in (directory, directory / COMPLETE, directory / DESCRIPTION):
                 try:
                     found += version_of(file)
-                except OSError:  # removed meanwhile, or there is no such marker
+                except OSError:  # removed meanwhile, or the marker does not exist
                     continue
         return found
 
@@ -94,7 +94,7 @@ class VersionsFolder:
         return tuple(found)
 
     def _directories(self) -> list[Path]:
-        """Return the directories with names of versions, sorted by name."""
+        """Return the directories that may be versions, sorted by name."""
         with os.scandir(self.path) as entries:
             names = [
                 entry.name

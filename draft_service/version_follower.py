@@ -1,10 +1,10 @@
 """Follows the folder of versions: loads new ones beside the serving one, one at a time, and hands them to the drafter.
 
-A version that has learned from a forgotten tenant is not loaded. If the serving one has, an earlier one is loaded in
-its place, first of all.
+A version that has learned from a forgotten tenant is not loaded. If the serving version has, loading an earlier one in
+its place comes first.
 
-It has a thread of its own. The drafter belongs to the draft loop's, so everything reaches it as an action between two
-steps.
+The follower has a thread of its own. The drafter belongs to the draft loop's thread, so all changes reach it as actions
+between two steps.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ LOOK_SECONDS = 1.0
 """Interval in seconds between looks into the folder."""
 
 BACK_SECONDS = 60.0
-"""Pause in seconds after no earlier version could be loaded."""
+"""Seconds until the next attempt if no earlier version could be loaded."""
 
 CLOSE_SECONDS = 10.0
-"""Seconds for a version that is being loaded while the service stops. Then the process ends without it."""
+"""Seconds that a stopping service waits for the version being loaded. Then the process ends without it."""
 
 
 class Loader(Protocol):
@@ -69,19 +69,19 @@ class VersionFollower:
         """`worker` is the draft loop of `drafter`; `first`: the directory of the model that the service began with."""
         self.drafter = drafter
         self._first = FoundVersion(drafter.first, first, ())
-        self._back_at = 0.0  # when to load an earlier version at the soonest, by `time.monotonic`
+        self._back_at = 0.0  # earliest `time.monotonic` at which to load an earlier version
         self._folder = folder
         self._loader = loader
         self._worker = worker
         self._tried: dict[str, FileVersion] = {}  # markers of versions that were loaded or refused
         self._waiting: list[FoundVersion] = []
-        self._left_out: set[str] = set()  # names of new versions that wait until those in memory are gone
+        self._left_out: set[str] = set()  # names of new versions; each waits until its namesake has left memory
         self._handed_over: threading.Event | None = None  # set once the drafter has the version loaded last
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="versions", daemon=True)
 
     def start(self) -> None:
-        """Begin to look, at once and then every LOOK_SECONDS."""
+        """Start looking: at once, then every LOOK_SECONDS."""
         self._take(self._folder.contents)
         self._thread.start()
 
@@ -99,8 +99,8 @@ class VersionFollower:
             self._stopping.wait(LOOK_SECONDS)
 
     def look(self) -> None:
-        """Do what is due: take a changed folder, follow what was forgotten, free memory, load the next version if its
-        trial may begin."""
+        """Run one round: take a changed folder, follow forgotten tenants, free memory, and load one version: an earlier
+        one if the serving version is withdrawn, else the next one if its trial may begin."""
         again = self._interrupted() or bool(self._left_out - self._taken())
         if self._folder.changed() or again:
             self._take(self._folder.contents)
@@ -132,16 +132,15 @@ class VersionFollower:
             self._worker.submit(partial(self.drafter.note, version.name, State.WAITING))
 
     def _taken(self) -> set[str]:
-        """Return the names of versions in memory, with the one that is handed over now, and of the first one, which
-        may serve again."""
+        """Return the names of the versions in memory, and of the first one, which may serve again."""
         return {self.drafter.first, *(version.name for version in self.drafter.known if version.loaded is not None)}
 
     def _roll_back(self) -> None:
-        """Roll back what must not serve any more, in the drafter's thread."""
+        """Roll back versions that must no longer serve; called in the drafter's thread."""
         self.drafter.forget()
 
     def _interrupted(self) -> bool:
-        """Take versions whose trial was interrupted off the tried ones; return whether there were any."""
+        """Remove versions whose trial was interrupted from the tried ones; return whether there were any."""
         found = False
         while True:
             try:
@@ -171,13 +170,13 @@ class VersionFollower:
         self._worker.submit(handed_over.set)
 
     def _is_concerned(self, found: FoundVersion) -> bool:
-        """Return whether a version has learned from a tenant that was forgotten; ModelDirectoryError if it cannot be
-        told."""
+        """Return whether a version has learned from a forgotten tenant; ModelDirectoryError if its file on this cannot
+        be read."""
         return self.drafter.forgotten.concerns(LearnedFrom.of(found.path))
 
     def _go_back(self, earlier: list[str]) -> None:
-        """Load the first of these versions that is still as it was and has learned from nobody who was forgotten, to
-        serve again. The model that the service began with is taken as it is."""
+        """Load the first of these versions that is unchanged and has learned from no forgotten tenant, to serve again.
+        The model that the service began with is exempt from both conditions."""
         present = {version.name: version for version in self._folder.contents}
         for name in earlier:
             found = self._first if name == self.drafter.first else present.get(name)
@@ -203,7 +202,7 @@ class VersionFollower:
             return False
 
     def _loaded(self, found: FoundVersion, expected: Callable[[int], float] | None) -> LoadedVersion | str | None:
-        """Load a version, in a thread; return why it is refused if it is, None if the service stops meanwhile."""
+        """Load a version in a thread. Return the reason if it is refused, None if the service stops meanwhile."""
         results: list[LoadedVersion | str] = []
 
         def load() -> None:
@@ -224,7 +223,7 @@ class VersionFollower:
         return results[0]
 
     def _free(self) -> None:
-        """Free the memory of versions that are over, and remove their exports."""
+        """Free the memory of dropped versions, and remove their exports."""
         freed = False
         while True:
             try:

@@ -1,6 +1,6 @@
 """Loading a new version of a draft's model beside the serving one.
 
-A version is checked as at a start, and compared with the model that the service began with: everything that a session
+A version is checked as at start-up, and compared with the model that the service began with: everything that a session
 relies on must be the same. Then it is exported, in a process of lower priority, loaded, and measured.
 """
 
@@ -47,8 +47,8 @@ PROBED_TOKENS = 32
 """Tokens of the text whose logits must be finite before a version serves."""
 
 BESIDE = 2.0
-"""Factor allowed while a version is loaded: it is measured beside passes of the serving one, on the same cores. On
-trial, where the two take turns, the limit applies as it is."""
+"""Factor on the slowdown limit while a version is loaded: it is measured beside passes of the serving version, on the
+same cores. On trial, where the two take turns, the limit applies without this factor."""
 
 NODES = expansion_width.WIDTHS[0]
 """Nodes of the passes whose times are compared."""
@@ -66,14 +66,14 @@ class LoadedVersion:
     fingerprint: str  # of config and weights
     times: PassTimes | None = None
     widest: int = 0  # nodes of the largest pass that `times` describes
-    watched: CheckedPass | None = None  # its forward pass; None: of a model that never was on trial
+    watched: CheckedPass | None = None  # its forward pass; None for a model that was never on trial
     export: Path | None = None  # directory of an export made for it
-    learned_from: LearnedFrom | None = None  # tenants whose texts it has learned from; None: of none
+    learned_from: LearnedFrom | None = None  # tenants whose texts it has learned from; None: no tenants
 
 
 class CheckedPass:
-    """The forward pass of a version. While it `checks`, logits that are not finite raise FloatingPointError, where they
-    would otherwise only give no candidates."""
+    """The forward pass of a version. While `checks` is set, logits that are not finite raise FloatingPointError;
+    otherwise they only give no candidates."""
 
     def __init__(self, forward: DraftPass) -> None:
         self.checks = True
@@ -106,7 +106,8 @@ class _Checked:
 
 
 def _check_peaks(peaks: Logits) -> None:
-    """Raise FloatingPointError unless the largest logits of rows, float32 [n], are sound. NaN is the largest of all."""
+    """Raise FloatingPointError unless the largest logits of rows, float32 [n], are finite. NaN counts as the
+    largest."""
     unsound = int((~(np.abs(peaks) < MAX_ABS_LOGIT)).sum())
     if unsound:
         raise FloatingPointError(f"the logits of {unsound} of {len(peaks)} rows are not finite")
@@ -144,8 +145,8 @@ class VersionLoader:
                 export = exported(directory, self.placement)
             loaded = self._loaded(directory if export is None else ModelDirectory(export), expected)
             if found.path == self.first.path:
-                export = None  # made at the start, for the next one, too
-        except Exception as error:  # whatever is wrong with a version, the service goes on
+                export = None  # made at start-up, and kept for the next one
+        except Exception as error:  # no fault of a version may stop the service
             if export is not None and found.path != self.first.path:
                 remove_export(export)
             if not isinstance(error, VersionRefusedError):
@@ -154,7 +155,8 @@ class VersionLoader:
         return replace(loaded, fingerprint=fingerprint, export=export, learned_from=learned_from)
 
     def _checked(self, path: Path) -> ModelDirectory:
-        """Return the directory of a version that a session would not tell from the first model but by its guesses."""
+        """Return a version's directory, after checks that sessions can tell it from the first model only by its
+        guesses."""
         (directory,) = check(Wanted(path, replace(self.placement, beside=True)))
         directory.check_pair(self.first)
         for what, own, needed in (
@@ -219,8 +221,8 @@ def exported(directory: ModelDirectory, placement: Placement) -> Path:
 
 
 def remove_export(export: Path) -> None:
-    """Remove a version's export, and its folder in the cache: versions come again and again. Processes that have loaded
-    it keep what they have open."""
+    """Remove a version's export and its folder in the cache, which would grow with every version. Processes that have
+    loaded the export keep their open files."""
     shutil.rmtree(export, ignore_errors=True)
     if user_cache() in export.parents:
         with suppress(OSError):  # another model with the same weights is beside it

@@ -1,18 +1,19 @@
-"""The trial of a new version of a draft's model: do its tokens come true more often than the serving version's?
+"""The trial of a new version of a draft's model: does it guess more tokens than the serving version?
 
-Sessions opened during the trial are drawn by chance for one of the two. Each gives one observation in [0, 1]: the share
-of guessed tokens among its first WINDOW_TOKENS. Tokens of one text depend on each other, texts do not. Observations are
-compared as they come, the new version's with those of the serving one that came meanwhile: D_1, D_2, ... in [-1, 1],
-with the mean 0 if the versions are equally good. Two bettors, one on "better" and one on "worse", begin with a wealth
-of 1 and stake a share lambda_i in [0, 1) of it, chosen before D_i is known (+ for "better", - for "worse"):
+Sessions opened during the trial are assigned to one of the two at random. Each gives one observation in [0, 1]: the
+share of guessed tokens among its first WINDOW_TOKENS. Tokens of one text depend on each other, texts do not.
+Observations are compared as they come: D_1, D_2, ... in [-1, 1] are the differences between the new version's and the
+serving version's since the previous comparison. Their mean is 0 if the versions are equally good. Two bettors, one on
+"better" and one on "worse", begin with a wealth of 1. For each D_i they stake a share lambda_i in [0, 1) of their
+wealth, chosen before D_i is known (+ for "better", - for "worse"):
 
     W_t = prod_i (1 +- lambda_i D_i)            lambda_i = mean / (variance + mean^2) of the differences before, clipped
 
-If the version is not better, the first wealth is a non-negative supermartingale, which ever reaches 2 / alpha with a
-probability of at most alpha / 2 (Ville's inequality); the other one if it is not worse. So the trial may end at any
-time, and a verdict is wrong with a probability of at most alpha, for any distribution and any number of looks.
-(Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting"; lambda_i is their
-approximate GRAPA.)
+If the version is not better, the wealth on "better" is a non-negative supermartingale: the probability that it ever
+reaches 2 / alpha is at most alpha / 2 (Ville's inequality). The same holds for the wealth on "worse" if the version is
+not worse. So the trial may end at any time, and a verdict is wrong with a probability of at most alpha, for any
+distribution and any number of looks. (Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by
+betting"; lambda_i is their approximate GRAPA.)
 
 Knows neither models nor sessions.
 """
@@ -27,16 +28,16 @@ from statistics import fmean
 from typing import Generic, TypeVar
 
 WINDOW_TOKENS = 256
-"""Tokens at the beginning of a session that count. A bound, so that long texts give an observation soon."""
+"""Tokens at the beginning of a session that count: a limit, so that long texts give an observation soon."""
 
 MIN_TOKENS = 16
-"""Minimum tokens of an observation: shorter texts say little, with the weight of a long one."""
+"""Minimum tokens of an observation: a shorter text says little, but would have the weight of a long one."""
 
 MAX_BET = 0.9
 """Maximum share of its wealth that a bettor stakes; the rest survives a difference of -1."""
 
 PRIOR_VARIANCE = 0.25
-"""Variance of the differences before any is known, with the weight of one of them."""
+"""Prior variance of the differences, with the weight of one difference."""
 
 SPEED_PASSES = 50
 """Passes of the new version before its speed counts. One pass says little: another process may have had the core."""
@@ -96,13 +97,13 @@ class VersionTrial(Generic[Session]):
 
     def __init__(self, limits: TrialLimits) -> None:
         self.verdict: Outcome | None = None
-        """None while it goes on."""
+        """None while the trial goes on."""
         self.tokens = 0
         """Tokens committed in sessions of the new version while it was not paused."""
         self._limits = limits
         self._running: dict[Session, _Observed] = {}  # sessions without an observation so far
         self._unpaired: tuple[list[float], list[float]] = [], []  # observations of the serving, the new version
-        self._shares: tuple[list[float], list[float]] = [], []  # all of them, for the reason
+        self._shares: tuple[list[float], list[float]] = [], []  # all observations, for `reason`
         self._better, self._worse = Bettor(), Bettor()
         self._passes = self._slow_passes = 0
         self._new: set[Session] = set()
@@ -131,8 +132,8 @@ class VersionTrial(Generic[Session]):
 
     def committed(self, session: Session, tokens: int, guessed: int, *, paused: bool) -> None:
         """Count tokens of a session; the first `guessed` ones were guessed. A paused draft costs nothing, so its tokens
-        do not use up the trial. They count as any others: a version may be paused because it guesses badly, and leaving
-        them out would leave out its worst texts."""
+        do not use up the trial. They are still observed: a version may be paused because it guesses badly, and its
+        worst texts must not be left out."""
         if session in self._new and not paused:
             self.tokens += tokens
         found = self._running.get(session)

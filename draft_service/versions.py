@@ -1,19 +1,19 @@
 """A drafter that holds several versions of its model, each with a drafter of its own.
 
-One version *serves* new sessions. A new one is first a *canary*: it drafts for a share of the sessions opened from then
-on, drawn by chance, and a trial compares the two (`version_trial.py`). If it is better it serves, and the version
-before it is *retired*: it keeps the sessions that it has, and is freed after the last. If it is not, or fails, its
-sessions move to the serving version between two passes. There is at most one canary or retired version at a time.
+One version *serves* new sessions. A new version starts as a *canary*: it drafts for a random share of the sessions
+opened from then on, and a trial compares the two (`version_trial.py`). If it is better, it serves, and the previous
+version is *retired*: it keeps its sessions, and is freed after the last. If it is not better, or fails, its sessions
+move to the serving version between two passes. There is at most one canary or retired version at a time.
 
-Once a tenant is forgotten, versions that have learned from it are rolled back. One that serves goes on until an earlier
-version is loaded in its place, at worst the first one, which never goes.
+Once a tenant is forgotten, versions that have learned from it are rolled back. A serving version drafts on until an
+earlier one is loaded in its place, in the worst case the first one, which always stays.
 
-No text is lost by a move, and none changes. The nodes of a session's tree stay, and so do the distributions that they
-were drawn from, by which the verifier judges them (REJECTION); only nodes without children get theirs from another
-version. CONTRASTIVE is not served: there the draft's distribution decides on tokens.
+A move neither loses nor changes a text. The nodes of the session's tree stay, and the verifier still judges them by the
+distributions that they were drawn from (REJECTION); only nodes without children get children from another version.
+CONTRASTIVE is not served: there the draft's distribution decides on tokens.
 
-A step is a pass of each version that has sessions to expand, so all get the same number of passes, and are compared
-fairly.
+In a step, each version that has sessions to expand runs one pass. All get the same number of passes, so the comparison
+is fair.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from specdec.engine.model_file import in_one_line
 log = structlog.get_logger()
 
 MAX_KNOWN = 96
-"""Versions with figures; of more, the first that are over are forgotten. More than a folder may have."""
+"""Maximum versions with figures, more than a folder may have; beyond it, ended versions are dropped, the first ones
+first."""
 
 
 MAX_PROMOTED = 8
-"""Promoted versions that may serve again, the serving one included; of more, the earliest are left out."""
+"""Maximum promoted versions that may serve again, the serving one included; beyond it, the earliest are dropped."""
 
 HAS_LEARNED = "it has learned from the texts of a tenant that was forgotten"
 
@@ -73,8 +74,8 @@ LIVE = frozenset({State.CANARY, State.SERVING, State.RETIRED})
 OVER = frozenset(State) - LIVE - {State.WAITING, State.LOADING}
 
 OUTCOMES = (Outcome.PROMOTED.value, *(state.value for state in State if state in OVER - {State.ENDED}))
-"""Outcomes of versions: promoted, or the state in which they are over. All are counted from 0, so that a rate sees the
-first of them."""
+"""Outcomes of versions: promoted, or a final state. All counters start at 0, so that a rate includes the first
+outcome."""
 
 ROLLED_BACK: Mapping[Outcome, State] = {
     Outcome.WORSE: State.WORSE,
@@ -106,7 +107,7 @@ class Version:
 
 
 def _stop_checks(version: Version) -> None:
-    """Let a version that serves fail as any draft does."""
+    """Stop the checks of a version that now serves: it fails as any draft does."""
     if version.loaded is not None and version.loaded.watched is not None:
         version.loaded.watched.checks = False
 
@@ -124,18 +125,18 @@ class VersionedDrafter(Drafter):
         draw: Callable[[], float] = random.random,
     ) -> None:
         """Serve a first version; `draw` returns numbers in [0, 1) that decide which sessions a canary gets.
-        `forgotten`: tenants whose versions are refused; None: there are none."""
+        `forgotten`: tenants whose versions are refused; None: no tenants."""
         self.rules = loaded.drafter.rules - {Rule.CONTRASTIVE}
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         """Ended trials and refused versions, by outcome."""
         self.dropped: queue.SimpleQueue[LoadedVersion] = queue.SimpleQueue()
-        """Models whose memory is to be freed, in another thread than the loop's: that takes a pass's time."""
+        """Models to free in a thread other than the loop's, since freeing takes as long as a pass."""
         self.interrupted: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Versions to be tried again, since the serving version was taken away beside them."""
+        """Versions to be tried again, since the serving version was withdrawn during their trial or before it."""
         self.first = name
         """The version that the service began with."""
         self.forgotten = forgotten or Forgotten()
-        self._promoted: list[str] = []  # versions that were, the latest last
+        self._promoted: list[str] = []  # names of promoted versions, the latest last
         self._withdrawn = False  # the serving version drafts only until an earlier one is loaded
         self._limits, self._draw = limits, draw
         self._serving = Version(name, State.SERVING, fingerprint=loaded.fingerprint, loaded=loaded)
@@ -144,7 +145,7 @@ class VersionedDrafter(Drafter):
         self._retired: Version | None = None
         self._known = {name: self._serving}
         self._of: dict[DrafterSession, Version] = {}
-        self._homeless: dict[DrafterSession, None] = {}  # moved, while the serving version had no memory for them
+        self._homeless: dict[DrafterSession, None] = {}  # moved, still without memory of the serving version
 
     # --- read by any thread ---------------------------------------------------------------------------
 
@@ -176,40 +177,40 @@ class VersionedDrafter(Drafter):
 
     @property
     def is_free(self) -> bool:
-        """True if a canary may begin: the memory of earlier versions is free, and the serving one stays."""
+        """True if a canary may begin: earlier versions are freed, and the serving one is not withdrawn."""
         return self._canary is None and self._retired is None and not self._withdrawn
 
     @property
     def earlier(self) -> list[str]:
-        """The versions that have served before, to load one of them in place of the serving one: the latest first, the
-        first version last. Empty if the serving version stays."""
+        """Earlier versions that may replace a withdrawn serving version: the latest first, the first version last.
+        Empty if the serving version is not withdrawn."""
         return [*reversed(self._promoted[:-1]), self.first] if self._withdrawn else []
 
     @property
     def expected(self) -> Callable[[int], float] | None:
-        """The seconds of a pass of the serving version over a number of nodes; None if unknown."""
+        """A function from the nodes of a pass to the serving version's seconds for it; None if unknown."""
         loaded = self._serving.loaded
         return None if loaded is None or loaded.times is None else loaded.times.of
 
     # --- versions come and go -------------------------------------------------------------------------
 
     def note(self, name: str, state: State, reason: str = "") -> None:
-        """Record the state of a version that is not live; no-op for a name of one that is."""
+        """Record the state of a version that is not live; no-op for a live one."""
         known = self._known.get(name)
         if known is not None and known.state in LIVE:
             return
         if known is None or known.state in OVER:
-            self._known.pop(name, None)  # found again, it is the latest
+            self._known.pop(name, None)  # found again: it becomes the latest
             known = self._known[name] = Version(name)
             self._forget_some()
-            self._promoted = [other for other in self._promoted if other != name]  # its files are others now
+            self._promoted = [other for other in self._promoted if other != name]  # its files have changed
         known.state, known.reason = state, reason
         if state in (State.REFUSED, State.FORGOTTEN):
             self.outcomes[state.value] += 1
             log.warning("version_refused", version=name, why=reason)
 
     def _forget_some(self) -> None:
-        """Forget the first versions that are over, beyond MAX_KNOWN."""
+        """Drop the first ended versions beyond MAX_KNOWN."""
         for name in [name for name, version in self._known.items() if version.state in OVER]:
             if len(self._known) <= MAX_KNOWN:
                 break
@@ -232,7 +233,8 @@ class VersionedDrafter(Drafter):
         log.info("version_on_trial", version=name, share=self._limits.share, tokens=self._limits.tokens)
 
     def remove(self, name: str) -> None:
-        """Follow the removal of a version's directory: a trial ends, a live version stays, others are forgotten."""
+        """Follow the removal of a version's directory: a canary's trial ends, a version that waits or loads is dropped,
+        others stay."""
         version = self._known.get(name)
         if version is None:
             return
@@ -241,11 +243,11 @@ class VersionedDrafter(Drafter):
         elif version.state in (State.WAITING, State.LOADING):
             del self._known[name]
 
-    # --- what was forgotten ---------------------------------------------------------------------------
+    # --- forgotten tenants ----------------------------------------------------------------------------
 
     def forget(self) -> list[str]:
-        """Roll back the versions that have learned from tenants which were forgotten; return their names. The serving
-        one drafts on until `go_back` replaces it, unless the one before it is still in memory."""
+        """Roll back the versions that have learned from forgotten tenants; return their names. The serving version
+        drafts on until `go_back` replaces it, unless the version before it is still in memory."""
         found = [version for version in (self._canary, self._retired) if version is not None and self._is_out(version)]
         for version in found:
             self._roll_back(version, State.FORGOTTEN, HAS_LEARNED)
@@ -265,14 +267,14 @@ class VersionedDrafter(Drafter):
         return version.loaded is not None and self.forgotten.concerns(version.loaded.learned_from)
 
     def _interrupt(self, canary: Version) -> None:
-        """End a trial without a verdict; it begins again beside another serving version."""
+        """End a trial without a verdict; it begins again once another version serves."""
         self._take_out(canary)
         canary.state = State.WAITING
         self.interrupted.put(canary.name)
         log.info("version_interrupted", version=canary.name)
 
     def go_back(self, name: str, loaded: LoadedVersion) -> None:
-        """Serve an earlier version again, in place of one that was withdrawn."""
+        """Serve an earlier version again, in place of the withdrawn one."""
         if not self._withdrawn or (name != self.first and self.forgotten.concerns(loaded.learned_from)):
             self.dropped.put(loaded)
             return
@@ -281,7 +283,7 @@ class VersionedDrafter(Drafter):
         self._go_back_to(version)
 
     def _go_back_to(self, version: Version) -> None:
-        """Serve a version that is in memory in place of the withdrawn one, whose sessions it gets."""
+        """Replace the withdrawn version by one that is in memory, and move its sessions there."""
         withdrawn, self._serving, self._retired = self._serving, version, None
         self._promoted = [name for name in self._promoted if name not in (withdrawn.name, version.name)]
         if version.name != self.first:
@@ -351,8 +353,8 @@ class VersionedDrafter(Drafter):
             version.loaded = None
 
     def _house(self) -> None:
-        """Give moved sessions memory of the serving version, as far as there is any. The others get no candidates until
-        memory is free; they follow commits."""
+        """Open moved sessions at the serving version, as far as it has memory. The others follow commits, but get no
+        candidates until memory is free."""
         for session in list(self._homeless):
             try:
                 self._open(session, self._serving)
@@ -373,7 +375,7 @@ class VersionedDrafter(Drafter):
         except PoolFullError:
             if not is_new:
                 raise
-            self._open(session, self._serving)  # it was not drawn for it: it is no part of the trial
+            self._open(session, self._serving)  # drawn for the other one: not part of the trial
         else:
             self._trial.opened(session, is_new=is_new)
 
@@ -424,7 +426,7 @@ class VersionedDrafter(Drafter):
             begin = time.monotonic()
             try:
                 lost = version.drafter.expand(own)
-            except Exception as error:  # the serving version's is the loop's to handle, after the others' passes
+            except Exception as error:  # the serving version's error goes to the loop, after the others' passes
                 if version is self._serving:
                     broken = error if isinstance(error, ExpansionError) else ExpansionError(own, error)
                 else:
@@ -441,12 +443,13 @@ class VersionedDrafter(Drafter):
         return failed
 
     def _fail(self, version: Version, error: Exception) -> None:
-        """Roll back a version after a failed pass, the canary or a retired one."""
+        """Roll back the canary or the retired version after a failed pass."""
         log.error("version_failed", version=version.name, exc_info=error)
         self._roll_back(version, State.FAILED, f"a pass failed: {in_one_line(error)}")
 
     def _passed(self, version: Version, seconds: float) -> None:
-        """Count a pass, and compare a canary's time with the serving version's. Passes over more rows read prompts."""
+        """Count a pass, and compare a canary's time with the serving version's. Passes over more than `widest` rows
+        read prompts, and are not compared."""
         version.passes += 1
         version.busy += seconds
         loaded, serving = version.loaded, self._serving.loaded

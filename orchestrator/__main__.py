@@ -213,7 +213,7 @@ def main(
 
 
 def _check_models(models: Path | None, given: Mapping[str, object]) -> None:
-    """Check that either --models or the options in `given` name what is served."""
+    """Check that the served models are named either by --models or by the options in `given`."""
     if models is not None:
         for option, value in given.items():
             if value:

@@ -24,7 +24,7 @@ FALLBACKS = ("no_draft", "draft_lost", "draft_useless", "tokenizer_mismatch", "p
 """Reasons why a text continues without the draft it wants."""
 
 STATES = ("closed", "open", "half_open", "unfit")
-"""States of pods: those of circuit breakers, and unfit."""
+"""States of pods: their circuit breaker's, or unfit."""
 
 MODEL = ("model_name", "revision")
 """Labels of counts by revision. Both are empty for requests for unknown models."""

@@ -44,7 +44,7 @@ class PodStatsCache:
         self._known_until = float("-inf")
 
     async def enter(self, views: Iterable[tuple[Pod, generation_pb2.PodView]]) -> None:
-        """Enter the statistics of the pods that answer into their views."""
+        """Add the statistics of pods that answer to their views."""
         async with self._asking:
             if time.monotonic() > self._known_until:
                 peers = list(self._peers())
@@ -61,7 +61,7 @@ class PodStatsCache:
 
 
 async def _ask(peer: Peer) -> Stats | None:
-    """Return a pod's statistics, None if it has none to give."""
+    """Return a pod's statistics; None if it does not answer, or with more than `MAX_BYTES`."""
     verifier: Any = verifier_pb2_grpc.VerifierServiceStub(peer.pod.channel)
     draft: Any = draft_pb2_grpc.DraftServiceStub(peer.pod.channel)
     try:

@@ -283,8 +283,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     def _request(
         self, request: generation_pb2.GenerateRequest, account: Account, *, streamed: bool
     ) -> Iterator[tuple[Revision, Peers, Timeline]]:
-        """Choose the revision for a request, and count the request and record its timeline, unless it is refused for
-        lack of room. The peers of a revision may change later: the request keeps the current ones."""
+        """Choose the revision for a request, count the request, and record its timeline unless it is refused for lack
+        of room. The peers of a revision may change later: the request keeps the current ones."""
         recorded = partial(self.timelines.begin, "generate", operation=operation(request), stream=streamed)
         try:
             revision = self._catalog.choose(request)
@@ -308,8 +308,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         *,
         streamed: bool = True,
     ) -> Request:
-        """Parse a request: in a thread, since tokenising and rewriting a schema take a while, or at once if its prompt
-        is a few token ids and its text free."""
+        """Parse a request in a thread, since tokenising and rewriting a schema take a while; at once if its prompt is a
+        few token ids and its text is unconstrained."""
         size = request.ByteSize()
         tenant = request.tenant if account.tenant is None else account.tenant.name
         work = partial(

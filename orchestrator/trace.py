@@ -93,7 +93,7 @@ class OrchestratorTraceServicer(TraceServicer):
 
 
 async def _ask(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) -> TracePart:
-    """Ask a process for its part. Its ages are taken to be as of halfway between question and answer."""
+    """Ask a process for its part. Its ages are assumed to be as of the middle of the call."""
     begin = time.monotonic()
     stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
     told: trace_pb2.GetTraceResponse = await answer_of(stub.GetTrace, request, ASK_SECONDS)

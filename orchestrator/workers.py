@@ -2,11 +2,11 @@
 requests.
 
 The supervisor starts its own program again as workers, which share the port by SO_REUSEPORT: the kernel gives every new
-connection to one of them. The supervisor takes no calls itself, and knows nothing of the workers' requests. Workers
+connection to one of them. The supervisor serves no calls itself, and knows nothing of the workers' requests. Workers
 exit when their stdin closes, so that none outlives the supervisor, however it ends.
 
-A connection may reach another worker than the one with the request. So each worker answers the others on a Unix socket,
-in a folder that only their user can enter.
+A client that asks about a request may reach another worker than its request did. So each worker answers the others on a
+Unix socket, in a folder that only their user can enter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Siblings:
     """Answers the other workers, and finds their sockets."""
 
     def __init__(self, socket: Path) -> None:
-        """`socket` is this worker's own, next to those of the others."""
+        """`socket` is this worker's own, next to the others' sockets."""
         self._socket = socket
         self._server = grpc.aio.server(interceptors=[CallInterceptor()])
         self._channels: dict[Path, grpc.aio.Channel] = {}
@@ -91,7 +91,7 @@ async def supervise(settings: ServerSettings, count: int) -> None:
     with bound(settings.host, settings.port) as alone:
         settings = replace(settings, port=alone.getsockname()[1], share_port=True)
     with bound(settings.host, settings.port, shared=True), _folder() as sockets:
-        # 2. Serve. Options of `ours` come last, and the last one counts.
+        # 2. Serve. The options in `ours` come last, so they override earlier ones.
         ours = ("--port", str(settings.port), "--share-port", "--workers", "1", "--stop-with-stdin")
         address = f"{settings.host}:{settings.port}"
 

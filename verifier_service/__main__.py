@@ -262,7 +262,7 @@ def main(
         files = None if heads is None else read_heads(heads, heads_tree, directory)
         most = threads or threads_for(device)
         counts = most, most if threads_while_drafting is None else min(most, threads_while_drafting)
-        owed, owed_a_slot = 0, 0  # to the heads, which come after the KV cache
+        owed, owed_a_slot = 0, 0  # memory for the heads, which are loaded after the KV cache
         if heads is not None:
             owed, owed_a_slot = memory_of_heads(heads, kv_tokens, directory, dtype_of(directory, target)).owed
         loaded = load_engine(
@@ -324,7 +324,7 @@ def main(
 def default_speculation(
     name: SpeculationName, lookahead: tuple[int, int, int] | None, jacobi: int | None, most_rows: int
 ) -> SpeculationOptions:
-    """Return the speculation of requests that leave it open; typer.BadParameter names the option that is wrong."""
+    """Return the speculation of requests that leave it open; typer.BadParameter names the wrong option."""
     if lookahead is not None and jacobi is not None:
         raise typer.BadParameter(
             "is given together with --lookahead, both are the window's size", param_hint="--jacobi"

@@ -107,8 +107,8 @@ class AdaptiveSpeculation:
     def shared_out(
         self, decoding: Sequence[RunningSession], before_delay: float, after_delay: float
     ) -> dict[RunningSession, float]:
-        """Return the proposers' seconds per session of a step: those after the delay, the local model's, divided among
-        the sessions that use it; those before the delay among all that use proposers."""
+        """Return each session's share of the proposers' seconds for a step. The seconds before the delay are divided
+        among all sessions that use proposers; those after it, the local model's, among the sessions that use it."""
         found = dict.fromkeys(decoding, 0.0)
         users = [entry for entry in decoding if self.eligibility.uses_proposers(entry.session)]
         local = [entry for entry in users if self.eligibility.uses_local_model(entry.session)]
@@ -120,13 +120,11 @@ class AdaptiveSpeculation:
     def update(
         self, batches: Sequence[Batch], plan: StepPlan, results: Results, *, seconds: float, proposed: ProposalStats
     ) -> None:
-        """Update the controllers with a step's tokens, each with those of its own sessions, over all the step's
-        `seconds`.
+        """Update each controller with the tokens of its own sessions, over the `seconds` of the whole step.
 
-        Other sessions' tokens do not count: this mode has not earned them, and many of them would hide its effect on a
+        Tokens of other sessions do not count: the mode has not earned them, and many of them would hide its effect on a
         few. Their time does count, since it passes for all sessions: a share by rows would charge a candidate as much
-        as a root, which costs far more. So the bound on plain decoding is for a step with the other sessions' rows in
-        it.
+        as a root, which costs far more. So the bound on plain decoding is for a step with the other sessions' rows.
         """
         rows_of = {entry.session: rows.rows for entry, rows in plan.entries}
         tokens_of = {entry.session: len(result.tokens) for entry, result in results}
@@ -138,7 +136,8 @@ class AdaptiveSpeculation:
             other_rows, yielding = 0, self._threads.yielding
             if batch.exempt:
                 other_rows = all_rows - sum(rows_of[session] for session in led)
-                yielding = yielding and drafted <= led
+                yielding = yielding and drafted <= led  # else other sessions' drafts take the threads too
+            # Speculation costs even without candidates: threads yielded to drafts, or a local model's time.
             proposed_for = proposed.sessions > 0 and before in LOCAL_MODELS.values()
             controller.update(
                 batch,

@@ -30,7 +30,7 @@ class CommitPublisher:
     """Sends commits to the response queues of sessions."""
 
     def __init__(self, queue: RunQueue, eligibility: Eligibility, tuning: CommitTuning, *, on_cpu: bool) -> None:
-        """Create a publisher; `on_cpu`: the engine's passes take CPU cores from what a commit costs."""
+        """Create a publisher; `on_cpu`: the engine computes on CPU cores, which commits need too."""
         self._queue = queue
         self._eligibility = eligibility
         self._tuning = tuning
@@ -38,7 +38,7 @@ class CommitPublisher:
         self._drafted = 0  # running sessions that use a remote draft
 
     def send_before(self, step_seconds: float, sitting_out: Sequence[RunningSession]) -> None:
-        """Before a step of `step_seconds`, send pending results due by its end, of sessions sitting it out."""
+        """Before a step of `step_seconds`, send the pending results of sessions sitting it out, if due by its end."""
         due = self._due(time.monotonic() + step_seconds)
         pending = [entry for entry in sitting_out if entry.pending_result is not None and due(entry)]
         ResponseQueue.send_all([self._message(entry, StepSeconds()) for entry in pending])
@@ -105,7 +105,7 @@ class CommitPublisher:
     def _is_awaited(self, entry: RunningSession) -> bool:
         """Return True if the session's verify result is awaited: by its draft, to continue; by the next step, which
         needs that draft; or by its reader, if the session is throttled."""
-        # Its draft works now, or was last told to work.
+        # Its draft works now, or its last commit asked for candidates.
         drafted = entry.drafting_wanted or self._eligibility.uses_remote_draft(entry.session)
         return drafted or not entry.session.computable or self._queue.throttled(entry)
 

@@ -81,7 +81,7 @@ ninths of the room, and with more tenants waiting each gets less (dynamic thresh
 
 @dataclass(frozen=True)
 class VerifierLimits:
-    """Limits of a verifier and of each session, also used for unset values."""
+    """Limits of a verifier and of each session; also the defaults of unset values."""
 
     max_nodes: int = 256  # live candidates of a session's draft
     max_candidates: int = 64  # in one step of a session
@@ -97,8 +97,8 @@ class Queue(NamedTuple):
     """Numbers of sessions waiting for memory; negative: free room."""
 
     new: int
-    """Sessions never admitted: the waiting room. Preempted ones take no places in it; otherwise a flooding tenant's
-    would cause refusals for others."""
+    """Sessions never admitted: the waiting room. Preempted ones take no places in it; otherwise those of a flooding
+    tenant would cause refusals for others."""
 
     ahead: int
     """Sessions before one arriving now: preempted ones as well, but not throttled ones."""
@@ -351,8 +351,8 @@ class VerifierServicer(
         return Without.NO_DRAFT_SERVICE if default == {CandidateSource.REMOTE} else Without.NO_DRAFTER
 
     def _by_default(self, available: SpeculationOptions, rule: Rule) -> SpeculationOptions:
-        """Return this verifier's default with the `available` drafters, and heads, which orchestrators name only on
-        request. A window that the rule excludes is left out: nobody has asked for it."""
+        """Return this verifier's default, limited to the `available` drafters and heads: orchestrators name heads only
+        on request. A window that the rule excludes is left out, since the request did not ask for it."""
         default, named = self._limits.speculation, available.drafters
         options = replace(default, drafters=default.drafters & (named | {CandidateSource.HEADS} if named else named))
         if not window_violations("", options, rule):

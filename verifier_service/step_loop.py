@@ -1,7 +1,7 @@
 """The step loop: takes rows of all ready sessions, runs one forward pass, commits tokens, and repeats.
 
 It runs in its own thread and owns every session and all memory. It never blocks on the network: a session uses the
-candidates that have arrived, and a step is delayed only while waiting for more pays. `PlainLoop` is the same without
+candidates that have arrived, and a step waits for more only while that pays. `PlainLoop` is the same without
 speculation.
 """
 
@@ -59,11 +59,11 @@ log = structlog.get_logger()
 
 
 class _Launched(NamedTuple):
-    """A step with a launched forward pass. Times are those of `time.monotonic`."""
+    """A step with a launched forward pass. Times are from `time.monotonic`."""
 
     plan: StepPlan
     computing: Pass
-    begun: float  # begin of the plan; of the launch, if launched early
+    begun: float  # start of planning, or of the launch if launched early
     launched: float
 
 
@@ -80,12 +80,12 @@ class _FailedPass:
 class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     """The step loop of a verifier.
 
-    `step_rows`: limit on a step's rows with prompts, lowered if fewer rows have the same cost per row;
+    `step_rows`: limit on the rows of a step with prompts, lowered if fewer rows have the same cost per row;
     `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
-    finished texts kept per tenant, whose texts then share the n-grams of their windows; `latency`: of the target's
-    steps, measured by default; `controller`: one for all texts, instead of one per group; `draft_model`: the local
-    draft; `heads`: heads in its place; `proposers`: additional ones; `block_verification`: of chains of draws
-    (REJECTION); `tuning`: fitted constants.
+    finished texts kept per tenant; unless it is 0, a tenant's texts also share the n-grams of their windows;
+    `latency`: of the target's steps, measured by default; `controller`: a single one for all texts, instead of one per
+    group; `draft_model`: the local draft; `heads`: used in place of a local draft; `proposers`: additional ones;
+    `block_verification`: verify chains of draws as blocks (REJECTION); `tuning`: fitted constants.
     """
 
     def __init__(
@@ -258,8 +258,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         return 0.0
 
     def _ready(self) -> tuple[list[RunningSession], bool]:
-        """Return the sessions a step can take, and False; or one session suspected of failing steps, for a trial alone,
-        and True."""
+        """Return (ready sessions, False); or ([session], True), to try a session alone that is suspected of making
+        steps fail."""
         ready = [e for e in self._queue.running if e.session.computable and not self._queue.throttled(e)]
         retried = self._retry.next([entry.session for entry in ready])
         if retried is None:
@@ -289,7 +289,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         """Collect every session's rows, and run a step over them."""
         begun = time.monotonic()
         plan = self._planner.plan(ready, proposed.seconds, division)
-        if not plan.entries:  # sessions that others sat out for have been preempted
+        if not plan.entries:  # the sessions for which others sit out have been preempted
             return
         self.stats.step_expected = plan.expected
         self._publisher.send_before(plan.expected, plan.sitting_out)
@@ -304,7 +304,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         return 0.0
 
     def _launched(self, plan: StepPlan, begun: float | None = None) -> _Launched:
-        """Launch the pass of a step. If that fails, waiting for it fails."""
+        """Launch the forward pass of a step. If the launch fails, reading the logits raises its error."""
         launched = time.monotonic()
         computing: Pass
         try:
@@ -330,7 +330,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self.step_failed([entry.session for entry, _ in plan.entries], error)
             return
 
-        # 2. Commit what was accepted, beside the next pass if that is certain.
+        # 2. Commit the tokens. If the next step is certain, launch it first: the device computes it meanwhile.
         self.step_succeeded()
         for entry, _ in plan.entries:
             self._retry.forget(entry.session)
@@ -360,6 +360,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             forward=verified.forward_seconds, proposing=proposed.seconds + looked_up, delayed=waited
         )
         self._speculation.observe_drafts(plan, results)
+        # A step measures a mode only without prompts, and with tokens for all sessions counted at its selection.
         if batches and plan.decodes_only and batches[0].profile.of_step == len(results):
             self._speculation.update(batches, plan, results, seconds=end - begin, proposed=proposed)
         self._speculation.share_threads(self._queue.running)
@@ -378,8 +379,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
                 self._finish(entry)
 
     def _launch_early(self, verified: VerifiedStep) -> _Launched | None:
-        """Launch the next step before this one is committed, if the device queues passes and the step depends on
-        nothing else; return None otherwise. A session that arrives meanwhile waits one step longer."""
+        """Launch the next step before this one is committed, if the device queues passes and the next step depends only
+        on this one's tokens; return None otherwise. A session that arrives meanwhile waits one step longer."""
         plan = self._planner.plan_early(verified.results) if self._queues_passes and not verified.failed else None
         if plan is None:
             return None
@@ -395,7 +396,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     # --- sessions that leave, and failures ----------------------------------------------------------
 
     def _on_preempt(self, entry: RunningSession) -> None:
-        """Send what is pending of a session about to be preempted; proposers forget it."""
+        """Send the pending result of a session about to be preempted, and have proposers forget the session."""
         self._publisher.send_pending(entry)
         self._forget(entry.session)
         entry.draft_ready_uncounted = False  # its next step may come long after its draft's candidates
@@ -432,5 +433,5 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
 
 
 def _grammar_seconds(plan: StepPlan) -> float:
-    """Return the seconds spent in grammars of a step's sessions since their last step."""
+    """Return the seconds that the grammars of a step's sessions took since their last step."""
     return sum(entry.session.grammar_seconds for entry, _ in plan.entries)

@@ -54,9 +54,9 @@ class DraftStream(PeerStream):
             await super().__aexit__(kind, error, trace)
 
     async def open(self, policy: draft_pb2.DraftPolicy) -> None:
-        """Open the session with the text as it is now; UnfitError if the pod has another protocol or tokenizer."""
+        """Open the session with the current text; UnfitError if the pod has another protocol or tokenizer."""
         sample = self._context.sample
-        learn = sample.learn and not sample.generated  # of a text begun at another orchestrator nobody knows since when
+        learn = sample.learn and not sample.generated  # the start of a resumed text is unknown
         message = draft_pb2.DraftOpen(
             prompt_tokens=sample.prompt,
             generated_tokens=self._context.text.generated,
@@ -120,14 +120,14 @@ MAX_EXTEND_BYTES = MAX_BYTES - 64
 
 NODES_FOR_ONE = 64
 BYTES_FOR_ONE = 1 << 20
-"""A message costs 1, plus 1 for every 64 candidates (ancestors included) and 1 for every MiB. One of
+"""A message costs 1, plus 1 for every 64 candidates (ancestors included) and 1 for every MiB. A message of
 `MAX_NODES_A_MESSAGE` candidates and `MAX_EXTEND_BYTES` bytes costs 32. A distribution over a vocabulary of 262,144
-tokens takes 512 KiB."""
+tokens has 512 KiB."""
 
 
 class CandidateFlow:
-    """The token bucket for the messages of one session's draft. `max_nodes`: limit on its live candidates, each sent in
-    a message of its own in the worst case, and again with its distribution."""
+    """The token bucket for the messages of one session's draft. `max_nodes`: limit on its live candidates. In the worst
+    case each is sent in a message of its own, and again with its distribution."""
 
     def __init__(self, max_nodes: int) -> None:
         self._refill = MESSAGES_A_COMMIT + max_nodes // 4
@@ -139,7 +139,7 @@ class CandidateFlow:
         self._left = min(self._most, self._left + self._refill)
 
     def violation(self, extend: model_pb2.Extend) -> str:
-        """Count a message; return what is wrong with it, empty if nothing is."""
+        """Count a message. Return the rule that it violates, empty if none."""
         # The committed prefix has a distribution too: one more than there are candidates.
         nodes, size = max(len(extend.tokens), len(extend.parents), len(extend.distributions) - 1), extend.ByteSize()
         self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE
@@ -180,7 +180,7 @@ class FloodError(LostError):
 
 
 class InvalidDistributionError(LostError):
-    """The draft sends log-probabilities that no verifier can use, or not those that it was asked for (CONTRASTIVE)."""
+    """The draft sends log-probabilities that no verifier can use, or that the query did not ask for (CONTRASTIVE)."""
 
 
 class DraftSession:
@@ -200,27 +200,27 @@ class DraftSession:
         self._wanted_since: float | None = None  # when its first candidates became wanted; monotonic
         self._query: model_pb2.DraftQuery | None = None  # unanswered (CONTRASTIVE)
         self._vocabulary: int | None = None  # token ids of the draft, by its first distribution
-        self._asked_before: int | None = None  # base of a former verifier's unanswered query, whose answer may come yet
+        self._asked_before: int | None = None  # base of a former verifier's query; its answer may still come
 
     async def open(self) -> None:
-        """Open the session with the text as it is now."""
+        """Open the session with the current text."""
         await self._stream.open(self._policy)
 
     def check(self, extend: model_pb2.Extend) -> None:
         """Count the candidates of a message; FloodError if the draft has sent too many, InvalidDistributionError if a
-        distribution of it is invalid (CONTRASTIVE)."""
+        distribution is invalid (CONTRASTIVE)."""
         if problem := self._flow.violation(extend):
             raise FloodError(problem)
         if self._context.sample.needs_draft:
             for distribution in extend.distributions:
-                # Other whole rows are left to the verifier, which drops what it cannot use: reading one of a large
-                # vocabulary would take longer than all of a commit.
+                # Other whole rows are left to the verifier, which drops unusable ones: for a large vocabulary, reading
+                # one here would take longer than handling a commit.
                 if distribution.id_gaps or distribution.answer:
                     self._check_row(distribution, extend.base)
 
     def _check_row(self, distribution: model_pb2.DraftDistribution, base: int) -> None:
-        """Check a distribution below the text of `base` tokens. An answer about an earlier text comes too late and is
-        left alone."""
+        """Check a distribution below the text of `base` tokens. An answer about an earlier text comes too late: it is
+        not compared with the query."""
         vocabulary = self._context.model.vocabulary
         try:
             row = distribution_from(distribution, DistributionSizes.of(Rule.CONTRASTIVE, vocabulary))
@@ -244,12 +244,12 @@ class DraftSession:
         self._query = None
 
     def on_query(self, query: model_pb2.DraftQuery) -> None:
-        """Ask the draft for what the verifier lacks (CONTRASTIVE)."""
+        """Forward a verifier's query to the draft (CONTRASTIVE)."""
         self._query, self._awaited_since = query, None
         self._stream.send(draft_pb2.DraftRequest(query=query))
 
     def on_opened(self, state: SpeculationState) -> None:
-        """Make the draft resend its candidates: another verifier has none of them."""
+        """Make the draft resend its candidates: the new verifier has none."""
         self._awaited_since = None
         if self._query is not None:
             self._asked_before = self._query.base
@@ -259,7 +259,7 @@ class DraftSession:
             self._stream.send(message)
 
     def on_awaited(self) -> None:
-        """Note that the text is blocked on the draft; abort the session if it stays so for too long."""
+        """Note that the text is blocked on the draft; abort the session if that lasts too long."""
         now = time.monotonic()
         if self._awaited_since is None:
             self._awaited_since = now
@@ -271,7 +271,8 @@ class DraftSession:
                 self._stream.abort(LaggingError(problem, self._awaited_since))
 
     def on_commit(self, commit: verifier_pb2.Commit) -> bool:
-        """Forward the target's decisions. Return True if the draft is working, and none of them counts against it."""
+        """Forward the target's decisions. Return True if the draft is working and the commit does not count against
+        it."""
         self._awaited_since = self._query = None
         self._flow.committed()
         paused = self._control.paused

@@ -45,7 +45,8 @@ USELESS_SECONDS = 60.0
 has changed."""
 
 MAX_FULL_SECONDS = 10.0
-"""Maximum seconds that a text avoids a full draft: sessions end, and another pod may take over its address."""
+"""Maximum seconds that a text avoids a full draft. By then sessions may have ended, or another pod may have its
+address."""
 
 MAX_ROUND_PAUSE_SECONDS = 1.0
 """Longest pause in seconds between two rounds over all drafts. It may exceed the pause between verifiers, since the
@@ -87,13 +88,13 @@ class Drafting:
             self._given_up = _draft_required("there is no draft service")
         self._why_undrafted = "" if self._pods is not None else "no_draft" if remote else "off"
         self._late = False  # candidates of the draft have missed a step
-        self._query: model_pb2.DraftQuery | None = None  # the verifier waits for a draft's answer to it (CONTRASTIVE)
-        self.undrafted_tokens = 0  # of steps that wanted candidates of a draft and had none
+        self._query: model_pb2.DraftQuery | None = None  # the verifier waits for the draft's answer (CONTRASTIVE)
+        self.undrafted_tokens = 0  # from steps that wanted a draft's candidates and had none
 
     @property
     def undrafted_reason(self) -> str:
-        """Why tokens were chosen without a draft's candidates. Empty if none were, or only in steps that wanted
-        none."""
+        """Why tokens were chosen without a draft's candidates. Empty if no token was, or only in steps that wanted no
+        candidates."""
         return self._why_undrafted or ("late" if self.undrafted_tokens else "")
 
     async def __aenter__(self) -> Self:
@@ -138,7 +139,7 @@ class Drafting:
 
     def _fallback_reason(self, commit: verifier_pb2.Commit) -> str:
         """Return why the steps of a commit had no draft although the text wanted one. Empty if they had one, or if the
-        text waits for its draft."""
+        text needs a draft: such a text waits instead."""
         if self._pods is None or self._context.sample.needs_draft:
             return ""
         if not self._state.drafted:
@@ -146,7 +147,8 @@ class Drafting:
         return "late" if commit.undrafted_tokens else ""
 
     def on_query(self, query: model_pb2.DraftQuery) -> None:
-        """Ask the draft for what the verifier lacks. If it is lost before it answers, the next draft is asked."""
+        """Forward a verifier's query to the draft. If the draft is lost before it answers, the next one gets the
+        query."""
         self._query = query
         if self._session is not None:
             self._session.on_query(query)
@@ -222,7 +224,7 @@ class Drafting:
 
     async def _relay(self, stream: DraftStream) -> None:
         """Open a session, and forward its candidates to the verifier."""
-        # The session opens with the text as it is when `open` sends it. Set `_session` first: later commits are queued.
+        # `open` sends the text committed by then. Set `_session` first, so that later commits are queued.
         session = self._session = DraftSession(stream, self._context, self._state)
         if self._query is not None:
             session.on_query(self._query)

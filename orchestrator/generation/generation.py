@@ -1,7 +1,7 @@
 """The run of one sample: commits come in, the draft receives them, the client gets the text.
 
-`Verification` has the session at a verifier, `Drafting` the session at a draft and, as its sink for candidates, the
-verification. `SampleTranscript` turns commits into responses.
+`Verification` owns the session at a verifier, `Drafting` the session at a draft. `Drafting` sends its candidates to
+`Verification`. `SampleTranscript` turns commits into responses.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Generation:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Record a cancellation by the caller before the text is complete, while the context lasts."""
+        """While the context lasts, record a cancellation by the caller before the text is complete."""
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):
@@ -114,7 +114,7 @@ class Generation:
             raise
 
     def _sign(self, finish: generation_pb2.Finish) -> None:
-        """Enter into `finish` the numerics of the text, and the events of its sessions."""
+        """Add the text's numerics and the events of its sessions to `finish`."""
         verification = self._verification
         finish.numerics_fingerprint = verification.identity.numerics_fingerprint
         finish.numerics_mode = verification.identity.numerics_mode

@@ -20,8 +20,8 @@ from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, 
 from specdec.serving.propagation import carried
 
 DEADLINE_SLACK_SECONDS = 0.1
-"""A peer's DEADLINE_EXCEEDED within this many seconds of the caller's deadline is taken for it: the timers of the two
-machines start a message's travel time apart."""
+"""A peer's DEADLINE_EXCEEDED within this many seconds of the caller's deadline counts as the caller's: the timers of
+the two machines start one network delay apart."""
 
 MAX_LOGGED_BYTES = 1024
 """Limit in bytes on a peer's reason for ending a session, as logged: no service of ours gives a longer one."""
@@ -57,7 +57,7 @@ class PeerStream:
         self._clock = clock or (lambda: time.monotonic())  # looked up at each call: `evaluation` replaces it
         # Heartbeats left in the token bucket, as of the last one.
         self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), self._clock()
-        self._writing = asyncio.Lock()  # gRPC takes one write at a time; waiters go in order
+        self._writing = asyncio.Lock()  # gRPC allows one write at a time; waiters go in order
 
     async def __aenter__(self) -> Self:
         return self
@@ -144,11 +144,11 @@ class PeerStream:
         return left is not None and left < DEADLINE_SLACK_SECONDS
 
     def _count_heartbeat(self) -> None:
-        """Count a heartbeat; LostError if they come faster than any peer of ours sends them. Nothing else bounds
-        heartbeats, which cost a hostile peer nothing."""
+        """Count a heartbeat; LostError if heartbeats come faster than any peer of ours sends them. Nothing else limits
+        them, and they cost a hostile peer nothing."""
         now = self._clock()
-        # A token bucket with one exception: heartbeats queued while nobody read the stream arrive at once, so credit
-        # of that pause (`since`) is kept even above the burst.
+        # A token bucket with one exception: heartbeats that queued up while the stream was not read arrive at once, so
+        # the credit of that pause (`since`) may exceed the burst.
         since = HEARTBEATS_A_SECOND * (now - self._last_heartbeat)
         self._heartbeats = max(self._heartbeats, since, min(MAX_HEARTBEATS, self._heartbeats + since)) - 1
         self._last_heartbeat = now

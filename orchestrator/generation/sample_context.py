@@ -1,4 +1,4 @@
-"""The context of one sample: what its verification and its drafting share."""
+"""The context of one sample, shared by its verification and its drafting."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class SampleContext:
     timeline: SampleTimeline
     grammar_watch: GrammarWatch | None = None  # None: it has no grammar, or grammars are not tried
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of texts without the draft they wanted, by reason; shared by all samples."""
+    """Seconds that texts continued without the draft they wanted, by reason; shared by all samples."""
     keepers: set[Pod] = field(default_factory=set)
     """Drafts that keep the text to learn from it."""
 
     @property
     def timeout(self) -> float | None:
-        """Seconds left until the caller's deadline, which gRPC does not propagate by itself."""
+        """Seconds left until the caller's deadline, which gRPC does not propagate."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())

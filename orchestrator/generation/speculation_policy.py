@@ -20,7 +20,7 @@ class SpeculationState:
     max_nodes: int = 1  # limit on live candidates of the session, granted by the verifier
     outlook: Outlook = NO_DRAFT_PAYS
     overruled_logprobs: int = 0  # likeliest tokens of the target to report to a draft that keeps the text
-    partial_distributions: bool = False  # the verifier takes them, and asks for the rest (CONTRASTIVE)
+    partial_distributions: bool = False  # the verifier accepts them, and queries the rest (CONTRASTIVE)
 
     @classmethod
     def initial(cls, context: SampleContext) -> SpeculationState:
@@ -42,16 +42,16 @@ class SpeculationState:
         return replace(self, outlook=outlook_from(commit))
 
     def worth_a_draft(self, sample: Sample) -> bool:
-        """Return True if asking a draft pays. A verifier that believes the session to have no draft cannot tell: then
-        one is tried."""
+        """Return True if asking a draft pays. While the text has no draft, its verifier cannot tell, so a draft is
+        tried."""
         return self.outlook.drafting_wanted or sample.forces_drafting or not self.drafted
 
     def verify_policy(self, context: SampleContext) -> verifier_pb2.VerifyPolicy:
-        """Return a new policy message for the verifier. It may wait for candidates of a draft only if the text is
+        """Return a new policy message for the verifier, which may wait for a draft's candidates only if the text is
         `drafted`."""
         speculation = context.sample.speculation
         drafters = speculation.drafters if self.drafted else speculation.drafters - {CandidateSource.REMOTE}
-        if speculation.unspecified:  # a verifier of the last version refuses a drafter that it does not know
+        if speculation.unspecified:  # verifiers of the previous version refuse unknown drafters
             drafters -= {CandidateSource.HEADS}
         return verifier_pb2.VerifyPolicy(
             drafters=sorted(drafters),  # type: ignore[arg-type]
@@ -98,20 +98,20 @@ PAUSED_COMMIT_TOKENS = 64
 """Tokens sent together to a paused draft, so that little is left to read when it resumes."""
 
 EXTENDS_A_STEP = 4
-"""Messages of candidates per verifier step, where the verifier can take them. The fresher candidates are when the step
+"""Messages of candidates per verifier step, within `MIN_EXTEND_INTERVAL_US`. The fresher the candidates are when a step
 begins, the more of them count; sending often also hides a slow network."""
 
 MIN_EXTEND_INTERVAL_US = 500
-"""Shortest interval in microseconds between two messages, over all sessions of a verifier. Messages at this rate cost
-it little: each takes less than 0.1 ms (`python -m bench device`: processor time of a token, forced and off)."""
+"""Shortest interval in microseconds between two messages, over all sessions of a verifier. At this rate they cost the
+verifier little: less than 0.1 ms each (`python -m bench device`: processor time of a token, forced and off)."""
 
 ROUND_TRIP_TOLERANCE = 0.05
 """Change of the round trip, as a share of a step, above which the draft gets the new value."""
 
 
 class DraftControl:
-    """The draft control of one session at a draft. `needed`: no token can be chosen without the draft, whether or not
-    candidates pay; `asked`: what the request says about candidates."""
+    """Controls one session at a draft: its policy, and the commits it receives. `needed`: no token can be chosen
+    without the draft, whether or not candidates pay; `asked`: the request's options for candidates."""
 
     def __init__(self, policy: draft_pb2.DraftPolicy, asked: SpeculationOptions | None = None, *, needed: bool) -> None:
         self._policy = policy  # as last sent
@@ -127,8 +127,7 @@ class DraftControl:
 
     def messages(self, commit: verifier_pb2.Commit, *, learns: bool = False) -> Iterator[draft_pb2.DraftRequest]:
         """Yield the messages for a commit: the target's decisions, and the policy if it has changed. While the draft is
-        paused, tokens are held back to be sent together. `learns`: the draft gets log-probabilities of the target,
-        too."""
+        paused, tokens are held back to be sent together. `learns`: the target's log-probabilities are included."""
         if commit.step_us:  # 0: the commit is of earlier steps
             self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
         told, policy = self._policy, self._fitting(commit)
@@ -150,7 +149,7 @@ class DraftControl:
             self._unsent = model_pb2.Committed()
 
     def another_verifier(self, state: SpeculationState) -> Iterator[draft_pb2.DraftRequest]:
-        """Yield the messages for a move to another verifier: it has grants of its own, and none of the candidates."""
+        """Yield the messages for a move to another verifier, which has its own grants and no candidates."""
         told, max_nodes = self._policy, granted_nodes(self._asked, state.max_nodes)
         partial = state.partial_distributions and self._needed
         if (max_nodes, partial) != (told.max_nodes, told.partial_distributions):
@@ -178,7 +177,7 @@ class DraftControl:
 
 
 def granted_nodes(asked: SpeculationOptions, credit: int) -> int:
-    """Return the limit on a draft's live nodes: the verifier's credit, or fewer as requested."""
+    """Return the limit on a draft's live nodes: the smaller of the verifier's grant and the request's limit."""
     return min(credit, asked.max_nodes or credit)
 
 
@@ -193,5 +192,5 @@ def min_probability(break_even: float) -> float:
 
 
 def _differ(new: float, told: float) -> bool:
-    """Return True if two values differ enough to be worth a message."""
+    """Return True if two values differ by over 30 %: a smaller change is not worth a message."""
     return abs(new - told) > 0.3 * max(new, told)

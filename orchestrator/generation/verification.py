@@ -102,7 +102,7 @@ class VerifierChoice:
         if self._backoff.exhausted:
             tried = {str(pod): str(self._answers.get(pod, "its circuit breaker is open")) for pod in self._pods}
             log.warning("no_verifier", tried=tried)
-            # The client gets the addresses, set by the operator, but no words of pods: these are only logged.
+            # The client gets the addresses, which the operator chose, but no text from pods: that is only logged.
             told = ", ".join(f"{pod} ({_kind(self._answers.get(pod))})" for pod in self._pods) or "no address is known"
             raise PeerLostError(
                 f"verifier: none available within {self._backoff.budget:g} s; tried {told}", "VERIFIER_LOST"
@@ -115,8 +115,8 @@ class VerifierChoice:
             raise DeadlineError("verifier: none available before the deadline")
 
     def longest_step(self, pod: Pod) -> float:
-        """Return the seconds a step of this pod may always take. If no other pod could take the text, waiting for a
-        long step is best: this pod has the whole text in memory, and any retry would prefill it again."""
+        """Return the seconds up to which no step of this pod counts as stuck. If no other pod could take the text,
+        waiting is best: this pod has the whole text in memory, and any retry would prefill it again."""
         elsewhere = any(other is not pod and other not in self._unfit for other in self._pods.willing)
         return self._context.peers.stuck_seconds if elsewhere else self._backoff.budget
 
@@ -193,10 +193,10 @@ class Verification:
         return sum(self._preemptions)
 
     async def messages(self) -> AsyncGenerator[Message, None]:
-        """Yield the opening answer of every verifier that takes the text; log-probabilities of the prompt, if
-        requested, then the commits, both in order, each once, until the last; and, if the text needs a draft, queries
-        to it, and heartbeats while the text waits for it. A commit's tokens are in the committed text before the commit
-        is yielded."""
+        """Yield the opening answer of every verifier that takes the text, the prompt's log-probabilities if requested,
+        then all commits. Log-probabilities and commits come in order, each once. If the text needs a draft, also yield
+        queries to the draft, and heartbeats while the text waits for it. A commit's tokens are in the committed text
+        before the commit is yielded."""
         context, choice = self._context, self._choice
         while True:
             if context.grammar_watch is not None:

@@ -23,11 +23,11 @@ MAX_GRANTED_NODES = 1 << 16
 send (`CandidateFlow`)."""
 
 CONSUMED_EVERY = 64
-"""Tokens between two reports to the verifier of the client's progress: a quarter of the lead it allows a session
+"""Tokens between two reports of the client's progress to the verifier: a quarter of the lead that the verifier allows
 (`max_unread_tokens`), so that a steady reader is not throttled."""
 
 UNREPORTED_CAPACITY = model_pb2.PodCapacity(room=2**16)
-"""Capacity assumed for a pod that reports none: it is asked without limit, and refuses what it cannot take."""
+"""Capacity assumed for a pod that reports none: it gets sessions until it refuses them."""
 
 
 class VerifierStream(PeerStream):
@@ -36,7 +36,7 @@ class VerifierStream(PeerStream):
     peer = "verifier"
 
     def __init__(self, pod: Pod, context: SampleContext, longest_step: Callable[[], float]) -> None:
-        """Prepare a stream. `longest_step` returns the seconds a step may always take."""
+        """Prepare a stream. `longest_step` returns the seconds up to which no step counts as stuck."""
         super().__init__(pod, context)
         self._longest_step = longest_step
         self._checksum = 0  # over all tokens sent and received
@@ -47,7 +47,7 @@ class VerifierStream(PeerStream):
     async def open(
         self, policy: verifier_pb2.VerifyPolicy, *, attempt: int, revision: str
     ) -> verifier_pb2.VerifyOpened:
-        """Open the session with the text as it is now, and return the verifier's answer; UnfitError if the pod serves
+        """Open the session with the current text, and return the verifier's answer; UnfitError if the pod serves
         something else, such as another `revision` of the model (empty: any)."""
         self._policy = policy
         sample = self._context.sample
@@ -121,7 +121,7 @@ class VerifierStream(PeerStream):
         verifier_pb2.Commit | verifier_pb2.PromptLogprobs | model_pb2.DraftQuery | model_pb2.Heartbeat, None
     ]:
         """Yield log-probabilities of the prompt if requested, commits until the last one, queries to the draft if the
-        text needs one, and heartbeats while it waits for its draft."""
+        text needs one, and heartbeats while the text waits for its draft."""
         while True:
             response = await self._read()
             match response.WhichOneof("message"):
@@ -148,9 +148,9 @@ class VerifierStream(PeerStream):
             raise LostError("the checksum of a commit is wrong: a message was lost or changed in transit")
 
     def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
-        """Take the capacity from a heartbeat; LostError if the verifier's step is stuck. Only steps prove a worker
-        alive, answers do not. It need not step for this session, which may be waiting for memory, for its draft or for
-        its reader."""
+        """Record a heartbeat's capacity; LostError if the verifier's step is stuck. Only steps prove a worker alive,
+        answers do not. A step need not include this session, which may be waiting for memory, its draft or its
+        reader."""
         if heartbeat.HasField("capacity"):
             self.pod.load.report(heartbeat.capacity)
         age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6
@@ -173,8 +173,8 @@ class VerifierStream(PeerStream):
             await self.set_policy(policy)
 
     async def consumed(self) -> None:
-        """Report every `CONSUMED_EVERY` tokens, and at the end of a prompt with log-probabilities, that the client has
-        read all of the text. The stream is not read meanwhile, so the watchdog limits the write."""
+        """Report that the client has read the whole text: every `CONSUMED_EVERY` tokens, and at the end of a prompt
+        with log-probabilities. The stream is not read meanwhile, so the watchdog limits the write."""
         text, told = self._context.text, self._consumed
         new, scored = len(text.generated) - told.tokens, text.scored - told.scored_tokens
         if max(new, scored) < CONSUMED_EVERY and (not scored or text.unscored):

@@ -25,13 +25,13 @@ NOWHERE = ("", "")
 
 
 class Catalog:
-    """The served revisions. The catalog owns them, and the counts of all revisions there have ever been."""
+    """The served revisions. The catalog owns them, and the counts of all revisions ever served."""
 
     def __init__(self, revisions: Iterable[Revision] = ()) -> None:
         self._models: dict[str, list[Revision]] = {}
         self._aliases: dict[str, str] = {}  # to the models' names
         self.missing: Collection[tuple[str, str]] = ()
-        """Names of configured models and revisions unreadable here."""
+        """Names of configured models and revisions that cannot be read here."""
         self._leaving: dict[Revision, asyncio.Task[None]] = {}
         self.refused = OrchestratorStats()
         """Counts of requests for unknown models."""
@@ -115,8 +115,8 @@ class Catalog:
         return begun[0] if begun else choose(revisions, point_of(request))
 
     def main(self, model: str) -> Revision:
-        """Return the revision of a model with the largest share, for calls that generate nothing. Errors are those of
-        `choose`."""
+        """Return the revision of a model with the largest share, for calls that generate nothing. Raises the same
+        errors as `choose`."""
         asked = self._aliases.get(model, model)
         return self._named(asked) or largest(self._of_model(asked))
 
@@ -135,7 +135,7 @@ class Catalog:
         )
 
     def _of_model(self, asked: str) -> list[Revision]:
-        """Return the revisions of the requested model; an empty name means the only one there is."""
+        """Return the revisions of the requested model; an empty name means the only model."""
         missing = {name for name, _ in self.missing}
         models = self._models.keys() | missing
         if not asked and len(models) > 1:
@@ -161,7 +161,7 @@ class Catalog:
 
 
 def _cannot_be_read(asked: str) -> PeerLostError:
-    """Return the error for a configured model unreadable here: another orchestrator may serve it."""
+    """Return the error for a configured model that cannot be read here: another orchestrator may serve it."""
     return PeerLostError(f"model: {echo(asked)} cannot be read here", "VERIFIER_LOST")
 
 

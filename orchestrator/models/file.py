@@ -53,7 +53,7 @@ READ = (".json", ".jinja")
 
 
 class ModelsFileError(Exception):
-    """A file of models cannot be used. The message is one line: the file, the entry and what is wrong."""
+    """A file of models cannot be used. The message is one line: the file, the entry and the problem."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class LoadedRevision:
 
 @dataclass
 class ModelsFile:
-    """A file of models. A directory is read when the file first names it, and again when its files change: they may
-    come after the entry.
+    """A file of models. A directory is read when the file first names it, and again when its files change: they may be
+    written after the entry.
 
-    On startup, unreadable directories are skipped if any other can be read. On reload they reject the whole file, and
+    At start-up, an unreadable directory is skipped if any other can be read. On reload it rejects the whole file, and
     the previous one stays active.
     """
 
@@ -128,7 +128,7 @@ class ModelsFile:
             except ModelDirectoryError as error:
                 problem = ModelsFileError(f"--models {self.path}: {entry.label}: directory: {error}")
                 if not first:
-                    self._loaded |= used  # not to be loaded again whenever the file is looked at
+                    self._loaded |= used  # so that the next check of the file does not load them again
                     raise problem from None
                 problems[entry] = problem
                 continue
@@ -181,7 +181,7 @@ def check_name(name: Any) -> str:
 
 
 def _revisions(name: Any, entry: Any) -> Iterator[RevisionEntry]:
-    """Yield the revisions of a model; ValueError says what is wrong."""
+    """Yield the revisions of a model; ValueError names the problem."""
     name = check_name(name)
     revisions = entry.get("revisions") if isinstance(entry, dict) and len(entry) == 1 else None
     if not isinstance(revisions, dict) or not revisions:
@@ -202,7 +202,7 @@ def _revisions(name: Any, entry: Any) -> Iterator[RevisionEntry]:
 
 
 def _revision(name: str, revision: str, values: Any, *, alone: bool) -> RevisionEntry:
-    """Parse a revision; only if it is `alone` may it omit its share."""
+    """Parse a revision, which may omit its share only if it is `alone`."""
     if not isinstance(values, dict):
         raise ValueError(f"must have {', '.join(KEYS)}")
     for key in values:

@@ -45,7 +45,7 @@ class FollowedCatalog(Catalog):
         await super().close()
 
     async def _follow(self) -> None:
-        """Serve the revisions of a changed file. If that fails, the previous ones are served and it is tried again."""
+        """Serve the revisions of a changed file. If that fails, the previous ones stay, and the change is retried."""
         if await asyncio.to_thread(self._watched.changed):
             self._is_taken = False
         if not self._is_taken:
@@ -65,7 +65,7 @@ class FollowedCatalog(Catalog):
                 new.append((revision, source))
             served.append((revision, source))
         try:
-            async with asyncio.TaskGroup() as beginning:  # waits for all of them, even if one fails
+            async with asyncio.TaskGroup() as beginning:  # waits for all, even if one fails
                 for revision, source in new:
                     beginning.create_task(_begin(revision, source))
         except BaseException:

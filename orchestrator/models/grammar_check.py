@@ -1,7 +1,7 @@
 """Grammar checks: a grammar is tried before any pod gets it, and again after a pod has died under it.
 
-A dead pod leaves no reason. So every grammar it had open is tried again in isolation, along the text it was open for,
-before that text goes to another pod. A grammar with repeated deaths is quarantined although its trials pass.
+A dead pod reports no reason. So every grammar that was open there is tried again in isolation, along its text, before
+that text goes to another pod. A grammar with repeated deaths is quarantined even if its trials pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 MAX_DEATHS = 3
 """Consecutive deaths of verifiers under one text, without growth in between, after which its grammar is refused. A
-draft's death is no evidence of that kind: a text without a verifier does not grow, whatever ends its draft."""
+draft's death does not count: a text without a verifier does not grow, whatever ends its draft."""
 
 MAX_BLAME = 6.0
 """Blame within DEATH_SECONDS after which a grammar is refused, over all its texts. The blame of a death is 1 / (1 +

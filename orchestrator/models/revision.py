@@ -37,7 +37,7 @@ class Revision:
         finder: PeerFinder | None = None,
     ) -> None:
         """The only revision of a model may have no `name`. Without `grammars`, pods get the grammars of requests
-        untried; without a `finder`, the pods stay those of `peers`."""
+        untried; without a `finder`, `peers` never changes."""
         self.name = name
         self.model = model
         self.peers = peers
@@ -46,7 +46,7 @@ class Revision:
         self.stats = OrchestratorStats()
         self.readiness = Readiness(peers, model)
         self.resuming = BoundedThreads("resumed texts", 1, MAX_RESUMING)
-        """Threads that detokenise again what the clients of resumed texts have already."""
+        """Threads that detokenise the part of resumed texts that the clients already have."""
         self._finder = finder
         self._idle = asyncio.Event()
         self._idle.set()

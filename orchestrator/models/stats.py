@@ -40,7 +40,7 @@ class OrchestratorStats:
     cached_tokens: int = 0
     generated_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # samples with complete texts, by finish reason
-    finished_tokens: int = 0  # generated in them
+    finished_tokens: int = 0  # generated in these samples
     steps: int = 0
     offered: int = 0  # candidates
     accepted: int = 0
@@ -48,9 +48,9 @@ class OrchestratorStats:
     decisions: model_pb2.SpeculationDecisions = field(default_factory=model_pb2.SpeculationDecisions)
     failover_events: Counter[str] = field(default_factory=Counter)  # by reason
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of texts without the draft they wanted, by reason."""
+    """Seconds that texts continued without the draft they wanted, by reason."""
     first_token: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its first token
-    between_tokens: Histogram = field(default_factory=Histogram)  # seconds; tokens that came together share them
+    between_tokens: Histogram = field(default_factory=Histogram)  # seconds; shared by tokens that arrive together
     whole: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its end
 
     @classmethod

@@ -64,8 +64,8 @@ def _ends(request: generation_pb2.GenerateRequest) -> bytes:
 
 
 def choose(revisions: Sequence[Chosen], point: float) -> Chosen:
-    """Return the revision at a point of [0, 1), divided among them in proportion to their shares. A revision is skipped
-    while it is not ready, unless none is; at least one must have a share."""
+    """Return the revision at a point of [0, 1), which is divided among the revisions by share. Revisions that are not
+    ready are skipped, unless none is ready; at least one must have a share."""
     left = [revision for revision in revisions if revision.share > 0]
     first = chosen = _at(left, point)
     while not chosen.ready and len(left) > 1:

@@ -1,1 +1,1 @@
-"""Verifiers and drafts: which are there, which may be asked, and which is asked next."""
+"""Verifiers and drafts: the known pods, which of them may be asked, and which is asked next."""

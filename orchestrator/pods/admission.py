@@ -39,7 +39,7 @@ class PodCapacity:
         self._clock = clock
         self.ours = 0  # open sessions of this process
         self.coming = 0  # sessions this process is about to open
-        self.opening = 0  # those of `coming` that have passed admission
+        self.opening = 0  # sessions in `coming` that have passed admission
         self._told: model_pb2.PodCapacity | None = None
         self._told_until = 0.0
         self._most, self._most_at = 0, 0.0  # peak of `ours` at the end of a session, and its time
@@ -63,7 +63,7 @@ class PodCapacity:
         return max(1, self.ours, self._most if self._clock() < self._most_at + CROWD_SECONDS else 0)
 
     def report(self, reported: model_pb2.PodCapacity, seconds: float = STALE_SECONDS) -> None:
-        """Take a report of the pod, valid for `seconds` unless another one comes."""
+        """Record a report of the pod, valid for `seconds` or until the next one."""
         self._told, self._told_until = reported, self._clock() + seconds
         self._others = max(0, reported.sessions - self.ours - self.opening)
 
@@ -74,8 +74,8 @@ class PodCapacity:
 
     @property
     def now(self) -> model_pb2.PodCapacity | None:
-        """The last report while it is valid, with the sessions of this process as they are now; else None. For people:
-        a report outlives a short text."""
+        """The last report while it is valid, with this process's current sessions; else None. For display: a report
+        outlives a short text."""
         if (told := self.reported) is None:
             return None
         found = model_pb2.PodCapacity()
@@ -93,8 +93,8 @@ CANCELLED_SECONDS = 1.0
 """Seconds from the start of an opening until its place is free again, if its request is cancelled in that time."""
 
 MAX_CANCELLED = 16
-"""Places of a tenant with cancelled openings, in flight or kept, while other tenants have sessions. At some 4 ms of
-processor time each, 16 a second cost a fifteenth of a core."""
+"""Maximum places, in flight or kept, of a tenant with cancelled openings while other tenants are present. At some 4 ms
+of processor time each, 16 a second cost a fifteenth of a core."""
 
 PRESENT_SECONDS = 10.0
 """Seconds that a tenant counts as present after its last opening."""
@@ -156,7 +156,7 @@ class CancelledOpenings:
 
 MAX_OPENINGS = 64
 """Limit on openings in flight at a verifier. Its answers do not wait for steps, so more would only move the queue from
-here to the verifier. A tenant without an opening in flight may exceed it, up to twice as many."""
+here to the verifier. A tenant without an opening in flight may exceed it, up to twice the limit."""
 
 MAX_WAITING = 16
 """Limit on a tenant's requests waiting for places of its cancelled ones; more are refused before parsing."""

@@ -21,7 +21,7 @@ class Peers:
     drafts: Pods | None = None
     patience_seconds: float = 0.05  # longest time a step may be delayed for expected candidates
     silence_seconds: float = 1.5  # a peer sends every 0.25 s; after this long without a message, it is lost
-    stuck_seconds: float = 2.0  # longest step, however short others are, before the text goes to another pod
+    stuck_seconds: float = 2.0  # longest step that never counts as stuck, however short others are
     failover_seconds: float = 30.0  # longest time without progress before the request fails
     drafts_are_trusted: bool = False  # to influence which tokens are chosen, as some acceptance rules allow
 

@@ -27,8 +27,8 @@ SAME_DEATH_SECONDS = 5.0
 """Sessions of a pod lost within this many seconds count as one death."""
 
 UNFIT_SECONDS = 10.0
-"""Seconds that an unfit pod is not asked: by then another pod may have its address. Asking costs one text the opening
-of a session."""
+"""Seconds for which an unfit pod is not asked. By then another pod may have its address, and asking costs one text the
+opening of a session."""
 
 
 class Pod:
@@ -41,7 +41,7 @@ class Pod:
         self.load = PodCapacity(clock)
         self.admission = Admission(self.load, self.breaker)
         self.numerics = ""  # fingerprint, as last reported
-        self.context_tokens = 0  # longest text it takes, as last reported; 0: unknown
+        self.context_tokens = 0  # longest text it accepts, as last reported; 0: unknown
         self.turn = 0  # number of the `choose` call that last chose it
         self.candidates_at = -math.inf  # when this draft last sent candidates to any text; monotonic
         self._clock = clock
@@ -58,11 +58,11 @@ class Pod:
 
     @property
     def unfit(self) -> Exception | None:
-        """Why it can serve no request here; None if it can."""
+        """Why the pod can serve no request here; None if it can."""
         return self._unfit if self._clock() < self._unfit_until else None
 
     def found_unfit(self, reason: str, why: Exception) -> None:
-        """Do not ask it for `UNFIT_SECONDS`."""
+        """Mark the pod as unfit for `UNFIT_SECONDS`."""
         if self.unfit is None:
             log.warning("pod_unfit", pod=str(self), reason=reason, why=str(why))
         self.unfit_reason = reason
@@ -71,7 +71,7 @@ class Pod:
 
 
 class PodDeath(NamedTuple):
-    """A pod vanished without closing its streams, as a session here has seen."""
+    """The death of a pod: it vanished without closing its streams, as seen by a session here."""
 
     at: float
     """Monotonic time."""

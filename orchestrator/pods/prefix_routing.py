@@ -59,8 +59,8 @@ async def _ask(pod: Pod, request: verifier_pb2.FindPrefixRequest, seconds: float
 
 
 def preferred(cached: Mapping[Pod, int], tokens: int, tenant: str, pods: Collection[Pod]) -> dict[Pod, int]:
-    """Return the verifiers preferred for a tenant's text of `tokens` tokens, with their cached tokens: enough of them,
-    room for the tenant, and bounded load relative to the mean over `pods`."""
+    """Return the verifiers preferred for a tenant's text of `tokens` tokens, with their cached tokens. A preferred
+    verifier has enough cached tokens, room for the tenant, and bounded load relative to the mean over `pods`."""
     sessions = 1 + sum(pod.load.sessions for pod in pods)
     most = LOAD_FACTOR * sessions / max(1, len(pods)) + SPARE_SESSIONS
     return {

@@ -17,8 +17,8 @@ Answer = TypeVar("Answer")
 
 async def answer_of(method: Callable[..., Awaitable[Answer | None]], request: Message, seconds: float) -> Answer:
     """Call a pod, on behalf of the request being served if there is one, and return its answer. Raise AioRpcError if
-    there is none within `seconds`, LostError if it cannot be decoded (gRPC returns None then) or if the channel is
-    closed: the pod's address is gone."""
+    none comes within `seconds`, LostError if the answer cannot be decoded (gRPC then returns None) or if the channel is
+    closed because the pod's address is gone."""
     try:
         answer = await method(request, timeout=seconds, metadata=carried())
     except asyncio.CancelledError:

@@ -50,14 +50,14 @@ class ServedModel:
 
     @cached_property
     def text_fingerprint(self) -> str:
-        """SHA-256, in hex, over everything that decides how a request becomes tokens: orchestrators with equal ones
-        treat requests the same."""
+        """SHA-256, in hex, over everything that decides how a request becomes tokens: orchestrators with equal
+        fingerprints treat requests the same."""
         decides = [self.tokenizer.fingerprint, sorted(self.end_tokens), self.defaults.told]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def takes_tools(self) -> bool:
-        """True if the model's chat template takes tools."""
+        """True if the model's chat template supports tools."""
         templates = self.tokenizer.chat_templates
         return templates is not None and templates.takes_tools
 
@@ -85,7 +85,7 @@ class ServedModel:
 
     @property
     def most_request(self) -> int:
-        """Upper bound in bytes on a valid request: text, or tokens of 5 bytes each, four contexts of them to truncate
-        and one to resume, turns of a chat with some 10 bytes around each, a ban and a permission of every token, and
-        512 KiB for the rest."""
+        """Upper bound in bytes on a valid request: its text, or tokens of 5 bytes each (four contexts to truncate, one
+        to resume), some 10 bytes around each chat turn, a ban and a permission of every token, and 512 KiB for the
+        rest."""
         return self.most_text + 30 * self.context + 10 * self.vocabulary + (512 << 10)

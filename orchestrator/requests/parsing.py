@@ -45,21 +45,21 @@ from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
 from specdec.v2 import generation_pb2, model_pb2
 
 MAX_SAMPLES = 16
-"""Samples of one request; each has sessions of its own."""
+"""Maximum samples of a request; each has its own sessions."""
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
-"""Number of stop strings, and characters of each: all are searched for in every piece of text."""
+"""Maximum stop strings, and characters of each: all are searched for in every piece of text."""
 
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 256
-"""Number of bad words, and characters of each: all are tokenised."""
+"""Maximum bad words, and characters of each: all are tokenised."""
 
 MAX_STOP_TOKENS = 1024
-"""Number of stop tokens: models have a handful. The services take four times as many end tokens (`MAX_END_TOKENS`)."""
+"""Maximum stop tokens: models have a handful. The services accept four times as many end tokens (`MAX_END_TOKENS`)."""
 
 MAX_FINGERPRINT_CHARACTERS = 128
-"""Characters of a model's fingerprint: a SHA-256 takes 64."""
+"""Maximum characters of a model's fingerprint: a SHA-256 has 64."""
 
 
 def parse(
@@ -71,7 +71,8 @@ def parse(
     streamed: bool = True,
     arrived: datetime | None = None,
 ) -> Request:
-    """Parse a message into a request, or raise an error that names every wrong field, or only an overlong prompt.
+    """Parse a message into a request. Raise an error that names every wrong field, or only the prompt if it is too
+    long.
 
     `owner` is the tenant of the caller's key; without one, the message names the tenant. `untrusted_drafts` refuses
     rules that let a draft service influence tokens. Commits may be coalesced unless the request is `streamed` or a stop
@@ -92,7 +93,7 @@ def parse(
     prompt = prompt_tokens(message, model, time, violations)
     if (
         not violations and (unknown := max(prompt, default=0)) >= model.vocabulary
-    ):  # the tokenizer has more than the model
+    ):  # the tokenizer has more tokens than the model
         problem = f"has the token {unknown}, the model has token ids below {model.vocabulary}"
         violations.append((message.WhichOneof("prompt") or "prompt", problem))
     generated = list(message.generated_tokens)
@@ -219,8 +220,8 @@ def _with_bans(
     model: ServedModel,
     violations: list[tuple[str, str]],
 ) -> Sampling:
-    """Return the sampling parameters with the bans that `allowed_tokens` and `bad_words` stand for; faults are appended
-    to `violations`."""
+    """Return the sampling parameters with the bans that follow from `allowed_tokens` and `bad_words`; faults are
+    appended to `violations`."""
     allowed = list(asked.allowed_tokens)
     violations += token_violations("sampling.allowed_tokens", allowed, model.vocabulary)
     banned = set(sampling.banned_tokens)
@@ -240,7 +241,7 @@ def _with_bans(
                 problem = f"is {len(tokens)} tokens of this model, must be 1 to {MAX_BANNED_SEQUENCE_TOKENS}"
                 violations.append((field, problem))
                 return sampling
-            if max(tokens) >= model.vocabulary:  # the tokenizer has more than the model, which never chooses them
+            if max(tokens) >= model.vocabulary:  # not a token of the model, so it is never chosen
                 continue
             if len(tokens) == 1:
                 banned.update(tokens)
@@ -251,8 +252,8 @@ def _with_bans(
 
 
 def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int, room: int) -> list[tuple[str, str]]:
-    """Return what is wrong with the length and limits of the text, where the context has `room` after the prompt, and
-    with its resumption."""
+    """Return the violations of the text's length, limits and resumption. The context has `room` tokens after the
+    prompt."""
     found: list[tuple[str, str]] = []
     generated = len(message.generated_tokens)
     if max_tokens < 1 and not message.HasField("prompt_logprobs"):
@@ -347,8 +348,8 @@ def _reasoning(
 def _grammar(
     message: generation_pb2.GenerateRequest, model: ServedModel, violations: list[tuple[str, str]]
 ) -> tuple[model_pb2.Grammar | None, UniqueItems | None]:
-    """Return the grammar of the text: of its answer, and of calls in its place; None if it is free. And the check that
-    the finished answer needs, if it has no calls beside it."""
+    """Return the grammar of the text (of its answer, and of tool calls in its place), None if the text is
+    unconstrained; and the check that the finished answer needs, if any (never with tools)."""
     answer = message.grammar if message.HasField("grammar") else None
     if message.json_schema:
         if answer is not None:
@@ -372,7 +373,7 @@ def _grammar(
 
 
 def grammar_field(message: generation_pb2.GenerateRequest) -> str:
-    """Return the field that sets the grammar of a request: of the answer, if calls may take its place."""
+    """Return the field that sets the grammar of a request: the answer's if it is set, else `chat.tools`."""
     if message.HasField("grammar"):
         return f"grammar.{message.grammar.WhichOneof('kind')}"
     return "json_schema" if message.json_schema else "chat.tools"

@@ -18,7 +18,7 @@ MAX_ARGUMENTS = 16 << 10
 """Largest size in bytes of a chat template's arguments."""
 
 TRUNCATED = 4
-"""Contexts of tokens in a prompt that is then truncated: tokenising takes memory for all of them."""
+"""Limit, in contexts, on a prompt to be truncated: tokenising needs memory for the whole prompt."""
 
 
 def most_prompt_tokens(message: generation_pb2.GenerateRequest, model: ServedModel) -> int:
@@ -77,8 +77,8 @@ def prompt_tokens(
 def _truncated_text(
     text: str, ids: list[int], kept: int, model: ServedModel, violations: list[tuple[str, str]]
 ) -> list[int]:
-    """Return the last tokens of a text, `kept` of them with the special tokens around it. As transformers does, this
-    drops tokens of the text only."""
+    """Return the last `kept` tokens of a text, including the special tokens around it. Only the text's own tokens are
+    dropped, as in transformers."""
     if len(ids) <= kept:
         return ids
     plain = model.tokenizer.encode(text, special=False)
@@ -92,7 +92,7 @@ def _truncated_text(
 
 
 def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violations: list[tuple[str, str]]) -> datetime:
-    """Return the current time for the chat template: the one given, else `arrived` in whole seconds."""
+    """Return the current time for the chat template: the request's, else `arrived` in whole seconds."""
     if message.chat.HasField("time"):
         try:
             return message.chat.time.ToDatetime(UTC)
@@ -103,7 +103,7 @@ def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violatio
 
 
 def _end_violations(chat: generation_pb2.ChatPrompt) -> list[tuple[str, str]]:
-    """Return what is wrong with the end of a conversation."""
+    """Return the violations at the end of a conversation."""
     if chat.continue_final_message and chat.messages and chat.messages[-1].tool_calls:
         return [("chat.continue_final_message", "is set, the last message must have no calls")]
     return []

@@ -9,7 +9,7 @@ from specdec.text.tokenizer import Tokenizer
 from specdec.v2 import generation_pb2, model_pb2
 
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""The marks of Qwen 3, QwQ and DeepSeek R1's distillations, and those of Magistral since release 2507."""
+"""The marks of Qwen 3, QwQ and DeepSeek R1's distillations, and of Magistral since release 2507."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def reasoning_after(prompt: Sequence[int], marks: Reasoning, tokenizer: Tokenize
 
 
 def reasoning_from(message: generation_pb2.Reasoning) -> Reasoning | None:
-    """Return the reasoning in a message; None if it says there is none."""
+    """Return the reasoning in a message; None if `none` is set."""
     return None if message.none else Reasoning(message.opening_token, message.closing_token, message.begun)
 
 

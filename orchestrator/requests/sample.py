@@ -37,16 +37,16 @@ class Sample:
     weight: float = 1.0  # of the tenant, relative to its competitors for a verifier
     priority: int = 0  # within the tenant: lower goes first
     revision: str = ""  # of the model at the start of the text; empty: any
-    coalesce_commits: bool = False  # nobody reads while the text is generated
+    coalesce_commits: bool = False  # the client reads the text only when it is complete
     rejected_candidates: bool = False  # return them
     grammar: model_pb2.Grammar | None = None  # of the text; None: any text
-    shown_tokens: frozenset[int] = frozenset()  # special tokens to be shown nevertheless
+    shown_tokens: frozenset[int] = frozenset()  # special tokens that the text shows
     show_special: bool = False  # all special tokens are shown
-    include_stop: bool = False  # the text includes what ended it
+    include_stop: bool = False  # the text includes the stop string or end token
     reasoning: Reasoning | None = None  # at the start of the text, if any
     time: datetime | None = None  # seen by the chat template
     prompt_logprobs: int | None = None  # as `top_logprobs`, for the prompt; of the first sample only
-    schema_check: UniqueItems | None = None  # of the finished answer: what no grammar enforces of its schema
+    schema_check: UniqueItems | None = None  # of the finished answer: the part of its schema that no grammar enforces
     cache_salt: str = ""  # separates the text from others of its tenant in caches
     learn: bool = False  # draft services may keep the text to learn from it
 
@@ -67,8 +67,8 @@ class Sample:
 
 
 class CommittedText:
-    """The final tokens of one sample so far. Only `Verification` appends to them; sessions are opened with them, and
-    trees and caches of draft and verifier can be rebuilt from them."""
+    """The final tokens of one sample so far. Only `Verification` appends to them. Sessions are opened with them, so
+    trees and caches of draft and verifier can be rebuilt at any time."""
 
     def __init__(self, sample: Sample) -> None:
         self._generated = list(sample.generated)
@@ -82,12 +82,12 @@ class CommittedText:
 
     @property
     def unscored(self) -> int:
-        """The number of tokens of the prompt whose log-probabilities are requested and have not come."""
+        """The number of prompt tokens whose log-probabilities are requested and have not arrived."""
         return self._to_score - self.scored
 
     @property
     def begun(self) -> bool:
-        """True once any of it comes from a verifier, which binds it to the verifier's model."""
+        """True once part of the text comes from a verifier, which binds the text to that verifier's model."""
         return bool(self._generated or self.scored)
 
     def add(self, tokens: Sequence[int]) -> None:

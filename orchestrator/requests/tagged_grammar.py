@@ -1,7 +1,7 @@
 """The grammar of tool calls with arguments between tags, as Lark for llguidance, and the schemas it can enforce.
 
-Strings stand there verbatim, out of reach of JSON's own grammar: only their length or a list of values can be enforced,
-and a schema with further constraints is refused.
+Strings are verbatim between the tags, so JSON's grammar does not apply to them: only a length or a list of values can
+be enforced. A schema with further constraints on strings is refused.
 """
 
 from __future__ import annotations

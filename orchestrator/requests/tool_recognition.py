@@ -27,11 +27,12 @@ ANSWERED: dict[str, Any] = {"role": "tool", "content": "an answer", "tool_call_i
 NOON = datetime(2000, 1, 1, 12, tzinfo=UTC)
 
 BY_TEXT = ((GRANITE, "<|tool_call|>"),)
-"""Formats of families whose templates describe calls to the model, but write none of earlier turns."""
+"""Formats of families whose templates describe calls to the model, but write none for earlier turns."""
 
 
 def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
-    """Return the tool format of a model; None if its template takes no tools, or writes calls in an unknown format."""
+    """Return the tool format of a model; None if its template supports no tools, or writes calls in an unknown
+    format."""
     if tokenizer.chat_templates is None or not tokenizer.chat_templates.takes_tools:
         return None
     prompt = _rendered(tokenizer, [ASKED])

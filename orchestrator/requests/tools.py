@@ -20,8 +20,8 @@ from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolForma
 MAX_TOOLS = 128
 
 MAX_VALUES = 1 << 17
-"""Maximum values, names and containers in the schemas of all tools, and in the arguments of all calls: json.loads takes
-10 ms."""
+"""Maximum values, names and containers in the schemas of all tools, and in the arguments of all calls: json.loads needs
+10 ms for as many."""
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -33,14 +33,14 @@ NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list[tuple[str, str]]:
-    """Return what is wrong with the tools of a conversation, and with the calls in it."""
+    """Return the violations in a conversation's tools and calls."""
     found: list[tuple[str, str]] = []
     names = [tool.name for tool in chat.tools]
     if chat.tools and not model.takes_tools:
         found.append(("chat.tools", "is set, the model's chat template takes no tools"))
     if len(names) > MAX_TOOLS:
         return [("chat.tools", f"has {len(names)} tools, must have at most {MAX_TOOLS}")]
-    # Parsing holds the interpreter, from all other requests too, so texts of too many values are not parsed.
+    # Parsing holds the GIL and so delays all other requests: texts with too many values are not parsed.
     is_parsed = True
     for what, texts in (
         ("tools", [tool.parameters for tool in chat.tools]),
@@ -73,7 +73,7 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list
 
 
 def _forced_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list[tuple[str, str]]:
-    """Return what is wrong with a conversation with forced calls: their format must be known, and able to express the
+    """Return the violations in a conversation with forced calls: their format must be known, and able to express the
     arguments."""
     strict = {f"chat.tools[{index}].strict": tool.strict for index, tool in enumerate(chat.tools)}
     forcing = {
@@ -97,7 +97,7 @@ def _forced_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> l
 
 
 def _arguments_problem(schema: Mapping[str, Any], style: JsonCall | NamedCall | TaggedCall, work: Work) -> str:
-    """Return why the arguments of a function cannot be held to their schema; empty if they can."""
+    """Return why the schema of a function's arguments cannot be enforced; empty if it can."""
     if isinstance(style, TaggedCall):
         return tagged_problem(schema, style, work)
     try:
@@ -136,8 +136,8 @@ def turns_for_template(messages: Sequence[generation_pb2.ChatMessage]) -> list[d
 
 
 def arguments_of(call: generation_pb2.ToolCall) -> dict[str, Any] | None:
-    """Return the arguments of a call in the conversation, as far as they go if it was cut short; None if they are no
-    object."""
+    """Return the arguments of a call in the conversation, the existing part if they were cut short; None if they are
+    not a JSON object."""
     text = call.arguments or "{}"
     return found if (found := _object(text)) is not None else _cut_object(text)
 
@@ -163,12 +163,12 @@ def _values(texts: Sequence[str]) -> int:
     found = sum(text.count(sign) for text in texts for sign in _SIGNS)
     if found <= MAX_VALUES:
         return found
-    bare = (_STRING.sub("", text) for text in texts)  # most are in strings, such as those of code
+    bare = (_STRING.sub("", text) for text in texts)  # most are in strings, such as source code
     return sum(text.count(sign) for text in bare for sign in _SIGNS)
 
 
 def _schema_problem(parameters: str) -> str:
-    """Return what is wrong with a schema of arguments, without compiling it."""
+    """Return the problem with a schema of arguments, without compiling it; empty if there is none."""
     if not parameters:
         return ""
     found = _object(parameters)
@@ -208,7 +208,7 @@ def tool_grammar(
     chat: generation_pb2.ChatPrompt, model: ServedModel, answer: model_pb2.Grammar | None = None
 ) -> model_pb2.Grammar | None:
     """Return the grammar of a text that may or must hold calls of these tools; without calls it must match `answer`.
-    None if the text is unconstrained. GrammarError if an answer of this kind cannot stand beside calls."""
+    None if the text is unconstrained. GrammarError if this kind of answer cannot be combined with calls."""
     wanted, must = model.tool_format, chat.tool_required or bool(chat.tool_name)
     if not chat.tools or wanted is None:
         return answer
@@ -256,13 +256,13 @@ def _answer_rules(answer: model_pb2.Grammar) -> Iterator[str]:
 
 
 def _in_slashes(expression: str) -> str:
-    """Return a regular expression as it is written between slashes, on one line."""
+    """Return a regular expression escaped for use between slashes, on one line."""
     spelt = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
     return re.sub(r"\\.|[/\n\r]", lambda found: spelt.get(found[0], found[0]), expression, flags=re.DOTALL)
 
 
 def _calls(wanted: ToolFormat, marks: Marks, single: bool) -> Iterator[str]:
-    """Yield the rules for calls that are the whole text (`calls`), and for what follows one marker (`body`)."""
+    """Yield the rules for calls that are the whole text (`calls`), and for the text after one marker (`body`)."""
     several = False
     match wanted.call:
         case JsonCall(listed=True) as style:
@@ -297,8 +297,8 @@ def _beside_text(wanted: ToolFormat, marks: Marks, single: bool) -> Iterator[str
 def _call_rules(
     tools: Mapping[str, Mapping[str, Any]], wanted: ToolFormat, marks: Marks, *, as_json: bool
 ) -> Iterator[str]:
-    """Yield the rules for one call. With `as_json` it is JSON from its first character on: the lexer could not tell a
-    text of fixed characters from an answer in JSON."""
+    """Yield the rules for one call. With `as_json` the whole call is a rule for JSON: the lexer could not tell fixed
+    characters from an answer in JSON."""
     yield "call: " + " | ".join(f"call_{number}" for number in range(len(tools)))
     for number, (name, schema) in enumerate(tools.items()):
         arguments = f"arguments_{number}"

@@ -24,7 +24,7 @@ RELOAD_SECONDS = 1.0
 
 
 class Accounts:
-    """The accounts of all tenants, as the file has them now; without a file, one account for all callers."""
+    """The accounts of all tenants in the current file; without a file, one account for all callers."""
 
     def __init__(self, file: TenantsFile | None = None) -> None:
         """Read the file; TenantsFileError if it cannot be used."""
@@ -63,7 +63,7 @@ class Accounts:
         return account
 
     def check_operator(self, metadata: Metadata) -> None:
-        """Raise PermissionDeniedError unless the call is an operator's: it concerns all tenants."""
+        """Raise PermissionDeniedError unless the caller is an operator: the call concerns all tenants."""
         tenant = self.of(metadata).tenant
         if tenant is not None and not tenant.operator:
             raise PermissionDeniedError(f"tenant {tenant.name!r} is not an operator", "NOT_OPERATOR")

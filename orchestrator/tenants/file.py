@@ -31,12 +31,12 @@ CLASS = re.compile(r"[a-z0-9_-]{1,32}")
 
 
 class TenantsFileError(Exception):
-    """A file of tenants cannot be used. The message is one line: the file, the entry and what is wrong."""
+    """A file of tenants cannot be used. The message is one line: the file, the entry and the problem."""
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """A tenant and its limits; None is no limit. Each process of an orchestrator applies them separately."""
+    """A tenant and its limits; None: no limit. Each process of an orchestrator applies the limits separately."""
 
     name: str
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # "sha256:" and the hash in hex
@@ -53,7 +53,7 @@ LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
 SPELLED = {
     attribute.name: "class" if attribute.name == "tenant_class" else attribute.name for attribute in fields(Tenant)
 }
-"""Attribute of `Tenant` to entry of the file."""
+"""Names in the file by attribute of `Tenant`."""
 
 Tenants = Mapping[str, Tenant]
 """Tenants by the hash of each of their keys, spelled as in the file."""
@@ -99,7 +99,7 @@ class TenantsFile:
 
 
 def _tenant(name: Any, entry: Any) -> Tenant:
-    """Parse an entry of the file; ValueError says what is wrong."""
+    """Parse an entry of the file; ValueError names the problem."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_TENANT_CHARACTERS:
         raise ValueError(f"must be a name of 1 to {MAX_TENANT_CHARACTERS} characters")
     if not isinstance(entry, dict):

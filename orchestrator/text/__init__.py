@@ -1,1 +1,1 @@
-"""The text of a sample: its committed tokens, and the responses made of them."""
+"""The text of a sample: its committed tokens, and the responses made from them."""

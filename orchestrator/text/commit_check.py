@@ -1,8 +1,8 @@
 """Checks a verifier's commit against the request.
 
-The choice of tokens is the verifier's: no message shows whether it is right, and the checksum shows only that it
-arrived as sent. Everything else about a commit follows from the request and the text so far. A mismatch means that the
-pod is broken or the message corrupted: the session is lost, as if its stream had ended.
+No message shows whether the verifier's choice of tokens is right; the checksum shows only that it arrived as sent.
+Everything else about a commit follows from the request and the text so far. A mismatch means that the pod is broken or
+the message corrupted: the session is lost, as if its stream had ended.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ ROUNDING = 1e-3
 
 MAX_PREEMPTIONS = 1 << 20
 MAX_QUEUED_US = 1 << 50
-"""Limits on reported preemptions and microseconds: far above those of any pod, but low enough for sums of them to fit
-the fields of a response."""
+"""Limits on reported preemptions and microseconds: far above any pod's, but low enough for sums of them to fit the
+fields of a response."""
 
 
 MAX_QUERIES = 8
-"""Most queries to a draft about one text: far more than an engine needs whose bits vary from step to step."""
+"""Maximum queries to a draft about one text: far more than an engine needs, even one with bits that vary from step to
+step."""
 
 
 class CommitCheck:
@@ -49,10 +50,10 @@ class CommitCheck:
         self._model = model
         self._keepers = keepers
         self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
-        self._queries: Counter[int] = Counter()  # to the draft, by their base; of the last one only
+        self._queries: Counter[int] = Counter()  # to the draft, by base; of the last base only
 
     def query_violation(self, query: model_pb2.DraftQuery, text: CommittedText) -> str:
-        """Return what is wrong with a query to the draft; empty if nothing is."""
+        """Return the problem with a query to the draft; empty if there is none."""
         base = len(self._sample.prompt) + len(text.generated)
         if query.base != base:
             return f"its base is {query.base}, the text has {base} tokens"
@@ -66,7 +67,7 @@ class CommitCheck:
         return ""
 
     def scores_violation(self, scores: verifier_pb2.PromptLogprobs, text: CommittedText) -> str:
-        """Return what is wrong with log-probabilities of the prompt; empty if nothing is."""
+        """Return the problem with log-probabilities of the prompt; empty if there is none."""
         count, first = len(scores.logprobs), max(1, text.scored)
         if scores.first != first:
             return f"they begin at token {scores.first} of the prompt, must begin at {first}"
@@ -75,7 +76,7 @@ class CommitCheck:
         return self._wrong_numbers(scores.logprobs, self._sample.prompt_logprobs or 0)
 
     def violation(self, commit: verifier_pb2.Commit, text: CommittedText) -> str:
-        """Return what is wrong with a commit to a text; empty if nothing is."""
+        """Return the first problem with a commit to a text; empty if there is none."""
         if text.unscored:
             return f"it comes before the log-probabilities of {text.unscored} tokens of the prompt"
         generated = len(text.generated)
@@ -176,7 +177,7 @@ class CommitCheck:
         return ""
 
     def _wrong_overruled(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """Check that log-probabilities for a draft are there only if one keeps the text, and are sound."""
+        """Check that log-probabilities for a draft come only if a draft keeps the text, and are valid."""
         committed = commit.committed
         if not committed.overruled:
             return ""

@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 MAX_EXPLANATION = 512
-"""Characters of the sentence on a sample's speculation; a faulty verifier may cause longer ones."""
+"""Limit in characters on the explanation of a sample's speculation; a faulty verifier may cause longer ones."""
 
 
 def operation(request: generation_pb2.GenerateRequest) -> str:
@@ -69,7 +69,7 @@ class SampleTimeline:
         self._timeline.add(**{f"failovers.{reason}": 1})
 
     def drafting(self, reason: str, pod: str) -> None:
-        """Record that a text leaves a working draft alone, or uses it again."""
+        """Record that a text stops using a working draft, or uses it again."""
         self.event("drafting", reason=reason, pod=pod)
         self._timeline.add(**{f"drafting.{reason}": 1})
 
@@ -117,7 +117,7 @@ EXPECTED: frozenset[FailoverReason] = frozenset({"draft_back", "draft_paused", "
 
 
 class FailoverEvents:
-    """The failover events of one sample. `of_all` counts those of all samples."""
+    """The failover events of one sample. `of_all` counts the events of all samples."""
 
     def __init__(self, timeline: SampleTimeline, of_all: Counter[str] | None = None) -> None:
         self.counts: Counter[str] = Counter()

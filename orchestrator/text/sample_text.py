@@ -1,8 +1,8 @@
 """The text of one sample, made of tokens as they come: its reasoning, if it has any, then its answer.
 
-The text is in whole characters and ends at the first stop string; what may become one is held back. It is a pure
-function of the token sequence, however that was split: a resumed request replays its generated tokens here, and
-continues exactly where the text broke off.
+The text is in whole characters and ends at the first stop string; a possible beginning of one is held back. The text
+depends on the token sequence only, not on its split into commits: a resumed request replays its generated tokens here,
+and continues exactly where the text broke off.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from orchestrator.requests.sample import Sample
 from specdec.text.tokenizer import Tokenizer
 
 CONTEXT = 8
-"""Earlier tokens decoded with new ones: what a token spells depends on whether it begins the text."""
+"""Earlier tokens decoded with new ones: a token may spell something else at the beginning of a text."""
 
 SEARCHED = 4096
 """Tokens at the end of a prompt that are searched for this context. Special tokens and single bytes of characters do
-not count towards it."""
+not count towards its length."""
 
 
 class Detokenizer:
@@ -34,8 +34,8 @@ class Detokenizer:
         *,
         special: bool = False,
     ) -> None:
-        """`shown` are the special tokens to be spelt between texts; with `special`, all of them are spelt as the
-        library does. If the prompt ends inside a character, the text begins with it."""
+        """`shown` are the special tokens to spell between texts; with `special`, all are spelt, as the library does. If
+        the prompt ends inside a character, the text begins with that character."""
         self._tokenizer = tokenizer
         self._shown = frozenset() if special else shown
         self._special = special
@@ -124,8 +124,8 @@ class TextStream:
         return token in self._shown or self._tokenizer.is_spelt(token, special=self._special)
 
     def end(self, token: int) -> Spelt:
-        """Return the text held back before the end token. Unless the text includes it, the token is not shown, but may
-        complete a stop string."""
+        """Return the text held back before the end token. Without `include_stop` the token is hidden, but may complete
+        a stop string."""
         if self._include_stop:
             return self.push(token)
         spelt = self._release(self._detokenizer.flush())
@@ -165,7 +165,7 @@ class StopStrings:
     """The search for stop strings in one text.
 
     Stop strings are searched for in the shown text. If they contain the text of a special token, they are also searched
-    for in the text with special tokens spelt out (`pass_over`); the client gets the shown part of it.
+    for in the text with special tokens spelt out (`pass_over`); the client gets only its shown part.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class StopStrings:
         self._shown: list[int] = []  # by character of `_held`: 1 if it is shown, else 0
 
     def add(self, text: str) -> Spelt:
-        """Add shown text; return its final part, up to the first stop string."""
+        """Add shown text; return the text that is now final, up to the first stop string."""
         if not self._stop or not text:
             return Spelt(text)
         self._held += text
@@ -221,7 +221,7 @@ class StopStrings:
         return Spelt(visible[: places[begin]])
 
     def _visible(self) -> str:
-        """Return the shown part of what is held."""
+        """Return the shown part of `_held`."""
         if not self._with_special:
             return self._held
         return "".join(character for character, is_shown in zip(self._held, self._shown, strict=True) if is_shown)
@@ -290,8 +290,8 @@ class SampleText:
         return spelt
 
     def end(self, token: int) -> Spelt:
-        """Take the end token, which is not shown unless the text includes it; return the text it completes, and the
-        stop string it is or completes, if any."""
+        """Take the end token, which is hidden without `include_stop`; return the text it completes, and the stop string
+        that it equals or completes, if any."""
         self.reasoning_tokens += self._closing is not None
         spelt = self._stream.end(token)
         if spelt.stop or token not in self._ending:

@@ -84,7 +84,8 @@ class SampleTranscript:
         return self._completion_tokens - len(self._sample.generated)
 
     async def resume(self, threads: BoundedThreads) -> None:
-        """Detokenise what the client has already, in a thread unless it is short; called before the first commit."""
+        """Detokenise the text that the client already has, in a thread unless it is short; called before the first
+        commit."""
         if len(self._sample.generated) > SOON_SPELT:
             await threads.run(self._spell_generated, self._sample.tenant)
         else:
@@ -100,7 +101,7 @@ class SampleTranscript:
 
     def score(self, scores: verifier_pb2.PromptLogprobs) -> generation_pb2.GenerateResponse:
         """Return the response with log-probabilities of the next tokens of the prompt; the last one has `finish` if
-        nothing is to be generated. The first token, which has none, comes with the second."""
+        nothing is to be generated. The first token has no log-probability and comes with the second."""
         prompt, begin = self._sample.prompt, self._prompt_tokens
         self._prompt_tokens = end = scores.first + len(scores.logprobs)
         response = generation_pb2.GenerateResponse(
@@ -220,16 +221,16 @@ class SampleTranscript:
         statistics.histogram += histogram
         statistics.overrun += len(commit.committed.tokens) - kept
         statistics.sources.update(source_name(source) for source in commit.sources[:kept])
-        if count := commit.decisions.without.get(NO_DRAFTER, 0):  # the verifier knows only of drafters that are there
+        if count := commit.decisions.without.get(NO_DRAFTER, 0):  # the verifier knows only the available drafters
             del commit.decisions.without[NO_DRAFTER]
             commit.decisions.without[self._why_no_drafter] += count
         add_decisions(statistics.decisions, commit.decisions)
-        if self._found is None:  # after a failover, `cached_tokens` would be those of the resumption
+        if self._found is None:  # after a failover, `cached_tokens` counts the resumption's
             self._found = commit.cached_tokens
 
     @property
     def _why_no_drafter(self) -> str:
-        """The reason why a verifier was told of no drafter, or of none that it may use."""
+        """Why the policy names no drafter, or none that the verifier may use."""
         speculation = self._sample.speculation
         if not speculation.drafters:
             return OFF

@@ -54,7 +54,7 @@ class Without(StrEnum):
     NO_DRAFTER = "no_drafter"
     """No drafter permitted by the session is available. Its orchestrator knows whether the request permits any."""
     OFF_BY_DEFAULT = "off_by_default"
-    """The verifier's default, which the request leaves in force, permits none."""
+    """The request leaves the choice to the verifier, whose default permits none."""
     NO_DRAFT_SERVICE = "no_draft_service"
     """Draft services alone are permitted, and none is available."""
     HEADS_NOT_LOADED = "heads_not_loaded"
@@ -98,7 +98,7 @@ MODES = ("off", "ngram", "local_draft", "heads", "remote_draft", FORCED)
 
 @dataclass(slots=True)
 class DecisionSums:
-    """Sums over decisions. All keys are there from the start, so that any thread can read them."""
+    """Sums over decisions. All keys exist from the start, so that any thread can read the sums."""
 
     modes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))  # steps
     without: dict[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, Without), 0))  # steps, by reason
@@ -151,13 +151,13 @@ class VerifyResult:
 
 
 MAX_SCORES_A_MESSAGE = 64
-"""Tokens of a prompt with log-probabilities in one message: an orchestrator spends some 5 ms on them."""
+"""Maximum tokens of a prompt with log-probabilities in one message: an orchestrator spends some 5 ms on it."""
 
 
 class PromptScores(NamedTuple):
     """The log-probabilities of consecutive tokens of a session's prompt."""
 
-    first: int  # position of the first of them
+    first: int  # position of the first token
     logprobs: list[TokenLogprobs]
 
     def parts(self) -> Iterator[PromptScores]:

@@ -59,7 +59,7 @@ class BackendSession(Protocol):
 
 
 class MemoryUse(NamedTuple):
-    """Tokens of KV cache: the total, those held by sessions, and those of cached prefixes held by none."""
+    """Tokens of KV cache: in total, held by sessions, and in cached prefixes that no session holds."""
 
     tokens: int
     held: int
@@ -82,7 +82,7 @@ class SessionBackend(Worker):
     def session(self, request: VerifierSessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Any:
         """Return a new session (`BackendSession`), not served yet. Thread-safe.
 
-        `max_nodes`: limit on live candidates of its draft; `vocabulary`: number of its tokens.
+        `max_nodes`: limit on live candidates of its draft; `vocabulary`: size of the target's vocabulary.
         """
 
     @abstractmethod
@@ -95,10 +95,10 @@ class SessionBackend(Worker):
         query: MakeQuery,
         timeline: Timeline,
     ) -> None:
-        """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached; before
-        them the log-probabilities of its prompt, if requested; under CONTRASTIVE also queries to its draft. Record in
-        the timeline when it is admitted or preempted and when its prompt is computed. EngineLostError if the engine is
-        lost. In the worker's thread."""
+        """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached. Send
+        the log-probabilities of its prompt before them, if requested, and under CONTRASTIVE queries to its draft.
+        Record in the timeline when it is admitted or preempted and when its prompt is computed. EngineLostError if the
+        engine is lost. In the worker's thread."""
 
     @abstractmethod
     def detach(self, session: Any) -> None:

@@ -35,7 +35,7 @@ class VerifierStats:
     committed: int = 0  # tokens
     offered: int = 0  # candidates verified
     accepted: int = 0
-    drafted_steps: int = 0  # steps of sessions with a draft, without a text's last
+    drafted_steps: int = 0  # steps of sessions with a draft, except a text's last
     draft_ready_steps: int = 0  # drafted steps ending with the next candidates present
     refused: int = 0  # invalid messages of candidates
     prompt_tokens: int = 0  # tokens of sessions at first admission, generated ones included
@@ -107,8 +107,8 @@ class VerifierStats:
 
     def too_late(self, most: int, deadline: float | None, waiting: int) -> TooLateError | None:
         """Return the error for a text behind `waiting` others if at the current pace it would miss its deadline
-        (`time.monotonic`), else None. Its expected length is that of usual texts, at most `most` tokens. Also None
-        without data: no session is running, or none has ended yet."""
+        (`time.monotonic`), else None. Its expected length is that of ended texts, at most `most` tokens; 0 if none has
+        ended yet. Also None if no session is running."""
         if deadline is None or not self.running:
             return None
         wait = self.expected_wait(waiting) if waiting else 0.0

@@ -56,7 +56,7 @@ ROUNDING = 1e-12
 """Relative error of a step time multiplied and divided by the speed, generously."""
 
 MANY = 1 << 20
-"""Stands for an unlimited number of rows, where rows cost nothing."""
+"""The number of rows returned in place of infinity, where rows cost nothing."""
 
 MATERIAL = 0.01
 """Change of a point's logarithm, relative to the others, above which the table is rebuilt: rebuilding takes longer than
@@ -96,7 +96,7 @@ class StepLatency:
         self._drift = tuning.speed_drift**2 + tuning.shape_drift**2 * np.eye(count)  # added per second of steps
         self._budget = tuning.first_exploration_seconds
         self._exploring: float | None = None  # worth in seconds of the coming step, if it explores
-        self._steps_since = 0  # since an exploring one: the first is its baseline
+        self._steps_since = 0  # since the last exploring step; the first is a baseline and does not explore
         self._tabulate()
 
     @classmethod
@@ -119,7 +119,7 @@ class StepLatency:
         return seconds + [self.of(rows) for rows in range(first + len(seconds), end)]
 
     def rows_within(self, seconds: float) -> int:
-        """Return the largest number of rows with a step time of at most `seconds`; never fewer than n for T_v(n)."""
+        """Return the largest number of rows with a step time of at most `seconds`; for T_v(n), at least n."""
         table, seconds = self._table, seconds / self._speed * (1.0 + ROUNDING)
         if seconds < table[-1]:
             return max(0, bisect_right(table, seconds) - 1)
@@ -160,8 +160,8 @@ class StepLatency:
         return max(self.of(rows), estimate * math.exp(-self._tuning.optimism * error))
 
     def uncertain_below(self, rows: int, least: int) -> int:
-        """Return the last measured point below `rows`, but at least `least`, if it is uncertain how much less it takes
-        and the coming step may try; else `rows`. The experiment costs few tokens, so it is made from time to time even
+        """Return the last measured point below `rows`, but at least `least`, if the time it saves is uncertain and the
+        coming step may try it; else `rows`. The experiment costs few tokens, so it is made from time to time even
         without budget: if fewer rows are better, further exploration is free."""
         due = self.may_explore or self._steps_since >= UNPAID_STEPS
         if rows == least or rows > self._points[-1] or not due:
@@ -274,12 +274,14 @@ def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: 
     total = 0.0
     for count in rows:
         tries = [seconds(count)]
+        # Probably delayed: repeat it before a long step ends the measurement.
         if least and tries[0] > max(LONG, DELAYED * count / max(least) * least[max(least)]):
             tries.append(seconds(count))
         least[count], total = min(tries), total + sum(tries)
         if least[count] > LONG and count >= STEEP_ROWS:
             break
     shortest = list(accumulate(reversed(least.values()), min))[::-1]  # minimum over this and all larger counts
+    # Repeat short steps, and delayed ones: these took much longer than a step over more rows.
     again = [n for n, more in zip(least, shortest, strict=True) if least[n] <= ONCE or least[n] > DELAYED * more]
     for done in range(1, REPEATS):
         if done >= MIN_ROUNDS and total >= enough:

@@ -48,11 +48,12 @@ def select_candidates(
     """Return the candidates with the highest goodput of a step, out of each session's offer.
 
     The step has `rows` rows already, each certain to bring a token; at most `most` rows are added. `spent`: seconds
-    taken by the local draft model before the step. With `explore`, if the latency model permits it for this step, there
-    are two experiments: candidates that do not pay by the current estimate but may pay are added, up to the next
-    measured point; or some paying ones are left out, to learn whether fewer rows cost as much as estimated. Without
-    `leave_out`, and with `spent` independent of the offers, a candidate is chosen by the probabilities down to it and
-    to its first child, and by no others below, as block verification requires.
+    taken by the local draft model before the step.
+
+    With `explore`, and if the latency model permits it now, the step may be an experiment: it adds candidates that may
+    pay although the estimate says no, up to the next measured point, or leaves out some that pay, to learn whether
+    fewer rows cost as much as estimated. Without `leave_out`, and with `spent` independent of the offers, no
+    probability below a candidate decides on it but its first child's, as block verification requires.
     """
     ranked = sorted((-logprob, index) for index, offer in enumerate(offers) for logprob in offer.logprobs)
     ranked = ranked[: max(0, most)]
@@ -116,7 +117,7 @@ class WindowCosts:
         return cost
 
     def optimistic(self, size: Lookahead) -> float:
-        """Return a lower bound of the cost of a full window, as far as it is uncertain."""
+        """Return a lower bound on the cost of a full window; the cost itself where it is certain."""
         return self._in_tokens(self._latency.optimistic(self._rows, self._rows + size.rows))
 
     def explore(self) -> None:

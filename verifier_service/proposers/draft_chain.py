@@ -83,7 +83,8 @@ class PrefixState:
         return True
 
     def _has_unknown(self, tokens: Sequence[int]) -> bool:
-        """Return True if a token is beyond the draft's vocabulary, which is smaller where its padding was left out."""
+        """Return True if a token is beyond the draft's vocabulary, which is smaller than the target's where its padding
+        was left out."""
         return self._vocabulary < self.session.vocabulary and max(tokens) >= self._vocabulary
 
     def take(self, most: int) -> tuple[list[int], int, Slots]:
@@ -134,7 +135,7 @@ class DraftChain:
     def draw(self, row: AskedRow, logits: Logits) -> None:
         """Add a token drawn from the draft's logits [V] (REJECTION), if they are finite."""
         logits = over(row.vocabulary, logits)
-        self.broken = not abs(logits.max()) < MAX_ABS_LOGIT
+        self.broken = not abs(logits.max()) < MAX_ABS_LOGIT  # also if NaN
         proposal = None if self.broken else rejection.propose(logits, row.query)
         if proposal is None:
             self.ended = True

@@ -32,7 +32,7 @@ from verifier_service.settings.tuning import DEFAULTS, Tuning
 log = structlog.get_logger()
 
 MAX_TENANTS = 256
-"""Number of tenants whose usefulness of the draft is remembered; the least recently active is evicted first."""
+"""Tenants with a remembered usefulness of the draft; the least recently active one is forgotten first."""
 
 
 class DraftModelProposer(Proposer):

@@ -86,7 +86,7 @@ def open_windows(
         window = session.open_window(size)
         windows.append(window)
         if window is not None and size is not None:
-            if not exploring:  # that step shows what rows cost, and not yet what windows bring
+            if not exploring:  # an exploring step measures the cost of rows, not the gain of windows
                 _charge(session, size, costs, window, nodes)
             planned = {id(node) for node in nodes}
             further = [node for node in window.candidates if id(node) not in planned and session.usable(node)]
@@ -99,8 +99,7 @@ def open_windows(
 def _charge(
     session: VerifierSession, size: Lookahead, costs: WindowCosts, window: LookaheadRows, nodes: Sequence[Node]
 ) -> None:
-    """Enter the costs of a window, and of the candidates that windows have found, unless the request wants it at any
-    cost."""
+    """Record the costs of a window and of candidates from windows, unless the request wants windows at any cost."""
     if session.policy.lookahead is None and not session.policy.forced:
         gain = session.ngrams.gain
         gain.begin(size, session.window_sizes, costs.of)

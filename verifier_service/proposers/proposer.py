@@ -1,8 +1,9 @@
 """The seam for drafters inside the verifier: a proposer adds candidates to the token trees of sessions.
 
-A new drafter is one file with a subclass of `Proposer`, and an entry in the step loop's list. One that requests can
-name, or with a token source of its own, needs more (CONTRIBUTING.md). It decides only what may follow a text. The token
-budget chooses the candidates to verify, and the speculation controller whether proposers are used.
+A new drafter is one file with a subclass of `Proposer`, and an entry in the step loop's list. A drafter that requests
+can name, or with its own token source, needs more (CONTRIBUTING.md). A proposer only suggests tokens that may follow a
+text: the token budget chooses the candidates to verify, and the speculation controller decides whether proposers are
+used.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class ComingStep:
         return [session for session in self.sessions if not session.remaining_prompt]
 
     def proposed_for(self) -> Iterator[VerifierSession]:
-        """Yield the decoding sessions that use proposers. Where a place takes a single, sampled candidate, a local
-        model in use has precedence."""
+        """Yield the decoding sessions that use proposers. Where candidates are sampled (REJECTION), a place takes a
+        single one: sessions that use a local model are left out, since it has precedence."""
         for session in self.sessions:
             if session.remaining_prompt or not self.eligibility.uses_proposers(session):
                 continue

@@ -142,7 +142,7 @@ class AdaptiveThreads:
             self._switch(self._all)
 
     def _compare(self, rows: int, seconds: float) -> None:
-        """Add a step to the comparison of all threads' time with the expected time of fewer."""
+        """Add a step to the comparison: its time with all threads, and the expected time with the fewest."""
         self._steps += 1
         self._taken += seconds
         self._with_fewest += self._latencies[self._fewest].of(rows)

@@ -1,9 +1,9 @@
 """The foreseen step: the next step, packed while the device computes the current one.
 
 A text continuing without candidates gets exactly one token. Its next row is therefore known in advance: position, slot
-and keys. Only the token is filled in later. On a GPU this removes most of the planning from the time the device idles;
-vLLM calls it async scheduling. If a text joins, gets candidates, or ends before a step that is not launched early, the
-packed batch is dropped and the step is planned when due.
+and keys. Only the token is filled in later. On a GPU this hides most of the planning behind the current pass; vLLM
+calls it async scheduling. The packed batch is dropped, and the step planned when due, if a text joins or gets
+candidates, or if a text ends and the step is not launched early.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ForeseenStep:
         self._batch, self._rows = None, {}
 
     def prepare(self, packer: Packer, entries: Sequence[tuple[RunningSession, ScheduledRows]]) -> None:
-        """Pack a row for every text that continues after the current step. Nothing is packed if one has candidates now,
-        a prompt that reaches beyond the step, or no memory for another token."""
+        """Pack a row for every text that continues after the current step. Nothing is packed if any text has candidates
+        or a window in this step, a prompt not finished by it, or no memory for another token."""
         self.forget()
         for entry, rows in entries:
             session = entry.session
@@ -83,8 +83,8 @@ class ForeseenStep:
         text that continues; and the number of all rows. None if no text continues. The foreseen batch is forgotten in
         any case.
 
-        A text with an end token keeps its row, which changes nothing: its slot is freed with the text, and written
-        before the next owner writes it.
+        The row of a text that gets an end token stays in the batch, harmlessly: its slot is freed with the text, and
+        this pass writes the slot before its next owner does.
         """
         batch, rows = self._batch, self._rows
         self.forget()

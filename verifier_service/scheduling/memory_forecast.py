@@ -4,8 +4,8 @@ Admitting a prompt only because it fits now leads to preemptions and recomputati
 all texts are expected to fit until they end, given the lengths of past texts: the Past-Future scheduler (Gong et al.
 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees").
 
-Text k has L_k tokens in b_k blocks, e_k of them its own alone, and is expected to end in s_k steps, a token each. After
-m steps the texts hold
+Text k has L_k tokens in b_k blocks, shares all but e_k blocks with other texts, and is expected to end after s_k steps
+of one token each. After m steps the texts hold
 
     G(m) = sum over s_k >= m of max(0, ceil((L_k + m) / BLOCK) - b_k)  -  sum over s_k < m of e_k
 
@@ -61,7 +61,7 @@ class TextLengths:
 
 
 def expected_growth(texts: Sequence[VerifierSession], lengths: TextLengths) -> int:
-    """Return the peak growth of these texts in blocks if none is added, the oldest first (module docstring). All hold
+    """Return the peak growth in blocks of these texts, the oldest first, if none is added (module docstring). All hold
     memory for their current length, except perhaps the one being admitted."""
     now, generated, left, blocks, exclusive = np.array(
         [

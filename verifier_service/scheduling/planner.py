@@ -57,8 +57,8 @@ class StepPlan:
 class Planner:
     """Fills steps: roots of decoding sessions, candidates worth their rows, lookahead windows, chunks of prompts.
 
-    `packer` makes an empty batch; `tree_slots` hold side branches of token trees. Limits on rows: `step_rows` for
-    prompts beside decoding sessions, within the time limit of chunked prefill; `prefill_rows` for prompts alone.
+    `packer` makes an empty batch; `tree_slots` hold side branches of token trees; `step_rows` and `prefill_rows` limit
+    rows as in `StepPrompts`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Planner:
         self._packer = packer
         self._queue = queue
         self._foreseen = ForeseenStep(queue)
-        self._certain = False  # the foreseen step is the next one, whatever is chosen
+        self._certain = False  # the next step is the foreseen one, whatever tokens this step chooses
         self._division: Division | None = None  # of the foreseen step
         self._threads = threads
         self._eligibility = eligibility
@@ -87,7 +87,7 @@ class Planner:
 
     def plan(self, ready: Sequence[RunningSession], spent: float, division: Division | None = None) -> StepPlan:
         """Plan a step. Sessions that yield to urgent prompts are left out. `spent`: seconds the proposers took for
-        these sessions; `division`: the one that chose `ready`; None with a single tenant."""
+        these sessions; `division`: the one that chose `ready`; None: not divided among tenants."""
         self.shares.begin(division)
         # 1. Who yields to urgent prompts.
         prompts, plain, speculating = self._sorted(ready)
@@ -137,7 +137,7 @@ class Planner:
             )
             entries += [(entry, entry.session.plan(packer, chunk, [], [])) for entry, chunk in chunks]
             pack, written, taken = packer.pack, packer.slots, len(packer.tokens)
-        # 4. What the rows say of their decision, and the seconds expected.
+        # 4. Record the decision on each session's candidates, and the expected seconds.
         for entry, rows in entries[: len(speculating)]:
             rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
             rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
@@ -151,15 +151,15 @@ class Planner:
         self._certain = False
         try:
             self._foreseen.prepare(self._packer(), plan.entries)
-            # Asked here, while the device computes, and not when the tokens are known and the device idles.
+            # Decided here, while the device computes: once the tokens are known, the device idles.
             self._certain = self._continues(plan)
         except Exception as error:  # must not fail the pass in progress
             log.error("next_step_not_packed", exc_info=error)
             self._foreseen.forget()
 
     def plan_early(self, results: Sequence[tuple[RunningSession, VerifyResult]]) -> StepPlan | None:
-        """Return the plan of the next step before the current one's `results` are committed; None if it depends on
-        more."""
+        """Return the plan of the next step before the current one's `results` are committed; None if the plan depends
+        on more than these."""
         foreseen = self._foreseen.take_early(results) if self._certain else None
         if foreseen is None:
             return None
@@ -179,12 +179,12 @@ class Planner:
         return replace(plan, entries=entries)
 
     def idle(self) -> None:
-        """Note that no step follows: release what is kept of ended sessions."""
+        """Note that no step follows: drop the foreseen step, which keeps ended sessions in memory."""
         self._foreseen.forget()
 
     def _continues(self, plan: StepPlan) -> bool:
-        """Return whether the step after this one follows from its tokens alone: it has all sessions, none may have or
-        need candidates, no reader is about to fall too far behind, and no tenant gives way to another."""
+        """Return whether the next step depends on this step's tokens alone: this step has all sessions, none may have
+        or needs candidates, none is about to be throttled, and no tenant sits out for another."""
         entries, eligibility = [entry for entry, _ in plan.entries], self._eligibility
         self._division = self.shares.divide(entries, self._threads.latency)
         if self._division is not None and not (plan.decodes_only and self._division.takes_all):
@@ -198,11 +198,11 @@ class Planner:
         )
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Update the latency model with a step's duration. T_v is that of short texts: steps with prompts update the
-        slowdown instead, since rows of long prompts cost more.
+        """Update the latency model with a step's duration. T_v is for short texts, and rows of long prompts cost more:
+        steps with prompts update the slowdown instead.
 
-        A step launched early lasts from its launch. Where the host takes longer than the device, the host's time
-        counts: it is the time between two tokens.
+        A step launched early is timed from its launch. Where the host is slower than the device, this measures the
+        host's time, which is then the time between two tokens.
         """
         if plan.decodes_only:
             self._threads.observe(plan.rows, seconds)
@@ -217,8 +217,8 @@ class Planner:
         taken: int,
         break_even: float,
     ) -> None:
-        """Record the decision on each session's candidates in its rows. The first `speculating` of the `decoding` ones
-        could have some; the step has `taken` rows."""
+        """Record the decision on each session's candidates in its rows. The first `decoding` entries are decoding, and
+        the first `speculating` of these may have candidates; the step has `taken` rows."""
         eligibility, row = self._eligibility, 0.0
         for place, (entry, rows) in enumerate(entries):
             session = entry.session

@@ -40,13 +40,12 @@ def prefill_chunks(
     weights: Sequence[float] | None = None,
     urgent_rows: int = 0,
 ) -> list[int]:
-    """Return the tokens of each prompt to compute: the budget is shared by `weights` (default: equally), and what a
-    short prompt leaves goes to the others (max-min).
+    """Return how many tokens of each prompt to compute. The prompts share the budget by `weights` (default: equally),
+    and the unused share of a short prompt goes to the others (max-min).
 
-    `rows` rows of `decoding` sessions are in the step already, and `urgent_rows` of prompts that are not chunked for
-    them. Without decoding sessions, `most` alone limits the prompts. With them, `most` limits all rows together,
-    rounded up to the multiple that leaves room for `min_chunk_tokens`; the time limit in the module docstring applies
-    too.
+    The step already has `rows` rows of `decoding` sessions and `urgent_rows` rows of urgent prompts. Without decoding
+    sessions, `most` alone limits the prompts. With them, `most` limits all rows together, rounded up to the multiple
+    that leaves room for `min_chunk_tokens`; the time limit in the module docstring applies too.
     """
     budget = most
     if decoding:
@@ -58,7 +57,7 @@ def prefill_chunks(
     weights = weights or [1.0] * len(remaining)
     shares = [0] * len(remaining)
     waiting = sum(weights)
-    # Smallest need per weight first: what it leaves of its share is then divided among the rest.
+    # Smallest need per weight first: its unused share is then divided among the rest.
     for index in sorted(range(len(remaining)), key=lambda index: remaining[index] / weights[index]):
         shares[index] = min(remaining[index], max(1, int(budget * weights[index] / max(waiting, weights[index]))))
         budget -= shares[index]

@@ -115,7 +115,7 @@ class RunQueue:
         return entry.session.unread + ahead > self._max_unread_tokens
 
     def consists_of(self, entries: Sequence[RunningSession]) -> bool:
-        """Return whether these running sessions, each one once, are all sessions."""
+        """Return whether these distinct running sessions are all sessions."""
         return len(entries) == len(self.running) and not self._waiting
 
     def reserve_texts(self, entries: Iterable[RunningSession]) -> list[RunningSession]:
@@ -234,7 +234,7 @@ class RunQueue:
         self._copy(np.full(len(to_wipe), PADDING_SLOT), to_wipe)
 
     def _copy(self, source: Slots, target: Slots) -> None:
-        """Copy slots, in parts: an engine takes memory for as many as it copies at once."""
+        """Copy slots in parts: an engine needs memory for all slots of one copy."""
         for begin in range(0, len(source), COPIED_AT_ONCE):
             part = slice(begin, begin + COPIED_AT_ONCE)
             self._engine.copy(source[part], target[part])

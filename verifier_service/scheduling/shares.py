@@ -32,11 +32,11 @@ from specdec.engine.kv.blocks import BLOCK
 from verifier_service.sessions.running_session import RunningSession
 
 GENERATED_COST = 2.0
-"""Cost of a generated token relative to a prompt token, as in the paper: it takes a step, not a row of one."""
+"""Cost of a generated token relative to a prompt token, as in the paper: it takes a whole step, not just a row."""
 
 BURST = 4.0
 """Credit of a tenant that returns from idle, in mean texts. Without it, each of a few simultaneous requests would wait
-until others had been served as much as the one before it: light users seldom submit evenly."""
+until other tenants had been served as much as the request before it. Light users seldom submit evenly."""
 
 USUAL_SMOOTHING = 0.05
 """Weight of the latest text in the moving average of text costs."""
@@ -46,8 +46,8 @@ REMEMBERED = 1024
 
 IMBALANCE = 1.25
 """A tenant is preempted only if, after the preemption, it still holds this multiple of the memory per weight of the
-tenant whose text is admitted. A preempted text is recomputed, and smaller differences even out as texts end. With 2, a
-tenant asking for a fifth of the memory sometimes waits for a text of a flooding tenant to end."""
+tenant whose text is admitted: preemption costs a recomputation, and smaller differences even out as texts end. With 2,
+a tenant asking for a fifth of the memory sometimes waits for a text of a flooding tenant to end."""
 
 
 class Urgent(NamedTuple):
@@ -195,8 +195,8 @@ def youngest_of_largest(running: list[RunningSession]) -> RunningSession:
 
 def who_counts(running: Sequence[RunningSession], entry: RunningSession, tokens: int) -> list[RunningSession]:
     """Return the running sessions whose growth may take memory from the waiting `entry`, which needs `tokens` tokens:
-    all but those that would be preempted first. These are, for tenants holding at least `IMBALANCE` times this tenant's
-    future share, all but their oldest."""
+    all but those that would be preempted first. Each tenant holding at least `IMBALANCE` times this tenant's future
+    share would lose all its sessions but the oldest."""
     shares = held(running)
     own = shares.pop(entry.tenant, 0.0) + tokens / entry.weight
     # Well above this tenant's share once admitted: these would be preempted for it, so their growth cannot displace it.

@@ -33,7 +33,7 @@ from verifier_service.speculation.eligibility import Eligibility
 
 
 class StepCandidates(NamedTuple):
-    """What the speculating sessions of a step have in it, by their index."""
+    """The candidates and windows of a step's speculating sessions, by session index."""
 
     nodes: list[list[Node]]
     windows: list[LookaheadRows | None]
@@ -76,11 +76,11 @@ class CandidateChoice:
     free: int
 
     def for_all(self, sessions: Sequence[VerifierSession], decoding: int, *, may_explore: bool) -> StepCandidates:
-        """Choose for `sessions` in a step of `decoding` ones. Only a step of one tenant `may_explore` the cost of rows:
-        no prompt and no other tenant may wait for an experiment."""
+        """Choose for `sessions` in a step with `decoding` decoding sessions. `may_explore`: allow an experiment on the
+        cost of rows, for which neither a prompt nor another tenant may have to wait."""
         offers = [session.candidates() for session in sessions]
-        # Where a block ends must not depend on draws behind the end (`block_verification.py`): neither on what an
-        # experiment leaves out, nor on how far a proposer drew, which takes time.
+        # The end of a block must not depend on draws beyond it (`block_verification.py`). So no experiment leaves draws
+        # out, and the proposers' time, which depends on how far they drew, does not count.
         blocks = any(session.block_verification for session in sessions)
         found = select_candidates(
             offers,
@@ -103,8 +103,8 @@ class CandidateChoice:
         return StepCandidates(found.nodes, windows, found.break_even)
 
     def by_tenant(self, speculating: Sequence[RunningSession], decoding: int, division: Division) -> StepCandidates:
-        """Choose for `speculating` sessions in a step of `decoding` ones, divided among tenants. That compares all
-        candidates, so draws are verified one by one."""
+        """Choose for `speculating` sessions in a step with `decoding` decoding sessions, divided among tenants. This
+        compares the candidates of all sessions, so draws are verified one by one."""
         sessions = [entry.session for entry in speculating]
         offers = [session.compare_candidates() for session in sessions]
         joint = select_candidates(offers, self.latency, decoding, self.free, self.spent)
@@ -127,7 +127,7 @@ class CandidateChoice:
         return self._within_parts(sessions, own, division)
 
     def _alone(self, sessions: Sequence[VerifierSession], places: list[int], roots: int) -> Alone:
-        """Return what a tenant's sessions would have in a step of their own."""
+        """Return the candidates and window rows of a tenant's sessions in a step of their own."""
         offers = [session.candidates() for session in sessions]
         found = select_candidates(offers, self.latency, roots, self.free, self.spent)
         _insist(sessions, found.nodes, self.free)
@@ -139,14 +139,14 @@ class CandidateChoice:
     def _within_parts(
         self, sessions: Sequence[VerifierSession], own: dict[str, Alone], division: Division
     ) -> StepCandidates:
-        """Give each tenant what it would have alone, as far as its part of the step allows."""
+        """Give each tenant the candidates and windows of its own step, as far as its part of this step allows."""
         allowed = division.candidates({tenant: alone.extra for tenant, alone in own.items()})
         chosen: list[list[Node]] = [[] for _ in sessions]
         windows: list[LookaheadRows | None] = [None] * len(sessions)
         free = self.free
         for tenant, alone in own.items():
             most, some, nodes = min(free, allowed[tenant]), [sessions[i] for i in alone.places], alone.nodes
-            # Fewer than it would have alone: choose the best of them again.
+            # Room for fewer than alone: choose the best again.
             if most < alone.count:
                 offers = [session.candidates() for session in some]
                 nodes = select_candidates(offers, self.latency, alone.roots, most, self.spent).nodes
@@ -160,8 +160,8 @@ class CandidateChoice:
 
 
 def _insist(sessions: Sequence[VerifierSession], chosen: list[list[Node]], most: int) -> None:
-    """Add the best candidate of each session that is forced to speculate and got none, as long as there are at most
-    `most` in all."""
+    """Add the best candidate of each session that is forced to speculate and got none, up to `most` candidates in
+    total."""
     left = most - sum(map(len, chosen))
     for place, session in enumerate(sessions):
         if left > 0 and session.policy.forced and not chosen[place] and (best := session.candidates().nodes):

@@ -26,7 +26,7 @@ WITHOUT_DRAFT = WaitEstimate(1.0)
 
 
 def delay_until(estimates: Sequence[WaitEstimate], now: float, last_step: float, step_time: float) -> float | None:
-    """Return the time until which to delay the step; None: step now. Any message arriving before leads to a new
+    """Return the time until which to delay the step; None: step now. A message that arrives earlier leads to a new
     decision."""
     gain = sum(wait_estimate.gain for wait_estimate in estimates)
     expected = sum(wait_estimate.expected for wait_estimate in estimates)
@@ -75,6 +75,6 @@ class StepDelay:
         return earliest - now
 
     def end(self, now: float) -> float:
-        """End the delay: the step begins, or there is none. Return its duration in seconds."""
+        """End the delay, since the step begins or no session is ready. Return the delay's seconds."""
         since, self._since = self._since, None
         return now - since if since else 0.0

@@ -3,12 +3,13 @@
 With T_v(n) the seconds of a step over n rows, and s the slowdown of steps with prompts (`PrefillSlowdown`):
 
 - Decoding sessions sit out while urgent prompts of other tenants are computed (`TenantShares.urgent`) if the step gets
-  shorter by more than a factor. With p urgent prompt rows, d decoding sessions, and d' of them that do not yield:
+  shorter by more than a factor. With p urgent prompt rows, d decoding sessions in total, and d' that do not yield:
 
       T_v(p + d)  >  worth_a_wait * T_v(p + d')
 
 - Chunks of prompts fill the rest of the step (`prefill.py`).
-- Rows of prompts with log-probabilities have logits. m of them fit beside k candidates if m + k <= MAX_STEP_CANDIDATES.
+- Rows of prompts with log-probabilities have logits: m such rows fit beside k candidates if
+  m + k <= MAX_STEP_CANDIDATES.
 - c tokens of a tenant with t seconds left in its part fit beside r rows if
 
       s * (T_v(r + c) - T_v(r))  <=  t
@@ -71,9 +72,9 @@ class StepPrompts:
         *,
         goes_first: bool,
     ) -> list[Chunk]:
-        """Return the tokens of each prompt to compute beside `rows` rows of `decoding` sessions, which have
-        `candidates` candidates. Prompts of urgent tenants come before others; with `goes_first` neither decoding
-        sessions nor their tenant's part limit them."""
+        """Return how many tokens of each prompt to compute beside `rows` rows of `decoding` sessions, which have
+        `candidates` candidates. Prompts of urgent tenants come first; with `goes_first`, neither decoding sessions nor
+        their tenant's part of the step limits these prompts."""
         chunks = self._filling(prompts, urgent, decoding, rows, goes_first=goes_first)
         chunks = self._with_room_for_scores(chunks, candidates)
         if division is None:
@@ -132,7 +133,7 @@ class StepPrompts:
         """Return the rows of prompts that fit in these seconds of a step, beside `rows` rows."""
         # The part is in seconds of this step, T_v in seconds of short texts: divide by the slowdown.
         fitting = latency.rows_within(latency.of(rows) + seconds / self.slowdown.factor) - rows
-        # A prompt must progress: what its least chunk takes beyond its part is charged to the next steps.
+        # A prompt must progress: if its minimum chunk exceeds the part, the excess is charged to the next steps.
         return max(fitting, self._tuning.min_chunk_tokens if seconds > 0 else 0)
 
 

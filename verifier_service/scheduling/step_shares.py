@@ -13,8 +13,8 @@ the step out. The unused part carries over as credit (deficit round robin, Shree
 costing more than a whole part runs every few steps. No session starves, and the guarantee holds on average, up to one
 such session.
 
-Rows beyond the roots (candidates, lookahead windows, chunks of prompts) get what the roots leave of the tenant's part.
-No session sits out where extra rows are free, or with a single tenant.
+Rows beyond the roots (candidates, lookahead windows, chunks of prompts) get the rest of the tenant's part. No session
+sits out where extra rows are free, or with a single tenant.
 
 The bound is only as good as the estimate of A_v, and while tenants share steps, no step has the rows of v alone. So an
 occasional step has only these, to measure A_v.
@@ -101,10 +101,10 @@ class Division:
 
     def is_fair(self, rows: int, got: Mapping[str, float], wanted: Mapping[str, tuple[int, float]]) -> bool:
         """Return whether every tenant gets at least its part of the token rate it has alone, in a step with `rows`
-        candidates that brings it `got` tokens. `wanted`: its (candidates, tokens) in a step of its own; tenants missing
-        there have no candidates.
+        candidates. `got`: each tenant's tokens in that step, by default its roots; `wanted`: its (candidates, tokens)
+        in a step of its own, by default no candidates.
 
-        The bound is on tokens: a joint choice of candidates may exceed it in seconds and still bring every tenant more.
+        Token rates decide: a joint choice of candidates may exceed the bound B and still bring every tenant more.
         """
         if self.sitting_out:
             return False
@@ -148,7 +148,7 @@ class Division:
         return found
 
     def _slower_by(self, rows: int, more: int) -> float:
-        """Return the additional seconds of a step by `more` rows beside `rows` rows."""
+        """Return the seconds that `more` rows add to a step of `rows` rows."""
         return self.latency.of(rows + more) - self.latency.of(rows)
 
 
@@ -214,7 +214,7 @@ class StepShares:
                     self._measured.popitem(last=False)
 
     def observe_grammars(self, results: Iterable[tuple[RunningSession, VerifyResult]]) -> None:
-        """Update grammar costs from a step's sessions. A cost above the expected one is charged to the tenant's
+        """Update grammar costs from a step's sessions. The difference to the expected cost is charged to the tenant's
         credit."""
         for entry, _ in results:
             session = entry.session
@@ -235,7 +235,7 @@ class StepShares:
             entry.proposing = _average(entry.proposing, taken) if taken else 0.0
 
     def _pay(self, entry: RunningSession, seconds: float) -> None:
-        """Charge a session's unexpected cost to its tenant's credit."""
+        """Charge a session's unexpected cost, which may be negative, to its tenant's credit."""
         if entry.tenant in self.credit:
             self.credit[entry.tenant] -= seconds
 
@@ -267,7 +267,7 @@ class StepShares:
                 division.sitting_out += presence.decoders
 
     def _choose(self, division: Division, bound: float, least: str) -> None:
-        """Choose the sessions of a step that would exceed its bound with all of them."""
+        """Choose the sessions of a step, which would exceed its bound with all sessions."""
         latency, tenants = division.latency, division.tenants
         division.used = bound
         taken = division.taking_part

@@ -21,7 +21,7 @@ class WaitEstimate(NamedTuple):
 
 class DraftTiming:
     """A session's measurements of its draft: delay from a commit to the first candidates, gap between messages,
-    acceptance. In seconds; times are those of `time.monotonic`."""
+    acceptance. In seconds; times are from `time.monotonic`."""
 
     def __init__(self, tuning: DraftTimingTuning = DEFAULTS.draft_timing) -> None:
         self._tuning = tuning
@@ -70,9 +70,9 @@ class DraftTiming:
     ) -> WaitEstimate:
         """Return the wait estimate of a session with a text of `base` tokens.
 
-        `expected`: tokens from a step now; `leaf`: path probability of the best leaf; `break_even`: the break-even
-        probability, to be exceeded by the gain of a candidate below that leaf. Waiting ends at twice the usual time of
-        a message, or `patience` seconds after the last commit.
+        `expected`: tokens from a step now; `leaf`: path probability of the best leaf; `break_even`: probability that a
+        candidate below that leaf must exceed to be worth waiting for. Waiting ends once the message takes twice as long
+        as usual, and at most `patience` seconds after the last commit.
         """
         if self._awaited is not None and now >= self._awaited:
             self._give_up(base, now)
@@ -100,8 +100,8 @@ MAX_TENANTS = 256
 
 
 class DraftGain:
-    """The gain of one text. A text rests its draft if the gain is next to nothing, and tries it again later: the text
-    may have changed in character. `expected`: gain of the tenant's texts."""
+    """The gain of a draft for one text. If the gain is next to nothing, the text rests its draft and tries it again
+    later: the text may have changed in character. `expected`: gain for the tenant's texts."""
 
     def __init__(self, expected: float | None = None, tuning: DraftGainTuning = DEFAULTS.draft_gain) -> None:
         self._tuning = tuning
@@ -123,6 +123,7 @@ class DraftGain:
         if self._gain < tuning.least_gain:
             self._resting = self._next_rest
             self._next_rest = min(2 * self._next_rest, tuning.longest_rest_steps)
+        # Clearly useful for long: the next rest is a short one again.
         elif self._gain > 2 * tuning.least_gain and self._seen == tuning.remembered_steps:
             self._next_rest = tuning.first_rest_steps
 

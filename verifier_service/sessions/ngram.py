@@ -110,8 +110,8 @@ class SessionNgrams:
         """Add candidates to the tree: n-gram lookups in the text and in `shared` texts, and n-grams of the window.
 
         Those far below `break_even`, a path probability, are dropped. `every`: add all n-grams of the window;
-        `sampled`: candidates need a distribution (REJECTION). Return False if no lookup was made: it was made for this
-        length of the text before, or this step is skipped.
+        `sampled`: candidates need a distribution (REJECTION). Return False if nothing was looked up: because it was
+        before, at this length of the text, or because this step is skipped.
         """
         if self._proposed == self._length:
             return False
@@ -177,8 +177,8 @@ class SessionNgrams:
         return self._jacobi(self.window.levels[0], tree) if self.window.jacobi else _lookahead_rows(self.window, tree)
 
     def _jacobi(self, chain: Sequence[int], tree: TokenTree) -> LookaheadRows:
-        """Return a Jacobi window's rows: its chain as candidates in the token tree. A token that the tree does not
-        take, and all after it, become nodes outside the tree."""
+        """Return a Jacobi window's rows: its chain as candidates in the token tree. The first token that the tree does
+        not accept, and all tokens after it, become nodes outside the tree."""
         self._insert(tree, chain, self.lookahead_confidence.logprobs(0, len(chain), -math.inf), 0, LOOKAHEAD, False)
         nodes: list[Node] = []
         candidates: list[Node] = []
@@ -194,7 +194,7 @@ class SessionNgrams:
         return LookaheadRows(nodes, [tree.root, *nodes], candidates)
 
     def close_window(self) -> None:
-        """Close the window, if any: without a step its tokens are soon stale. Its n-grams stay."""
+        """Close the window, if any: without steps its tokens are soon stale. Its n-grams stay."""
         self.size = self.window = None
 
     def queries(self, lookahead_rows: LookaheadRows, penalty_state: PenaltyState | None) -> Iterator[SamplingQuery]:

@@ -61,8 +61,8 @@ class VerifierSession:
     ) -> None:
         sampler = request.sampler
         self.block_verification = block_verification and sampler.rule is Rule.REJECTION and not sampler.sampling.greedy
-        """True if chains of draws are verified as blocks where `verifies_blocks` is True."""
-        self._compared = 0  # position of the last candidate compared with those of other texts
+        """True if chains of draws may be verified as blocks; `verifies_blocks` decides on the current one."""
+        self._compared = 0  # position of the last candidate compared with candidates of other texts
         self.chains_only = chains_only
         """True if the engine verifies a single chain of candidates instead of a tree."""
         self.request = request
@@ -133,8 +133,8 @@ class VerifierSession:
 
     @property
     def computable(self) -> int:
-        """The number of uncomputed committed tokens a step can take: all of them; under CONTRASTIVE, without the root
-        until the draft's distribution below it has arrived."""
+        """The number of uncomputed committed tokens a step can compute: all; under CONTRASTIVE, all but the root until
+        the draft's distribution below it has arrived."""
         return self.remaining_prompt + (not self.needs_draft or self.tree.root.distribution is not None)
 
     @property
@@ -153,9 +153,9 @@ class VerifierSession:
     def allocate(self, pool: BlockPool, make_room: Callable[[int], None] = lambda _: None) -> tuple[Slots, Slots]:
         """Allocate memory for the text; PoolFullError, with nothing allocated, if there is too little.
 
-        The prefix cache is used only as far as the next row with logits to score a token of the prompt.
-        `make_room` is called with the number of missing blocks, after the blocks found in the prefix cache are taken;
-        it may raise PoolFullError too. Return the slots (from, to) to copy before the next step.
+        The prefix cache is used only up to the next row whose logits score a token of the prompt. `make_room` is called
+        with the number of missing blocks, after the blocks found in the prefix cache are taken; it may raise
+        PoolFullError too. Return the slots (from, to) to copy before the next step.
         """
         known = self.tree.committed
         self.table, source, target = pool.open(
@@ -198,8 +198,8 @@ class VerifierSession:
         self.draft_timing.arrived(base, arrived, held)
 
     def ask(self, plausible: NDArray[np.int64]) -> DraftQuery:
-        """Return the query to the draft after an undecided row: about the root, whose row lacks some of these tokens.
-        Until its answer comes, the session waits as it does for a first row (CONTRASTIVE)."""
+        """Return the query to the draft after an undecided row: the draft's row at the root lacks some of the
+        `plausible` tokens. Until the answer arrives, the session waits as for a first row (CONTRASTIVE)."""
         root, before = self.tree.root, None if self._query is None else self._query.ids
         assert root.distribution is not None
         ids = contrastive.asked_ids(plausible, before, root.distribution.size)
@@ -297,7 +297,7 @@ class VerifierSession:
 
     @property
     def window_sizes(self) -> tuple[Lookahead, ...]:
-        """The sizes of window to choose from if the request names none, in ascending order."""
+        """The window sizes to choose from if the request names none, in ascending order."""
         return self._windows.jacobi_sizes if self.policy.jacobi else self._windows.sizes
 
     def open_window(self, size: Lookahead | None) -> LookaheadRows | None:
@@ -335,13 +335,14 @@ class VerifierSession:
         return self.best_nodes if self.max_candidates else NO_NODES
 
     def compare_candidates(self) -> BestNodes:
-        """Return the candidates to choose from, for a step that compares all of them with those of other texts."""
+        """Return the candidates to choose from, for a step that compares them with candidates of other texts."""
         self._compared = max(self._compared, *(node.position for node in self.candidates().nodes), 0)
         return self.candidates()
 
     @property
     def verifies_blocks(self) -> bool:
-        """True if the chain below the text may be verified as a block: compared draws had a say in where steps end."""
+        """True if the chain below the text may be verified as a block. A chain with a draw that was compared may not:
+        the draw influenced where a step ended."""
         return self.block_verification and self.tree.base > self._compared
 
     def wait_estimate(self, now: float, break_even: float) -> WaitEstimate:
@@ -367,8 +368,8 @@ class VerifierSession:
         tree_slots: list[int],
         lookahead: LookaheadRows | None = None,
     ) -> ScheduledRows:
-        """Add rows to a batch: the next `count` uncomputed committed tokens and, if the root is among them, a window,
-        and candidates as far as there are slots to accept them. `nodes`: the candidates, best first; `tree_slots`: free
+        """Add rows to a batch: the next `count` uncomputed committed tokens and, if the root is among them, a window
+        and those candidates with a slot at their position. `nodes`: the candidates, best first; `tree_slots`: free
         slots for side branches, popped from the end."""
         start, end = self.computed, self.computed + count
         own = self.slots

@@ -29,7 +29,7 @@ class ScheduledRows:
 
     count: int  # committed tokens among the rows
     root_row: int | None = None  # index among the results; None: a chunk of prompt before the root
-    first_row: int = 0  # place in the batch of the first of them; not set where the root is the only one
+    first_row: int = 0  # index in the batch of the first of these rows; not set where the root is the only one
     scored: Sequence[int] = ()  # indices among the results, of the rows that score the next tokens of the prompt
     tree: TreeRows | None = None
     drafted: bool = False  # wanted a remote draft's candidates, and had some for the next token
@@ -57,8 +57,8 @@ def plan_tree(
     `text`: the session's rows of committed tokens, the root's last; `root_row`: index of the root's logits among the
     results; `text_slots`: the session's slots. Tree slots are popped from the end of `tree_slots`.
 
-    The most probable path is written to the text's own slots, its place if accepted. Only side branches need tree
-    slots, and a copy if one of them is accepted.
+    The most probable path is written to the text's own slots, where its tokens belong if accepted. Only side branches
+    need tree slots, and a copy if accepted.
     """
     tree = TreeRows(candidates, lookahead)
     base, principal, side = root.position + 1, list[Node](), list[Node]()

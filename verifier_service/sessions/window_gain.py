@@ -1,15 +1,15 @@
 """The gain of lookahead windows: which size, if any, pays in a text's next step.
 
-A window costs rows in every step, and brings tokens only where the target's choices ahead of the text come true. Both
-are in tokens a step: the cost from the step latency of the batch at hand (`WindowCosts`), the gain from the steps that
-had a window of this size.
+A window costs rows in every step, and brings tokens only where the target's choices ahead of the text come true. Cost
+and gain are in tokens a step: the cost follows from the step latency of the batch at hand (`WindowCosts`), the gain
+from the steps that had a window of this size.
 
-- The gain of a size in a text is that in all texts of its tenant, times the *likeness* of the text to these, learned
-  from all its windows. Of the sizes with a known gain, the one with the highest gain - cost is used, if that is
-  positive.
+- The gain of a size in a text is its gain in all texts of the tenant, times the *likeness* of the text to these. The
+  likeness is learned from all windows of the text. Of the sizes with a known gain, the one with the highest
+  gain - cost is used, if that is positive.
 - The next larger size is tried, at first the smallest. A *trial* is paid in advance, from a budget that is a share of
-  the tenant's tokens. It ends when its price is lost or enough steps were seen, and returns what it has not lost. After
-  a trial that does not pay, the text pauses, twice as long each time.
+  the tenant's tokens. It ends when its price is lost or after enough steps, and refunds the rest. After a trial that
+  does not pay, the text pauses, twice as long each time.
 
 So where no window ever hits, windows and their candidates cost at most that share of the tokens.
 """
@@ -30,13 +30,14 @@ MAX_TENANTS = 256
 """Tenants with remembered gains; the one whose last text began first is forgotten first."""
 
 TENANT_GUESSES = 8
-"""N-grams of each first token that a tenant's texts share."""
+"""N-grams per first token in the pool that a tenant's texts share."""
 
 LEAST_GAIN = 1e-3
 """Gain in tokens a step below which texts are not compared: a ratio of two such gains says nothing."""
 
 LEAST_LIKENESS = 0.25
-"""Limit on how far the gain of a size, first seen in a text unlike the tenant's others, is raised for these."""
+"""Minimum likeness by which the first gain of a size is divided, to estimate the size's gain in the tenant's other
+texts."""
 
 Cost = Callable[[Lookahead], float]
 """The cost of a window in the coming step, in tokens, by its size."""
@@ -67,7 +68,7 @@ class TenantWindows:
 
 
 class WindowsByTenant:
-    """The windows of all tenants. `of` is thread-safe; what it returns belongs to the step loop's thread."""
+    """The windows of all tenants. `of` is thread-safe; its result belongs to the step loop's thread."""
 
     def __init__(self, *, pooled: bool = False) -> None:
         """`pooled`: the texts of a tenant share their n-grams."""
@@ -94,8 +95,8 @@ class Trial:
 
     size: Lookahead
     price: float  # paid for it
-    least: float  # gain - cost of what it has to beat
-    lost: float = 0.0  # so far, beside what it has to beat
+    least: float  # gain - cost to beat: that of the best known size, or 0 without a window
+    lost: float = 0.0  # so far, relative to `least`
     gain: float = 0.0  # over its steps with a full window
     steps: int = 0  # with a full window
 
@@ -134,12 +135,12 @@ class WindowGain:
             self._tenant.budget -= self._trial.price
 
     def charge(self, size: Lookahead, window: float, candidates: float) -> None:
-        """Note what the window of the coming step costs, and what candidates from windows cost, in tokens."""
+        """Record the costs, in tokens, of the coming step's window and of its candidates from windows."""
         self._charged = size, window, candidates
 
     def observe(self, tokens: int, accepted: int, *, full: bool) -> bool:
         """Add a step of `tokens` tokens, `accepted` of them from windows; `full`: the window has all its levels. Return
-        False if a trial has ended and nothing that windows found is of use."""
+        False if a trial has ended and no window pays now."""
         tuning, tenant, charged = self._tuning, self._tenant, self._charged
         tenant.budget = min(tenant.budget + tuning.trial_share * tokens, tuning.most_budget)
         self._pause -= 1
@@ -169,7 +170,7 @@ class WindowGain:
         tuning, tenant, likeness = self._tuning, self._tenant, self._likeness
         self._trial = None
         tenant.budget = min(tenant.budget + trial.price - max(0.0, trial.lost), tuning.most_budget)
-        if trial.steps < tuning.least_trial_steps:  # rows cost more than expected: it has shown nothing else
+        if trial.steps < tuning.least_trial_steps:  # it has shown only that rows cost more than expected
             return trial.least > 0.0
         mean = trial.gain / trial.steps
         if trial.size not in tenant.gains:
@@ -191,8 +192,8 @@ class WindowGain:
         self._next_pause = min(2 * self._next_pause, self._tuning.longest_pause)
 
     def _may_try(self, size: Lookahead, best: Lookahead | None) -> bool:
-        """Return True if a size may go on trial: a known one after a pause, and one beyond the `best` only in a text
-        known to be like the tenant's others."""
+        """Return True if a size may go on trial: if there is a `best` size, only once the text's likeness is known; a
+        size with a known gain, only after a pause."""
         if best is not None and self._likeness.steps < self._tuning.remembered_steps:
             return False
         return self._pause <= 0 or size not in self._tenant.gains
@@ -204,10 +205,10 @@ class WindowGain:
     def _best(
         self, sizes: Sequence[Lookahead], cost: Cost, current: Lookahead | None
     ) -> tuple[Lookahead | None, float]:
-        """Return the best size of those with a positive gain - cost, and that; (None, 0) if there is none.
+        """Return the size with the highest positive gain - cost, and that difference; (None, 0) if none is positive.
 
-        A larger size must be better than the smaller ones by a standard error: a few steps of a text, that perhaps just
-        repeats itself, must not decide for one."""
+        A larger size must be better than the smaller ones by a standard error: a few steps must not decide for one, as
+        the text may just be repeating itself."""
         best, highest = None, 0.0
         for size in sizes:
             of_tenant = self._tenant.gains.get(size)
@@ -220,7 +221,7 @@ class WindowGain:
         return best, highest
 
     def _price(self, size: Lookahead, best: Lookahead | None, net: float, cost: Cost) -> float:
-        """Return the price of a trial: the rows beyond those of the best size known, which brings `net`, and what that
-        brings no more while the new window fills up."""
+        """Return the price of a trial: the rows beyond those of the `best` known size, and the gain `net` that this
+        size no longer brings while the new window fills up."""
         more = cost(size) - (0.0 if best is None else cost(best))
         return max(0.0, more) * self._tuning.priced_steps + net * (size.ngram - 2)

@@ -41,8 +41,8 @@ class ControllerTuning:
     s, hence a cost of 2 %. The maximum bounds how long a mode is avoided after losing while others used the machine."""
 
     linger_seconds: float = 1.0
-    """Wall-clock seconds for which departed sessions still count: often others follow. Waking the drafts for the last
-    steps of a few sessions and stopping them again would cost more than it brings."""
+    """Wall-clock seconds for which departed sessions still count: others often leave soon after. Waking the drafts for
+    the last steps of a few sessions and stopping them again would cost more than it brings."""
 
     probe_budget: float = 0.05
     """Fraction of all tokens that probes of one mode may cost: a probe that lost much is followed by a longer pause."""
@@ -81,7 +81,7 @@ class LatencyTuning:
 
     optimism: float = 5.0
     """Standard errors by which an uncertain point is assumed to be cheaper than estimated. The value is high because a
-    few delayed steps in a row look like one that is expensive."""
+    few delayed steps in a row make a point look expensive."""
 
     exploration_share: float = 0.01
     """Fraction of the time of all steps available for exploring."""
@@ -95,7 +95,7 @@ class ThreadTuning:
     """The CPU threads of an engine beside drafts and other processes."""
 
     min_improvement: float = 0.9
-    """Another number of threads is chosen below this fraction of the current step latency."""
+    """Another number of threads is chosen if its step latency is below this fraction of the current one."""
 
     window_seconds: float = 0.5
     min_steps: int = 5
@@ -131,8 +131,7 @@ class PrefillTuning:
     """Weight of the latest step with prompts in the moving average of `PrefillSlowdown`."""
 
     worth_a_wait: float = 1.1
-    """Minimum ratio of the durations of a step with urgent prompts, with and without the texts of other tenants, for
-    these to sit it out."""
+    """Minimum factor by which texts that yield must lengthen a step with urgent prompts to sit it out."""
 
     most_waiting_steps: int = 2
     """Limit on consecutive steps in which texts of a tenant with many sessions wait for prompts of one with few. With
@@ -148,7 +147,8 @@ class CommitTuning:
 
     messages_a_second: float = 400.0
     """Approximate commits a second over all sessions if the engine computes on CPU cores. Each takes 0.1 ms of the GIL,
-    shared by event loop and steps, and 1.5 ms of the CPU cores computing them, at servicer, orchestrator and client."""
+    which event loop and steps share, and, at servicer, orchestrator and client, 1.5 ms of the cores that compute
+    steps."""
 
     device_messages_a_second: float = 2000.0
     """The same if the engine computes on a device: a fifth of the GIL's time, and no time of the device."""
@@ -188,9 +188,9 @@ class DraftGainTuning:
     first_gain: float = 0.25
     trial_gain: float = 0.1
     first_weight: int = 4
-    """`first_gain`: initial gain for a text of an unknown tenant. `trial_gain`: minimum initial gain of a text, and the
-    one of a draft tried again. `first_weight`: steps these count for. Without any accepted candidate they last for 16
-    and 4 steps."""
+    """`first_gain`: initial gain for a text of an unknown tenant. `trial_gain`: minimum initial gain of a text, and
+    initial gain of a draft tried again. `first_weight`: steps that an initial gain counts for. Without any accepted
+    candidate, they last for 16 and 4 steps."""
 
     remembered_steps: int = 64
     """Maximum number of steps averaged in the gain."""
@@ -251,25 +251,26 @@ class WindowTuning:
     priced_steps: int = 16
     trial_steps: int = 16
     least_trial_steps: int = 6
-    """Steps in the price of a trial, and its most and least steps with a full window. A window that finds nothing lasts
-    as long as it is paid for, less what its wrong candidates cost. After fewer steps only the estimate of the cost was
-    wrong: the next trial, at the right price, decides."""
+    """Steps in the price of a trial, and its maximum and minimum steps with a full window. A window that finds nothing
+    lasts as long as it is paid for, less the cost of its wrong candidates. After fewer steps than the minimum, only the
+    cost estimate was wrong: the next trial, at the right price, decides."""
 
     first_pause: int = 64
     longest_pause: int = 4096
-    """Steps of a text until a size is tried again that has not paid: first value and maximum, doubled each time."""
+    """Steps of a text until a size that has not paid is tried again: first value and maximum, doubled each time."""
 
     remembered_steps: int = 48
     remembered_steps_of_tenant: int = 256
     first_weight: int = 12
-    """Steps averaged in the likeness of a text and in the gains of a tenant, and those for which a new text counts as
-    like the others. Windows hit in spells: with 20 and 4 steps, texts of the demo closed them between two spells."""
+    """Steps averaged in the likeness of a text and in the gains of a tenant, and steps that the initial likeness of a
+    text, 1, counts for. Windows hit in spells: with 20 and 4 steps, texts of the demo closed them between two
+    spells."""
 
     spread: float = 1.5
     """Standard deviation of a step's gain, in tokens: windows find several tokens at once, or none."""
 
     margin: float = 0.1
-    """Tokens a step by which another size must be better than that of the open window: a new window begins empty."""
+    """Tokens a step by which another size must beat the open window's: a new window begins empty."""
 
 
 @dataclass(frozen=True)

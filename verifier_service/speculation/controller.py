@@ -6,13 +6,14 @@ the event loop. So the controller measures committed tokens a second, by mode an
 with modes as arms and kinds of batch as contexts. Exploration is by probes with exponential back-off: the other modes
 are measured from time to time, less often after every loss.
 
-Kinds of batch differ in size (in powers of two, since speculation brings less with more sessions), in what their
-sessions permit, in whether tokens are sampled, and in the number of exempt sessions. Exempt sessions speculate in every
-mode: their rows cost all modes the same, and their tokens are credited to none.
+Kinds of batch differ in size (in powers of two, since speculation brings less with more sessions), in the drafters
+their sessions permit, in whether tokens are sampled, and in the number of exempt sessions. Exempt sessions speculate in
+every mode: their rows cost all modes the same, and their tokens are credited to none.
 
 Acceptance depends on the text and its tenant, so a pod has a controller for each group of texts with similar
-acceptance. One tenant's texts must not decide another's modes: each tenant's modes are measured separately, its own
-tokens over the time of all. For the same reason, texts with unhelpful drafts are separate from the tenant's others.
+acceptance. One tenant's texts must not decide another's modes: each tenant's modes are measured separately, by its own
+tokens over the time of whole steps. For the same reason, texts with unhelpful drafts are separate from the tenant's
+others.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Mode(Enum):
     NGRAM = "ngram"
     """Candidates found by the verifier without a model: n-grams of the text and lookahead windows."""
     LOCAL_DRAFT = "local_draft"
-    """The candidates of NGRAM, and those of a draft model in the verifier's process."""
+    """The candidates of NGRAM, and of a draft model in the verifier's process."""
     HEADS = "heads"
-    """The candidates of NGRAM, and those of the target's heads."""
+    """The candidates of NGRAM, and of the target's heads."""
     REMOTE_DRAFT = "remote_draft"
-    """The candidates of NGRAM, and those of draft services."""
+    """The candidates of NGRAM, and of draft services."""
 
 
 @dataclass
@@ -140,8 +141,7 @@ class ModeStats:
 
 
 class BatchProfile(NamedTuple):
-    """A batch profile, the context of the bandit: everything that decides which mode is best for the sessions it is
-    selected for."""
+    """A batch profile, the context of the bandit: everything that decides which mode is best for these sessions."""
 
     sessions: int  # without exempt ones
     remote_draft: bool  # some sessions have a draft
@@ -164,7 +164,7 @@ class BatchProfile(NamedTuple):
 
 
 class Lingering:
-    """A number of sessions including those just departed: others often follow."""
+    """A number of sessions including those just departed: others often leave soon after."""
 
     def __init__(self, seconds: float) -> None:
         self.held = 0  # current number, or a recent larger one
@@ -220,10 +220,10 @@ class SpeculationController:
     def update(self, batch: BatchProfile, *, speculated: bool, tokens: int, seconds: float, plain_rate: float) -> None:
         """Add the outcome of a step.
 
-        `tokens`: committed by it, without those of exempt sessions; `seconds`: since the end of the step before or,
-        after an idle period, since its own start; `speculated`: it had candidates, apart from exempt sessions';
-        `plain_rate`: upper bound of the tokens a second of plain decoding, as it ignores the time between steps, paid
-        by plain decoding too.
+        `tokens`: committed by the step, exempt sessions excluded; `seconds`: since the end of the previous step or,
+        after an idle period, since its own start; `speculated`: it had candidates, exempt sessions' excluded;
+        `plain_rate`: upper bound on the tokens a second of plain decoding: it ignores the time between steps, which
+        plain decoding needs too.
 
         An interrupted measurement resumes with the next batch of its kind.
         """
@@ -288,7 +288,8 @@ class ControllerGroup(NamedTuple):
 
 
 class Controllers:
-    """The controllers, by group. `shared`: a single one for all texts, for known or separately measured modes."""
+    """The controllers, by group. `shared`: a single one for all texts, where their modes are known or measured
+    elsewhere."""
 
     def __init__(
         self, tuning: ControllerTuning = DEFAULTS.controller, shared: SpeculationController | None = None

@@ -21,11 +21,11 @@ LOCAL_MODELS: Mapping[CandidateSource, Mode] = {
     CandidateSource.LOCAL_MODEL: Mode.LOCAL_DRAFT,
     CandidateSource.HEADS: Mode.HEADS,
 }
-"""Drafters that are a model inside the verifier, which may lack it, to the mode that uses each."""
+"""Drafters that need a model inside the verifier, each with the mode that uses it. A verifier may lack the model."""
 
 
 class LocalModel(Protocol):
-    """A model inside the verifier that proposes, as far as eligibility depends on it: a local draft, or heads."""
+    """The part of a model inside the verifier, local draft or heads, that eligibility depends on."""
 
     works: bool
     drafter: CandidateSource
@@ -81,12 +81,12 @@ class Eligibility:
         return self._local_model.serves(session)
 
     def decision(self, session: VerifierSession, without: Without | None = None) -> Decision:
-        """Return the decision on a step of the session `without` candidates, or with some."""
+        """Return the decision on a step of the session. `without`: why it has no candidates; None: it has some."""
         return Decision(self._mode_name(session), without)
 
     def row_cost(self, session: VerifierSession, row: float, break_even: float) -> Decision:
-        """Return the decision on a step that had no candidates of the session, since a row takes `row` seconds more and
-        must bring `break_even` tokens."""
+        """Return the decision on a step of the session without candidates because of their cost: one more row takes
+        `row` seconds and must bring `break_even` tokens to pay."""
         best = session.candidates().logprobs
         expected = math.exp(best[0]) if best else 0.0
         return Decision(self._mode_name(session), Without.ROW_COST, row, min(break_even, 1.0), expected)
@@ -142,7 +142,7 @@ class Eligibility:
             return mode
         if mode in LOCAL_MODELS.values() and session.takes_own_candidates and self._may_use_local_model(session):
             return mode
-        # What else the mode permits is there only for a session with a proposer that needs no model.
+        # Otherwise only proposers that need no model remain, if the session has any.
         without_model = session.policy.ngram or session.policy.windows or session.grammar is not None
         lookups = mode is not Mode.OFF and session.takes_own_candidates and without_model
         return Mode.NGRAM if lookups else Mode.OFF

@@ -6,8 +6,8 @@ Where a session verifies blocks (REJECTION), a chain of draws is tested as a who
 children or the last row of the step. `TreeVerification` holds one session's part, `VerifiedStep` the outcome of a whole
 step.
 
-With `choice.py`, `rejection.py`, `block_verification.py` and `contrastive.py` in `specdec/decoding`, where tokens are
-chosen under each acceptance rule, this is the whole of speculative decoding.
+This file and `choice.py`, `rejection.py`, `block_verification.py` and `contrastive.py` in `specdec/decoding`, which
+choose tokens under each acceptance rule, are the whole of speculative decoding.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ Prompts = Sequence[tuple[VerifierSession, ScheduledRows]]
 
 
 PLACES_A_STEP = 8
-"""Maximum positions a step whose log-probabilities are computed for drafts that learn. Each takes a pass over the
-vocabulary."""
+"""Maximum positions per step with log-probabilities for drafts that learn: each takes a pass over the vocabulary."""
 
 Item = TypeVar("Item")
 
@@ -67,8 +66,8 @@ class VerifiedStep:
     """The verified trees of a step. The constructor waits for the forward pass, launched at time `launched`, and
     verifies; it commits nothing, and errors propagate. `apply` commits the tokens and makes the `draft_queries` of
     sessions whose row was undecided (CONTRASTIVE). `beside` is called while an asynchronous engine computes. `observe`
-    is called with all verifications, failed ones included, except those undecided without a token; with the prompt rows
-    that stop short of a root; and with the logits, which are not kept."""
+    is called with the verifications, the prompt rows that stop short of a root, and the logits, which are not kept. The
+    verifications include failed ones, but not undecided ones without a token."""
 
     def __init__(
         self,
@@ -222,9 +221,9 @@ class TreeVerification:
         return self._query(self._node, self._path, self.session.allowed(self._path)) if asked is None else asked
 
     def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
-        """Yield (row index among the results, sampling query) for every row the step may reach: the root's, all
-        candidates', and those of the window not among them. A row is left out if a chain query covers it and the
-        window does not look at it, or if its grammar cannot give a mask in advance: it is queried when reached."""
+        """Yield (row index among the results, sampling query) for every row the step may reach: the root's, the
+        candidates', and the window's. A row is left out, and queried when reached, if a chain query covers it and the
+        window does not use it, or if its grammar cannot give a mask in advance."""
         tree = self.planned.tree
         nodes, paths = {self.row: self._node}, {id(self._node): self._path}
         if tree is not None:
@@ -260,7 +259,7 @@ class TreeVerification:
                     break
                 node, path, row = child, [*path, child.token], tree.results[id(child)]
         except GrammarError:
-            pass  # raised again if the text comes there
+            pass  # raised again if verification gets there
         if not queries or queries[0].proposal is None:
             return None
         return ChainQuery(rows, queries)
