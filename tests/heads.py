@@ -1,4 +1,4 @@
-"""Heads with random weights: Medusa's in vLLM's layout, EAGLE-3's in EAGLE's and speculators'."""
+"""Heads with random weights: Medusa's in vLLM's layout, EAGLE-3's in EAGLE's and speculators', and block drafts."""
 
 from __future__ import annotations
 
@@ -138,6 +138,144 @@ class RandomEagle3:
     def _flags(self) -> list[str]:
         names = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
         return [name for name in names if getattr(self, name)]
+
+
+@dataclass(frozen=True)
+class RandomBlock:
+    """A block draft with random weights. Fields are those of config.json, but for the sizes of the target. `layers`:
+    the target's, that the features enter."""
+
+    stream: int = HIDDEN  # width of the target's features
+    vocabulary: int = VOCABULARY
+    hidden: int = HIDDEN
+    depth: int = 2  # layers of its own
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 12
+    inner: int = 56
+    outputs: int = VOCABULARY
+    layers: tuple[int, ...] = (1, 1)
+    rows: int = 5
+    mask: int = 7
+    from_anchor: bool = False
+    rank: int = 0
+    markov: str = "vanilla"
+    confidence: bool = False
+    reads_markov: bool = False
+    own_embeddings: bool = False
+    own_output: bool = False
+    scale: float = 0.3  # of the weights of products
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its tensors, but for the vocabulary map."""
+        hidden, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found: dict[str, tuple[int, ...]] = {
+            "fc.weight": (hidden, len(self.layers) * self.stream),
+            "hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+        }
+        for number in range(self.depth):
+            prefix = f"layers.{number}"
+            found |= {
+                f"{prefix}.input_layernorm.weight": (hidden,),
+                f"{prefix}.self_attn.q_proj.weight": (queries, hidden),
+                f"{prefix}.self_attn.k_proj.weight": (keys, hidden),
+                f"{prefix}.self_attn.v_proj.weight": (keys, hidden),
+                f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
+                f"{prefix}.self_attn.q_norm.weight": (self.head_dim,),
+                f"{prefix}.self_attn.k_norm.weight": (self.head_dim,),
+                f"{prefix}.post_attention_layernorm.weight": (hidden,),
+                f"{prefix}.mlp.gate_proj.weight": (self.inner, hidden),
+                f"{prefix}.mlp.up_proj.weight": (self.inner, hidden),
+                f"{prefix}.mlp.down_proj.weight": (hidden, self.inner),
+            }
+        if self.own_embeddings:
+            found["embed_tokens.weight"] = (self.vocabulary, hidden)
+        if self.own_output:
+            found["lm_head.weight"] = (self.outputs, hidden)
+        if self.rank:
+            head, rank = "markov_head", self.rank
+            found |= {f"{head}.{name}.weight": (self.outputs, rank) for name in ("markov_w1", "markov_w2")}
+            if self.markov == "gated":
+                found |= {f"{head}.gate_proj.weight": (rank, hidden + rank), f"{head}.gate_proj.bias": (rank,)}
+            if self.markov == "rnn":
+                joint = 3 * rank, 2 * rank + hidden
+                found |= {f"{head}.joint_proj.weight": joint, f"{head}.joint_proj.bias": (3 * rank,)}
+        if self.confidence:
+            inputs = hidden + self.rank if self.reads_markov else hidden
+            found |= {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}
+        return found
+
+    def tensors(self) -> Tensors:
+        """Return the tensors; the vocabulary map is there if it does not know all tokens."""
+        random = torch.Generator().manual_seed(6)
+        found = {}
+        for name, shape in self.shapes.items():
+            numbers = torch.randn(shape, generator=random)
+            found[name] = 1.0 + 0.2 * numbers if name.endswith("norm.weight") else self.scale * numbers
+        if self.outputs < self.vocabulary:
+            ids = torch.randperm(self.vocabulary, generator=random)[: self.outputs].sort().values
+            found["d2t"] = ids - torch.arange(self.outputs)
+        return found
+
+    @property
+    def layer(self) -> dict[str, Any]:
+        """The fields of a Qwen3 model."""
+        return {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "num_hidden_layers": self.depth,
+            "layer_types": ["full_attention"] * self.depth,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000.0,
+            "attention_bias": False,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 512,
+        }
+
+    @property
+    def _dspark(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"markov_rank": self.rank, "enable_confidence_head": self.confidence}
+        if self.rank:
+            found["markov_head_type"] = self.markov
+        if self.confidence:
+            found["confidence_head_with_markov"] = self.reads_markov
+        return found
+
+    def z_lab(self) -> dict[str, Any]:
+        """Return the configuration in z-lab's layout of DFlash."""
+        own = {"mask_token_id": self.mask, "target_layer_ids": [layer - 1 for layer in self.layers]}
+        return self.layer | {"architectures": ["DFlashDraftModel"], "block_size": self.rows, "dflash_config": own}
+
+    def deepspec(self) -> dict[str, Any]:
+        """Return the configuration in DeepSpec's layout."""
+        own = {"mask_token_id": self.mask, "target_layer_ids": [layer - 1 for layer in self.layers]}
+        own |= {"block_size": self.rows, "num_anchors": 512}
+        return self.layer | {"architectures": ["Qwen3DSparkModel"]} | own | self._dspark
+
+    def speculators(self) -> dict[str, Any]:
+        """Return the configuration in speculators' layout."""
+        return {
+            "speculators_model_type": "dspark" if self.from_anchor else "dflash",
+            "transformer_layer_config": self.layer | {"model_type": "qwen3"},
+            "draft_vocab_size": self.outputs,
+            "target_hidden_size": self.stream,
+            "block_size": self.rows,
+            "mask_token_id": self.mask,
+            "aux_hidden_state_layer_ids": list(self.layers),
+        } | self._dspark
+
+
+def make_block(folder: Path, draft: RandomBlock | None = None) -> Path:
+    """Write a block draft, a DSpark in DeepSpec's layout if its first row guesses, else a DFlash in z-lab's; return the
+    folder."""
+    draft = draft or RandomBlock()
+    return written(folder, draft.tensors(), draft.deepspec() if draft.from_anchor else draft.z_lab())
 
 
 def make_eagle3(folder: Path, heads: RandomEagle3 | None = None) -> Path:

@@ -200,8 +200,8 @@ def main(
     heads: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of Medusa or EAGLE-3 heads trained for the target, or their file of weights: they propose "
-            "candidates between steps, in place of a local draft. Default: none."
+            help="Directory of Medusa or EAGLE-3 heads or of a block draft (DFlash, DSpark), trained for the target, "
+            "or their file of weights: they propose candidates between steps, in place of a local draft. Default: none."
         ),
     ] = None,
     heads_tree: Annotated[

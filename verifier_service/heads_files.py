@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.decoding.level_tree import GUESSES, MAX_NODES, FixedTree
 from specdec.engine.engine import Engine, Placed, hidden_states, layer_features
-from specdec.engine.heads.eagle3_files import Eagle3Files
+from specdec.engine.heads import kinds
+from specdec.engine.heads.block_files import BlockFiles
 from specdec.engine.heads.files import HeadsFilesError, TargetShape
-from specdec.engine.heads.kinds import heads_in
 from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, is_integer, read_text
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # imports torch
 class HeadsFiles:
     """Heads that fit a target, by the headers of their files."""
 
-    files: MedusaFiles | Eagle3Files
+    files: kinds.HeadsFiles
     target: TargetShape
     tree: FixedTree | None
 
@@ -53,28 +53,36 @@ class HeadsFiles:
         import torch
 
         from specdec.engine.heads.text_memory import TextMemory
-        from verifier_service.proposers.eagle3 import CONTEXT, Eagle3Proposer
+        from verifier_service.proposers.block import BlockProposer
+        from verifier_service.proposers.eagle3 import Eagle3Proposer
+        from verifier_service.proposers.feature_heads import CONTEXT
 
         features, config = layer_features(engine), self.files.config
         if features.layer_count() != self.target.layers:
             raise HeadsFilesError(
                 f"{self.files.path}: is for {self.target.layers} layers, but the model runs {features.layer_count()}"
             )
-        heads = self.files.load(features.token_embeddings(), source.output_head, device, dtype)
+        embeddings = features.token_embeddings()
         # As many rows as the target's KV cache has: a text that fits there fits here.
-        memory = TextMemory(engine.capacity, config.shape.kv_heads, config.shape.width, dtype, torch.device(device))
-        return Eagle3Proposer(heads, config.layers, memory, context=min(CONTEXT, config.context))
+        width = config.layer.width
+        memory = TextMemory(engine.capacity, config.memory_heads, width, dtype, torch.device(device))
+        context = min(CONTEXT, config.layer.context)
+        if isinstance(self.files, BlockFiles):
+            draft = self.files.load(embeddings, source.output_head, device, dtype)
+            return BlockProposer(draft, config.layers, memory, context=context)
+        heads = self.files.load(embeddings, source.output_head, device, dtype)
+        return Eagle3Proposer(heads, config.layers, memory, context=context)
 
 
 def read_heads(path: Path, tree: Path | None, directory: ModelDirectory) -> HeadsFiles:
     """Return the heads in a directory, for a target; ModelDirectoryError if they do not fit it, or the tree does not
     fit them."""
     target = TargetShape.of(directory)
-    files = heads_in(path, target)
+    files = kinds.heads_in(path, target)
     if tree is None:
         return HeadsFiles(files, target, None)
     if not isinstance(files, MedusaFiles):
-        raise ModelDirectoryError(f"{tree}: is for Medusa heads; {path} has EAGLE-3 heads, which grow their trees")
+        raise ModelDirectoryError(f"{tree}: is for Medusa heads; {path} has {files.architecture}, whose trees grow")
     return HeadsFiles(files, target, _tree(tree, files.heads))
 
 

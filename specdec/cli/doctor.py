@@ -1,4 +1,4 @@
-"""`specdec doctor`: what this machine has, what is missing, and whether given models can be served."""
+"""`specdec doctor`: the parts of this machine, missing parts, and whether the given models can be served."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def doctor(
     heads: Annotated[
         Path | None,
         typer.Option(
-            help="Directory of heads for the target, Medusa or EAGLE-3: check and count them too. Needs --model."
+            help="Directory of heads or a block draft for the target: check and count them too. Needs --model."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device of the target: cpu, cuda, or cuda:N.")] = "cpu",
@@ -55,6 +55,6 @@ def doctor(
         print(json.dumps(report.as_json(), indent=2))
     else:
         for line in lines(report):
-            print(line, flush=True)  # show each line immediately: the next may have to load torch
+            print(line, flush=True)  # show each line at once, since the next may load torch
     if report.problem:
         fail(report.problem)

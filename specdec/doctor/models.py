@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec.engine.heads.eagle3_files import is_eagle3
-from specdec.engine.heads.kinds import memory_of_heads
+from specdec.engine.heads.kinds import kind_in, memory_of_heads
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
@@ -70,7 +69,7 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
                 found[0]._replace(
                     role="heads",
                     path=heads,
-                    architecture="eagle3" if is_eagle3(heads) else "medusa",
+                    architecture=kind_in(heads).architecture,
                     memory=its.total,
                     memory_at_least=its.total,
                     memory_parts=its,

@@ -22,9 +22,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from specdec.engine.heads.eagle3 import Eagle3Heads, Eagle3Weights, Rotary
-from specdec.engine.heads.eagle3_config import LAYER_IDS, USUAL_EPSILON, USUAL_THETA, Eagle3Shape, Eagle3Variant
+from specdec.engine.heads.decoder_layer import Rotary
+from specdec.engine.heads.eagle3 import Eagle3Heads, Eagle3Weights
+from specdec.engine.heads.eagle3_config import LAYER_IDS, Eagle3Shape, Eagle3Variant
 from specdec.engine.heads.eagle3_files import tensor_name
+from specdec.engine.heads.layer_config import USUAL_EPSILON, USUAL_THETA
 from specdec.engine.hf.hidden_states import Features, decoder_layers
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining, as_stored

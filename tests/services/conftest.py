@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.heads import make_eagle3, make_heads
+from tests.heads import RandomBlock, make_block, make_eagle3, make_heads
 from tests.margins import Oracle
 from tests.models import make, near
 
@@ -24,6 +24,8 @@ class Directories:
     foreign: Path  # has another tokenizer
     heads: Path  # Medusa heads with random weights
     eagle3: Path  # EAGLE-3 heads with random weights
+    dflash: Path  # block drafts with random weights
+    dspark: Path
     oracle: Oracle
 
 
@@ -45,5 +47,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
         foreign=foreign,
         heads=make_heads(root / "heads"),
         eagle3=make_eagle3(root / "eagle3"),
+        dflash=make_block(root / "dflash"),
+        dspark=make_block(root / "dspark", RandomBlock(from_anchor=True, rank=8, confidence=True, reads_markov=True)),
         oracle=Oracle(target),
     )

@@ -139,7 +139,7 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
                 assert 0 < accepted < drafted
     controller = Decided(Mode.LOCAL_DRAFT)
     by_heads = generation_pb2.Speculation(drafters=[HEADS])
-    for heads in (directories.heads, directories.eagle3):
+    for heads in (directories.heads, directories.eagle3, directories.dflash, directories.dspark):
         async with stack(directories.target, None, heads=heads, controller=controller) as services:
             for at_once in (1, 8):
                 got, drafted, accepted = await run_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
+from specdec.engine.heads.block_config import Markov
 from specdec.engine.heads.eagle3 import TreeContext
 from specdec.engine.heads.text_memory import TextMemory
 from specdec.engine.kv.slots import Slots
 from tests.verifier_service.fakes import BAD, FREE, LANGUAGE, VOCABULARY, Client, Decided, TextEngine, step_loop
+from verifier_service.proposers.block import BlockProposer
 from verifier_service.proposers.eagle3 import Eagle3Proposer
+from verifier_service.proposers.feature_heads import FeatureHeadsProposer
 from verifier_service.proposers.heads import HeadsProposer
 from verifier_service.proposers.medusa import MedusaProposer
 from verifier_service.speculation.controller import Mode
@@ -70,7 +74,7 @@ class FakeHeads:
             raise self.failure
         self.texts.append(texts)
 
-    def logits(self, number: int, depth: int = 0) -> Logits:
+    def logits_of(self, number: int, depth: int = 0) -> Logits:
         """Return the logits after a text; whether they are wrong depends on the text and the depth of the guess."""
         if self.broken:
             return np.full(VOCABULARY, np.nan, dtype=np.float32)
@@ -95,7 +99,7 @@ class FakeMedusa(FakeHeads):
             allowed = LANGUAGE.logits(number).copy()
             allowed[BAD] = -np.inf
             number = LANGUAGE.number(number, int(allowed.argmax()))
-            found.append(self.logits(number, depth))
+            found.append(self.logits_of(number, depth))
         return np.stack(found)
 
 
@@ -146,7 +150,7 @@ class FakeEagle3(FakeHeads):
 
     def outcome(self, states: Tensor) -> tuple[Tensor, Tensor]:
         numbers = states[..., 0].flatten().tolist()
-        logits = np.stack([self.logits(int(number)) for number in numbers])
+        logits = np.stack([self.logits_of(int(number)) for number in numbers])
         if self.ids is not None:
             logits = logits[:, self.ids]
         return torch.from_numpy(logits).reshape(*states.shape[:-1], -1), states
@@ -158,6 +162,86 @@ class FakeEagle3(FakeHeads):
             for own in zip(fused[..., 0].tolist(), tokens.tolist(), strict=True)
         ]
         return torch.tensor(numbers, dtype=torch.float32)
+
+
+class FakeBlock(FakeHeads):
+    """A block draft whose states are the numbers of texts: of the text as it goes on with the likeliest tokens, or with
+    a Markov head (`markov`) with the guesses before. A block must see the rows of its text, without a gap: they are its
+    keys."""
+
+    shape = SimpleNamespace(outputs=VOCABULARY)
+    device = torch.device("cpu")
+    ids: NDArray[np.int64] | None = None
+    depth = 6
+
+    def __init__(self, wrong: float = 0.0, *, markov: bool = False) -> None:
+        super().__init__(wrong)
+        self.variant = SimpleNamespace(markov=Markov.RNN if markov else None, confidence=markov)
+        self.faults: list[str] = []
+        self.seen: list[int] = []  # rows seen by each block
+        self.read_rows = 0
+
+    def fused(self, features: Tensor) -> Tensor:
+        return features[:, 0]
+
+    def read(self, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.read_rows += len(fused)
+        if len({*slots.tolist(), 0}) <= len(slots):
+            self.faults.append("two rows are written to one slot")
+        for number, position in zip(fused[:, 0].tolist(), positions.tolist(), strict=True):
+            if len(LANGUAGE.prefixes[int(number)]) != position + 1:
+                self.faults.append(f"a row at position {position} has features of another one")
+        memory.write(slots, fused[:, None], fused[:, None])
+
+    def states(self, anchors: Tensor, positions: Tensor, texts: list[Slots], memory: TextMemory) -> Tensor:
+        self.passed(len(anchors))
+        keys, _ = memory.gathered(texts, max(map(len, texts)))
+        found = []
+        for own, slots, token, position in zip(
+            keys[:, :, 0, 0], texts, anchors.tolist(), positions.tolist(), strict=True
+        ):
+            read = [int(number) for number in own[: len(slots)].tolist()]
+            number = LANGUAGE.number(read[-1], token)
+            if (
+                read != LANGUAGE.prefixes[read[-1]][-len(read) :].tolist()
+                or len(LANGUAGE.prefixes[number]) != position + 1
+            ):
+                self.faults.append(f"a block at position {position} does not see its text")
+            self.seen.append(len(read))
+            found.append([number] * self.depth if self.variant.markov else self._going_on(number))
+        return torch.tensor(found, dtype=torch.float32)[..., None]
+
+    def logits(self, states: Tensor) -> Tensor:
+        if self.variant.markov:
+            return torch.zeros(*states.shape[:-1], VOCABULARY)
+        found = [
+            [self.logits_of(int(number), depth) for depth, number in enumerate(own)] for own in states[..., 0].tolist()
+        ]
+        return torch.from_numpy(np.array(found))
+
+    def markov(self, tokens: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+        numbers = states[..., 0].tolist()
+        if memory is not None:
+            numbers = [
+                [LANGUAGE.number(int(before), token) for before, token in zip(*own, strict=True)]
+                for own in zip(memory[..., 0].tolist(), tokens.tolist(), strict=True)
+            ]
+        found = np.array([[self.logits_of(int(number)) for number in own] for own in numbers])
+        return torch.from_numpy(found), torch.tensor(numbers, dtype=torch.float32)[..., None]
+
+    def confidence(self, tokens: Tensor, states: Tensor) -> Tensor:
+        return torch.full(tokens.shape, 0.9)
+
+    def _going_on(self, number: int) -> list[int]:
+        """Return the number of a text, and of those that its likeliest tokens make of it."""
+        found = [number]
+        while len(found) < self.depth:
+            allowed = LANGUAGE.logits(found[-1]).copy()
+            allowed[BAD] = -np.inf
+            found.append(LANGUAGE.number(found[-1], int(allowed.argmax())))
+        return found
 
 
 @dataclass(frozen=True)
@@ -187,6 +271,8 @@ def memory_of(positions: int = 4096) -> TextMemory:
 KINDS = {
     "medusa": Kind(FakeMedusa, lambda heads: MedusaProposer(heads)),
     "eagle3": Kind(FakeEagle3, lambda heads: Eagle3Proposer(heads, (0, 2), memory_of())),
+    "block": Kind(FakeBlock, lambda heads: BlockProposer(heads, (0, 2), memory_of())),
+    "markov": Kind(partial(FakeBlock, markov=True), lambda heads: BlockProposer(heads, (0, 2), memory_of())),
 }
 
 
@@ -209,7 +295,7 @@ def check_empty(loop: StepLoop) -> None:
     """Check that the heads keep nothing."""
     proposer = proposer_of(loop)
     assert not proposer._texts
-    if isinstance(proposer, Eagle3Proposer):
+    if isinstance(proposer, FeatureHeadsProposer):
         assert proposer._memory.pool.used == 0
 
 

@@ -24,7 +24,8 @@ from tests.verifier_service.fakes import BAD, DEAR, LANGUAGE, Client, run
 from tests.verifier_service.test_heads_proposers import NO_BAD, client
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import HEADS
-from verifier_service.proposers.eagle3 import BEAM, DEPTH, Eagle3Proposer
+from verifier_service.proposers.eagle3 import DEPTH, Eagle3Proposer
+from verifier_service.proposers.feature_heads import BEAM
 from verifier_service.proposers.proposer import Phase
 from verifier_service.step_loop import StepLoop
 

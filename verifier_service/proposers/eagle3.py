@@ -1,67 +1,24 @@
-"""EAGLE-3 heads in the verifier (Li et al. 2025): candidates from features of the target and the tokens after them.
-
-Every row that a step commits is read once, with the target's features: prompts as they are computed, then the root and
-the accepted candidates. Only keys and values are kept of a row, and the features of the last one. Between two steps,
-the heads grow a tree for each text from there, a level at a time, in which they read their own guesses; nothing of it
-is kept. A level is grown if it pays.
-
-Features exist only of rows that the target computes while the heads may propose for the text. What it finds in the
-prefix cache, or computed under another policy, is missing. The heads then read the text from the first row after the
-gap: they know less, and no token depends on it.
-"""
+"""EAGLE-3 heads in the verifier (Li et al. 2025): trees of guesses that the heads read themselves."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.decoding.calibration import Calibration, corrected
-from specdec.decoding.candidates import AskedRow, draft_candidates
-from specdec.decoding.draft_logits import DraftLogits, MappedDraftLogits
-from specdec.decoding.level_tree import MAX_NODES, GrowingTrees
-from specdec.decoding.query import RequestSampler, SamplingQuery
-from specdec.decoding.step_logits import StepLogits
-from specdec.decoding.tree import Paths
-from specdec.engine.engine import Engine, Launch, launch_of
 from specdec.engine.heads.eagle3 import Eagle3Heads, TreeContext
-from specdec.engine.heads.eagle3_files import MAX_CONTEXT_BYTES
-from specdec.engine.heads.files import MAX_LOGITS
-from specdec.engine.heads.text_memory import TextMemory, TextSlots
-from specdec.engine.kv.slots import PoolFullError, Slots
-from verifier_service.backend.result import HEADS
-from verifier_service.proposers.heads import HeadsProposer, HeadsText, certain, draft_logits
-from verifier_service.proposers.proposer import ComingStep
-from verifier_service.proposers.usefulness import Usefulness
-from verifier_service.sessions.session import VerifierSession
+from specdec.engine.heads.text_memory import TextMemory
+from verifier_service.proposers.feature_heads import BEAM, CONTEXT, Asked, FeatureHeadsProposer, Growth, Level, Rows
 from verifier_service.settings.tuning import DEFAULTS, DraftModelTuning
-from verifier_service.verification.tree_verification import Prompts, TreeVerification
 
 DEPTH = 7
 """Maximum levels of a tree, as in the paper."""
 
-BEAM = 8
-"""Nodes of a level that get children, and children of each. EAGLE's trees have 8 to 10."""
 
-CONTEXT = 4096
-"""Default of the rows that heads see: published ones are trained on texts of 2,048 to 4,096 tokens."""
-
-LEVEL_SMOOTHING = 0.1
-"""Weight of the latest level in the moving average of a level's seconds."""
-
-Asked = Sequence[tuple[VerifierSession, "Eagle3Text"]]
-
-
-class Eagle3Proposer(HeadsProposer["Eagle3Text"]):
-    """The EAGLE-3 heads of a verifier. `layers`: whose features they read, in order; `memory`: of the keys and values
-    of all texts. A text without room in it has no guesses until there is some."""
+class Eagle3Proposer(FeatureHeadsProposer[Eagle3Heads]):
+    """The EAGLE-3 heads of a verifier."""
 
     def __init__(
         self,
@@ -72,261 +29,36 @@ class Eagle3Proposer(HeadsProposer["Eagle3Text"]):
         *,
         context: int = CONTEXT,
     ) -> None:
-        """`context`: maximum rows of a text that the heads see, the latest ones."""
+        row_logits = BEAM * heads.shape.outputs
+        super().__init__(heads, layers, memory, tuning, depth=DEPTH, context=context, row_logits=row_logits)
 
-        def new_text(sampler: RequestSampler, calibration: Calibration, usefulness: Usefulness) -> Eagle3Text:
-            return Eagle3Text(sampler, calibration, usefulness, slots=TextSlots(memory))
+    def _keep(self, rows: Rows, fused: Tensor, positions: Tensor) -> None:
+        self._heads.read(self._tensor(rows.tokens), fused, positions, np.concatenate(rows.slots), self._memory)
 
-        super().__init__(new_text, tuning)
-        self._heads = heads
-        self._layers = tuple(layers)
-        self._memory = memory
-        self.context = context
-        self._texts_at_once = max(1, MAX_LOGITS // (BEAM * heads.shape.outputs))
-        row_bytes = 2 * heads.shape.kv_heads * heads.shape.width * heads.dtype.itemsize
-        self._rows_at_once = MAX_CONTEXT_BYTES // row_bytes
-        self._level_seconds = 0.0  # of one level, moving average; 0: not known
-
-    def launch_of(self, engine: Engine) -> Launch:
-        return launch_of(engine, features=self._layers)
-
-    def forget(self, session: VerifierSession) -> None:
-        text = self._texts.pop(session, None)
-        if text is not None:
-            text.slots.give_back()
-
-    # --- reading committed rows ---------------------------------------------------------------------
-
-    def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
-        """Read the rows that a step commits, and learn which guesses were right."""
-        continuing = self._continuing(verifications)
-        if not continuing:
-            return
-        with self._failing_alone():
-            wanted, others, read = _Rows(), _Rows(), list[tuple[Eagle3Text, int, int]]()
-            for verification in continuing:
-                session, planned, committed = verification.session, verification.planned, verification.result.tokens
-                text, base, first = self._text_of(session), session.tree.base, session.computed
-                text.learn(base, committed)
-                skipped = min(self._skipped(session), planned.count - 1)
-                slots = text.take(first + skipped, planned.count - skipped - 1 + len(committed))
-                if slots is None:
-                    continue
-                before = range(planned.first_row + skipped, planned.first_row + planned.count - 1)
-                others.add(before, session.tree.committed[first + skipped + 1 :], first + skipped, slots[: len(before)])
-                wanted.add(verification.rows, committed, base - 1, slots[len(before) :])
-                read.append((text, len(wanted.places) - 1, base + len(committed)))
-            if read:
-                states = self._read(wanted, others, logits)[[last for _, last, _ in read]]
-                for (text, _, length), state in zip(read, states, strict=True):
-                    text.state, text.length = state, length
-
-    def observe_prompts(self, prompts: Prompts, logits: StepLogits) -> None:
-        """Read rows of prompts."""
-        with self._failing_alone():
-            rows = _Rows()
-            for session, planned in prompts:
-                skipped = self._skipped(session)
-                if not self._may_guess(session) or skipped >= planned.count:
-                    continue
-                first, end = session.computed + skipped, session.computed + planned.count
-                slots = self._text_of(session).take(first, end - first)
-                if slots is not None:
-                    places = range(planned.first_row + skipped, planned.first_row + planned.count)
-                    rows.add(places, session.tree.committed[first + 1 : end + 1], first, slots)
-            if rows.places:
-                self._read(_Rows(), rows, logits)
-
-    @torch.inference_mode()
-    def _read(self, wanted: _Rows, others: _Rows, logits: StepLogits) -> Tensor:
-        """Read rows with logits, and other rows of a step. Return their fused features [n, d'], in this order."""
-        found = logits.features(wanted.places, others.places)
-        fused = self._heads.fused(found if isinstance(found, Tensor) else torch.from_numpy(found))
-        tokens, positions = (
-            self._tensor(wanted.tokens + others.tokens),
-            self._tensor(wanted.positions + others.positions),
-        )
-        self._heads.read(tokens, fused, positions, np.concatenate(wanted.slots + others.slots), self._memory)
-        return fused
-
-    def _skipped(self, session: VerifierSession) -> int:
-        """Return the number of a text's next rows that are too far behind to be seen."""
-        return max(0, session.tree.base - self.context - session.computed)
-
-    # --- growing trees ------------------------------------------------------------------------------
-
-    def _propose(self, asked: Asked, step: ComingStep) -> None:
-        begin = time.monotonic()
-        for group in self._groups([pair for pair in asked if _levels(pair[0]) > 0]):
-            trees = self._grown(group, step, begin)
-            most = min(MAX_NODES, max(session.policy.max_candidates for session, _ in group))
-            nodes, best = trees.nodes, trees.best(most)
-            for number, (session, text) in enumerate(group):
-                text.proposed = session.tree.base
-                text.tokens, text.parents, text.logprobs = (
-                    part[number] for part in (nodes.tokens, nodes.parents, nodes.logprobs)
-                )
-                count = int((best.path_logprobs[number] > -np.inf).sum())
-                text.usefulness.observe_chain(float(np.exp(best.path_logprobs[number, :count]).sum()))
-                paths = Paths(*(part[number, :count].tolist() for part in (best.tokens, best.parents, best.logprobs)))
-                if count:
-                    session.add_candidates(certain(paths) if session.samples_candidates else paths, HEADS)
-
-    def _groups(self, asked: Asked) -> Iterator[Asked]:
-        """Yield texts to grow trees for at once, of similar length, within the limits on logits and gathered rows."""
-        group: list[tuple[VerifierSession, Eagle3Text]] = []
-        for pair in sorted(asked, key=lambda pair: pair[1].slots.count):
-            rows = (len(group) + 1) * min(self.context, pair[1].slots.count)
-            if group and (len(group) == self._texts_at_once or rows > self._rows_at_once):
-                yield group
-                group = []
-            group.append(pair)
-        if group:
-            yield group
-
-    @torch.inference_mode()
-    def _grown(self, group: Asked, step: ComingStep, begin: float) -> GrowingTrees:
-        """Grow trees while another level pays. `begin`: of the work before the step."""
-        count, texts = len(group), [text for _, text in group]
-        limits = np.array([_levels(session) for session, _ in group])
-        seen = [text.slots.last(self.context)[:-1] for text in texts]  # the tree begins with the last row
-        context = TreeContext(self._memory, seen, 1 + BEAM * (int(limits.max()) - 1))
-        trees = GrowingTrees(count, BEAM, math.log(self._tuning.min_probability))
-        paths: list[list[list[int]]] = [[[]] for _ in group]
-        tokens = self._tensor([[session.tree.committed[-1]] for session, _ in group])
+    def _growth(self, group: Asked, levels: int) -> Growth:
+        seen = [text.slots.last(self.context)[:-1] for _, text in group]  # the tree begins with the last row
+        context = TreeContext(self._memory, seen, 1 + BEAM * (levels - 1))
+        read = torch.stack([text.state for _, text in group if text.state is not None])[:, None]
         # The row at a position holds the token after it.
         positions = self._tensor([[session.tree.base - 2] for session, _ in group])
-        read = torch.stack([text.state for text in texts if text.state is not None])[:, None]
-        origins = self._tensor(trees.origins)
-        every = torch.arange(count, device=read.device)[:, None]
-        for level in range(int(limits.max())):
-            started = time.monotonic()
-            logits, carried = self._heads.outcome(self._heads.grow(tokens, read, positions, context, origins))
-            guesses, logprobs = self._guesses(group, trees, paths, self._draft_logits(logits))
-            logprobs[limits <= level] = -np.inf
-            for text, first in zip(texts, logprobs[:, 0], strict=True):
-                if first[0] > -np.inf:
-                    text.usefulness.observe_token(min(1.0, float(np.exp(first).sum())))
-            trees.grow(guesses, logprobs)
-            seconds = time.monotonic() - started
-            self._level_seconds += LEVEL_SMOOTHING * (seconds - self._level_seconds) if self._level_seconds else seconds
-            if level + 1 == limits.max() or not self._pays(texts, trees, step, begin):
-                break
-            paths = [
-                [own[origin] + [token] for origin, token in zip(*pairs, strict=True)]
-                for own, *pairs in zip(paths, trees.origins.tolist(), trees.tokens.tolist(), strict=True)
-            ]
-            tokens, origins = self._tensor(trees.tokens), self._tensor(trees.origins)
-            read, positions = carried[every, origins], positions[:, :1] + torch.ones_like(origins)
-        return trees
-
-    def _guesses(
-        self, group: Asked, trees: GrowingTrees, paths: list[list[list[int]]], logits: DraftLogits
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the tokens and log-probabilities [n, f, BEAM] of the children of the frontier, whose paths are
-        `paths`; -inf: no child."""
-        shape = *trees.tokens.shape, BEAM
-        tokens, logprobs = np.zeros(shape, dtype=np.int64), np.full(shape, -np.inf)
-        rows, shifts, places = list[AskedRow](), list[Sequence[float]](), list[tuple[int, int]]()
-        for number, (session, text) in enumerate(group):
-            for place, path in enumerate(paths[number]):
-                if trees.path_logprobs[number, place] > -np.inf:
-                    query = text.query(session, path)
-                    rows.append(AskedRow(number * shape[1] + place, query, session.vocabulary))
-                    shifts.append(text.calibration.shifts(len(path)))
-                    places.append((number, place))
-        found = draft_candidates(logits, rows, BEAM)
-        of_texts, of_places = np.array(places).T
-        tokens[of_texts, of_places] = found.tokens
-        logprobs[of_texts, of_places] = corrected(shifts, found.logprobs)
-        for number, (session, _) in enumerate(group):
-            if session.samples_candidates:
-                logprobs[number, :, 1:] = -np.inf
-        return tokens, logprobs
-
-    def _pays(self, texts: Sequence[Eagle3Text], trees: GrowingTrees, step: ComingStep, begin: float) -> bool:
-        """Return whether another level adds more tokens than the step would bring in its time."""
-        frontier = np.exp(trees.path_logprobs)
-        acceptance = np.array([[text.usefulness.next_token_acceptance] for text in texts])
-        gain = float(np.maximum(frontier * acceptance - step.break_even, 0.0).sum())
-        probabilities = np.exp(trees.nodes.path_logprobs)
-        verified = probabilities[probabilities > step.break_even]
-        decoding = len(step.decoding)
-        rate = (decoding + verified.sum()) / (step.latency.of(decoding + len(verified)) + time.monotonic() - begin)
-        return gain > float(rate) * self._level_seconds
-
-    def _draft_logits(self, logits: Tensor) -> DraftLogits:
-        """Return logits [n, f, outputs] as draft logits over the target's vocabulary, row by row."""
-        found = draft_logits(logits.flatten(0, 1))
-        heads = self._heads
-        return found if heads.ids is None else MappedDraftLogits(found, heads.ids, heads.vocabulary)
-
-    def _tensor(self, numbers: Any) -> Tensor:
-        return torch.as_tensor(numbers, dtype=torch.int64).to(self._heads.device)
+        return _Growth(self._heads, context, read, positions)
 
 
-@dataclass
-class Eagle3Text(HeadsText):
-    """A text's part in the proposer."""
+class _Growth(Growth):
+    """Trees that grow by what the layer makes of its own output."""
 
-    slots: TextSlots = field(kw_only=True)
-    state: Any = None  # fused features [d'] of the row before the last token, once there are some
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [nodes] of the last tree, then
-    parents: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    def __init__(self, heads: Eagle3Heads, context: TreeContext, read: Tensor, positions: Tensor) -> None:
+        """`read` [n, 1, d'] and `positions` [n, 1]: of the rows before the last tokens."""
+        self._heads = heads
+        self._context = context
+        self._carried = read  # g of the frontier before, which the next one reads
+        self._positions = positions  # of the next frontier
+        self._every = torch.arange(len(read), device=read.device)[:, None]
 
-    def take(self, position: int, count: int) -> Slots | None:
-        """Return the slots of `count` rows from a position on; None, with all slots given back, if memory is short."""
-        try:
-            return self.slots.take(position, count)
-        except PoolFullError:
-            return None
-
-    def query(self, session: VerifierSession, path: list[int]) -> SamplingQuery:
-        """Return the query that ranks the children of a node."""
-        return SamplingQuery(
-            self.sampler,
-            session.tree.base + len(path),
-            session.penalty_state,
-            path,
-            allowed=session.hint(path),
-            ruled_out=self.sampler.ruled_out(session.tree.committed, path),
-        )
-
-    def learn(self, base: int, committed: Sequence[int]) -> None:
-        """Learn from the tokens committed after the first `base` ones, down to the first that was no guess."""
-        if self.proposed != base:
-            return
-        node = 0  # the root
-        for depth, token in enumerate(committed):
-            (own,) = np.nonzero((self.parents == node) & (self.logprobs > -np.inf))
-            if not len(own):
-                return
-            guesses = self.tokens[own].tolist()
-            rank = guesses.index(token) if token in guesses else None
-            self.calibration.learn(depth, rank, self.logprobs[own].tolist())
-            if rank is None:
-                return
-            node = int(own[rank]) + 1
-
-
-class _Rows:
-    """Rows of a step that heads read."""
-
-    def __init__(self) -> None:
-        self.places: list[int] = []
-        self.tokens: list[int] = []  # the ones after them
-        self.positions: list[int] = []
-        self.slots: list[Slots] = []
-
-    def add(self, places: Sequence[int], tokens: Sequence[int], position: int, slots: Slots) -> None:
-        """Add consecutive rows of a text, from a position on."""
-        self.places += places
-        self.tokens += tokens
-        self.positions += range(position, position + len(places))
-        self.slots.append(slots)
-
-
-def _levels(session: VerifierSession) -> int:
-    """Return the maximum levels of a text's tree. A candidate for its last token would save no step."""
-    return min(DEPTH, session.policy.max_depth or DEPTH, session.end - 1 - session.tree.base)
+    def level(self, tokens: Tensor, origins: Tensor) -> Level:
+        read = self._carried[self._every, origins]
+        positions = self._positions.expand_as(origins)
+        states = self._heads.grow(tokens, read, positions, self._context, origins)
+        logits, self._carried = self._heads.outcome(states)
+        self._positions = self._positions + 1
+        return Level(logits)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +23,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specdec.engine.heads.decoder_layer import Rotary, gated_mlp, in_heads, rms_norm
 from specdec.engine.heads.eagle3_config import Eagle3Shape, Eagle3Variant
 from specdec.engine.heads.text_memory import TextMemory
 from specdec.engine.kv.slots import Slots
-
-
-class Rotary(NamedTuple):
-    """Rotary embeddings (Su et al. 2021, "RoFormer"), pairing the two halves of a head."""
-
-    frequencies: Tensor  # float32 [width / 2]
-    scale: float  # of cosines and sines
 
 
 @dataclass(frozen=True)
@@ -107,16 +100,15 @@ class Eagle3Heads:
         """Return the queries [..., heads, width], keys and values [..., kv_heads, width] of inputs at these positions
         [...]."""
         shape = self.shape
-        whole = self._in_heads(F.linear(u, self._weights.project))
+        whole = in_heads(F.linear(u, self._weights.project), shape.width)
         query, key, value = torch.split(whole, [shape.heads, shape.kv_heads, shape.kv_heads], dim=-2)
-        return self._rotated(query, positions), self._rotated(key, positions), value
+        return self._rotary.rotated(query, positions), self._rotary.rotated(key, positions), value
 
     def state(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Return s [..., d'] of a residual [..., d'] and the attention's output [..., heads * width]."""
         weights = self._weights
         state = residual + F.linear(attended, weights.project_back)
-        gate, up = F.linear(self._norm(state, weights.mlp_norm), weights.gate_and_up).chunk(2, dim=-1)
-        return state + F.linear(F.silu(gate) * up, weights.down)
+        return state + gated_mlp(self._norm(state, weights.mlp_norm), weights.gate_and_up, weights.down)
 
     def outcome(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [..., outputs], float32, of s [..., d'], and the g [..., d'] that children read."""
@@ -133,8 +125,8 @@ class Eagle3Heads:
         they depend on nothing else, so the rows may be of any texts, in any order."""
         u, _ = self.inputs(tokens, fused)
         queries = self.shape.heads * self.shape.width
-        keys, values = self._in_heads(F.linear(u, self._weights.project[queries:])).chunk(2, dim=-2)
-        memory.write(slots, self._rotated(keys, positions), values)
+        keys, values = in_heads(F.linear(u, self._weights.project[queries:]), self.shape.width).chunk(2, dim=-2)
+        memory.write(slots, self._rotary.rotated(keys, positions), values)
 
     def grow(self, tokens: Tensor, fused: Tensor, positions: Tensor, trees: TreeContext, origins: Tensor) -> Tensor:
         """Read a level of n trees, f rows each: tokens and positions [n, f], g [n, f, d']; `origins` [n, f]: their
@@ -153,22 +145,8 @@ class Eagle3Heads:
         )
         return self.state(residual, attended.transpose(1, 2).flatten(2))
 
-    def _in_heads(self, projected: Tensor) -> Tensor:
-        *rows, columns = projected.shape
-        return projected.view(*rows, columns // self.shape.width, self.shape.width)
-
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the RMS norm of the last axis (Zhang and Sennrich 2019), computed in float32."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variant.epsilon)
-        return weight * (wide * scale).to(x.dtype)
-
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return x [..., heads, width], rotated by positions [...]."""
-        angles = positions[..., None, None].float() * self._rotary.frequencies
-        cos, sin = angles.cos() * self._rotary.scale, angles.sin() * self._rotary.scale
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+        return rms_norm(x, weight, self.variant.epsilon)
 
 
 class TreeContext:

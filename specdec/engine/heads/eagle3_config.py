@@ -7,23 +7,14 @@ The layers whose features heads read are those that the features *enter*, as EAG
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specdec.engine.heads.files import MAX_SIZE, TargetShape
-from specdec.engine.model_directory import MAX_CONTEXT, MAX_VOCABULARY
-from specdec.engine.model_file import Fields, shown
-
-MAX_FEATURES = 16
-"""Maximum features of a position. Published heads read three, some five."""
+from specdec.engine.heads.layer_config import MAX_FEATURES, SPECULATORS, LayerConfig, flag, layer_fields, outputs_of
+from specdec.engine.model_file import Fields
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """Field with the layers whose features heads read."""
-
-ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
-"""Kinds of rotary embeddings. Others depend on the longest text of a batch."""
-
-USUAL_CONTEXT, USUAL_THETA, USUAL_EPSILON = 2048, 10_000.0, 1e-6
-"""Llama's own values of fields that may be missing: context, base of rotary embeddings, epsilon of norms."""
 
 
 class Eagle3Shape(NamedTuple):
@@ -53,73 +44,54 @@ class Eagle3Config:
 
     shape: Eagle3Shape
     variant: Eagle3Variant
+    layer: LayerConfig
     layers: tuple[int, ...]  # whose features they read
-    context: int  # positions that they are trained for
     norm_before_fusion: bool
     norm_of_features: bool
-    rotary: dict[str, Any]  # its fields for transformers
 
     @classmethod
     def of(cls, config: Fields, target: TargetShape) -> Eagle3Config:
         """Read the configuration of heads for a target; ModelDirectoryError, naming the field, if it does not fit."""
-        layer = _layer_config(config)
-        hidden = layer.integer("hidden_size", 1, MAX_SIZE)
-        heads = layer.integer("num_attention_heads", 1, MAX_SIZE)
-        kv_heads = layer.integer("num_key_value_heads", 1, heads) if layer.has("num_key_value_heads") else heads
-        if heads % kv_heads:
-            raise layer.refusal("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-        width = layer.integer("head_dim", 2, MAX_SIZE) if layer.has("head_dim") else hidden // heads
-        if width % 2 or not width:
-            field = "head_dim" if layer.has("head_dim") else "num_attention_heads"
-            raise layer.refusal(field, "such that the width of a head is even")
-        if layer.integer("num_hidden_layers", 1, MAX_SIZE) != 1:
-            raise layer.refusal("num_hidden_layers", "1: heads of several layers are not supported")
-        if layer.has("hidden_act") and layer.text("hidden_act") not in ("silu", "swish"):
-            raise layer.refusal("hidden_act", "silu")
-        if layer.has("vocab_size") and layer.integer("vocab_size", 1, MAX_VOCABULARY) != target.vocabulary:
-            raise layer.refusal("vocab_size", f"{target.vocabulary}, that of the target")
-        if config.has("target_hidden_size") and config.integer("target_hidden_size", 1, MAX_SIZE) != target.stream:
-            raise config.refusal("target_hidden_size", f"{target.stream}, the hidden size of the target")
-        outputs = target.vocabulary
-        if config.has("draft_vocab_size"):
-            outputs = config.integer("draft_vocab_size", 1, target.vocabulary)
-        before, of_features = _flag(config, "norm_before_fc"), _flag(config, "fc_norm")
+        fields = layer_fields(config, "eagle3")
+        layer = LayerConfig.of(fields, target)
+        if fields.integer("num_hidden_layers", 1, MAX_SIZE) != 1:
+            raise fields.refusal("num_hidden_layers", "1: heads of several layers are not supported")
+        outputs = outputs_of(config, target)
+        before, of_features = flag(config, "norm_before_fc"), flag(config, "fc_norm")
         if before and of_features:
             raise config.refusal("fc_norm", "false where norm_before_fc is true")
-        epsilon = layer.number("rms_norm_eps") if layer.has("rms_norm_eps") else USUAL_EPSILON
-        if not epsilon > 0:
-            raise layer.refusal("rms_norm_eps", "above 0")
         layers = _layers(config, target)
-        inner = layer.integer("intermediate_size", 1, MAX_SIZE)
-        has_context = layer.has("max_position_embeddings")
-        context = layer.integer("max_position_embeddings", 1, MAX_CONTEXT) if has_context else USUAL_CONTEXT
         return cls(
-            Eagle3Shape(target.stream, len(layers), hidden, heads, kv_heads, width, inner, outputs),
-            Eagle3Variant(epsilon, _norm_before_residual(config), _flag(config, "norm_output")),
+            Eagle3Shape(
+                target.stream,
+                len(layers),
+                layer.hidden,
+                layer.heads,
+                layer.kv_heads,
+                layer.width,
+                layer.inner,
+                outputs,
+            ),
+            Eagle3Variant(layer.epsilon, _norm_before_residual(config), flag(config, "norm_output")),
+            layer,
             layers,
-            context,
             before,
             of_features,
-            _rotary(layer, hidden=heads * width, heads=heads, width=width, context=context),
         )
 
-
-def _layer_config(config: Fields) -> Fields:
-    """Return the configuration of the layer: the file's own, or the part of it in speculators' layout."""
-    if not config.has("speculators_model_type"):
-        return config
-    if config.text("speculators_model_type") != "eagle3":
-        raise config.refusal("speculators_model_type", "eagle3")
-    return config.fields("transformer_layer_config")
+    @property
+    def memory_heads(self) -> int:
+        """Heads of a row in the memory of keys and values."""
+        return self.shape.kv_heads
 
 
 def _norm_before_residual(config: Fields) -> bool:
     """Return whether the residual of attention is normalised. In speculators' layout readers disagree about a missing
     field, so it must be there; EAGLE's has no such norm by default."""
     name = "norm_before_residual"
-    if not config.has(name) and config.has("speculators_model_type"):
+    if not config.has(name) and config.has(SPECULATORS):
         raise config.refusal(name, "true or false")
-    return _flag(config, name)
+    return flag(config, name)
 
 
 def _layers(config: Fields, target: TargetShape) -> tuple[int, ...]:
@@ -139,25 +111,3 @@ def _layers(config: Fields, target: TargetShape) -> tuple[int, ...]:
     if not all(0 <= layer < target.layers for layer in usual):
         raise config.refusal(LAYER_IDS, f"given for a target of {target.layers} layers")
     return usual
-
-
-def _flag(config: Fields, name: str) -> bool:
-    return config.has(name) and config.flag(name)
-
-
-def _rotary(layer: Fields, *, hidden: int, heads: int, width: int, context: int) -> dict[str, Any]:
-    """Return the fields of rotary embeddings for transformers, in its newer form."""
-    name = next((name for name in ("rope_parameters", "rope_scaling") if layer.has(name)), None)
-    parameters = {} if name is None else dict(layer.fields(name).content)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if name is not None and not (isinstance(kind, str) and kind in ROTARY):
-        raise layer.refusal(name, f"of one of the types {', '.join(sorted(ROTARY))}, not {shown(kind)}")
-    if layer.has("rope_theta"):
-        parameters.setdefault("rope_theta", layer.number("rope_theta"))
-    return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "head_dim": width,
-        "max_position_embeddings": context,
-        "rope_parameters": {"rope_theta": USUAL_THETA, **parameters, "rope_type": kind},
-    }

@@ -10,27 +10,21 @@ Everything is checked by the configuration (`eagle3_config.py`) and the headers 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.engine.heads.eagle3_config import Eagle3Config
-from specdec.engine.heads.files import MAX_LOGITS, HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
-from specdec.engine.memory import MIN_SLOTS
-from specdec.engine.model_file import in_one_line, read_fields
-from specdec.engine.placement import BYTES, Dtype
-from specdec.engine.preflight.memory_needed import MemoryNeeded
+from specdec.engine.heads.feature_files import COMMON, FeatureFiles, parts_in
+from specdec.engine.heads.files import HeadsFilesError, Reader, TargetShape, stored_tensors
+from specdec.engine.model_file import read_fields
 
 if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without it
     import torch
     from torch import Tensor
 
-    from specdec.engine.heads.eagle3 import Eagle3Heads, Rotary
-
-MAX_CONTEXT_BYTES = 1 << 26
-"""Approximate bytes of keys and values that heads gather from their memory at once: one text's at least."""
+    from specdec.engine.heads.eagle3 import Eagle3Heads
 
 LAYER = r"(?:midlayer|layers\.0)\."
 PATTERNS: Mapping[str, str] = {
@@ -39,19 +33,11 @@ PATTERNS: Mapping[str, str] = {
     rf"{LAYER}input_layernorm\.weight": "embedding_norm",
     rf"{LAYER}hidden_norm\.weight": "hidden_norm",
     rf"{LAYER}post_attention_layernorm\.weight": "mlp_norm",
-    r"fc\.weight": "fusion",
     r"input_norm\.weight": "fusion_norm",
     r"fc_norm\.(\d+)\.weight": r"feature_norm \1",
-    r"norm\.weight": "last_norm",
-    r"lm_head\.weight": "output",
-    r"embed_tokens\.weight": "embeddings",
-    r"d2t": "d2t",
-    r"t2d": "t2d",
+    **COMMON,
 }
 """Names of tensors in both layouts, to the parts of heads."""
-
-BUFFER = "rotary_emb.inv_freq"
-"""End of the name of a tensor that older files have, and config.json determines."""
 
 
 def is_eagle3(path: Path) -> bool:
@@ -60,13 +46,10 @@ def is_eagle3(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Eagle3Files:
-    """EAGLE-3 heads in a directory, judged by headers and configuration; their weights are not read yet."""
+class Eagle3Files(FeatureFiles[Eagle3Config]):
+    """EAGLE-3 heads in a directory."""
 
-    path: Path
-    config: Eagle3Config
-    parts: Mapping[str, Stored]
-    target: TargetShape
+    architecture = "eagle3"
 
     @classmethod
     def of(cls, path: Path, target: TargetShape) -> Eagle3Files:
@@ -76,55 +59,30 @@ class Eagle3Files:
         fields = read_fields(folder / "config.json")
         if fields is None:
             raise HeadsFilesError(f"{folder}: has no config.json, which EAGLE-3 heads need")
-        found = cls(path, Eagle3Config.of(fields, target), _parts(path), target)
-        found._check()
+        config = Eagle3Config.of(fields, target)
+        found = cls(path, config, parts_in(path, PATTERNS, "EAGLE-3 heads of one layer"), target)
+        found._check(found._shapes(), tensor_name)
         return found
-
-    def memory_needed(self, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
-        """Return the memory of the weights, of the keys and values of `kv_tokens` positions (None: of the fewest), and
-        of what is computed at once, beside the target's."""
-        shape, width = self.config.shape, BYTES[dtype]
-        numbers = sum(stored.numbers for part, stored in self.parts.items() if part not in ("d2t", "t2d"))
-        tokens = kv_tokens or MIN_SLOTS
-        kv = tokens * 2 * shape.kv_heads * shape.width * width
-        working = 2 * MAX_LOGITS * BYTES["float32"] + 2 * min(kv, MAX_CONTEXT_BYTES)
-        return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * width, working, tokens, kv)
 
     def load(
         self, embeddings: Tensor, output: Callable[[Tensor], Tensor], device: str, dtype: torch.dtype
     ) -> Eagle3Heads:
-        """Read the weights. `embeddings` [ids, width] and `output`, from states [n, hidden] to logits, are the
-        target's, for heads without their own."""
         import torch
 
+        from specdec.engine.heads.decoder_layer import Rotary
         from specdec.engine.heads.eagle3 import Eagle3Heads, Eagle3Weights
 
-        read, parts, shape = Reader(), self.parts, self.config.shape
+        read, parts, config = Reader(), self.parts, self.config
 
         def joined(*names: str) -> Tensor:
             return torch.cat([read(parts[name]) for name in names]).to(device, dtype)
 
-        table = joined("embeddings") if "embeddings" in parts else embeddings
-        if table.shape[1] != shape.hidden:
-            raise HeadsFilesError(
-                f"{self.path}: has no embed_tokens.weight, and the target's has {table.shape[1]} columns, must have "
-                f"{shape.hidden}"
-            )
         feature_norms = None
-        if self.config.norm_of_features:
-            norms = [joined(f"feature_norm {number}") for number in range(shape.features)]
-            feature_norms = torch.stack(norms)
-        ids = None
-        if "d2t" in parts:
-            ids = torch.arange(shape.outputs) + read(parts["d2t"]).to(torch.int64)
-            if not 0 <= int(ids.min()) <= int(ids.max()) < self.target.vocabulary:
-                raise HeadsFilesError(
-                    f"{self.path}: d2t leads to ids from {int(ids.min())} to {int(ids.max())}, must lead to ids from 0 "
-                    f"to {self.target.vocabulary - 1}"
-                )
+        if config.norm_of_features:
+            feature_norms = torch.stack([joined(f"feature_norm {number}") for number in range(config.shape.features)])
         weights = Eagle3Weights(
             fusion=joined("fusion"),
-            fusion_norm=joined("fusion_norm") if self.config.norm_before_fusion else None,
+            fusion_norm=joined("fusion_norm") if config.norm_before_fusion else None,
             feature_norms=feature_norms,
             embedding_norm=joined("embedding_norm"),
             hidden_norm=joined("hidden_norm"),
@@ -134,38 +92,21 @@ class Eagle3Files:
             gate_and_up=joined("gate", "up"),
             down=joined("down"),
             last_norm=joined("last_norm"),
-            embeddings=table,
+            embeddings=self._table(read, embeddings, device, dtype),
             output=joined("output") if "output" in parts else output,
         )
         return Eagle3Heads(
-            shape,
-            self.config.variant,
+            config.shape,
+            config.variant,
             weights,
-            self._rotary(device),
+            Rotary.of(config.layer.rotary, config.shape.width, self.path, device),
             vocabulary=self.target.vocabulary,
-            ids=None if ids is None else ids.numpy(),
+            ids=self._ids(read),
         )
 
-    def _rotary(self, device: str) -> Rotary:
-        from transformers import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        from specdec.engine.heads.eagle3 import Rotary
-
-        try:
-            made = LlamaRotaryEmbedding(LlamaConfig(**self.config.rotary))
-        except Exception as error:  # transformers' errors have no common base
-            raise HeadsFilesError(f"{self.path}: config.json: rotary embeddings: {in_one_line(error)}") from error
-        if 2 * len(made.inv_freq) != self.config.shape.width:
-            raise HeadsFilesError(
-                f"{self.path}: config.json: rotary embeddings turn {2 * len(made.inv_freq)} numbers of a head, must "
-                f"turn all {self.config.shape.width}"
-            )
-        return Rotary(made.inv_freq.to(device), float(made.attention_scaling))
-
-    def _check(self) -> None:
-        """Raise HeadsFilesError unless all tensors are there, in shapes that fit configuration and target."""
-        shape, target, parts = self.config.shape, self.target, self.parts
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the parts that configuration and target want, and their shapes."""
+        shape = self.config.shape
         hidden, queries, keys = shape.hidden, shape.heads * shape.width, shape.kv_heads * shape.width
         wanted: dict[str, tuple[int, ...]] = {
             "fusion": (hidden, shape.features * shape.stream),
@@ -185,44 +126,7 @@ class Eagle3Files:
             wanted["fusion_norm"] = (shape.features * shape.stream,)
         if self.config.norm_of_features:
             wanted |= {f"feature_norm {number}": (shape.stream,) for number in range(shape.features)}
-        if "embeddings" in parts or hidden != target.stream:  # else the target's are used
-            wanted["embeddings"] = (target.vocabulary, hidden)
-        if "output" in parts or (hidden, shape.outputs) != (target.hidden, target.vocabulary):
-            wanted["output"] = (shape.outputs, hidden)
-        if "d2t" in parts or shape.outputs != target.vocabulary:
-            wanted["d2t"] = (shape.outputs,)
-        if "t2d" in parts:
-            wanted["t2d"] = (target.vocabulary,)
-        for part, size in wanted.items():
-            if part not in parts:
-                raise HeadsFilesError(f"{self.path}: lacks {tensor_name(part)}, of the shape {list(size)}")
-            parts[part].check(
-                size,
-                f"heads of hidden size {hidden} that read {shape.features} features of a target of hidden size "
-                f"{shape.stream} with {target.vocabulary} token ids",
-            )
-        for part, stored in parts.items():
-            if part not in wanted:
-                raise HeadsFilesError(f"{stored.file}: {stored.name} is not used by what config.json describes")
-
-
-def _parts(path: Path) -> dict[str, Stored]:
-    """Return the tensors of heads in a directory or file, by what they are; HeadsFilesError, naming it, if one is
-    unknown."""
-    found: dict[str, Stored] = {}
-    for tensor in stored_tensors(path):
-        if tensor.name.endswith(BUFFER):
-            continue
-        for pattern, part in PATTERNS.items():
-            if match := re.fullmatch(pattern, tensor.name):
-                name = match.expand(part)
-                if name in found:
-                    raise HeadsFilesError(f"{path}: {found[name].name} and {tensor.name} are the same part")
-                found[name] = tensor
-                break
-        else:
-            raise HeadsFilesError(f"{tensor.file}: {tensor.name} is no part of EAGLE-3 heads of one layer")
-    return found
+        return wanted | self._shared_shapes(shape.outputs)
 
 
 def tensor_name(part: str) -> str:

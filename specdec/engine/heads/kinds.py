@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specdec.engine.heads.block_files import BlockFiles, is_block_draft
 from specdec.engine.heads.eagle3_files import Eagle3Files, is_eagle3
 from specdec.engine.heads.files import TargetShape
 from specdec.engine.heads.medusa_files import MedusaFiles
@@ -11,10 +12,20 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Dtype
 from specdec.engine.preflight.memory_needed import MemoryNeeded
 
+HeadsFiles = MedusaFiles | Eagle3Files | BlockFiles
+"""The files of heads, of any kind."""
 
-def heads_in(path: Path, target: TargetShape) -> MedusaFiles | Eagle3Files:
+
+def kind_in(path: Path) -> type[HeadsFiles]:
+    """Return the kind of heads that a directory, or a file of weights, has."""
+    if is_block_draft(path):
+        return BlockFiles
+    return Eagle3Files if is_eagle3(path) else MedusaFiles
+
+
+def heads_in(path: Path, target: TargetShape) -> HeadsFiles:
     """Return the heads in a directory; ModelDirectoryError if they do not fit the target."""
-    return Eagle3Files.of(path, target) if is_eagle3(path) else MedusaFiles.of(path, target)
+    return kind_in(path).of(path, target)
 
 
 def memory_of_heads(path: Path, kv_tokens: int | None, directory: ModelDirectory, dtype: Dtype) -> MemoryNeeded:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from specdec.engine.heads.files import MAX_LOGITS, HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
 from specdec.engine.model_file import Fields, read_fields
@@ -61,6 +61,8 @@ PATTERNS: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], HeadPart]]] 
 @dataclass(frozen=True)
 class MedusaFiles:
     """Medusa heads in a directory, judged by headers and configuration; their weights are not read yet."""
+
+    architecture: ClassVar = "medusa"
 
     path: Path
     places: Mapping[HeadPart, Stored]

@@ -14,8 +14,9 @@ from specdec.engine.kv.slots import PADDING_SLOT, KVPool, Slots
 
 
 class TextMemory:
-    """Keys and values of texts in a layer of heads, for `positions` rows of all texts together. Except for the padding
-    slot the memory is uninitialised: a text reads only rows that it has written."""
+    """Keys and values of texts, for `positions` rows of all texts together: of one layer of heads, or of several layers
+    side by side, like more heads of one. Except for the padding slot the memory is uninitialised: a text reads only
+    rows that it has written."""
 
     def __init__(self, positions: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pool = KVPool(positions + 1)  # the first slot is for padding
@@ -23,6 +24,7 @@ class TextMemory:
             torch.empty(positions + 1, kv_heads, width, dtype=dtype, device=device) for _ in range(2)
         )
         self._keys[PADDING_SLOT], self._values[PADDING_SLOT] = 0, 0
+        self.row_bytes = 2 * kv_heads * width * dtype.itemsize
 
     def write(self, slots: Slots, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [n, kv_heads, width] to slots [n]."""

@@ -32,7 +32,8 @@ from specdec.engine.unsupported import UnsupportedModelError
 from tests.heads import RandomEagle3, Tensors, make_eagle3, make_heads, written
 from tests.models import make
 from verifier_service.heads_files import read_heads
-from verifier_service.proposers.eagle3 import CONTEXT, Eagle3Proposer
+from verifier_service.proposers.eagle3 import Eagle3Proposer
+from verifier_service.proposers.feature_heads import CONTEXT
 
 STREAM, TOKENS, LAYERS = 10, 23, 6
 TARGET = TargetShape(STREAM, TOKENS, STREAM, LAYERS)
@@ -358,7 +359,9 @@ def test_the_kind_of_heads_is_found_by_their_tensors(tmp_path: Path) -> None:
     tree = tmp_path / "tree.json"
     tree.write_text("[[0]]")
     assert read_heads(medusa, tree, target).tree is not None
-    with pytest.raises(ModelDirectoryError, match=r"tree.json: is for Medusa heads; .*eagle has EAGLE-3 heads"):
+    with pytest.raises(
+        ModelDirectoryError, match=r"tree.json: is for Medusa heads; .*eagle has eagle3, whose trees grow"
+    ):
         read_heads(eagle, tree, target)
 
 

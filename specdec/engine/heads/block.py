@@ -1,0 +1,198 @@
+"""Block drafts: decoder layers that guess a block of tokens in one pass, from features of the target.
+
+Two kinds. DFlash (z-lab 2026, arXiv:2602.06036): with f_t the features of the target at position t, e the
+embedding of a token, and a the position of the last token of the text,
+
+    c_t = RMS(W_fc [f_t^(1); ...; f_t^(m)])          context, for each position t < a
+    block = e(x_a), e(mask), ..., e(mask)            rows at positions a, a + 1, ...
+
+In each layer the rows of the block ask; the keys and values are of the context and of the rows themselves, with the
+layer's own projections of c_t. So the context's are computed once, when the target computes the position. Row k
+guesses x_(a + k), or x_(a + k + 1) if the first row guesses, too (`from_anchor`).
+
+DSpark (DeepSeek 2026, arXiv:2607.05147) adds a Markov head, by which a guess depends on the one before it, and an estimate of
+the probability that a guess is accepted:
+
+    logits_k += W_2 W_1[x_(k-1)],    c_k = sigmoid(w [h_k; W_1[x_(k-1)]] + b)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.engine.heads.block_config import BlockShape, BlockVariant, Markov
+from specdec.engine.heads.decoder_layer import Rotary, gated_mlp, in_heads, rms_norm
+from specdec.engine.heads.text_memory import TextMemory
+from specdec.engine.kv.slots import Slots
+
+
+@dataclass(frozen=True)
+class BlockLayer:
+    """The weights of a layer, but for its projections to keys and values."""
+
+    norm: Tensor  # [d']
+    query: Tensor  # [heads width, d']
+    query_norm: Tensor  # [width]
+    project_back: Tensor  # [d', heads width]
+    mlp_norm: Tensor  # [d']
+    gate_and_up: Tensor  # [2 inner, d']
+    down: Tensor  # [d', inner]
+
+
+@dataclass(frozen=True)
+class MarkovWeights:
+    """The weights of a Markov head."""
+
+    embeddings: Tensor  # W_1 [outputs, r]
+    output: Tensor  # W_2 [outputs, r]
+    joint: Tensor | None = None  # gated: [r, d' + r] of [h; W_1 x]; rnn: [3 r, 2 r + d'] of [s; W_1 x; h]
+    joint_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """The weights of a block draft, of one dtype on one device."""
+
+    fusion: Tensor  # [d', m d]
+    context_norm: Tensor  # [d']
+    keys: Tensor  # [layers kv_heads width, d']
+    values: Tensor  # [layers kv_heads width, d']
+    key_norms: Tensor  # [layers, width]
+    layers: Sequence[BlockLayer]
+    last_norm: Tensor  # [d']
+    embeddings: Tensor  # [ids, d'], its own or the target's
+    output: Tensor | Callable[[Tensor], Tensor]  # [outputs, d'], or the target's function from states to logits
+    markov: MarkovWeights | None = None
+    confidence: tuple[Tensor, Tensor] | None = None  # [1, d'] or [1, d' + r], and [1]
+
+
+class BlockDraft:
+    """A block draft for a target of `vocabulary` tokens. `ids` [outputs]: the token id of each of its outputs; None:
+    the same numbers."""
+
+    def __init__(
+        self,
+        shape: BlockShape,
+        variant: BlockVariant,
+        weights: BlockWeights,
+        rotary: Rotary,
+        *,
+        vocabulary: int,
+        ids: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.shape = shape
+        self.variant = variant
+        self.vocabulary = vocabulary
+        self.ids = ids
+        self._weights = weights
+        self._rotary = rotary
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.fusion.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weights.fusion.device
+
+    @property
+    def depth(self) -> int:
+        """The number of tokens that a block guesses."""
+        return self.shape.rows if self.variant.from_anchor else self.shape.rows - 1
+
+    def fused(self, features: Tensor) -> Tensor:
+        """Return c [n, d'] of features [n, m, d] of any float dtype."""
+        joined = features.to(self.device, self.dtype).flatten(1)
+        return self._norm(F.linear(joined, self._weights.fusion), self._weights.context_norm)
+
+    def read(self, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
+        """Store the keys and values, in all layers, of n rows of texts: c [n, d'], positions int64 [n]. They depend on
+        nothing else, so the rows may be of any texts, in any order."""
+        shape, weights = self.shape, self._weights
+        keys = F.linear(fused, weights.keys).view(-1, shape.layers, shape.kv_heads, shape.width)
+        keys = self._norm(keys, weights.key_norms[:, None])
+        values = in_heads(F.linear(fused, weights.values), shape.width)
+        memory.write(slots, self._rotary.rotated(keys.flatten(1, 2), positions), values)
+
+    def states(self, anchors: Tensor, positions: Tensor, texts: list[Slots], memory: TextMemory) -> Tensor:
+        """Return h [n, depth, d'] of the guesses that follow the last tokens, int64 [n], of n texts at these positions
+        [n]. `texts`: the slots of their contexts."""
+        shape, weights = self.shape, self._weights
+        length = max(map(len, texts))
+        sizes = len(texts), length, shape.layers, shape.kv_heads, shape.width
+        keys, values = (part.view(sizes).permute(2, 0, 3, 1, 4) for part in memory.gathered(texts, length))
+        lengths = torch.tensor([len(slots) for slots in texts], device=self.device)
+        seen = torch.arange(length, device=self.device) < lengths[:, None]
+        visible = F.pad(seen, (0, shape.rows), value=True)[:, None, None]  # [n, 1, 1, length + rows]
+        tokens = torch.full((len(texts), shape.rows), self.variant.mask, device=self.device)
+        tokens[:, 0] = anchors
+        places = positions[:, None] + torch.arange(shape.rows, device=self.device)
+        x = F.embedding(tokens, weights.embeddings).to(self.dtype)
+        of_layers = (part.chunk(shape.layers) for part in (weights.keys, weights.values))
+        for number, (layer, key, value) in enumerate(zip(weights.layers, *of_layers, strict=True)):
+            normal = self._norm(x, layer.norm)
+            query = self._norm(in_heads(F.linear(normal, layer.query), shape.width), layer.query_norm)
+            own_keys = self._norm(in_heads(F.linear(normal, key), shape.width), weights.key_norms[number])
+            own_values = in_heads(F.linear(normal, value), shape.width)
+            attended = F.scaled_dot_product_attention(
+                self._rotary.rotated(query, places).transpose(1, 2),
+                torch.cat([keys[number], self._rotary.rotated(own_keys, places).transpose(1, 2)], dim=2),
+                torch.cat([values[number], own_values.transpose(1, 2)], dim=2),
+                attn_mask=visible,
+                scale=shape.width**-0.5,
+                enable_gqa=shape.heads != shape.kv_heads,
+            )
+            x = x + F.linear(attended.transpose(1, 2).flatten(2), layer.project_back)
+            x = x + gated_mlp(self._norm(x, layer.mlp_norm), layer.gate_and_up, layer.down)
+        return self._norm(x[:, -self.depth :], weights.last_norm)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits [..., outputs], float32, of h [..., d'], without the Markov head's part."""
+        output = self._weights.output
+        if isinstance(output, Tensor):
+            return F.linear(states, output).float()
+        return output(states.flatten(0, -2)).float().reshape(*states.shape[:-1], -1)
+
+    def markov(self, tokens: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the Markov head's part of the logits [n, f, outputs], float32, of guesses with h [n, f, d'] that
+        follow these tokens [n, f], and the state [n, f, r] of an `rnn` behind them. `memory`: its state before them,
+        None at the first guess."""
+        weights = self._weights.markov
+        assert weights is not None
+        before = F.embedding(tokens, weights.embeddings)
+        if self.variant.markov is Markov.VANILLA:
+            latent = before
+        elif self.variant.markov is Markov.GATED:
+            latent = self._joint(weights, states, before).sigmoid() * before
+        else:
+            memory = torch.zeros_like(before) if memory is None else memory
+            gate, candidate, output = self._joint(weights, memory, before, states).chunk(3, dim=-1)
+            gate = gate.sigmoid()
+            memory, latent = gate * memory + (1 - gate) * candidate.tanh(), output.tanh()
+        return F.linear(latent, weights.output).float(), memory
+
+    def confidence(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """Return the estimated probabilities [n, f], float32, that guesses with h [n, f, d'], which follow these tokens
+        [n, f], are accepted."""
+        assert self._weights.confidence is not None
+        weight, bias = self._weights.confidence
+        read = states
+        if self.variant.confidence_reads_markov:
+            assert self._weights.markov is not None
+            read = torch.cat([states, F.embedding(tokens, self._weights.markov.embeddings)], dim=-1)
+        return F.linear(read, weight, bias).float().sigmoid().squeeze(-1)
+
+    @staticmethod
+    def _joint(weights: MarkovWeights, *parts: Tensor) -> Tensor:
+        assert weights.joint is not None
+        return F.linear(torch.cat(parts, dim=-1), weights.joint, weights.joint_bias)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self.variant.epsilon)

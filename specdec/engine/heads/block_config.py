@@ -1,0 +1,167 @@
+"""The configuration of block drafts: config.json of DFlash and DSpark, in their authors' layouts and speculators'.
+
+| Layout | Known by | Layers whose features are read |
+|---|---|---|
+| z-lab (DFlash) | `dflash_config` | `target_layer_ids`: those that the features leave |
+| DeepSpec (DFlash, DSpark) | `architectures` that end in DSparkModel | the same; -1 are the token embeddings |
+| speculators (dflash, dspark) | `speculators_model_type` | `aux_hidden_state_layer_ids`: those that they enter |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from specdec.engine.heads.files import MAX_SIZE, TargetShape
+from specdec.engine.heads.layer_config import MAX_FEATURES, SPECULATORS, LayerConfig, flag, layer_fields, outputs_of
+from specdec.engine.model_file import Fields
+
+MAX_LAYERS = 64
+"""Maximum layers of a block draft. Published ones have three to six."""
+
+MAX_BLOCK = 64
+"""Maximum rows of a block. Published ones have 7 to 16."""
+
+LEFT, ENTERED = "target_layer_ids", "aux_hidden_state_layer_ids"
+"""Fields with the layers whose features are read: those that the features leave, or enter."""
+
+
+class Markov(Enum):
+    """Kinds of DSpark's Markov head."""
+
+    VANILLA = "vanilla"
+    GATED = "gated"
+    RNN = "rnn"
+
+
+class BlockShape(NamedTuple):
+    """The sizes of a block draft."""
+
+    stream: int  # d, the width of the target's features
+    features: int  # m, features of a position
+    layers: int
+    hidden: int  # d', the width of the layers
+    heads: int
+    kv_heads: int
+    width: int  # of an attention head
+    inner: int  # of the MLP
+    outputs: int  # token ids that it can guess
+    rows: int  # of a block: the last token of the text, and masks
+    rank: int  # r of the Markov head; 0: no such head
+
+
+class BlockVariant(NamedTuple):
+    """The options of a block draft that its shape does not show."""
+
+    epsilon: float  # of all norms
+    mask: int  # token id of the rows to fill
+    from_anchor: bool  # the first row guesses the token after it; otherwise it guesses nothing, and row k itself
+    markov: Markov | None = None
+    confidence: bool = False  # it estimates how likely each guess is accepted
+    confidence_reads_markov: bool = False
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """The configuration of a block draft."""
+
+    shape: BlockShape
+    variant: BlockVariant
+    layer: LayerConfig
+    layers: tuple[int, ...]  # of the target, whose features it reads
+
+    @classmethod
+    def of(cls, config: Fields, target: TargetShape) -> BlockConfig:
+        """Read the configuration of a block draft for a target; ModelDirectoryError, naming the field, if it does not
+        fit."""
+        fields = layer_fields(config, "dflash", "dspark")
+        own = config.fields("dflash_config") if config.has("dflash_config") else config
+        layer, outputs = LayerConfig.of(fields, target), outputs_of(config, target)
+        _check_attention(fields)
+        if own.has("projector_type") and own.text("projector_type") != "dflash":
+            raise own.refusal("projector_type", "dflash")
+        markov, rank = _markov(config)
+        if markov is not None and outputs != target.vocabulary:
+            raise config.refusal("draft_vocab_size", f"{target.vocabulary}, as the target's, with a Markov head")
+        confidence = flag(config, "enable_confidence_head")
+        reads_markov = confidence and flag(config, "confidence_head_with_markov")
+        if reads_markov and markov is None:
+            raise config.refusal("confidence_head_with_markov", "false without a Markov head")
+        rows = (own if own.has("block_size") else config).integer("block_size", 1, MAX_BLOCK)
+        from_anchor = flag(config, "sample_from_anchor", default=_is_dspark(config))
+        if rows == 1 and not from_anchor:
+            raise own.refusal("block_size", "2 or more, or sample_from_anchor true")
+        layers = _layers(own if own.has(LEFT) else config, target)
+        count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+        return cls(
+            BlockShape(
+                target.stream,
+                len(layers),
+                count,
+                layer.hidden,
+                layer.heads,
+                layer.kv_heads,
+                layer.width,
+                layer.inner,
+                outputs,
+                rows,
+                rank,
+            ),
+            BlockVariant(
+                layer.epsilon,
+                (own if own.has("mask_token_id") else config).integer("mask_token_id", 0, target.vocabulary - 1),
+                from_anchor,
+                markov,
+                confidence,
+                reads_markov,
+            ),
+            layer,
+            layers,
+        )
+
+    @property
+    def memory_heads(self) -> int:
+        """Heads of a row in the memory of keys and values: those of all layers."""
+        return self.shape.layers * self.shape.kv_heads
+
+
+def _is_dspark(config: Fields) -> bool:
+    """Return whether the draft is a DSpark, whose first row guesses, too. DeepSpec's DFlash drafts are of its class."""
+    if config.has(SPECULATORS):
+        return config.text(SPECULATORS) == "dspark"
+    names = config.content.get("architectures")
+    return isinstance(names, list) and any(isinstance(name, str) and name.endswith("DSparkModel") for name in names)
+
+
+def _check_attention(fields: Fields) -> None:
+    """Raise ModelDirectoryError unless the rows of a block see the whole text and one another, in every layer."""
+    kinds = fields.content.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise fields.refusal("layer_types", "full_attention in all layers: sliding windows are not supported")
+    if flag(fields, "is_causal"):
+        raise fields.refusal("is_causal", "false")
+    if flag(fields, "attention_bias"):
+        raise fields.refusal("attention_bias", "false")
+
+
+def _markov(config: Fields) -> tuple[Markov | None, int]:
+    """Return the kind of the Markov head, and its rank."""
+    rank = config.integer("markov_rank", 0, MAX_SIZE) if config.has("markov_rank") else 0
+    if rank == 0:
+        return None, 0
+    kind = config.text("markov_head_type").lower() if config.has("markov_head_type") else Markov.VANILLA.value
+    if kind not in {known.value for known in Markov}:
+        raise config.refusal("markov_head_type", "vanilla, gated or rnn")
+    return Markov(kind), rank
+
+
+def _layers(config: Fields, target: TargetShape) -> tuple[int, ...]:
+    """Return the layers whose features are read, by those that they enter."""
+    if config.has(LEFT):
+        found = [layer + 1 for layer in config.integers(LEFT, -1, target.layers - 2, count=MAX_FEATURES)]
+    else:
+        found = config.integers(ENTERED, 0, target.layers - 1, count=MAX_FEATURES)
+    if not found:
+        raise config.refusal(LEFT if config.has(LEFT) else ENTERED, "a list of layers, one at least")
+    return tuple(found)

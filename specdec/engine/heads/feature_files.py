@@ -1,0 +1,158 @@
+"""Files of heads that read features of several of the target's layers: what EAGLE-3 heads and block drafts share."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+from specdec.engine.heads.files import MAX_LOGITS, HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
+from specdec.engine.heads.layer_config import LayerConfig
+from specdec.engine.memory import MIN_SLOTS
+from specdec.engine.placement import BYTES, Dtype
+from specdec.engine.preflight.memory_needed import MemoryNeeded
+
+if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without it
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+MAX_CONTEXT_BYTES = 1 << 26
+"""Approximate bytes of keys and values that heads gather from their memory at once: one text's at least."""
+
+BUFFER = "rotary_emb.inv_freq"
+"""End of the name of a tensor that older files have, and config.json determines."""
+
+COMMON: Mapping[str, str] = {
+    r"fc\.weight": "fusion",
+    r"norm\.weight": "last_norm",
+    r"lm_head\.weight": "output",
+    r"embed_tokens\.weight": "embeddings",
+    r"d2t": "d2t",
+    r"t2d": "t2d",
+}
+"""Names of tensors, to the parts of all such heads."""
+
+
+class FeatureConfig(Protocol):
+    """The configuration of such heads."""
+
+    @property
+    def layer(self) -> LayerConfig: ...
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose features they read: those that the features enter."""
+
+    @property
+    def memory_heads(self) -> int:
+        """Heads of a row in the memory of keys and values."""
+
+
+Config = TypeVar("Config", bound=FeatureConfig, covariant=True)
+
+
+@dataclass(frozen=True)
+class FeatureFiles(ABC, Generic[Config]):
+    """Heads in a directory, judged by headers and configuration; their weights are not read yet. `parts`: their tensors
+    by what they are."""
+
+    architecture: ClassVar[str]
+
+    path: Path
+    config: Config
+    parts: Mapping[str, Stored]
+    target: TargetShape
+
+    @abstractmethod
+    def load(self, embeddings: Tensor, output: Callable[[Tensor], Tensor], device: str, dtype: torch.dtype) -> Any:
+        """Read the weights. `embeddings` [ids, width] and `output`, from states [n, hidden] to logits, are the
+        target's, for heads without their own."""
+
+    def memory_needed(self, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
+        """Return the memory of the weights, of the keys and values of `kv_tokens` positions (None: of the fewest), and
+        of what is computed at once, beside the target's."""
+        numbers = sum(stored.numbers for part, stored in self.parts.items() if part not in ("d2t", "t2d"))
+        tokens = kv_tokens or MIN_SLOTS
+        kv = tokens * 2 * self.config.memory_heads * self.config.layer.width * BYTES[dtype]
+        working = 2 * MAX_LOGITS * BYTES["float32"] + 2 * min(kv, MAX_CONTEXT_BYTES)
+        return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * BYTES[dtype], working, tokens, kv)
+
+    def _table(self, reader: Reader, embeddings: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+        """Return the heads' token embeddings, or else the target's; HeadsFilesError if these have another width."""
+        if "embeddings" in self.parts:
+            return reader(self.parts["embeddings"]).to(device, dtype)
+        if embeddings.shape[1] != self.config.layer.hidden:
+            raise HeadsFilesError(
+                f"{self.path}: has no embed_tokens.weight, and the target's has {embeddings.shape[1]} columns, must "
+                f"have {self.config.layer.hidden}"
+            )
+        return embeddings
+
+    def _ids(self, reader: Reader) -> NDArray[Any] | None:
+        """Return the token id of each output, by the differences in `d2t`; None: the same numbers. HeadsFilesError if
+        one is beyond the target's vocabulary."""
+        import torch
+
+        if "d2t" not in self.parts:
+            return None
+        differences = reader(self.parts["d2t"]).to(torch.int64)
+        ids = torch.arange(len(differences)) + differences
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.target.vocabulary:
+            raise HeadsFilesError(
+                f"{self.path}: d2t leads to ids from {int(ids.min())} to {int(ids.max())}, must lead to ids from 0 to "
+                f"{self.target.vocabulary - 1}"
+            )
+        return ids.numpy()
+
+    def _shared_shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parts that may be missing where the target's serve."""
+        hidden, target, parts = self.config.layer.hidden, self.target, self.parts
+        wanted: dict[str, tuple[int, ...]] = {}
+        if "embeddings" in parts or hidden != target.stream:
+            wanted["embeddings"] = (target.vocabulary, hidden)
+        if "output" in parts or (hidden, outputs) != (target.hidden, target.vocabulary):
+            wanted["output"] = (outputs, hidden)
+        if "d2t" in parts or outputs != target.vocabulary:
+            wanted["d2t"] = (outputs,)
+        if "t2d" in parts:
+            wanted["t2d"] = (target.vocabulary,)
+        return wanted
+
+    def _check(self, wanted: Mapping[str, tuple[int, ...]], tensor_name: Callable[[str], str]) -> None:
+        """Raise HeadsFilesError unless the parts are these, of these shapes. `tensor_name`: returns the name of a
+        part's tensor."""
+        target, config = self.target, self.config
+        for part, size in wanted.items():
+            if part not in self.parts:
+                raise HeadsFilesError(f"{self.path}: lacks {tensor_name(part)}, of the shape {list(size)}")
+            self.parts[part].check(
+                size,
+                f"heads of hidden size {config.layer.hidden} that read {len(config.layers)} features of a target of "
+                f"hidden size {target.stream} with {target.vocabulary} token ids",
+            )
+        for part, stored in self.parts.items():
+            if part not in wanted:
+                raise HeadsFilesError(f"{stored.file}: {stored.name} is not used by what config.json describes")
+
+
+def parts_in(path: Path, patterns: Mapping[str, str], kind: str) -> dict[str, Stored]:
+    """Return the tensors of heads in a directory or file, by what they are; HeadsFilesError, naming it, if one is
+    unknown. `patterns`: of names, to parts; `kind`: of heads, for the message."""
+    found: dict[str, Stored] = {}
+    for tensor in stored_tensors(path):
+        if tensor.name.endswith(BUFFER):
+            continue
+        for pattern, part in patterns.items():
+            if match := re.fullmatch(pattern, tensor.name):
+                name = match.expand(part)
+                if name in found:
+                    raise HeadsFilesError(f"{path}: {found[name].name} and {tensor.name} are the same part")
+                found[name] = tensor
+                break
+        else:
+            raise HeadsFilesError(f"{tensor.file}: {tensor.name} is no part of {kind}")
+    return found

@@ -1,0 +1,104 @@
+"""The fields of config.json that all heads with decoder layers have, named as in a Llama model's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.engine.heads.files import MAX_SIZE, TargetShape
+from specdec.engine.model_directory import MAX_CONTEXT, MAX_VOCABULARY
+from specdec.engine.model_file import Fields, shown
+
+MAX_FEATURES = 16
+"""Maximum features of a position. Published heads read three, some five."""
+
+ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
+"""Kinds of rotary embeddings. Others depend on the longest text of a batch."""
+
+USUAL_CONTEXT, USUAL_THETA, USUAL_EPSILON = 2048, 10_000.0, 1e-6
+"""Llama's own values of fields that may be missing: context, base of rotary embeddings, epsilon of norms."""
+
+SPECULATORS = "speculators_model_type"
+"""Field that only speculators' layout has: its kind of heads."""
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The sizes of a decoder layer."""
+
+    hidden: int  # d', the width of the layer
+    heads: int
+    kv_heads: int
+    width: int  # of an attention head
+    inner: int  # of the MLP
+    epsilon: float  # of all norms
+    context: int  # positions that the heads are trained for
+    rotary: dict[str, Any]  # its fields for transformers
+
+    @classmethod
+    def of(cls, layer: Fields, target: TargetShape) -> LayerConfig:
+        """Read the sizes of a layer for a target; ModelDirectoryError, naming the field, if they do not fit."""
+        hidden = layer.integer("hidden_size", 1, MAX_SIZE)
+        heads = layer.integer("num_attention_heads", 1, MAX_SIZE)
+        kv_heads = layer.integer("num_key_value_heads", 1, heads) if layer.has("num_key_value_heads") else heads
+        if heads % kv_heads:
+            raise layer.refusal("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+        width = layer.integer("head_dim", 2, MAX_SIZE) if layer.has("head_dim") else hidden // heads
+        if width % 2 or not width:
+            field = "head_dim" if layer.has("head_dim") else "num_attention_heads"
+            raise layer.refusal(field, "such that the width of a head is even")
+        if layer.has("hidden_act") and layer.text("hidden_act") not in ("silu", "swish"):
+            raise layer.refusal("hidden_act", "silu")
+        if layer.has("vocab_size") and layer.integer("vocab_size", 1, MAX_VOCABULARY) != target.vocabulary:
+            raise layer.refusal("vocab_size", f"{target.vocabulary}, that of the target")
+        epsilon = layer.number("rms_norm_eps") if layer.has("rms_norm_eps") else USUAL_EPSILON
+        if not epsilon > 0:
+            raise layer.refusal("rms_norm_eps", "above 0")
+        has_context = layer.has("max_position_embeddings")
+        context = layer.integer("max_position_embeddings", 1, MAX_CONTEXT) if has_context else USUAL_CONTEXT
+        inner = layer.integer("intermediate_size", 1, MAX_SIZE)
+        rotary = _rotary(layer, hidden=heads * width, heads=heads, width=width, context=context)
+        return cls(hidden, heads, kv_heads, width, inner, epsilon, context, rotary)
+
+
+def layer_fields(config: Fields, *kinds: str) -> Fields:
+    """Return the fields of the layers: the file's own, or their part of a file in speculators' layout, whose heads must
+    be of one of these kinds."""
+    if not config.has(SPECULATORS):
+        return config
+    if config.text(SPECULATORS) not in kinds:
+        raise config.refusal(SPECULATORS, " or ".join(kinds))
+    return config.fields("transformer_layer_config")
+
+
+def outputs_of(config: Fields, target: TargetShape) -> int:
+    """Return the number of token ids that the heads can guess; ModelDirectoryError if the file is for a target of
+    another width."""
+    if config.has("target_hidden_size") and config.integer("target_hidden_size", 1, MAX_SIZE) != target.stream:
+        raise config.refusal("target_hidden_size", f"{target.stream}, the hidden size of the target")
+    if config.has("draft_vocab_size"):
+        return config.integer("draft_vocab_size", 1, target.vocabulary)
+    return target.vocabulary
+
+
+def flag(config: Fields, name: str, default: bool = False) -> bool:
+    """Return a field that is true or false, or the default if it is missing."""
+    return config.flag(name) if config.has(name) else default
+
+
+def _rotary(layer: Fields, *, hidden: int, heads: int, width: int, context: int) -> dict[str, Any]:
+    """Return the fields of rotary embeddings for transformers, in its newer form."""
+    name = next((name for name in ("rope_parameters", "rope_scaling") if layer.has(name)), None)
+    parameters = {} if name is None else dict(layer.fields(name).content)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if name is not None and not (isinstance(kind, str) and kind in ROTARY):
+        raise layer.refusal(name, f"of one of the types {', '.join(sorted(ROTARY))}, not {shown(kind)}")
+    if layer.has("rope_theta"):
+        parameters.setdefault("rope_theta", layer.number("rope_theta"))
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "head_dim": width,
+        "max_position_embeddings": context,
+        "rope_parameters": {"rope_theta": USUAL_THETA, **parameters, "rope_type": kind},
+    }

@@ -1,0 +1,101 @@
+"""Block drafts: what they read of a text, and how their trees grow. `test_heads_proposers.py` has what all heads
+promise. Fake drafts check that every block sees the rows of its text, without a gap (`FakeBlock`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.verifier_service.fake_heads import FakeBlock, check_over, loop_of, memory_of, proposer_of, sources
+from tests.verifier_service.fakes import Client, run
+from tests.verifier_service.test_heads_proposers import BY_HEADS, WARM, client
+from verifier_service.backend.result import HEADS
+from verifier_service.proposers.block import BlockProposer
+from verifier_service.proposers.feature_heads import with_confidence
+from verifier_service.proposers.proposer import Phase
+from verifier_service.step_loop import StepLoop
+
+
+def loop_with(draft: FakeBlock, *, context: int = 4096, **options: Any) -> StepLoop:
+    fake: Any = draft
+    return loop_of(BlockProposer(fake, (0, 2), memory_of(), context=context), **options)
+
+
+def levels_of(loop: StepLoop, one: Client) -> int:
+    """Return the depth of the tree that is proposed behind a prompt."""
+    loop.turn()
+    loop._speculation.propose(Phase.AFTER_DELAY, [one.session])
+    depth, nodes = 0, [one.session.tree.root]
+    while nodes := [child for node in nodes for child in node.children.values()]:
+        depth += 1
+    return depth
+
+
+def test_every_row_of_a_text_is_read_once() -> None:
+    draft = FakeBlock(0.3)
+    loop = loop_with(draft)
+    one = client(loop, 40, max_tokens=50)
+    run(loop, one)
+    check_over(loop, one)
+    # Not the last token's, and of the last step's tokens none: the text is over.
+    assert 40 + 50 - 1 - draft.depth - 1 <= draft.read_rows <= 40 + 50 - 1
+
+
+def test_a_block_sees_the_latest_rows() -> None:
+    draft = FakeBlock()
+    loop = loop_with(draft, context=16)
+    one = client(loop, 60, max_tokens=30)
+    run(loop, one)
+    check_over(loop, one)
+    assert draft.seen
+    assert max(draft.seen) == 16
+
+
+def test_a_tree_is_as_deep_as_the_block_where_the_draft_is_confident() -> None:
+    draft = FakeBlock(markov=True)
+    loop = loop_with(draft)
+    assert levels_of(loop, client(loop)) == draft.depth
+
+
+@pytest.mark.parametrize("markov", [False, True])
+def test_a_tree_is_at_most_as_deep_as_permitted(markov: bool) -> None:
+    loop = loop_with(FakeBlock(markov=markov))
+    assert levels_of(loop, client(loop, policy=replace(BY_HEADS, max_depth=2))) == 2
+
+
+def test_a_markov_head_knows_the_guesses_before() -> None:
+    """At a temperature, what follows depends on what was drawn. Without one, a block goes on as the likeliest tokens
+    would, which were not drawn."""
+    steps = {}
+    for markov in (False, True):
+        draft = FakeBlock(markov=markov)
+        loop = loop_with(draft)
+        texts = [client(loop, 5, seed, sampling=WARM, max_tokens=60) for seed in range(3)]
+        run(loop, *texts)
+        check_over(loop, *texts)
+        assert HEADS in sources(*texts)
+        assert proposer_of(loop).works
+        steps[markov] = loop.stats.steps
+    assert steps[True] < steps[False]
+
+
+@given(
+    st.lists(st.floats(0.01, 1.0), min_size=2, max_size=6).map(lambda weights: sorted(weights, reverse=True)),
+    st.floats(0.0, 1.0),
+)
+def test_confidence_is_the_best_childs_probability(weights: list[float], confidence: float) -> None:
+    """The others keep their shares of the rest."""
+    before = np.array(weights) / sum(weights)
+    found = np.exp(with_confidence(np.log(before)[None], np.array([confidence])))[0]
+    assert found[0] == pytest.approx(confidence, abs=2e-6)
+    assert found.sum() == pytest.approx(1.0, abs=1e-4)
+    assert found[1:] / found[1:].sum() == pytest.approx(before[1:] / before[1:].sum(), rel=1e-6)
+
+
+def test_no_child_has_no_confidence() -> None:
+    assert with_confidence(np.array([[-np.inf, -np.inf]]), np.array([0.9])).tolist() == [[-np.inf, -np.inf]]

@@ -1,0 +1,382 @@
+"""Heads that read features of several of the target's layers: what the verifier does for EAGLE-3 and block drafts.
+
+Every row that a step commits is read once, with the target's features: prompts as they are computed, then the root and
+the accepted candidates. The heads keep keys and values of it. Between two steps they grow a tree for each text from
+there, a level at a time; nothing of it is kept. A level is grown if it pays.
+
+Features exist only of rows that the target computes while the heads may propose for the text. What it finds in the
+prefix cache, or computed under another policy, is missing. The heads then read the text from the first row after the
+gap: they know less, and no token depends on it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.decoding.calibration import Calibration, corrected
+from specdec.decoding.candidates import AskedRow, draft_candidates
+from specdec.decoding.draft_logits import DraftLogits, MappedDraftLogits
+from specdec.decoding.level_tree import MAX_NODES, GrowingTrees
+from specdec.decoding.query import RequestSampler, SamplingQuery
+from specdec.decoding.step_logits import StepLogits
+from specdec.decoding.tree import Paths
+from specdec.engine.engine import Engine, Launch, launch_of
+from specdec.engine.heads.feature_files import MAX_CONTEXT_BYTES
+from specdec.engine.heads.files import MAX_LOGITS
+from specdec.engine.heads.text_memory import TextMemory, TextSlots
+from specdec.engine.kv.slots import PoolFullError, Slots
+from verifier_service.backend.result import HEADS
+from verifier_service.proposers.heads import HeadsProposer, HeadsText, certain, draft_logits
+from verifier_service.proposers.proposer import ComingStep
+from verifier_service.proposers.usefulness import Usefulness
+from verifier_service.sessions.session import VerifierSession
+from verifier_service.settings.tuning import DraftModelTuning
+from verifier_service.verification.tree_verification import Prompts, TreeVerification
+
+BEAM = 8
+"""Nodes of a level that get children, and children of each. EAGLE's trees have 8 to 10."""
+
+CONTEXT = 4096
+"""Default of the rows that heads see: published ones are trained on texts of 2,048 to 4,096 tokens."""
+
+LEVEL_SMOOTHING = 0.1
+"""Weight of the latest level in the moving average of a level's seconds."""
+
+
+class FeatureHeads(Protocol):
+    """What the proposer knows of its heads."""
+
+    vocabulary: int
+    ids: NDArray[np.int64] | None  # [outputs]; None: the same numbers
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def fused(self, features: Tensor) -> Tensor:
+        """Return what the heads read of features [n, m, d]: [n, d']."""
+
+
+Heads = TypeVar("Heads", bound=FeatureHeads)
+
+
+class Level(NamedTuple):
+    """What the heads say of a level of trees."""
+
+    logits: Tensor  # float32 [n, f, outputs] of the children of the frontier; [n, 1, outputs]: the same for all
+    confidence: NDArray[np.float64] | None = None  # [n, f], that the best child is right, if the heads estimate it
+
+
+class Growth(ABC):
+    """The trees of n texts, from the heads' side."""
+
+    @abstractmethod
+    def level(self, tokens: Tensor, origins: Tensor) -> Level:
+        """Return what follows the frontier's tokens, int64 [n, f], whose parents were at the places `origins` [n, f] in
+        the frontier before. The first frontier are the last tokens of the texts."""
+
+
+Asked = Sequence[tuple[VerifierSession, "FeatureText"]]
+
+
+class FeatureHeadsProposer(HeadsProposer["FeatureText"], Generic[Heads]):
+    """Heads of a verifier that read features. `layers`: whose features, in order; `memory`: of the keys and values of
+    all texts. A text without room in it has no guesses until there is some. `depth`: maximum levels of a tree;
+    `context`: maximum rows of a text that the heads see, the latest ones; `row_logits`: logits that a text needs at
+    once."""
+
+    def __init__(
+        self,
+        heads: Heads,
+        layers: Sequence[int],
+        memory: TextMemory,
+        tuning: DraftModelTuning,
+        *,
+        depth: int,
+        context: int,
+        row_logits: int,
+    ) -> None:
+        def new_text(sampler: RequestSampler, calibration: Calibration, usefulness: Usefulness) -> FeatureText:
+            return FeatureText(sampler, calibration, usefulness, slots=TextSlots(memory))
+
+        super().__init__(new_text, tuning)
+        self._heads = heads
+        self._layers = tuple(layers)
+        self._memory = memory
+        self.depth = depth
+        self.context = context
+        self._texts_at_once = max(1, MAX_LOGITS // row_logits)
+        self._rows_at_once = max(1, MAX_CONTEXT_BYTES // memory.row_bytes)
+        self._level_seconds = 0.0  # of one level, moving average; 0: not known
+
+    @abstractmethod
+    def _keep(self, rows: Rows, fused: Tensor, positions: Tensor) -> None:
+        """Store the keys and values of rows, with what the heads read of their features, [n, d']."""
+
+    @abstractmethod
+    def _growth(self, group: Asked, levels: int) -> Growth:
+        """Begin trees of at most this many levels."""
+
+    def launch_of(self, engine: Engine) -> Launch:
+        return launch_of(engine, features=self._layers)
+
+    def forget(self, session: VerifierSession) -> None:
+        text = self._texts.pop(session, None)
+        if text is not None:
+            text.slots.give_back()
+
+    # --- reading committed rows ---------------------------------------------------------------------
+
+    def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
+        """Read the rows that a step commits, and learn which guesses were right."""
+        continuing = self._continuing(verifications)
+        if not continuing:
+            return
+        with self._failing_alone():
+            wanted, others, read = Rows(), Rows(), list[tuple[FeatureText, int, int]]()
+            for verification in continuing:
+                session, planned, committed = verification.session, verification.planned, verification.result.tokens
+                text, base, first = self._text_of(session), session.tree.base, session.computed
+                text.learn(base, committed)
+                skipped = min(self._skipped(session), planned.count - 1)
+                slots = text.take(first + skipped, planned.count - skipped - 1 + len(committed))
+                if slots is None:
+                    continue
+                before = range(planned.first_row + skipped, planned.first_row + planned.count - 1)
+                others.add(before, session.tree.committed[first + skipped + 1 :], first + skipped, slots[: len(before)])
+                wanted.add(verification.rows, committed, base - 1, slots[len(before) :])
+                read.append((text, len(wanted.places) - 1, base + len(committed)))
+            if read:
+                states = self._read(wanted, others, logits)[[last for _, last, _ in read]]
+                for (text, _, length), state in zip(read, states, strict=True):
+                    text.state, text.length = state, length
+
+    def observe_prompts(self, prompts: Prompts, logits: StepLogits) -> None:
+        """Read rows of prompts."""
+        with self._failing_alone():
+            rows = Rows()
+            for session, planned in prompts:
+                skipped = self._skipped(session)
+                if not self._may_guess(session) or skipped >= planned.count:
+                    continue
+                first, end = session.computed + skipped, session.computed + planned.count
+                slots = self._text_of(session).take(first, end - first)
+                if slots is not None:
+                    places = range(planned.first_row + skipped, planned.first_row + planned.count)
+                    rows.add(places, session.tree.committed[first + 1 : end + 1], first, slots)
+            if rows.places:
+                self._read(Rows(), rows, logits)
+
+    @torch.inference_mode()
+    def _read(self, wanted: Rows, others: Rows, logits: StepLogits) -> Tensor:
+        """Read rows with logits, and other rows of a step. Return what is read of their features [n, d'], in this
+        order."""
+        found = logits.features(wanted.places, others.places)
+        fused = self._heads.fused(found if isinstance(found, Tensor) else torch.from_numpy(found))
+        rows = wanted + others
+        self._keep(rows, fused, self._tensor(rows.positions))
+        return fused
+
+    def _skipped(self, session: VerifierSession) -> int:
+        """Return the number of a text's next rows that are too far behind to be seen."""
+        return max(0, session.tree.base - self.context - session.computed)
+
+    # --- growing trees ------------------------------------------------------------------------------
+
+    def _propose(self, asked: Asked, step: ComingStep) -> None:
+        begin = time.monotonic()
+        for group in self._groups([pair for pair in asked if self._levels(pair[0]) > 0]):
+            trees = self._grown(group, step, begin)
+            most = min(MAX_NODES, max(session.policy.max_candidates for session, _ in group))
+            nodes, best = trees.nodes, trees.best(most)
+            for number, (session, text) in enumerate(group):
+                text.proposed = session.tree.base
+                text.tokens, text.parents, text.logprobs = (
+                    part[number] for part in (nodes.tokens, nodes.parents, nodes.logprobs)
+                )
+                count = int((best.path_logprobs[number] > -np.inf).sum())
+                text.usefulness.observe_chain(float(np.exp(best.path_logprobs[number, :count]).sum()))
+                paths = Paths(*(part[number, :count].tolist() for part in (best.tokens, best.parents, best.logprobs)))
+                if count:
+                    session.add_candidates(certain(paths) if session.samples_candidates else paths, HEADS)
+
+    def _groups(self, asked: Asked) -> Iterator[Asked]:
+        """Yield texts to grow trees for at once, of similar length, within the limits on logits and gathered rows."""
+        group: list[tuple[VerifierSession, FeatureText]] = []
+        for pair in sorted(asked, key=lambda pair: pair[1].slots.count):
+            rows = (len(group) + 1) * min(self.context, pair[1].slots.count)
+            if group and (len(group) == self._texts_at_once or rows > self._rows_at_once):
+                yield group
+                group = []
+            group.append(pair)
+        if group:
+            yield group
+
+    @torch.inference_mode()
+    def _grown(self, group: Asked, step: ComingStep, begin: float) -> GrowingTrees:
+        """Grow trees while another level pays. `begin`: of the work before the step."""
+        texts = [text for _, text in group]
+        limits = np.array([self._levels(session) for session, _ in group])
+        trees = GrowingTrees(len(group), BEAM, math.log(self._tuning.min_probability))
+        paths: list[list[list[int]]] = [[[]] for _ in group]
+        growth = self._growth(group, int(limits.max()))
+        tokens, origins = np.array([[session.tree.committed[-1]] for session, _ in group]), trees.origins
+        for level in range(int(limits.max())):
+            started = time.monotonic()
+            found = growth.level(self._tensor(tokens), self._tensor(origins))
+            guesses, logprobs = self._guesses(group, trees, paths, found)
+            logprobs[limits <= level] = -np.inf
+            for text, first in zip(texts, logprobs[:, 0], strict=True):
+                if first[0] > -np.inf:
+                    text.usefulness.observe_token(min(1.0, float(np.exp(first).sum())))
+            trees.grow(guesses, logprobs)
+            seconds = time.monotonic() - started
+            self._level_seconds += LEVEL_SMOOTHING * (seconds - self._level_seconds) if self._level_seconds else seconds
+            if level + 1 == limits.max() or not self._pays(texts, trees, step, begin):
+                break
+            paths = [
+                [own[origin] + [token] for origin, token in zip(*pairs, strict=True)]
+                for own, *pairs in zip(paths, trees.origins.tolist(), trees.tokens.tolist(), strict=True)
+            ]
+            tokens, origins = trees.tokens, trees.origins
+        return trees
+
+    def _guesses(
+        self, group: Asked, trees: GrowingTrees, paths: list[list[list[int]]], level: Level
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the tokens and log-probabilities [n, f, BEAM] of the children of the frontier, whose paths are
+        `paths`; -inf: no child."""
+        shape = *trees.tokens.shape, BEAM
+        tokens, logprobs = np.zeros(shape, dtype=np.int64), np.full(shape, -np.inf)
+        rows, shifts, places = list[AskedRow](), list[Sequence[float]](), list[tuple[int, int]]()
+        own = level.logits.shape[1]  # rows of logits of a text
+        for number, (session, text) in enumerate(group):
+            for place, path in enumerate(paths[number]):
+                if trees.path_logprobs[number, place] > -np.inf:
+                    query = text.query(session, path)
+                    rows.append(AskedRow(number * own + min(place, own - 1), query, session.vocabulary))
+                    shifts.append(text.calibration.shifts(len(path)))
+                    places.append((number, place))
+        found = draft_candidates(self._draft_logits(level.logits), rows, BEAM)
+        of_texts, of_places = np.array(places).T
+        likely = found.logprobs
+        if level.confidence is not None:
+            likely = with_confidence(likely, level.confidence[of_texts, of_places])
+        tokens[of_texts, of_places] = found.tokens
+        logprobs[of_texts, of_places] = corrected(shifts, likely)
+        for number, (session, _) in enumerate(group):
+            if session.samples_candidates:
+                logprobs[number, :, 1:] = -np.inf
+        return tokens, logprobs
+
+    def _pays(self, texts: Sequence[FeatureText], trees: GrowingTrees, step: ComingStep, begin: float) -> bool:
+        """Return whether another level adds more tokens than the step would bring in its time."""
+        frontier = np.exp(trees.path_logprobs)
+        acceptance = np.array([[text.usefulness.next_token_acceptance] for text in texts])
+        gain = float(np.maximum(frontier * acceptance - step.break_even, 0.0).sum())
+        probabilities = np.exp(trees.nodes.path_logprobs)
+        verified = probabilities[probabilities > step.break_even]
+        decoding = len(step.decoding)
+        rate = (decoding + verified.sum()) / (step.latency.of(decoding + len(verified)) + time.monotonic() - begin)
+        return gain > float(rate) * self._level_seconds
+
+    def _levels(self, session: VerifierSession) -> int:
+        """Return the maximum levels of a text's tree. A candidate for its last token would save no step."""
+        return min(self.depth, session.policy.max_depth or self.depth, session.end - 1 - session.tree.base)
+
+    def _draft_logits(self, logits: Tensor) -> DraftLogits:
+        """Return logits [n, f, outputs] as draft logits over the target's vocabulary, row by row."""
+        found = draft_logits(logits.flatten(0, 1))
+        heads = self._heads
+        return found if heads.ids is None else MappedDraftLogits(found, heads.ids, heads.vocabulary)
+
+    def _tensor(self, numbers: Any) -> Tensor:
+        return torch.as_tensor(numbers, dtype=torch.int64).to(self._heads.device)
+
+
+def with_confidence(logprobs: NDArray[np.float64], confidence: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the log-probabilities [n, width] of children, best first, where the best one has this probability [n]. The
+    others share the rest as before."""
+    best = np.clip(confidence, 1e-6, 1.0 - 1e-6)
+    before = np.clip(np.exp(logprobs[:, 0]), 0.0, 1.0 - 1e-6)
+    found: NDArray[np.float64] = logprobs + (np.log1p(-best) - np.log1p(-before))[:, None]
+    found[:, 0] = np.where(logprobs[:, 0] > -np.inf, np.log(best), -np.inf)
+    return found
+
+
+@dataclass
+class FeatureText(HeadsText):
+    """A text's part in the proposer."""
+
+    slots: TextSlots = field(kw_only=True)
+    state: Any = None  # fused features [d'] of the row before the last token, once there are some
+    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [nodes] of the last tree, then
+    parents: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+
+    def take(self, position: int, count: int) -> Slots | None:
+        """Return the slots of `count` rows from a position on; None, with all slots given back, if memory is short."""
+        try:
+            return self.slots.take(position, count)
+        except PoolFullError:
+            return None
+
+    def query(self, session: VerifierSession, path: list[int]) -> SamplingQuery:
+        """Return the query that ranks the children of a node."""
+        return SamplingQuery(
+            self.sampler,
+            session.tree.base + len(path),
+            session.penalty_state,
+            path,
+            allowed=session.hint(path),
+            ruled_out=self.sampler.ruled_out(session.tree.committed, path),
+        )
+
+    def learn(self, base: int, committed: Sequence[int]) -> None:
+        """Learn from the tokens committed after the first `base` ones, down to the first that was no guess."""
+        if self.proposed != base:
+            return
+        node = 0  # the root
+        for depth, token in enumerate(committed):
+            (own,) = np.nonzero((self.parents == node) & (self.logprobs > -np.inf))
+            if not len(own):
+                return
+            guesses = self.tokens[own].tolist()
+            rank = guesses.index(token) if token in guesses else None
+            self.calibration.learn(depth, rank, self.logprobs[own].tolist())
+            if rank is None:
+                return
+            node = int(own[rank]) + 1
+
+
+class Rows:
+    """Rows of a step that heads read."""
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+        self.tokens: list[int] = []  # the ones after them
+        self.positions: list[int] = []
+        self.slots: list[Slots] = []
+
+    def add(self, places: Sequence[int], tokens: Sequence[int], position: int, slots: Slots) -> None:
+        """Add consecutive rows of a text, from a position on."""
+        self.places += places
+        self.tokens += tokens
+        self.positions += range(position, position + len(places))
+        self.slots.append(slots)
+
+    def __add__(self, others: Rows) -> Rows:
+        """Return these rows and then others."""
+        joined = Rows()
+        joined.places, joined.tokens = self.places + others.places, self.tokens + others.tokens
+        joined.positions, joined.slots = self.positions + others.positions, self.slots + others.slots
+        return joined
