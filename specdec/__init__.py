@@ -2,7 +2,7 @@
 
     from specdec import AsyncClient, Client
 
-imports the client; nothing else is loaded with the package.
+imports the client; the package itself loads nothing else.
 """
 
 from __future__ import annotations

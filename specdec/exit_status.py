@@ -1,4 +1,4 @@
-"""Exit statuses of commands and services, for scripts. Those from 64 to 78 are from sysexits.h."""
+"""Exit statuses of commands and services, for scripts. Numbers 64 to 78 follow sysexits.h."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class ExitStatus(IntEnum):
     USAGE = 2
     """An invalid option, value or file of prompts; no request was sent."""
     REFUSED = 65
-    """The server refused the request: it is invalid, or names something the server does not have."""
+    """The server refused the request: it is invalid, or names something that the server lacks."""
     UNREACHABLE = 69
-    """No server answers at the address, or the server lacks one that it needs."""
+    """No server answers at the address, or the server lacks another one that it needs."""
     INTERNAL = 70
     """A bug of specdec, in this process or at the server."""
     SHORT_OF_MEMORY = 71
@@ -32,7 +32,7 @@ class ExitStatus(IntEnum):
 
 
 def how_it_ended(status: int) -> str:
-    """Describe the end of a process for the user, from the status in its parent: negative for a signal."""
+    """Describe to the user how a process ended, from its status as seen by its parent: negative for a signal."""
     if status >= 0:
         short = ": memory was short" if status == ExitStatus.SHORT_OF_MEMORY else ""
         return f"exit status {status}{short}"
@@ -49,4 +49,4 @@ SIGNALS = {
     "SIGBUS": ", a file that was cut while it was mapped, or no memory",
     "SIGILL": ", code for another processor",
 }
-"""Usual causes of signals not sent by hand."""
+"""Usual causes of signals that no person sent."""

@@ -1,4 +1,4 @@
-"""The extras of this distribution, the modules they install, and the hint for a missing one."""
+"""The extras of this distribution, the modules that they install, and the hint for a missing module."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ HELD["openai"] = HELD["service"] | {"openai"}
 HELD["evaluate"] = HELD["draft"] | HELD["orchestrator"] | HELD["verifier"] | {"evaluate"}
 HELD["all"] = HELD["evaluate"] | HELD["export"] | HELD["openai"]
 HELD["dev"] = HELD["all"] | {"bench", "cuda", "otel"}
-"""Extras to the extras they include, themselves among them."""
+"""Extras to the extras that they include, including themselves."""
 
 NEEDED = {
     "draft": "draft",
@@ -79,7 +79,7 @@ NEEDED = {
     "train-heads": "verifier",
     "bench": "dev",
 }
-"""Commands of `specdec` to the extra sufficient for them; for all others it is `cli`."""
+"""Commands of `specdec` to the extra sufficient for them; for other commands it is `cli`."""
 
 
 def needed_extra(arguments: Sequence[str]) -> str:
@@ -98,7 +98,7 @@ def install_command(extra: str) -> str:
 
 
 def command_from(origin: str | None, extra: str) -> str:
-    """Return the command for an installation of this `origin`, in PEP 610's JSON: a checkout, a file, or None for a
+    """Return the command for an installation with this `origin`, in PEP 610's JSON: a checkout, a file, or None for a
     package index."""
     try:
         told = {} if origin is None else json.loads(origin)
@@ -124,8 +124,8 @@ def check_installed(*modules: str) -> None:
 def hint(error: ModuleNotFoundError, needed: str | None = None) -> str | None:
     """Return the line with a missing module and the command to install it; None if no extra installs it.
 
-    `needed` is the extra of the running program: it is named if it includes the module, since it installs everything
-    else missing as well.
+    `needed` is the extra of the running program. If it includes the module, the line names it, because it also installs
+    everything else that is missing.
     """
     name = error.name or ""
     extra = EXTRAS.get(name) or EXTRAS.get(".".join(name.split(".")[:2])) or EXTRAS.get(name.partition(".")[0])

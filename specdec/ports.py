@@ -1,6 +1,6 @@
-"""Default ports of the services, and the first places to look for them.
+"""Default ports of the services, and the default addresses to look for them.
 
-The services, `specdec up` and `specdec generate` take them from here, so that their defaults agree.
+The services, `specdec up` and `specdec generate` read them from here, so that their defaults agree.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ LINE_SECONDS = 10.0
 
 
 def left(done: float, total: float, seconds: float) -> str:
-    """Return an estimate of the remaining time as text, if `done` of `total` took `seconds`; empty if nothing is
-    done."""
+    """Return an estimate of the remaining time as text, if `done` of `total` took `seconds`; empty if nothing is done
+    yet."""
     if not done:
         return ""
     rest = seconds * (total - done) / done
@@ -21,8 +21,8 @@ def left(done: float, total: float, seconds: float) -> str:
 
 
 class ProgressLines:
-    """Lines for a person, passed to `say`, about work of `total` units that begins now, `begun` of them done before: at
-    most one in LINE_SECONDS, and one at the end."""
+    """Progress lines for a person, passed to `say`: at most one in LINE_SECONDS, and one at the end. The work has
+    `total` units; `begun` of them were done before it starts now."""
 
     def __init__(
         self, say: Callable[[str], None], total: int, *, begun: int = 0, clock: Callable[[], float] = time.monotonic
@@ -33,7 +33,7 @@ class ProgressLines:
         self._began = self._told = clock()
 
     def heard(self, done: int, line: str) -> None:
-        """Record that `done` units are done; say the `line`, with the remaining time, if one is due."""
+        """Record that `done` units are done. If a line is due, say `line` with the remaining time."""
         now = self._clock()
         if now - self._told >= LINE_SECONDS or done >= self._total:
             self._told = now

@@ -1,6 +1,6 @@
-"""The location of the three services' code: folders beside this package in a checkout, inside it in a wheel.
+"""The location of the three services' code: folders next to this package in a checkout, inside it in a wheel.
 
-An installation for the client has one top-level package. A service's code is only on the path of its own process.
+An installation for the client has one top-level package. Only a service's own process has its code on the path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def environment() -> dict[str, str]:
 
 
 def load(module: str) -> ModuleType:
-    """Import a module from the folder. The process becomes that service's: the folder stays on its path and its
+    """Import a module from the folder. The process becomes that service's: the folder stays on its path and on its
     children's."""
     sys.path.insert(0, str(FOLDER))
     os.environ.update(environment())

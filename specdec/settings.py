@@ -1,8 +1,8 @@
 """The settings of a service: its options, from the command line, else the environment, else a YAML file.
 
 `--kv-tokens 4096` of the verifier is `SPECDEC_VERIFIER_KV_TOKENS=4096` in the environment, and `kv-tokens: 4096` in the
-file named by `--config` or `SPECDEC_VERIFIER_CONFIG`. All are validated as on the command line. No option holds a
-secret: secrets are in files named by options.
+file named by `--config` or `SPECDEC_VERIFIER_CONFIG`. All are validated as on the command line. No option contains a
+secret: options name files that contain secrets.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import typer
 from specdec import strict_yaml
 
 SERVICE_LINK = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
-"""Variables that Kubernetes sets in all containers for a Service, after the Service's name. There is one more,
-..._PORT, with values beginning with SCHEME."""
+"""Suffixes of the variables that Kubernetes sets in all containers for a Service, after the Service's name. One more,
+..._PORT, has values that begin with SCHEME."""
 
 SCHEME = re.compile(r"(tcp|udp|sctp)://")
 
@@ -32,7 +32,7 @@ class Settings(NamedTuple):
 
     values: dict[str, Any]
     sources: dict[str, str]  # for non-defaults: "command line", "environment" or the file
-    unknown: list[str]  # environment variables with the service's prefix that are no settings
+    unknown: list[str]  # environment variables with the service's prefix that are not settings
 
 
 _settings: ContextVar[Settings | None] = ContextVar("settings", default=None)
@@ -44,11 +44,11 @@ def settings() -> Settings | None:
 
 
 def configurable(service: str, command: Callable[..., None]) -> Callable[..., None]:
-    """Extend a service's command by `--config`, and by options from that file and from the environment."""
+    """Extend a service's command by `--config`, and by options read from that file and from the environment."""
     prefix = f"SPECDEC_{service.upper()}_"
 
     def read(context: typer.Context, path: Path | None) -> Path | None:
-        """Take the defaults of the options that follow from the environment and the file."""
+        """Set the defaults of the options that follow, from the environment and the file."""
         options = {
             parameter.name: parameter
             for parameter in context.command.params
@@ -106,7 +106,7 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
 
 
 def _environment(prefix: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the option values in the environment, and the variables with this prefix that are no options."""
+    """Return the option values in the environment, and the variables with this prefix that are not options."""
     values: dict[str, Any] = {}
     unknown = []
     for variable, text in os.environ.items():
@@ -141,7 +141,7 @@ def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
             meant = f"; {_spelled(near[0])} is" if near else ""
             raise typer.BadParameter(f"{key} is not an option of this service{meant}", param_hint=hint)
         takes_several = _takes_several(options[name])
-        if isinstance(value, str) and options[name].nargs > 1:  # as in the environment
+        if isinstance(value, str) and options[name].nargs > 1:  # split as in the environment
             value = value.split()
         several = value if isinstance(value, list) else [value]
         if any(isinstance(item, dict | list) or item is None for item in several) or (
@@ -154,7 +154,7 @@ def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _takes_several(option: Any) -> bool:
-    """Return True if the value of an option is a list: it may be repeated, or takes several words."""
+    """Return True if an option's value is a list: the option may be repeated, or accepts several words."""
     return bool(option.multiple or option.nargs > 1)
 
 

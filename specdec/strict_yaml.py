@@ -1,4 +1,4 @@
-"""YAML files, read strictly: duplicate keys are refused, where YAML would take the last."""
+"""YAML files, read strictly: duplicate keys are refused, where YAML would use the last one."""
 
 from __future__ import annotations
 

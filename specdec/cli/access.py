@@ -54,11 +54,11 @@ ApiKeyFile = Annotated[
 
 @dataclass(frozen=True)
 class Access:
-    """Credentials of a command's calls: for TLS, and an API key."""
+    """Credentials of a command's calls: TLS, and an API key."""
 
     credentials: grpc.ChannelCredentials | None  # None: no TLS
     api_key: str | None = field(default=None, repr=False)
-    tls_name: str | None = None  # expected name in the certificate; None: that of the address
+    tls_name: str | None = None  # expected name in the certificate; None: the address's
 
     def channel(self, target: str) -> grpc.Channel:
         """Return a channel to a server."""
@@ -91,7 +91,7 @@ def access(
 
 
 def api_key_in(file: Path, option: str) -> str:
-    """Return the key in a file; BadParameter names the option if the file holds none."""
+    """Return the key in a file; BadParameter, naming the option, if the file contains none."""
     hint = f"'{option}'"
     try:
         return _checked(file.read_text().strip(), hint, f"{file}: ")

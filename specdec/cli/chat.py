@@ -98,7 +98,7 @@ def chat(
 
 
 def _greet(client: Client, waiting: WaitReporter, wanted: str | None, address: str) -> None:
-    """Say which model answers at this address. End the process if none there can, before a question is lost."""
+    """Print which model answers at this address. End the process if none can, before the person types a question."""
     with waiting:
         models = client.models()
     names = ", ".join(model.name for model in models)
@@ -113,7 +113,7 @@ def _greet(client: Client, waiting: WaitReporter, wanted: str | None, address: s
 
 
 def _turn(client: Client, waiting: WaitReporter, conversation: Conversation, asks: str) -> None:
-    """Read a line at the prompt `asks`, and run its command or answer it."""
+    """Read a line at the prompt `asks`, and run its command or answer its question."""
     line = input(asks)
     if not line.strip():
         return
@@ -129,7 +129,7 @@ def _turn(client: Client, waiting: WaitReporter, conversation: Conversation, ask
 
 
 def _answer(client: Client, waiting: WaitReporter, conversation: Conversation) -> None:
-    """Stream the answer to the last question; Ctrl-C cancels it. The part received stays in the conversation."""
+    """Stream the answer to the last question; Ctrl-C cancels it. The received part stays in the conversation."""
     console, report, said, thought = Console(), CompletionReport(), "", False
     try:
         with client.generate(messages=conversation.messages, **conversation.options) as stream, waiting:
@@ -163,8 +163,8 @@ def _answer(client: Client, waiting: WaitReporter, conversation: Conversation) -
 
 @contextlib.contextmanager
 def _interrupting(stream: Stream) -> Iterator[None]:
-    """Make Ctrl-C cancel the stream and raise InterruptedError. A KeyboardInterrupt inside gRPC's own code would leave
-    the connection unusable. If interrupts are ignored, they stay ignored."""
+    """Make Ctrl-C cancel the stream and raise InterruptedError, because a KeyboardInterrupt inside gRPC's own code
+    would leave the connection unusable. Ignored interrupts stay ignored."""
     cancelled = threading.Event()
 
     def cancel(*_: object) -> None:
@@ -190,7 +190,7 @@ def _say(line: str) -> None:
 
 
 def _aside(text: str) -> None:
-    """Print to stderr text other than answers, such as a model's reasoning; stdout holds answers alone."""
+    """Print text other than answers, such as a model's reasoning, to stderr; stdout is for answers only."""
     if text:
         console = Console(stderr=True)
         console.file.write(styled(text, "dim", console) if console.is_terminal else text)

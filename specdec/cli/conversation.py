@@ -46,8 +46,8 @@ class Conversation:
         self._asked = len(self.turns)
 
     def answered(self, text: str, *, thought: bool = False) -> None:
-        """Record the answer to the question. If it is empty and nothing was `thought`, a previous answer stays, and an
-        unanswered question is removed: templates require alternating turns."""
+        """Record the answer to the question. If it is empty and nothing was `thought`, a previous answer is kept, and
+        an unanswered question is removed, because templates require alternating turns."""
         if text or thought:
             self.turns[self._asked :] = [{"role": "assistant", "content": text}]
         elif self._asked == len(self.turns):
@@ -55,8 +55,8 @@ class Conversation:
             self._asked = max(0, len(self.turns) - 1)  # the previous question, already answered
 
     def command(self, line: str) -> tuple[str, bool]:
-        """Run a line starting with /. Return a message for the person, and whether to answer the last question now;
-        ValueError describes an invalid line, LeaveError ends the conversation."""
+        """Run a line that starts with /. Return a message for the person, and whether to answer the last question now.
+        ValueError describes an invalid line; LeaveError ends the conversation."""
         name, _, value = line.strip().partition(" ")
         found = self._commands.get(name)
         if found is None:

@@ -79,15 +79,15 @@ def end_on_sigterm() -> None:
 
 
 def say(line: str) -> None:
-    """Print a line for a person; stdout is for results."""
+    """Print a line for a person; stdout is reserved for results."""
     print(f"specdec: {line}", file=sys.stderr, flush=True)
 
 
 def end_with_parent() -> None:
-    """Make the end of a piped stdin, which a parent holds open, end this process like SIGTERM."""
+    """Make the end of a piped stdin, which a parent holds open, end this process as SIGTERM does."""
 
     def wait() -> None:
-        while os.read(0, 1024):  # not through sys.stdin: its lock would be held when the interpreter ends
+        while os.read(0, 1024):  # not by sys.stdin, whose lock would be held when the interpreter ends
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -112,7 +112,7 @@ def ending(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
         except KeyboardInterrupt:
             raise SystemExit(ExitStatus.INTERRUPTED) from None
         except BrokenPipeError:
-            # Discard the rest of the buffer: flushing it at exit would make the interpreter print an error.
+            # Discard the rest of the buffer, since flushing it at exit would make the interpreter print an error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(ExitStatus.BROKEN_PIPE) from None
         except SpecdecError as error:

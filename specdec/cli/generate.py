@@ -371,7 +371,7 @@ def _complete(
 
 
 def by_option(error: InvalidRequest, options: Mapping[str, Any]) -> InvalidRequest:
-    """Return a refusal with the names of the command's `options` in place of the contract's fields."""
+    """Return a refusal that names the command's `options` instead of the contract's fields."""
     told = str(error)
     for field, problem in error.violations:
         told = told.replace(f"{field}: {problem}", f"{_option_of(field, options)}: {problem}", 1)
@@ -379,7 +379,7 @@ def by_option(error: InvalidRequest, options: Mapping[str, Any]) -> InvalidReque
 
 
 def _option_of(field: str, options: Mapping[str, Any]) -> str:
-    """Return the option that sets a field, as in --max-depth for speculation.max_depth; the field if none does."""
+    """Return the option that sets a field, such as --max-depth for speculation.max_depth; the field if none does."""
     for part in reversed(field.split(".")):
         name, bracket, index = part.partition("[")
         if name == "lookahead" and options["jacobi"] is not None:
@@ -390,8 +390,8 @@ def _option_of(field: str, options: Mapping[str, Any]) -> str:
 
 
 def without_draft(speculation: Speculation, options: Mapping[str, Any]) -> str:
-    """Return a note on tokens that should have had a draft's candidates and had none; empty if nothing unexpected
-    happened. Running without any draft service is only reported if a draft was requested."""
+    """Return a note on tokens that lacked a draft's expected candidates; empty if nothing unexpected happened. Running
+    without any draft service is reported only if a draft was requested."""
     if not speculation.undrafted_reason or not speculation.undrafted_tokens:
         return ""
     asked = options["speculation"] in ("always", "draft") or options["rule"] != "coupled"

@@ -1,6 +1,6 @@
 """Many prompts at once, limited by the concurrency and the servers' capacity. Results are printed in the order of the
-prompts. In a results file each is written when it completes, so that an interruption loses none; the file is sorted at
-the end."""
+prompts. A results file receives each when it completes, so that an interruption loses none; the file is sorted at the
+end."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from specdec.client import AsyncClient, Overloaded, SpecdecError
 from specdec.exit_status import ExitStatus
 
 WAITING = 4
-"""Results that may wait for an earlier one, per concurrent prompt: they take memory."""
+"""Maximum results that wait for an earlier one, per concurrent prompt, since they take memory."""
 
 OVERLOADED_SECONDS = 600.0
-"""Seconds that a prompt is retried while the servers are full, unless its timeout is shorter."""
+"""Seconds during which a prompt is retried while the servers are full, unless its timeout is shorter."""
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -40,7 +40,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class PromptResult:
-    """A result for a prompt, or the error in its place."""
+    """The result for a prompt, or the error instead of it."""
 
     prompt: Prompt
     result: dict[str, Any]
@@ -50,8 +50,8 @@ class PromptResult:
 async def in_order(
     action: Callable[[Given], Awaitable[Made]], given: Iterable[Given], at_once: int
 ) -> AsyncGenerator[Made, None]:
-    """Run an action over the items of `given`, at most `at_once` concurrently, and yield the results in order. Items
-    are taken when there is room; an exception, or closing the generator, cancels the rest."""
+    """Run an action on the items of `given`, at most `at_once` concurrently, and yield the results in order. Items are
+    taken when there is room; an exception, or closing the generator, cancels the rest."""
     room = asyncio.Semaphore(at_once)
     tasks: deque[asyncio.Task[Made]] = deque()
 
@@ -77,7 +77,7 @@ async def in_order(
 async def as_done(
     action: Callable[[Given], Awaitable[Made]], given: Iterable[Given], at_once: int
 ) -> AsyncGenerator[Made, None]:
-    """Run as `in_order` does, but yield results as actions finish, in any order."""
+    """Like `in_order`, but yield results when actions finish, in any order."""
     left = iter(given)
     running: set[asyncio.Future[Made]] = set()
     try:
@@ -95,7 +95,7 @@ async def as_done(
 
 
 async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None, heard: Callable[[], None]) -> PromptResult:
-    """Request one prompt, retrying after a pause while the servers are full. Call `heard` for every chunk."""
+    """Request one prompt; while the servers are full, retry after a pause. Call `heard` for every chunk."""
     deadline = time.monotonic() + (OVERLOADED_SECONDS if timeout is None else timeout)
     while True:
         report = CompletionReport()
@@ -136,7 +136,7 @@ async def generate_many(
     fail_fast: bool,
 ) -> ExitStatus | None:
     """Request all `count` prompts of a file; print each result, or append it to `out`. Return the exit status: None for
-    success, otherwise that of the first error."""
+    success, otherwise the first error's."""
     kept = 0
     if out is not None:
         out.begin()

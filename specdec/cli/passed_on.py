@@ -1,6 +1,6 @@
 """The services' options as options of `specdec up`, prefixed with the name of their service.
 
-`--verifier-step-rows 64` of `specdec up` is `--step-rows 64` of `specdec verifier`: with the same validation and error
+`--verifier-step-rows 64` of `specdec up` is `--step-rows 64` of `specdec verifier`, with the same validation and error
 messages. Options added to a service later are passed on without a change here.
 """
 
@@ -32,17 +32,17 @@ SET_BY_UP = frozenset(
         "share_port",
     }
 )
-"""Names of options set by `specdec up` itself: which service serves what, and where."""
+"""Names of options that `specdec up` sets itself: which service serves what, and where."""
 
 ALSO_BARE = frozenset({"served_model_name", "speculation"})
-"""Names of options accepted without their service's prefix too, and listed so in the help."""
+"""Names of options that are also accepted without their service's prefix, and listed so in the help."""
 
 Values = dict[str, Any]
 """Values of the options given for a service, by parameter name."""
 
 
 def passing_on(command: Callable[..., None], *, model: str = "") -> Callable[..., None]:
-    """Return a command with the services' options added; it passes their values to `command` as the parameter `passed`,
+    """Return a command with the services' options added. It passes their values to `command` as the parameter `passed`,
     by service. `model` names an option of `command` that becomes the argument MODEL."""
     added = {role: dict(_parameters(role)) if _installed(role) else {} for role in PACKAGES}
 
@@ -77,7 +77,7 @@ def _installed(role: str) -> bool:
 
 
 def _parameters(role: str) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Yield (name, parameter) for each option of a service that may be passed on, with the service's prefix."""
+    """Yield (name, parameter), with the service's prefix, for each option of a service that may be passed on."""
     hints = get_type_hints(load(f"{PACKAGES[role]}.__main__").main, include_extras=True)
     for name in hints:
         if name in SET_BY_UP or name == "return":

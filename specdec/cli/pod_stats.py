@@ -1,6 +1,6 @@
 """The statistics of a pod of any of the three services.
 
-Each service has a `GetStats` of its own, and answers UNIMPLEMENTED to those of the others.
+Each service has its own `GetStats`, and answers UNIMPLEMENTED to the others'.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SERVICES: tuple[tuple[str, Callable[[grpc.Channel], Any], Message], ...] = (
 
 
 class NoSuchServiceError(Exception):
-    """A gRPC server answers, but is none of the three services."""
+    """A gRPC server answers, but it is none of the three services."""
 
 
 class PodStats(NamedTuple):
@@ -45,7 +45,7 @@ class PodStats(NamedTuple):
 
 def ask(channel: grpc.Channel, seconds: float, metadata: Sequence[tuple[str, str]] = ()) -> PodStats:
     """Request the statistics of the service behind a channel. Raise grpc.RpcError if there is no answer within
-    `seconds`, NoSuchServiceError if it is none of the three."""
+    `seconds`, NoSuchServiceError if the server is none of the three."""
     for role, stub, request in SERVICES:
         try:
             return PodStats(role, stub(channel).GetStats(request, timeout=seconds, metadata=metadata))

@@ -1,4 +1,4 @@
-"""A file of prompts: a JSON object on each line, with `text`, `tokens` or `messages`, and options of its own."""
+"""A file of prompts: one JSON object per line, with `text`, `tokens` or `messages`, and optional options."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        """Digest of this prompt and its options, half a SHA-256 in hex; `--resume` matches results by it."""
+        """Half a SHA-256, in hex, of this prompt and its options; `--resume` matches results by it."""
         content = json.dumps([self.text, dict(self.options)], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 class PromptFile:
-    """The prompts of a file. It is read line by line on every iteration, so that the size of the file takes no
-    memory."""
+    """The prompts of a file. Every iteration reads it line by line, so that memory does not depend on its size."""
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         """`options` apply to all prompts that do not set them; nothing is read before `prompts`."""
@@ -86,7 +85,7 @@ class PromptFile:
             raise ValueError(f"{names} cannot be set on a line, must be one of {', '.join(sorted(OPTIONS))}")
         options = dict(self._options)
         if entry.get("drafters") is not None:
-            options.pop("speculation", None)  # both select drafters, and the line takes precedence
+            options.pop("speculation", None)  # both select drafters; the line takes precedence
         if entry.get("lookahead") is not None or entry.get("jacobi") is not None:
             options = {name: value for name, value in options.items() if name not in ("lookahead", "jacobi")}
         options |= {name: value for name, value in entry.items() if value is not None and name != "text"}

@@ -10,7 +10,7 @@ from specdec.client import Chunk, Finish, SpecdecError
 
 
 class CompletionReport:
-    """The report of one completion of one sample: created with the request, filled chunk by chunk."""
+    """The report of one sample's completion: created with the request, filled chunk by chunk."""
 
     def __init__(self) -> None:
         self.request_id = ""  # in logs and traces

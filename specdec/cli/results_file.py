@@ -12,11 +12,11 @@ from specdec.cli.prompt_file import Prompt
 
 
 class ResultsFileError(ValueError):
-    """The file cannot be written or resumed; the message names it and the problem."""
+    """The file cannot be written or resumed; the message names the file and the problem."""
 
 
 class ResultsFile:
-    """Results by the line of their prompt. If the process dies at any point, all lines but the last are complete."""
+    """Results by the line of their prompt. Whenever the process dies, all lines but the last are complete."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         """Create the file, or index the existing one of an interrupted run."""
@@ -78,8 +78,8 @@ class ResultsFile:
         self._places[prompt.line] = (place, len(line))
 
     def close(self) -> None:
-        """Sort the results by prompt and close the file. After a failed write it stays as it is: all lines but the last
-        are complete."""
+        """Sort the results by prompt and close the file. After a failed write, the file is left unsorted: all lines but
+        the last are complete."""
         offsets = [self._places[line] for line in sorted(self._places)]
         try:
             if offsets != sorted(offsets):
@@ -106,7 +106,7 @@ class ResultsFile:
                 self._places[of], self._digests[of] = place, (number, digest)
 
     def _rewrite(self) -> None:
-        """Replace the file by one with only the known results, in order. The replacement is atomic."""
+        """Atomically replace the file by one that contains only the known results, in order."""
         beside = self.path.with_name(self.path.name + ".new")
         places: dict[int, tuple[int, int]] = {}
         new = beside.open("wb+")

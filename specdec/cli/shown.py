@@ -1,4 +1,4 @@
-"""A model's text on a terminal, with control characters neutralised: they could move the cursor, or worse."""
+"""A model's text on a terminal, with control characters neutralised: they could move the cursor, or do worse."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _CONTROLS = {
 
 
 def without_controls(text: str) -> str:
-    """Return a text with control characters replaced, except line ends and tabs. Carriage returns, which precede line
-    ends, are removed."""
+    """Return a text with control characters replaced, except line ends and tabs. Carriage returns before line ends are
+    removed."""
     return text.translate(_CONTROLS)
 
 
 def for_stdout(text: str) -> str:
-    """Return a text for stdout: unchanged, unless that is a terminal."""
+    """Return a text for stdout: unchanged unless stdout is a terminal."""
     return without_controls(text) if sys.stdout.isatty() else text
 
 
 def styled(text: str, style: str, console: Console) -> str:
-    """Return a styled text for a console's terminal. Rich itself would expand tabs, without knowing their column."""
+    """Return a styled text for a console's terminal. Rich would expand tabs without knowing their column."""
     text = without_controls(text)
     if console.color_system is None or console.no_color:
         return text
@@ -63,7 +63,7 @@ def coloured(chunk: Chunk, console: Console) -> str:
 
 def speculation_lines(speculation: Speculation, console: Console, *, in_colours: bool) -> list[str]:
     """Return lines of a summary: the tokens by source, and the reasons for steps with and without candidates. With
-    `in_colours` the first line is also the legend: each source has the colour of its tokens."""
+    `in_colours`, the first line is also the legend: each source has the colour of its tokens."""
     counts = sorted(speculation.sources.items(), key=lambda entry: -entry[1])
     from_where = [
         styled(f"{SOURCES.get(source, source)} {count}", STYLES.get(source, "dim") if in_colours else "dim", console)

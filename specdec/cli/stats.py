@@ -75,7 +75,7 @@ def stats(
 
 
 class _Lines:
-    """Prints each snapshot below the last one."""
+    """Prints each snapshot below the previous one."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -106,7 +106,7 @@ class _Json(_Lines):
 
 
 class _Redrawn(_Lines):
-    """Shows the last snapshot in place, on a terminal; a problem is shown below it until the next one."""
+    """Shows the last snapshot in place, on a terminal. A problem is shown below it until the next snapshot."""
 
     def __init__(self, target: str) -> None:
         super().__init__(target)

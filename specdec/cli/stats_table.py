@@ -1,4 +1,4 @@
-"""A service's statistics as a table for people: a line per subject, starting with its name."""
+"""A service's statistics as a table for people: one line per subject, starting with its name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def table(address: str, seen: PodStats, before: PodStats | None) -> Iterator[str
 
 
 def grid(address: str, seen: PodStats, before: PodStats | None) -> Table:
-    """Return the snapshot as a table for a terminal: a long text wraps between words, aligned with its beginning."""
+    """Return the snapshot as a table for a terminal: a long text wraps between words, aligned with its start."""
     shown = Table.grid(padding=(0, 1))
     shown.title, shown.title_justify, shown.title_style = printable(f"{seen.role} at {address}"), "left", ""
     shown.add_column(min_width=WIDTH, no_wrap=True, style="dim")
@@ -101,7 +101,7 @@ def _candidates(offered: int, accepted: int, sources: Mapping[str, int]) -> str:
 
 
 def _speculation(mode: str, decisions: SpeculationDecisions) -> Iterator[Line]:
-    """Yield the present mode, if known, and what decided on candidates so far."""
+    """Yield the current mode, if known, and the decisions about candidates so far."""
     why = explained(decisions)
     now = f"now {MODES.get(mode, mode)}" if mode else ""
     if now or why:
@@ -164,8 +164,8 @@ def _of_draft(stats: DraftServiceGetStatsResponse, before: Stats | None) -> Iter
 
 
 def _version(version: DraftVersion) -> str:
-    """Return a version of a draft's model in words: its state, and its figures if it has drafted."""
-    known = version.state in DraftVersionState.values()  # a newer draft may have others
+    """Return a version of a draft's model in words: its state and, if it has drafted, its figures."""
+    known = version.state in DraftVersionState.values()  # a newer draft may have other states
     state = DraftVersionState.Name(version.state).removeprefix("DRAFT_VERSION_STATE_").lower() if known else "unknown"
     parts = [f"{version.name}  {state}"]
     if version.passes:
@@ -267,7 +267,7 @@ def _counts(stats: Stats) -> _Counts | None:
 
 
 def _now(stats: Stats, before: Stats | None) -> str:
-    """Return tokens a second and a step, and acceptance, since the snapshot before; empty without one."""
+    """Return tokens per second and per step, and acceptance, since the previous snapshot; empty without one."""
     new, old = _counts(stats), None if before is None else _counts(before)
     if before is None or new is None or old is None or stats.up_us <= before.up_us:
         return ""
@@ -282,7 +282,7 @@ def _now(stats: Stats, before: Stats | None) -> str:
 
 
 def _busy(stats: GetStatsResponse | DraftServiceGetStatsResponse, before: Stats | None) -> str:
-    """Return the fraction of time spent in steps: since the snapshot before, or since the start."""
+    """Return the fraction of time spent in steps, since the previous snapshot or the start."""
     busy, up = stats.busy_us, stats.up_us
     if isinstance(before, GetStatsResponse | DraftServiceGetStatsResponse):
         return f"{percent(busy - before.busy_us, up - before.up_us)} busy"
@@ -290,7 +290,7 @@ def _busy(stats: GetStatsResponse | DraftServiceGetStatsResponse, before: Stats 
 
 
 def _rate(stats: Stats, before: Stats | None, counter: str) -> str:
-    """Return the rate of a counter since the snapshot before; empty without one."""
+    """Return the rate of a counter since the previous snapshot; empty without one."""
     if before is None or stats.up_us <= before.up_us:
         return ""
     grown = getattr(stats, counter) - getattr(before, counter)
@@ -306,7 +306,7 @@ def _mean(total: int, count: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text with terminal control characters replaced: the server controls it."""
+    """Return a text from the server with terminal control characters replaced."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 

@@ -1,4 +1,4 @@
-"""The timelines of a request in all services, on one axis starting with the first of them."""
+"""The timelines of a request in all services, on one time axis that starts with the first of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specdec.cli.stats_table import printable
 from specdec.v2.trace_pb2 import GetTraceResponse, Timeline
 
 SPECULATION = "speculation"
-"""Attribute with a sentence for each sample: a line of its own."""
+"""Attribute with a sentence for each sample, which gets its own line."""
 
 
 class TraceTable:
-    """A trace, with all times relative to its beginning, in microseconds."""
+    """A trace, with all times in microseconds relative to its start."""
 
     def __init__(self, told: GetTraceResponse) -> None:
         self._timelines = list(told.timelines)
@@ -85,7 +85,7 @@ class TraceTable:
 
 
 def _values(attributes: Struct) -> dict[str, Any]:
-    """Return attributes by name, with whole numbers as int: a Struct has only floats."""
+    """Return attributes by name, with whole numbers as int, since a Struct has only floats."""
     return {name: _whole(value) for name, value in sorted(MessageToDict(attributes).items())}
 
 

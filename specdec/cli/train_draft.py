@@ -46,7 +46,8 @@ TRAFFIC_SECONDS = 120.0
 """Timeout of reading the texts of one draft service."""
 
 NICENESS = 19
-"""Lowest priority of Linux: what is not niced gets some 70 times the processor time of it on a core that both want."""
+"""Lowest priority of Linux: on a core that both want, a process that is not niced gets some 70 times the processor
+time."""
 
 
 def train_draft(
@@ -152,7 +153,7 @@ def train_draft(
 
     begin = time.monotonic()
     if niced:
-        os.nice(NICENESS)  # before any other thread starts: on Linux each has a priority, inherited from its parent
+        os.nice(NICENESS)  # before other threads start: on Linux each thread inherits its parent's priority
     with failing_in_one_line():
         from specdec.training.given_draft import GivenDraft
 
@@ -213,7 +214,7 @@ def train_draft(
 
 
 def _check_served_labels(traffic: str | None, loss: str, others: Mapping[str, object]) -> None:
-    """End the process unless all that is learned from has labels from serving."""
+    """End the process unless all training texts have labels from serving."""
     if traffic is None:
         fail("--served-labels: needs --traffic", ExitStatus.USAGE)
     if loss != "forward":

@@ -19,10 +19,10 @@ from specdec.progress import ProgressLines
 
 SAVE_SECONDS = 120.0
 LOOK_SECONDS = 60.0
-"""Minimum seconds between two looks at what has been learned."""
+"""Minimum seconds between two evaluations of the training."""
 
 SHARE = 0.05
-"""Maximum share of the time for saving, and for looking."""
+"""Maximum share of the time for saving, and for evaluating."""
 
 Target = Annotated[
     Path, typer.Argument(metavar="TARGET", help="Directory of the target in Hugging Face's layout, or its GGUF file.")
@@ -55,7 +55,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on with the unfinishe
 
 
 class ResumableWork(Protocol):
-    """Work in units that can be saved after each, and gone on with."""
+    """Work in units that can be saved after each, and resumed."""
 
     @property
     def unit(self) -> str: ...
@@ -80,8 +80,8 @@ class ResumableWork(Protocol):
 
 
 class Stops:
-    """Ctrl-C and SIGTERM, heard instead of ending the process: a step is completed, since half of one could not be
-    resumed. A second signal of a kind ends the process at once, at the cost of what was not saved."""
+    """Records Ctrl-C and SIGTERM instead of ending the process, so that a step is completed, since half a step could
+    not be resumed. A second signal of the same kind ends the process at once and loses unsaved work."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -93,20 +93,20 @@ class Stops:
         signal.signal(came, signal.SIG_DFL)
 
     def end(self) -> None:
-        """End the process if a signal was heard."""
+        """End the process if a signal was recorded."""
         if self.heard:
             raise SystemExit(ExitStatus.INTERRUPTED if self.heard[0] == signal.SIGINT else ExitStatus.TERMINATED)
 
 
 class Seldom:
-    """Something done at most every `seconds`, and in at most SHARE of the time."""
+    """An action run at most every `seconds`, and for at most SHARE of the time."""
 
     def __init__(self, seconds: float, do: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._do, self._clock = seconds, do, clock
         self._due = clock() + seconds
 
     def __call__(self) -> None:
-        """Do it if it is due."""
+        """Run the action if it is due."""
         begin = self._clock()
         if begin >= self._due:
             self._do()
@@ -115,14 +115,14 @@ class Seldom:
 
 
 def check_begin(text: list[Path] | None, *, resume: bool, traffic: bool = False) -> None:
-    """End the process unless there is text, or a training to go on with."""
+    """End the process unless there is text, or a training to resume."""
     if not text and not resume and not traffic:
         fail("--text: give the text to train on, or go on with --resume", ExitStatus.USAGE)
 
 
 def take_place(out: Path, *, resume: bool) -> None:
-    """Lock `out` until this process ends. End the process unless a training may begin there, or is to go on. WriteError
-    if the folder cannot be made."""
+    """Lock `out` until this process ends. End the process unless a training may begin or resume there. WriteError if
+    the folder cannot be created."""
     from specdec.training.files import is_unused, lock, make_folder
 
     if not resume:
@@ -135,7 +135,7 @@ def take_place(out: Path, *, resume: bool) -> None:
 
 @contextmanager
 def failing_in_one_line() -> Iterator[None]:
-    """Prepare a training and work on it; if that fails, end the process with a line about it."""
+    """Prepare and run a training; if it fails, end the process with one line about the failure."""
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.unsupported import UnsupportedModelError
     from specdec.training.files import WriteError
@@ -158,9 +158,9 @@ def work_on(
     *,
     resumable: bool = True,
 ) -> None:
-    """Work until it is over, a signal is heard, or `time.monotonic` reaches `until`; then save. Meanwhile save and
-    `look` seldom, and say how far the work is. WriteError if it cannot be saved: --resume goes on from the last time
-    that it was."""
+    """Work until it is over, a signal was recorded, or `time.monotonic` reaches `until`; then save. Meanwhile save and
+    `look` from time to time, and report progress. WriteError if saving fails: --resume continues from the last saved
+    state."""
     progress = ProgressLines(say, work.total, begun=work.done)
     save, look = Seldom(SAVE_SECONDS, lambda: work.save(out)), Seldom(LOOK_SECONDS, look)
     while not work.over and not stops.heard and time.monotonic() < until:

@@ -51,7 +51,7 @@ def _pod(role: str, address: str, process: int) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any], *, https: bool = False) -> Iterator[str]:
-    """Yield a description as lines: one per service, then how to send requests, by `https` or without encryption."""
+    """Yield a description as lines: one per service, then how to send requests, with `https` or without encryption."""
     for role, pod in found["pods"].items():
         parts = [f"{pod['memory_bytes'] / 1e9:.2f} GB of memory now"]
         if "model" in pod:
@@ -72,10 +72,10 @@ def lines(found: Mapping[str, Any], *, https: bool = False) -> Iterator[str]:
 
 def _memory(process: int) -> int:
     """Return the private resident bytes of a process, as the memory table counts them: pages of mapped files, such as
-    libraries and weights, are page cache. 0 if it is gone."""
+    libraries and weights, are page cache. 0 if the process has ended."""
     with contextlib.suppress(OSError):
         told = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
-        return 1024 * int(told.get("RssAnon", told["VmRSS"]).split()[0])  # some sandboxes tell the sum alone
+        return 1024 * int(told.get("RssAnon", told["VmRSS"]).split()[0])  # some sandboxes report only the sum
     return 0
 
 
@@ -171,7 +171,7 @@ def up(
     of_openai: Values = {"host": host} | passed["openai"]
     draining = (of_verifier, of_draft, of_orchestrator, of_openai)
     drain = max(float(values.get("drain_seconds", DRAIN_SECONDS)) for values in draining)
-    for values in draining:  # a text ends with the first of its services: use one drain time
+    for values in draining:  # a text ends with its first service, so all get the same drain time
         values.setdefault("drain_seconds", drain)
     try:
         # 1. Validate early, before any service loads its model.
@@ -213,7 +213,7 @@ def up(
         for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted}, heads=heads)):
             say(line)
 
-        # 2. Start the services, and restart those that die. Until here a signal ends this process at once.
+        # 2. Start the services, and restart dead ones. Until here a signal ends this process at once.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda n, _: stop.append(n))
         with Stack.start(

@@ -32,8 +32,8 @@ def _on_stderr(line: str) -> None:
 
 
 class WaitReporter:
-    """The wait for tokens from orchestrators. Used as a context manager around the call; `heard` is called for every
-    response. The reason for waiting is reported once, and again when it changes."""
+    """The wait for tokens from orchestrators: a context manager around the call. `heard` is called for every response.
+    The reason for waiting is reported once, and again when it changes."""
 
     def __init__(
         self,
@@ -42,7 +42,8 @@ class WaitReporter:
         *,
         access: Access = OPEN,
     ) -> None:
-        """`address` is one address or several, comma-separated; `say` takes a line for a person, in another thread."""
+        """`address` is one address or several, comma-separated; `say` receives a line for a person, in another
+        thread."""
         self._access = access
         self._targets = [parsed.target for parsed in parse_addresses(address)]
         self._say = say
@@ -82,13 +83,13 @@ class WaitReporter:
 
 
 def waited_for(targets: list[str], access: Access = OPEN) -> str:
-    """Return the reason why a request to these servers waits, from their health checks, as a line for a person."""
+    """Return, as a line for a person, the reason why a request to these servers waits, from their health checks."""
     channels = [access.channel(target) for target in targets]
     asked = health_pb2.HealthCheckRequest(service=VERIFIER)
     calls = [health_pb2_grpc.HealthStub(channel).Check.future(asked, timeout=LOOK_SECONDS) for channel in channels]
     absent, without, unfit = [], [], []
     for target, call in zip(targets, calls, strict=True):
-        code = call.code()  # waits for it
+        code = call.code()  # waits for the answer
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             absent.append(target)
             if remedy := mismatch(call.details() or ""):

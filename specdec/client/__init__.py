@@ -6,7 +6,7 @@
             for chunk in stream:
                 print(chunk.text, end="")
 
-If its server fails, a stream resumes on another one: the caller sees a pause, never a repeat or a gap. Only
+If its server fails, a stream resumes on another one: the caller sees a pause, but no repeated or missing text. Only
 `specdec.client` itself is public; the modules below it may move.
 """
 

@@ -1,4 +1,4 @@
-"""The asyncio client. A client belongs to one running loop; start other processes by spawn, not by fork."""
+"""The asyncio client. A client belongs to one running loop; start other processes by spawn, not fork."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Answer = TypeVar("Answer")
 
 
 class AsyncClient(Endpoint[grpc.aio.Channel]):
-    """A client of specdec servers. It may be used again after `close`, with new connections."""
+    """A client of specdec servers. It can be used again after `close`, with new connections."""
 
     @takes_options
     def generate(
@@ -66,15 +66,15 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         request_id: str | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> AsyncStream:
-        """Request a completion with a message from `build_request`, which takes seconds for a large one and may have
-        run in a thread. The stream takes ownership of the message. Other parameters are those of `generate`."""
+        """Request a completion with a message from `build_request`. Building a large one takes seconds, and may be done
+        in a thread. The stream takes ownership of the message. Other parameters are as in `generate`."""
         request_id, sent = self._identified(request_id, metadata)
         transcript = Transcript(request, self._retries(timeout))
         return AsyncStream(partial(self._call, metadata=sent), transcript, request_id)
 
     def renewed(self, credentials: grpc.ChannelCredentials | None) -> Self:
-        """Return a client with the same settings but these credentials. It has connections of its own and shares the
-        knowledge of its servers (rotation) with this one."""
+        """Return a client with the same settings but these credentials. It has its own connections, and shares the
+        state of the servers (rotation) with this one."""
         other = copy(self)
         other._credentials, other._channels = credentials, {}
         return other
@@ -89,7 +89,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         metadata: Sequence[tuple[str, str | bytes]] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """Request a completion and wait for all of it. The parameters are those of `generate`."""
+        """Request a completion and wait for all of it. The parameters are as in `generate`."""
         request = CompleteRequest(request=build_request(prompt, **options))
         request_id, sent = self._identified(request_id, metadata)
         answer = await self._ask(lambda stub: stub.Complete, request, timeout, sent)
@@ -172,7 +172,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
     def _stub(self, address: str) -> GenerationServiceAsyncStub:
         channel = self._channels.get(address)
         if channel is None:
-            asyncio.get_running_loop()  # raises outside a loop: a channel made there would belong to another loop
+            asyncio.get_running_loop()  # raises outside a loop, where a channel would belong to another loop
             if self._credentials is None:
                 channel = grpc.aio.insecure_channel(address, self._options)
             else:
@@ -219,7 +219,7 @@ class _Send(Protocol):
 
 
 class AsyncStream:
-    """A stream of the chunks of a completion. Leaving its context cancels an unfinished one."""
+    """A stream of the chunks of a completion. Leaving its context cancels an unfinished completion."""
 
     def __init__(self, send: _Send, transcript: Transcript, request_id: str) -> None:
         """Send the request; called by `AsyncClient.generate`."""
@@ -275,8 +275,8 @@ class AsyncStream:
 
 
 def _seen_as(error: asyncio.CancelledError) -> BaseException:
-    """Return the exception to raise: grpc.aio reports a cancelled call as if the task were cancelled. Only a task that
-    was really cancelled may raise CancelledError."""
+    """Return the exception to raise. grpc.aio reports a cancelled call as if the task were cancelled, but only a task
+    that was really cancelled may raise CancelledError."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         return error

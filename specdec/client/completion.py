@@ -36,18 +36,18 @@ class PromptToken:
 
     token: int
     piece: Piece
-    logprobs: Logprobs | None  # at its position, given the tokens before it; None: the first token
+    logprobs: Logprobs | None  # at its position, given the tokens before it; None for the first token
 
 
 @dataclass(frozen=True)
 class Rejected:
     """A candidate that was verified and rejected."""
 
-    position: int  # generated tokens of the text before it
+    position: int  # number of generated tokens before it
     depth: int  # rejected candidates above it; 0: another token was committed in its place
     token: int
     piece: Piece
-    source: str  # who proposed it, as in `Chunk.sources`
+    source: str  # its source, as in `Chunk.sources`
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class SpeculationLimits:
 
 @dataclass(frozen=True)
 class SpeculationDecisions:
-    """The decisions on how many candidates the steps of a completion had. All are empty if the server reports none."""
+    """The decisions on the number of candidates per step of a completion. All are empty if the server reports none."""
 
     mode: str  # adaptive speculation's in most steps: "off", "ngram", "local_draft", "heads", ..., or "forced"
-    why: str  # modes, steps with candidates, and why others had none, with figures: a line for a person
+    why: str  # a readable line: modes, steps with candidates, and why others had none, with figures
     modes: dict[str, int]  # steps by mode
     without: dict[str, int]  # steps without candidates by reason: "row_cost", "plain_faster", "nothing_proposed", ...
     row_seconds: float  # mean over the steps of "row_cost": extra time of a step with one more row
-    break_even: float  # mean over them: tokens that the row must bring to pay
-    best_candidate: float  # mean over them: tokens that the best candidate was expected to bring
+    break_even: float  # mean over the same steps: tokens that the row must yield to pay
+    best_candidate: float  # mean over the same steps: expected tokens from the best candidate
     mode_rates: dict[str, float]  # tokens a second by mode, as last measured by the verifier
 
 
@@ -83,12 +83,12 @@ class Speculation:
     accepted: int  # candidates accepted
     overrun: int  # tokens computed past a stop string and dropped
     accepted_histogram: list[int]  # entry i counts the steps with i candidates accepted
-    undrafted_reason: str  # why tokens had no candidates of a draft service; set if `undrafted_tokens` is not 0
-    undrafted_tokens: int  # tokens of steps that should have had such candidates and did not
+    undrafted_reason: str  # why draft candidates were missing; set if `undrafted_tokens` is not 0
+    undrafted_tokens: int  # tokens of steps that lacked the candidates expected from a draft service
     sources: dict[str, int]  # number of tokens by source
     failover_events: dict[str, int]  # count by reason; "resumed": resumptions of the stream by the client
     granted: SpeculationLimits  # the request's limits as granted by pods
-    decisions: SpeculationDecisions  # of an interrupted part: none
+    decisions: SpeculationDecisions  # excluding interrupted parts
 
     @property
     def mean_tokens_per_step(self) -> float:
@@ -98,11 +98,11 @@ class Speculation:
 
 @dataclass(frozen=True)
 class SchemaCheck:
-    """The outcome of a check of the finished text for what no grammar enforces of its JSON schema."""
+    """The outcome of checking the finished text for the parts of its JSON schema that no grammar enforces."""
 
-    ok: bool | None  # whether the text is valid; None: it is no whole JSON value, or too large to check
-    path: str  # the part of the value that is not valid, a JSON pointer
-    keyword: str  # that it breaks
+    ok: bool | None  # whether the text is valid; None: no complete JSON value, or too large to check
+    path: str  # JSON pointer to the invalid part of the value
+    keyword: str  # that it violates
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Finish:
     reason: str  # "stop", "length" or "context"
     stop: str  # the stop string that ended it, or empty
     prompt_tokens: int
-    completion_tokens: int  # resumed ones included
+    completion_tokens: int  # including resumed ones
     speculation: Speculation
     numerics: str  # numerics fingerprint: equal ones give equal bits
     exact: bool  # True: the tokens do not depend on other texts in their steps
@@ -146,7 +146,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a stream. The last one of each sample has `finish`."""
+    """A piece of a stream. The last chunk of each sample has `finish`."""
 
     index: int  # which of the n samples
     text: str  # of a chat, without the reasoning; empty while a character is incomplete
@@ -214,7 +214,7 @@ class Model:
     tool_format: str = ""  # its format in `specdec.wire.tool_formats`; empty: no tools
     reasons: bool = False  # True: chats may contain reasoning
     revisions: tuple[str, ...] = ()  # selectable as NAME@REVISION; the fields above describe the main one
-    aliases: tuple[str, ...] = ()  # further names, each as good as `name` in requests
+    aliases: tuple[str, ...] = ()  # further names, equivalent to `name` in requests
 
     def is_asked_as(self, name: str) -> bool:
         """Return True if a request for this name gets this model, in any revision."""
@@ -227,7 +227,7 @@ _REASONS = {number: name.removeprefix("FINISH_REASON_").lower() for name, number
 
 
 def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) -> Chunk:
-    """Convert a response into a chunk; `before_seconds`: time of the stream before its current server got the
+    """Convert a response into a chunk. `before_seconds`: time of the stream before its current server received the
     request."""
     return Chunk(
         index=response.index,
@@ -386,7 +386,7 @@ def _read_prompt_token(told: pb.PromptToken) -> PromptToken:
 
 
 def _read_logprobs(logprobs: verifier_pb2.TokenLogprobs, piece: Piece | None = None) -> Logprobs:
-    """Convert log-probabilities; `piece` of the chosen token if they do not carry it."""
+    """Convert log-probabilities; `piece`: the chosen token, if they do not carry it."""
     return Logprobs(
         chosen=logprobs.chosen,
         top=dict(zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)),

@@ -1,4 +1,4 @@
-"""The endpoint of a client: addresses, credentials, timeout and retries. Knows nothing about how calls are made."""
+"""The endpoint of a client: addresses, credentials, timeout and retries. It does not know how calls are made."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROUND_ROBIN = (
     "grpc.service_config",
     '{"loadBalancingConfig": [{"round_robin": {}}], "connectionScaling": {"maxConnectionsPerSubchannel": 10}}',
 )
-"""Channel option for names that may resolve to several servers: a retry must reach another server, and gRPC's default,
-pick_first, would pick the same one again. A server accepts 100 calls per connection; beyond that gRPC opens further
+"""Channel option for names that may resolve to several servers. A retry must reach another server; gRPC's default,
+pick_first, would pick the same one again. A server accepts 100 calls per connection; for more calls, gRPC opens further
 connections, at most ten."""
 
 _OPTIONS: dict[str, int | str] = {
@@ -26,7 +26,7 @@ _OPTIONS: dict[str, int | str] = {
     # While gRPC backs off from reconnecting, calls fail immediately; the default back-off outlasts the retries.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1_000,
-    # After a failure names are resolved again: pods return under other addresses. By default at most every 30 s.
+    # After a failure names are resolved again, since pods return under other addresses. The default is every 30 s.
     "grpc.dns_min_time_between_resolutions_ms": 2_000,
     # A frozen or vanished server is pinged after this silence, and its calls fail if it does not answer in time.
     # gRPC's own bandwidth probes may replace keepalive pings, so their timeout is set as well.
@@ -60,16 +60,18 @@ class Endpoint(Generic[Channel]):
         metadata: Sequence[tuple[str, str | bytes]] = (),
         options: Sequence[tuple[str, int | str]] = (),
     ) -> None:
-        """Store the settings of all calls; nothing connects before the first one.
+        """Store the settings of all calls; the first call connects.
 
-        `address` is "host:port", or several, comma-separated or as a sequence, also in gRPC's spellings
-        ("dns:///host:port", "ipv4:1.2.3.4:50050", "unix:/path"); a name stands for every server it resolves to.
-        ValueError for an invalid address. Calls rotate among the servers, and a broken stream resumes on another.
-        `timeout` is in seconds and bounds a call including its retries; None is no bound. `max_retries` bounds the
-        consecutive retries of an unavailable address without a new token; an address that has answered before is
-        retried for at least ten seconds, unless `max_retries` is 0. Without `credentials` the connection is not
-        encrypted. `api_key`, for servers with authentication, and `metadata` are sent with every call. `options` are
-        gRPC channel arguments.
+        `address` is "host:port", or several of these, comma-separated or as a sequence. gRPC's forms are allowed
+        ("dns:///host:port", "ipv4:1.2.3.4:50050", "unix:/path"); a name means every server it resolves to. ValueError
+        for an invalid address. Calls rotate among the servers, and a broken stream resumes on another.
+
+        `timeout` in seconds bounds a call including its retries; None: unbounded. `max_retries` bounds the consecutive
+        retries of an unavailable address without a new token. An address that has answered before is retried for at
+        least ten seconds, unless `max_retries` is 0.
+
+        Without `credentials` the connection is not encrypted. `api_key`, for servers with authentication, and
+        `metadata` are sent with every call. `options` are gRPC channel arguments.
         """
         self._rotation = Rotation(_targets(address))
         self._timeout = _checked(timeout)
@@ -78,7 +80,7 @@ class Endpoint(Generic[Channel]):
         self._metadata: Metadata = (*metadata, *_authorization(api_key))
         self._options = list((_OPTIONS | dict(options)).items())
         self._channels: dict[str, Channel] = {}  # by address
-        self._closed = 0  # times
+        self._closed = 0  # number of times
         # For the synchronous client, which threads may share; `_over` is set when it is closed.
         self._connecting, self._over = threading.Lock(), threading.Event()
 
@@ -90,8 +92,8 @@ class Endpoint(Generic[Channel]):
     def _identified(
         self, request_id: str | None, metadata: Sequence[tuple[str, str | bytes]] = ()
     ) -> tuple[str, Metadata]:
-        """Return the id of a request and the metadata of its calls. The id is the given one, the one in the client's
-        metadata, or a new one. ValueError if services would not accept it."""
+        """Return the id of a request and the metadata of its calls. The id is the given one, else the one in the
+        client's metadata, else a new one. ValueError if services would not accept it."""
         all_metadata = self._with(metadata)
         usual = next((value for key, value in all_metadata if key == REQUEST_ID), None)
         found = request_id if request_id is not None else usual if isinstance(usual, str) else new_request_id()

@@ -12,7 +12,7 @@
     ├── Unimplemented       the server does not implement this
     └── ServerError         anything else: a fault of the server
 
-A value that does not fit into the request raises Python's own ValueError or TypeError before anything is sent.
+A value that does not fit into the request raises Python's ValueError or TypeError before anything is sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from specdec.v2 import generation_pb2
 
 PACKAGE = generation_pb2.DESCRIPTOR.package
-"""The protocol of this client, including its version; servers of another version have no service of this name."""
+"""The protocol of this client, including its version. Servers of another version have no service of this name."""
 
 
 class SpecdecError(Exception):
@@ -53,7 +53,7 @@ class SpecdecError(Exception):
         self.reason = reason
         """The server's name for the failure, such as "DRAFT_REQUIRED"; empty if it gave none."""
         self.violations = list(violations)
-        """(field, description) of each field the server refused."""
+        """(field, description) of each field that the server refused."""
         self.retry_after = retry_after
         """Seconds after which the server suggests a retry; None if it does not."""
         self.request_id = request_id
@@ -120,7 +120,7 @@ ERRORS: Mapping[grpc.StatusCode, type[SpecdecError]] = MappingProxyType(
         grpc.StatusCode.UNAUTHENTICATED: AccessDenied,
     }
 )
-"""The error for every status but OK; a test checks that none is missing."""
+"""The error for every status except OK; a test checks that none is missing."""
 
 
 REASONS: Mapping[str, type[SpecdecError]] = MappingProxyType({"PROMPT_CHANGED": PromptChanged})
@@ -129,11 +129,11 @@ REASONS: Mapping[str, type[SpecdecError]] = MappingProxyType({"PROMPT_CHANGED": 
 
 _BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 """Our servers send these statuses with details. Without details they come from the transport: the connection broke
-while sending."""
+during sending."""
 
 _REFUSED = re.compile(r"status: 4\d\d|^Exception ")
-"""gRPC's messages for a call refused by a proxy over HTTP, or a message it cannot serialise or parse itself: a retry
-would fail the same way."""
+"""gRPC's messages for a call refused by an HTTP proxy, or for a message that it cannot serialise or parse. A retry
+would fail in the same way."""
 
 
 def from_rpc(error: grpc.RpcError) -> SpecdecError:
@@ -148,7 +148,7 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
         reason = _text(_fields(details.get("google.rpc.ErrorInfo", b"")), 1)
         request_id = _text(_fields(details.get("google.rpc.RequestInfo", b"")), 1)
         delay = None if retry is None else Duration.FromString(_fields(retry).get(1, [b""])[0])
-    except DecodeError:  # malformed details must not hide their error
+    except DecodeError:  # malformed details must not hide the error itself
         violations, reason, delay, request_id = [], "", None, ""
     message = error.details() or error.code().name
     kind = REASONS.get(reason, ERRORS[error.code()])
@@ -158,7 +158,7 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
         if error.code() in _BROKEN and not _REFUSED.search(message):
             kind = Unavailable
         message = _in_other_words(error.code(), message)
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # one message, whichever end notices first
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:  # the same message, whichever end notices first
         message = "the timeout has passed"
     return kind(
         message,
@@ -171,7 +171,7 @@ def from_rpc(error: grpc.RpcError) -> SpecdecError:
 
 
 def _in_other_words(code: grpc.StatusCode, details: str) -> str:
-    """Return gRPC's own message reworded for the person who has to act on it."""
+    """Return gRPC's own message, reworded for the person who must act on it."""
     if code is grpc.StatusCode.UNIMPLEMENTED:  # the server has no such service
         return f"the server is not an orchestrator, or has another protocol version than this client, {PACKAGE}"
     if code is grpc.StatusCode.UNAVAILABLE and "last error: " in details:
@@ -202,24 +202,24 @@ _MISMATCHES = (
         "requires a client certificate (--tls-cert)",
     ),
 )
-"""gRPC's messages about a client and a server that do not match, and the remedies."""
+"""gRPC's messages about a mismatch of client and server, and the remedies."""
 
 
 def mismatch(why: str) -> str | None:
-    """Return the remedy for a connection that failed with this message of gRPC's; None if client and server match."""
+    """Return the remedy for a connection that failed with this message from gRPC; None if client and server match."""
     return next((remedy for words, remedy in _MISMATCHES if words in why), None)
 
 
 def _address_in(why: str) -> str:
-    """Return the address at the beginning of a reason of gRPC's, with a colon; empty if there is none."""
+    """Return the address at the start of one of gRPC's reasons, with a colon; empty if there is none."""
     found = re.match(r"(\[[^\]]*\]|[^\s:]+):\d+: ", why)
     return found[0] if found else ""
 
 
 def is_loss(error: SpecdecError) -> bool:
-    """Return True if the server, not the request, is to blame: another one may well answer.
+    """Return True if the server, not the request, is at fault: another server may answer.
 
-    A server shutting down cancels late calls without details; no caller has cancelled those.
+    A server that is shutting down cancels late calls without details; no caller has cancelled those.
     """
     return isinstance(error, Unavailable) or (isinstance(error, Cancelled) and not error.reason)
 
@@ -240,8 +240,8 @@ def _details(error: grpc.RpcError) -> list[tuple[str, bytes]]:
 def _fields(data: bytes) -> dict[int, list[bytes]]:
     """Return the strings, bytes and messages in an encoded message, by field number.
 
-    Reading google.rpc's messages this way saves the client a dependency. An Empty has no fields of its own, so the
-    parser keeps every field as an unknown one.
+    Reading google.rpc's messages this way saves the client a dependency. An Empty has no fields, so the parser keeps
+    every field as unknown.
     """
     fields: dict[int, list[bytes]] = {}
     unknown = UnknownFieldSet(Empty.FromString(data))

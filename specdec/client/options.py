@@ -1,7 +1,7 @@
-"""The options of a request: each defined once, with its type and its meaning.
+"""The options of a request: each is defined once, with its type and meaning.
 
 Type checkers read them from `Unpack[GenerateOptions]`. For introspection at run time (`help`, notebooks),
-`takes_options` adds the same options to signature and docstring as keyword parameters.
+`takes_options` adds the same options to signature and docstring, as keyword parameters.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from specdec.wire.speculation import DrafterName, ScorerName, SpeculationName
 
 
 class Message(TypedDict):
-    """One turn of a conversation. Tool calls are in the form of OpenAI's API. `reasoning` preceded the assistant's
-    `content`; chat templates may repeat it."""
+    """One turn of a conversation. Tool calls have the format of OpenAI's API. `reasoning` precedes the assistant's
+    `content`; chat templates may include it."""
 
     role: str
     content: str
@@ -28,7 +28,8 @@ class Message(TypedDict):
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The options of `generate` and `complete` besides the prompt. Absent and None mean the server's default."""
+    """The options of `generate` and `complete` besides the prompt. A missing option or None means the server's
+    default."""
 
     tokens: Annotated[Sequence[int] | None, "The prompt as token ids, instead of text."]
     messages: Annotated[Sequence[Message] | None, "The prompt as a conversation, instead of text."]

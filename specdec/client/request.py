@@ -1,6 +1,6 @@
 """Conversion of a request's options to a message.
 
-Values are not validated here: the server knows the model and its limits. Only a value that does not fit into the
+Values are not validated here, since the server knows the model and its limits. Only a value that does not fit into the
 message is refused.
 """
 
@@ -21,7 +21,7 @@ from specdec.wire.speculation import DRAFTERS, SCORERS, SPECULATIONS
 
 
 def put(message: Message, field: str, option: str, value: object) -> None:
-    """Set a field of any kind; ValueError or TypeError names the option if the value does not fit."""
+    """Set a field of any kind. ValueError or TypeError, naming the option, if the value does not fit."""
     descriptor = cast("FieldDescriptor", message.DESCRIPTOR.fields_by_name[field])
     is_number = descriptor.type not in (FieldDescriptor.TYPE_BOOL, FieldDescriptor.TYPE_STRING)
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
@@ -42,7 +42,7 @@ _WHOLE_NUMBERS = {
 
 
 def _wanted(field: FieldDescriptor) -> str:
-    """Return what a field takes, or "" for a message; protobuf's own errors are about Python's types."""
+    """Return what a field accepts, "" for a message: protobuf's own errors describe Python types."""
     if field.message_type is None:
         item = _item(field)
         return f"must be a list, each item {item}" if field.is_repeated else f"must be {item}"
@@ -65,7 +65,7 @@ MAX_SHOWN_CHARACTERS = 120
 
 
 def _shown(value: object) -> str:
-    """Return a value for an error: as JSON if possible, since callers of the HTTP API read it too; shortened."""
+    """Return a value for an error, shortened; as JSON if possible, since callers of the HTTP API read it too."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
@@ -103,8 +103,7 @@ _TURN = 'a mapping with "role" and "content", and perhaps "reasoning", "tool_cal
 
 @takes_options
 def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions]) -> pb.GenerateRequest:
-    """Return the message for a prompt and its options; ValueError or TypeError for a value that does not fit into
-    it."""
+    """Return the message for a prompt and its options; ValueError or TypeError for a value that does not fit."""
     given = {name: value for name, value in {"prompt": prompt, **options}.items() if value is not None}
     prompts = given.keys() & {"prompt", "tokens", "messages"}
     if len(prompts) > 1:
@@ -148,7 +147,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "prompt":
             put(request, "text", name, value)
         elif name == "tokens":
-            request.tokens.SetInParent()  # marks the form of an empty prompt
+            request.tokens.SetInParent()  # marks an empty prompt as tokens
             put(request.tokens, "ids", name, value)
         elif name == "messages":
             request.chat.SetInParent()
@@ -223,7 +222,7 @@ def _put_arguments(chat: pb.ChatPrompt, arguments: object) -> None:
         raise TypeError(f"template_arguments = {_shown(arguments)}: must be a mapping")
     try:
         chat.template_arguments.update(arguments)
-        chat.FromString(chat.SerializeToString())  # fails here if it would at the server
+        chat.FromString(chat.SerializeToString())  # fails here if it would fail at the server
     except (ValueError, TypeError, OverflowError, DecodeError) as error:
         raise ValueError(f"template_arguments = {_shown(arguments)}: {error}") from error
     except RecursionError:  # formatting the value would recurse as well
@@ -231,7 +230,7 @@ def _put_arguments(chat: pb.ChatPrompt, arguments: object) -> None:
 
 
 def _turns(messages: object) -> Iterator[pb.ChatMessage]:
-    """Yield the turns of a conversation; TypeError or ValueError names the first invalid one."""
+    """Yield the turns of a conversation; TypeError or ValueError naming the first invalid one."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise TypeError(f"messages = {_shown(messages)}: must be a list, each item {_TURN}")
     for index, message in enumerate(messages):
@@ -246,7 +245,7 @@ def _turns(messages: object) -> Iterator[pb.ChatMessage]:
                 put_tool_calls(turn, f"{option}.{field}", value)
                 continue
             put(turn, field, f"{option}.{field}", value)
-            if value is None:  # a message would take None for an absent field
+            if value is None:  # a message would treat None as an absent field
                 raise TypeError(f"{option}.{field} = null: must be text (str)")
         yield turn
 
@@ -261,7 +260,7 @@ _OF_A_FUNCTION = ("type", "function")
 
 
 def put_tools(chat: pb.ChatPrompt, tools: object) -> None:
-    """Set the functions; TypeError or ValueError names the problem."""
+    """Set the functions; TypeError or ValueError naming the problem."""
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Iterable):
         raise TypeError(f"tools = {_shown(tools)}: must be a list of functions")
     for index, tool in enumerate(tools):
@@ -276,7 +275,7 @@ def put_tools(chat: pb.ChatPrompt, tools: object) -> None:
 
 
 def put_tool_choice(chat: pb.ChatPrompt, choice: object) -> None:
-    """Set whether functions are called; ValueError for an unknown choice."""
+    """Set whether functions may or must be called; ValueError for an unknown choice."""
     if isinstance(choice, Mapping):
         function = _function(choice, "tool_choice", "name")
         _check_fields(choice, "tool_choice", _OF_A_FUNCTION)
@@ -288,7 +287,7 @@ def put_tool_choice(chat: pb.ChatPrompt, choice: object) -> None:
 
 
 def put_tool_calls(turn: pb.ChatMessage, option: str, calls: object) -> None:
-    """Set the calls of a turn, with arguments as JSON text or a mapping; TypeError or ValueError names the problem."""
+    """Set the calls of a turn; arguments are JSON text or a mapping. TypeError or ValueError naming the problem."""
     if isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Iterable):
         raise TypeError(f"{option} = {_shown(calls)}: must be a list of calls")
     for index, call in enumerate(calls):
@@ -302,7 +301,7 @@ def put_tool_calls(turn: pb.ChatMessage, option: str, calls: object) -> None:
 
 
 def _function(given: object, option: str, *fields: str) -> Mapping[str, Any]:
-    """Return the part `function` of a function or a call, after checking that it has no other fields than these."""
+    """Return the part `function` of a function or a call, checked to have only these fields."""
     if not isinstance(given, Mapping) or given.get("type", "function") != "function":
         raise ValueError(f'{option} = {_shown(given)}: must have the type "function"')
     function = given.get("function")

@@ -1,4 +1,4 @@
-"""The retries of one call: on which server, how often, and for how long."""
+"""The retries of one call: to which server, how often, and for how long."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Rotation:
     """The servers of a client, shared by all of its calls and threads.
 
     It starts at a random server, so that clients do not all start at the same one. A failed server rests, twice as long
-    after each consecutive failure; it is still tried if there is no other.
+    after each consecutive failure. If no other is left, it is tried anyway.
     """
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._turns = list(addresses)
         turn = random.randrange(len(self._turns))
-        self._turns = self._turns[turn:] + self._turns[:turn]  # the next one comes first
+        self._turns = self._turns[turn:] + self._turns[:turn]  # next one first
         self._rests = dict.fromkeys(addresses, (0.0, 0.0))  # (end of the rest, its length in seconds)
-        self._known: set[str] = set()  # have ever answered
+        self._known: set[str] = set()  # addresses that have ever answered
         self._clock = clock
         self._lock = threading.Lock()
 
@@ -49,22 +49,22 @@ class Rotation:
             return address
 
     def answered(self, address: str) -> None:
-        """Note that a server works."""
+        """Note that a server answers."""
         with self._lock:
             self._known.add(address)
             self._rests[address] = (0.0, 0.0)
 
     def refused(self, address: str) -> None:
-        """Note that a server exists, although it refused a call."""
+        """Note that a server exists although it refused a call."""
         with self._lock:
             self._known.add(address)
 
     def is_known(self, address: str) -> bool:
-        """Return True if a server has answered at this address before: after an outage it may well return."""
+        """Return True if a server has answered at this address before, so that it may return after an outage."""
         return address in self._known
 
     def failed(self, address: str) -> None:
-        """Note that a server does not answer. Calls broken at the same time count as one failure."""
+        """Note that a server does not answer. Calls broken at the same time count as a single failure."""
         with self._lock:
             until, seconds = self._rests[address]
             now = self._clock()
@@ -77,22 +77,22 @@ _MIN_PAUSE = 0.05  # seconds
 _MAX_PAUSE = 2.0
 _MAX_RETRY_AFTER = 60.0  # cap on a server's `retry_after`
 _RETURN_SECONDS = 10.0
-"""Least seconds to wait for the return of a server that has answered before: restarting an orchestrator, as `specdec
-up` does, takes several."""
+"""Minimum seconds to wait for the return of a server that has answered before: restarting an orchestrator, as in
+`specdec up`, takes several."""
 _SETTLED_TRIES_OF_A_NAME = 3
-"""Settled refusals after which a name is given up: it may stand for several servers, and each try goes to the next
+"""Settled refusals after which a name is given up: it may resolve to several servers, and each try reaches the next
 one."""
 _WAITED = ("DRAFT_REQUIRED", "VERIFIER_LOST")
 _SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
 """Reasons for a settled refusal: the server has another model or chat template, or has waited in vain for a draft or a
-verifier. Another server may serve the text; this one will not soon. After such a wait (`_WAITED`) no other server under
-the same name is tried: the wait has taken too much time."""
+verifier. Another server may serve the text; this one will not soon. After such a wait (`_WAITED`), no other server with
+the same name is tried, because the wait has taken too long."""
 _SETTLED_ONCE_BEGUN = (*_SETTLED, "UNKNOWN_MODEL")
-"""The same for a text in progress: a server may not know its revision yet, or no longer."""
+"""The same for a text in progress: a server may not know the text's revision yet, or no longer."""
 
 
 class Retries:
-    """The retries of one call: created when it starts, used up by consecutive failures."""
+    """The retries of one call: created when it starts, consumed by consecutive failures."""
 
     def __init__(
         self,
@@ -102,14 +102,13 @@ class Retries:
         is_closed: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start a call. `is_closed` returns True if the client was closed since, and so has cancelled the call
-        itself."""
+        """Start a call. `is_closed` returns True if the client was closed since then, which cancels the call."""
         self._clock = clock
         self._rotation = rotation
         self._is_closed = is_closed
         self._most = most
         self._failures: Counter[str] = Counter()  # in a row, by address
-        self._settled: Counter[str] = Counter()  # of these, settled refusals
+        self._settled: Counter[str] = Counter()  # settled refusals among these
         self._left_out: set[str] = set()  # addresses given up
         self._refusal: SpecdecError | None = None  # the last one after which an address was given up
         self._failing_since = 0.0  # time of the first of the consecutive failures
@@ -137,18 +136,18 @@ class Retries:
         self._rotation.answered(self.address)
 
     def check_open(self) -> None:
-        """Raise Cancelled if the client was closed since the call began: another try would reconnect it."""
+        """Raise Cancelled if the client was closed since the call began, since another try would reconnect it."""
         if self._is_closed():
             raise Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED)
 
     def pause(self, error: grpc.RpcError, *, begun: bool = False) -> float:
-        """Return the seconds to wait before the next try, at the new `address`; raise the error if there is none.
+        """Return the seconds to wait before the next try, at the new `address`; raise the error if no try is left.
 
-        If the server is full the error is raised, unless the text has `begun`: then it waits for room. After a settled
-        refusal the address is given up; the others are still tried, and waited for.
+        If the server is full the error is raised, unless the text has `begun`: then the call waits for room. After a
+        settled refusal the address is given up; the others are still tried, and waited for.
         """
         seen = from_rpc(error)
-        if seen.reason:  # a server gave it
+        if seen.reason:  # only servers give reasons
             self._rotation.refused(self.address)
         full, lost = isinstance(seen, Overloaded), is_loss(seen)
         settled = seen.reason in (_SETTLED_ONCE_BEGUN if begun else _SETTLED)
@@ -171,7 +170,7 @@ class Retries:
         if again > self._most and not self._may_return:
             raise (self._refusal or seen) from error  # a refusal explains more than a lost connection
         if not again:
-            return 0.0  # another server, which may work: no pause
+            return 0.0  # another server may work: no pause
         # Exponential back-off with jitter, so that clients do not return at the same time.
         pause = _MIN_PAUSE * (1 << min(again - 1, 6)) * random.uniform(1, 2)
         pause = max(min(pause, _MAX_PAUSE), min(seen.retry_after or 0.0, _MAX_RETRY_AFTER))
@@ -185,7 +184,7 @@ class Retries:
 
     @property
     def _may_return(self) -> bool:
-        """True while it is too early to give up on a server that has answered before. False if the caller wants no
+        """True while it is too early to give up on a server that has answered before; False if the caller wants no
         retries."""
         known = any(self._rotation.is_known(address) for address in self._failures if address not in self._left_out)
         return known and self._most > 0 and self._clock() - self._failing_since < _RETURN_SECONDS

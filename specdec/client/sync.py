@@ -1,4 +1,4 @@
-"""The synchronous client. Threads may share one; start other processes by spawn, not by fork."""
+"""The synchronous client. Threads may share one; start other processes by spawn, not fork."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Answer = TypeVar("Answer")
 
 
 class Client(Endpoint[grpc.Channel]):
-    """A client of specdec servers. It may be used again after `close`, with new connections."""
+    """A client of specdec servers. It can be used again after `close`, with new connections."""
 
     @takes_options
     def generate(
@@ -58,7 +58,7 @@ class Client(Endpoint[grpc.Channel]):
         metadata: Sequence[tuple[str, str | bytes]] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """Request a completion and wait for all of it. The parameters are those of `generate`."""
+        """Request a completion and wait for all of it. The parameters are as in `generate`."""
         request = CompleteRequest(request=build_request(prompt, **options))
         request_id, sent = self._identified(request_id, metadata)
         answer = self._ask(lambda stub: stub.Complete, request, timeout, sent)
@@ -167,7 +167,7 @@ class _Send(Protocol):
 
 
 class Stream:
-    """A stream of the chunks of a completion. Leaving its context, or dropping it, cancels an unfinished one."""
+    """A stream of the chunks of a completion. Leaving its context, or dropping it, cancels an unfinished completion."""
 
     def __init__(self, send: _Send, transcript: Transcript, request_id: str) -> None:
         """Send the request; called by `Client.generate`."""
@@ -201,7 +201,7 @@ class Stream:
                 raise StopIteration
             if not self._cancelled.wait(pause):
                 self._call = self._ask()
-        self._call.cancel()  # another thread may have cancelled only the previous call
+        self._call.cancel()  # another thread may have cancelled the previous call only
         raise Cancelled("the stream was cancelled", code=grpc.StatusCode.CANCELLED)
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
 """The tally: speculation statistics across the interrupted parts of a stream.
 
-A server counts from where it resumed the text, and reports at the end. Of an interrupted part, only the statistics in
-its chunks are known.
+A server counts from the position where it resumed the text, and reports at the end. For an interrupted part, only the
+statistics in its chunks are known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Tally:
         self._begun = False  # the current part has responses
 
     def take(self, response: GenerateResponse) -> None:
-        """Count a response; the statistics of the last one become those of the whole stream."""
+        """Count a response. The last one's statistics, plus the interrupted parts, become those of the whole stream."""
         if response.HasField("finish"):
             _add(response.finish.speculation, self._broken)
         else:
@@ -28,7 +28,7 @@ class Tally:
             _add(self._part, _of(response))
 
     def broke_off(self) -> None:
-        """Note that the stream broke and will be resumed. An attempt without any response is not counted."""
+        """Note that the stream broke and will be resumed. An attempt without responses is not counted."""
         if not self._begun:
             return
         self._begun = False
@@ -51,7 +51,7 @@ def _of(response: GenerateResponse) -> SpeculationStatistics:
 
 
 def _add(total: SpeculationStatistics, part: SpeculationStatistics) -> None:
-    """Add a part of a stream to a total, saturating: a server may send any number."""
+    """Add a part of a stream to a total, saturating, since a server may send any number."""
     total.steps = _sum(total.steps, part.steps)
     total.offered = _sum(total.offered, part.offered)
     total.accepted = _sum(total.accepted, part.accepted)

@@ -28,8 +28,8 @@ class Tokenized:
 def build_tokenize_request(
     model: str | None, add_special: bool | None, pieces: bool, **prompt: Any
 ) -> pb.TokenizeRequest:
-    """Return the message; ValueError or TypeError for a value that does not fit into it. `prompt` are the options of
-    `build_request` for it."""
+    """Return the message; ValueError or TypeError for a value that does not fit. `prompt`: the options of
+    `build_request` for the prompt."""
     asked = build_request(**prompt, model=model)
     request = pb.TokenizeRequest(model=asked.model, add_special=add_special, pieces=pieces)
     match asked.WhichOneof("prompt"):

@@ -1,4 +1,4 @@
-"""The transcript: what a stream has delivered, and therefore what is missing after a failure. Makes no calls itself."""
+"""The transcript: what a stream has delivered and, after a failure, what is missing. It makes no calls itself."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from specdec.v2.generation_pb2 import GenerateRequest, GenerateResponse, Resolve
 
 
 class Transcript:
-    """The state of one stream: a request for exactly the part that has not arrived yet.
+    """The state of one stream: yields a request for exactly the part that has not arrived yet.
 
     The generated tokens and the seed determine the rest of the text, so a stream of one sample can resume on any server
-    of the same model. One request cannot carry the tokens of several samples: their stream is only retried before its
+    of the same model. A request cannot carry the tokens of several samples, so their stream is only retried before its
     first response.
     """
 
@@ -26,7 +26,7 @@ class Transcript:
         self._unfinished = self._samples
         self._empty = True
         self._prompt_tokens = 0  # tokens of the prompt received
-        self._repeated = 0  # of these, tokens to come again after a retry
+        self._repeated = 0  # how many of these will arrive again after a retry
         self._tally = Tally()
         self._before_seconds = 0.0
 
@@ -90,7 +90,7 @@ class Transcript:
         return pause
 
     def ask(self) -> tuple[str, GenerateRequest, float | None]:
-        """Return the address for the next try, the request, and the seconds it may take; Cancelled if the client was
+        """Return the address for the next try, the request, and the seconds left for it; Cancelled if the client was
         closed."""
         self._retries.check_open()
         self._repeated = self._prompt_tokens if self._request.HasField("prompt_logprobs") else 0
@@ -99,8 +99,8 @@ class Transcript:
 
 
 def _make_explicit(request: GenerateRequest, resolved: ResolvedRequest) -> None:
-    """Set in the request every default resolved by a server: another one resuming the text might resolve it
-    differently. The prompt is checked by digest, since a request cannot carry its tokens besides the prompt."""
+    """Set every default resolved by a server in the request, because another server that resumes the text might resolve
+    it differently. The prompt is checked by digest, since a request cannot carry both its text and its tokens."""
     if not resolved.ByteSize():
         return
     request.sampling.MergeFrom(resolved.sampling)
@@ -117,7 +117,7 @@ def _make_explicit(request: GenerateRequest, resolved: ResolvedRequest) -> None:
 
 
 def _not_resumed(why: str, error: grpc.RpcError) -> SpecdecError:
-    """Return the error that ended the stream, with the reason why this stream cannot survive it if others could."""
+    """Return the error that ended the stream; if other streams could survive it, with the reason why this cannot."""
     seen = from_rpc(error)
     if is_loss(seen):
         return Unavailable(f"{why}: {seen}", code=seen.code, reason=seen.reason, retry_after=seen.retry_after)

@@ -1,4 +1,4 @@
-"""Banned sequences of tokens, such as the words a request bans: the tokens that would complete one."""
+"""The banned token sequences of a request, such as its banned words, and the tokens that would complete one."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Collection, Sequence
 
 
 class BannedSequences:
-    """The banned sequences of a request. A sequence's last token is ruled out where the text ends with the others."""
+    """The banned sequences of a request. Where the text ends with all tokens of one but its last, that one is
+    banned."""
 
     def __init__(self, sequences: Collection[Sequence[int]]) -> None:
-        """There is at least one sequence, and each has at least two tokens: a single one is banned everywhere."""
+        """`sequences`: at least one, each of at least two tokens. A single token is banned everywhere instead."""
         self._completing: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last tokens, by those before
         for *before, last in sequences:
             self._completing[tuple(before)].append(last)
         self._lengths = sorted({len(before) for before in self._completing})
 
     def ruled_out(self, text: Sequence[int], path: Sequence[int]) -> list[int]:
-        """Return the tokens that would complete a sequence after a text and a path below it, in any order. Takes one
-        lookup for each length of a sequence, whatever their number and the vocabulary."""
+        """Return the tokens that would complete a sequence after a text and a path below it, in any order. The cost is
+        one lookup per distinct sequence length, regardless of the number of sequences and the vocabulary."""
         longest = self._lengths[-1]
         end = (*text[-longest:], *path[-longest:])
         found: list[int] = []

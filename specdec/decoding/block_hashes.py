@@ -1,8 +1,8 @@
-"""Block hashes: 64-bit names for prefixes of a text, used to ask which of them a verifier has in its prefix cache.
+"""Block hashes: 64-bit names for prefixes of a text, used to ask a verifier which prefixes its cache holds.
 
 A text is cut into blocks of `HASHED_TOKENS` tokens. The hash of a block covers the cache scope, all previous blocks and
 its own tokens, as in vLLM's prefix caching: equal hashes mean equal prefixes. One collision is expected among 2**32
-different prefixes; it routes a text to a worse verifier and has no other effect.
+different prefixes; its only effect is that a text is routed to a worse verifier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HASHED_TOKENS = 64
 
 def cache_scope(tenant: str, salt: str = "") -> bytes:
     """Return the scope of a text in prefix caches: texts share prefixes if their tenants and their salts are equal.
-    UTF-8 never has the byte 255, so other pairs have other scopes."""
+    UTF-8 never contains byte 255, so different (tenant, salt) pairs have different scopes."""
     return tenant.encode() + (b"\xff" + salt.encode() if salt else b"")
 
 

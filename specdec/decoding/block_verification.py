@@ -1,21 +1,21 @@
 """Block verification of a chain of draws (Sun et al. 2024, "Block verification accelerates speculative decoding",
 algorithm 2).
 
-Under REJECTION the draws x1, ..., xn of a chain may be tested one by one. Tested as a whole they are accepted at least
-as often, and the tokens are distributed as the target's all the same (theorems 1 and 2). With p and q the distributions
-of target and draft after the first i draws, r(0) = 1 and r(i) = min(1, r(i-1) p(xi) / q(xi)):
+Under REJECTION the draws x1, ..., xn of a chain may be tested one by one. Testing them as a whole accepts at least as
+many, and the tokens still follow the target's distribution (theorems 1 and 2). Let p and q be the distributions of
+target and draft after the first i draws, r(0) = 1 and r(i) = min(1, r(i-1) p(xi) / q(xi)):
 
     m(i) = sum over v of max(0, r(i) p(v) - q(v))
-    h(i) = m(i) / (m(i) + 1 - r(i)),  at the end of the chain r(n)
+    h(i) = m(i) / (m(i) + 1 - r(i)),  at the end of the chain h(n) = r(n)
 
-Prefix i passes its test with probability h(i), independently of the others, and the longest one that passes is
-accepted (prefix 0 always passes). The next token is drawn from norm(max(0, r p - q)) after it, or from p after the
-whole chain. By induction from the end, the accepted prefix has at least i draws with probability r(i), given the first
-i draws, hence accepted and drawn tokens together follow p.
+Prefix i passes its test with probability h(i), independently of the others. The longest prefix that passes is accepted;
+prefix 0 always passes. The next token is drawn from norm(max(0, r p - q)) after it, or from p after the whole chain. By
+induction from the end: given the first i draws, the accepted prefix includes them with probability r(i). Hence accepted
+and drawn tokens together follow p.
 
-Where the chain ends may depend on the draws before the end, never on those behind it: m(i) averages over what the next
-draw could have been. The random numbers are functions of (seed, position of the first draw, i): a later block that
-begins behind a rejection tests its draws with numbers of its own.
+The end of the chain may depend on the draws before it, never on those after it: m(i) averages over all values of the
+next draw. The random numbers are functions of (seed, position of the first draw, i), so a later block that begins after
+a rejection tests its draws with different numbers.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from specdec.decoding.rejection import (
 
 
 class ChainQuery(NamedTuple):
-    """A query about a chain of draws: the rows with the logits after its prefixes, shortest first, and the sampling
-    queries of these rows. The proposal of each is the chain's next draw; the last row may have none, if it follows the
-    whole chain."""
+    """A query about a chain of draws. `rows` hold the logits after its prefixes, shortest first; `queries` are their
+    sampling queries. Each query's proposal is the chain's next draw; the last row, if it follows the whole chain, may
+    have none."""
 
     rows: Sequence[int]
     queries: Sequence[SamplingQuery]
@@ -52,15 +52,15 @@ class ChainQuery(NamedTuple):
 
 
 class AcceptedPrefix(NamedTuple):
-    """The outcome: the number of accepted draws, and the token drawn after them. None: nothing was drawn, because the
-    chain is accepted as far as there were rows, or the next row is broken."""
+    """The outcome: the number of accepted draws, and the token drawn after them. The token is None if nothing was
+    drawn: all rows are used up and all draws accepted, or the next row is broken."""
 
     length: int
     token: int | None
 
 
 class Prefix(NamedTuple):
-    """A prefix of a chain, given the next draw."""
+    """A prefix of a chain, with the next draw known."""
 
     acceptance: float
     """Probability that it passes its test, h(i)."""
@@ -69,8 +69,8 @@ class Prefix(NamedTuple):
 
 
 def prefix(ratio: float, p: Weights, q: Weights, drawn: int) -> Prefix:
-    """Return the prefix with this `ratio`, r(i). `p` and `q` [n] are the probabilities of the draft's tokens after it,
-    `drawn` the next draw's index among them. Other tokens have q = 0, so m(i) = r(i) - sum of min(r(i) p, q)."""
+    """Return the prefix with this `ratio`, r(i). `p` and `q` [n] are the probabilities of the draft's tokens after it;
+    `drawn` is the next draw's index. Tokens not listed have q = 0, so m(i) = r(i) - sum of min(r(i) p, q)."""
     mass = max(0.0, ratio - float(np.minimum(ratio * p, q).sum()))
     # With a ratio of 1 the test always passes, even if no mass is left.
     acceptance = mass / (mass + 1.0 - ratio) if ratio < 1.0 else 1.0
@@ -78,24 +78,24 @@ def prefix(ratio: float, p: Weights, q: Weights, drawn: int) -> Prefix:
 
 
 def residual(ratio: float, p: Weights, q: Weights) -> Weights:
-    """Return the unnormalised distribution of the token after a prefix with this ratio, [n], from the probabilities of
-    all tokens that the target permits."""
+    """Return the unnormalised distribution of the token after a prefix with this ratio, [n]. `p` and `q` are the
+    probabilities of all tokens that survive the target's truncation."""
     left = np.maximum(ratio * p - q, 0.0)
     return left if left.any() else p  # all zero only up to rounding, with q equal to p
 
 
 def verify(logits: Iterable[Logits], queries: Sequence[SamplingQuery]) -> AcceptedPrefix:
-    """Verify a chain of draws. `logits`: float32 [V] of its rows, consumed one by one, as long as a longer prefix can
-    be accepted; `queries`: of these rows, as in `ChainQuery`."""
+    """Verify a chain of draws. `logits`: float32 [V] of each row, consumed only while a longer prefix can be accepted;
+    `queries`: as in `ChainQuery`."""
     first, ratio = queries[0], 1.0
     seed = first.sampler.sampling.seed
-    longest: tuple[int, float, Ids, Weights] | None = None  # of the prefixes that pass: length, ratio, the target's p
+    longest: tuple[int, float, Ids, Weights] | None = None  # passing prefix: length, ratio, the target's ids and p
     for depth, (row, query) in enumerate(zip(logits, queries, strict=False)):
         number = uniform(seed, first.position, DOMAIN_BLOCK, depth)
         with np.errstate(over="ignore", invalid="ignore"):
             z = adjusted(row[None], [query])[0]
         sound = abs(z.max()) < MAX_ABS_LOGIT
-        if query.proposal is None or not sound:  # the end of the chain: a broken row decides alone, and shows it
+        if query.proposal is None or not sound:  # end of the chain, or a broken row
             if number < ratio and not sound:
                 return AcceptedPrefix(depth, None)
             if number < ratio:

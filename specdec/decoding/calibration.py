@@ -1,10 +1,10 @@
 """Calibration of a draft's logprobs to the target's observed acceptance, by depth and rank.
 
-A draft's own estimate is biased in ways specific to the pair of models: for example, the target takes a node's best
-child more often than estimated, and the third less often. The correction is a shift of the estimate's log-odds, one per
-depth below the root and rank among siblings. Every verify result moves a shift slightly towards the observation: online
-logistic regression of one parameter (Platt 1999, "Probabilistic outputs for support vector machines", fits two
-offline).
+A draft's estimates are biased in ways specific to the pair of models: for example, the target takes a node's best child
+more often than estimated, and the third less often. The correction is a shift of the estimate's log-odds, one for each
+depth below the root and rank among siblings. Every verify result moves a shift slightly towards the observation. This
+is online logistic regression of one parameter (Platt 1999, "Probabilistic outputs for support vector machines", fits
+two offline).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule
 
 DEPTHS, RANKS = 4, 4
-"""Depths and ranks with a shift of their own; deeper nodes and lower ranks use the last one."""
+"""Depths and ranks with their own shift; deeper nodes and lower ranks use the last one."""
 
 LEARNS = 0.02
 """Learning rate: change of a shift, in log-odds, per unit of error (taken or not, minus the probability)."""
@@ -40,8 +40,8 @@ MIN_LOGPROB, MAX_LOGPROB = math.log(1e-6), math.log1p(-1e-6)
 
 
 class Calibration:
-    """The calibration of one text, or of all texts of a tenant at about one temperature. A text's starts as a copy of
-    its `tenant`'s, which learns from all of the tenant's texts. `depth` and `rank` count from 0."""
+    """The calibration of one text, or of a tenant's texts at about the same temperature. A text starts with a copy of
+    its `tenant`'s calibration, which learns from all of the tenant's texts. `depth` and `rank` count from 0."""
 
     def __init__(self, tenant: Calibration | None = None) -> None:
         self._tenant = tenant
@@ -54,17 +54,17 @@ class Calibration:
         return self._shifts[min(depth, DEPTHS - 1)]
 
     def corrected(self, depth: int, logprobs: Sequence[float]) -> list[float]:
-        """Return the calibrated logprobs of the children of one node, as the function `corrected` does for n nodes."""
+        """Return the calibrated logprobs of one node's children; the function `corrected` does this for n nodes."""
         found: list[list[float]] = corrected([self.shifts(depth)], np.array([logprobs])).tolist()
         return found[0]
 
     def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
-        """Learn from one verification of siblings: the target took rank `taken`, or none of them. `depth` is where
-        their logprobs were corrected; commits may have moved them up since."""
+        """Learn from one verification of siblings: the target took rank `taken`, or none of them. `depth` is their
+        depth when `logprobs` were corrected; commits may have moved them up since."""
         self._shift(depth, [(rank == taken) - math.exp(logprob) for rank, logprob in enumerate(logprobs)])
 
     def _shift(self, depth: int, errors: Sequence[float]) -> None:
-        """Move the shifts of siblings at this depth, here and in the tenant's calibration, along the errors of their
+        """Move the shifts of siblings at this depth, here and in the tenant's calibration, by the errors of their
         probabilities."""
         if self._tenant is not None:
             self._tenant._shift(depth, errors)
@@ -95,7 +95,7 @@ class Calibrations:
 
 def corrected(shifts: Sequence[Sequence[float]], logprobs: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the calibrated logprobs of the children of n nodes: [n, width], best first, never rising along a row.
-    `shifts` holds the shifts of each node's depth. A logprob of -inf means no child and stays."""
+    `shifts` holds the shifts at each node's depth. A logprob of -inf means no child and is kept."""
     likely = np.minimum(np.maximum(logprobs, MIN_LOGPROB), MAX_LOGPROB)
     of_ranks = np.array(shifts).take(np.arange(logprobs.shape[1]), axis=1, mode="clip")
     odds = likely - np.log(-np.expm1(likely)) + of_ranks

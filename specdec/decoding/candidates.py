@@ -15,8 +15,8 @@ from specdec.decoding.query import SamplingQuery
 from specdec.decoding.truncation import survivors_of_largest, truncates
 
 AGREEMENT_SCALE = 0.6
-"""Scale of the assumed noise between a draft's logits and its target's. For the demo pair, the likelihood of the
-target's choices is highest with 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at 1 (fitted once, by hand)."""
+"""Scale of the assumed noise between a draft's logits and its target's. For the demo pair, the value with the highest
+likelihood of the target's choices is 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at 1 (fitted once, by hand)."""
 
 SORTED_WHOLE = 4
 """Largest row, in multiples of the candidates wanted, that is sorted completely. Longer rows are partitioned first,
@@ -40,12 +40,12 @@ class Candidates(NamedTuple):
 
 
 def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) -> Candidates:
-    """Return the `width` most likely choices of *another* model with the same noise, for each row.
+    """Return, for each row, the `width` most likely choices of *another* model with the same noise.
 
-    The other model's logits are assumed to differ from these by noise of a fixed scale, so its choice is
-    softmax-distributed, at that scale, over the perturbed logits (measured before the division by T). Only the
-    shortlist of a row is searched; a candidate missing from it costs acceptance, not correctness. Other rows affect
-    only the last bits of logprobs.
+    The other model's logits are assumed to differ from these by noise of a fixed scale (measured before the division by
+    T), so its choice is softmax-distributed over the perturbed logits at that scale. Only the shortlist of a row is
+    searched; a candidate missing from it costs acceptance, not correctness. Other rows affect only the last bits of
+    logprobs.
     """
     known, sound = _processed_shortlists(logits, rows)
     found = Candidates(np.zeros((len(rows), width), dtype=np.int64), np.full((len(rows), width), -np.inf), sound)
@@ -72,7 +72,7 @@ def _places(own: list[int], count: int) -> list[int] | slice:
 
 
 def _processed_shortlists(logits: DraftLogits, rows: Sequence[AskedRow]) -> tuple[Shortlists, NDArray[np.bool_]]:
-    """Return the shortlists of rows after penalties, bias, bans and token masks, and whether the logits before them are
+    """Return the shortlists of rows after penalties, bias, bans and token masks, and whether the unprocessed logits are
     sound. Shorter rows are padded with logits of -inf."""
     listed = [at for at, row in enumerate(rows) if not row.query.adjusts]
     whole = [at for at, row in enumerate(rows) if row.query.adjusts] if len(listed) < len(rows) else []
@@ -109,7 +109,7 @@ def over(vocabulary: int, logits: Logits) -> Logits:
 
 
 def _perturbed(values: Logits, ids: NDArray[np.int64], queries: Sequence[SamplingQuery]) -> NDArray[np.float64]:
-    """Return the perturbed logits of the survivors among shortlists [n, k] at temperatures above 0; -inf elsewhere.
+    """Return the perturbed logits of shortlists [n, k] at temperatures above 0; -inf where truncation removes an id.
     Trailing columns without a survivor in any row are cut off."""
     samplings = [query.sampler.sampling for query in queries]
     z = tempered(values, samplings)
@@ -137,7 +137,7 @@ def _ranked(scores: NDArray[np.float64], width: int) -> NDArray[np.int64]:
 
 
 def _fill(found: Candidates, rows: Any, perturbed: NDArray[np.float64], ids: NDArray[np.int64], ranked: Any) -> None:
-    """Write the candidates of these rows: the entries at the places `ranked`, best first, by perturbed logits."""
+    """Write the candidates of these rows: the entries at `ranked`, columns by falling perturbed logit."""
     scores = perturbed / AGREEMENT_SCALE
     best = scores[ranked]
     # Logprobs are a softmax over the whole shortlist, not over the `width` best alone.

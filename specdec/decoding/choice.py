@@ -4,8 +4,8 @@ Under the COUPLED rule, draft and verifier both compute
 
     choice = argmax over surviving v of  z[v] + g(seed, position, v)
 
-where z are the processed logits and g is the shared Gumbel noise. Reproducibility rests on this being a pure function
-of one row and its sampling query, never of the other rows in the same call. The other rules (`rejection.py`,
+where z are the processed logits and g is the shared Gumbel noise. Reproducibility requires that this is a pure function
+of one row and its sampling query, never of other rows in the same call. The other rules (`rejection.py`,
 `contrastive.py`) also use the draft's proposal.
 """
 
@@ -47,8 +47,8 @@ def choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
 
 
 def sound(chosen: Logits, tokens: Tokens) -> NDArray[np.bool_]:
-    """Return bool [n]: which rows are sound, from the logits of their chosen tokens. argmax returns the first NaN, if
-    any, so a broken row shows there; an undecided one has been found sound."""
+    """Return bool [n]: which rows are sound, judged by the logits of their chosen tokens. argmax returns the first NaN,
+    if any, so a broken row shows in its choice; undecided rows were checked before."""
     return np.asarray((np.abs(chosen) < MAX_ABS_LOGIT) | (tokens == contrastive.UNDECIDED))
 
 

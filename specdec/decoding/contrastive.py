@@ -2,14 +2,14 @@
 
     choice = argmax of log p(v) - log q(v)  over v with p(v) >= alpha * max p        lowest id on ties
 
-where p is the target's distribution and q that of the draft, the "amateur". The choice is a function of both models:
-without q nothing can be chosen. log q is sent in float16.
+where p is the target's distribution and q the draft's (the "amateur"). The choice needs both models: without q nothing
+can be chosen. log q is sent in float16.
 
-Only *plausible* tokens, those with p(v) >= alpha * max p, can be chosen. Few tokens are, and nearly all of them are
-among the draft's likeliest, so the draft sends a *partial distribution*: log q of its likeliest tokens (`likeliest`).
-If a plausible token is missing there, it may be the choice: the smaller its q, the better its score. Such a row is
-`UNDECIDED`, and the verifier asks for log q of its plausible tokens (`DraftQuery`). So the choice never depends on what
-was sent ahead, and no choice mixes the q of two drafts.
+Only *plausible* tokens, those with p(v) >= alpha * max p, can be chosen. They are few, and nearly all of them are among
+the draft's likeliest, so the draft sends a *partial distribution*: log q of its likeliest tokens (`likeliest`). A
+plausible token missing there may be the choice, since a smaller q means a better score. Such a row is `UNDECIDED`, and
+the verifier asks for log q of its plausible tokens (`DraftQuery`). So the choice never depends on which tokens were
+sent ahead, and never mixes the q of two drafts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ UNDECIDED = -1
 """In place of a chosen token: the draft's row lacks log q of a plausible one."""
 
 MAX_LIKELIEST = 512
-"""Most tokens of a partial distribution that nobody has asked for: about 2 kB. A draft sends those of some ten prefixes
-for each token of the text."""
+"""Most tokens of an unrequested partial distribution: about 2 kB. A draft sends those of some ten prefixes for each
+token of the text."""
 
 
 class DraftQuery(NamedTuple):
-    """Asks a draft for log q of tokens below the committed text of `base` tokens. `ids` ascend; None: the whole
+    """Asks a draft for log q of tokens below the committed text of `base` tokens. `ids` ascend; None means the whole
     vocabulary."""
 
     base: int
@@ -54,7 +54,7 @@ def likeliest(row: DraftDistribution, contrast: Contrast, margin: float) -> Draf
     """Return the part of a whole row to send ahead: the tokens with q(v) >= alpha * exp(-margin) * max q, at most
     `MAX_LIKELIEST`.
 
-    The larger the margin, the rarer are plausible tokens outside. If target and draft agreed, 0 would do.
+    A larger margin leaves fewer plausible tokens out. If target and draft agreed, 0 would suffice.
     """
     log_q = row.values
     least = float(log_q.max()) + math.log(contrast.alpha) - margin
@@ -65,8 +65,8 @@ def likeliest(row: DraftDistribution, contrast: Contrast, margin: float) -> Draf
 
 
 def answer(row: DraftDistribution, ids: NDArray[np.int64] | None) -> DraftDistribution:
-    """Return the answer to a query about the prefix of a whole row. Tokens that the draft does not have are left out;
-    if nothing is left, the whole row is the answer."""
+    """Return the answer to a query about the prefix of a whole row. Tokens outside the draft's vocabulary are left out;
+    if none remain, the whole row is the answer."""
     known = answered_ids(ids, row.size)
     if known is None:
         return DraftDistribution(None, row.values, answer=True)
@@ -74,13 +74,13 @@ def answer(row: DraftDistribution, ids: NDArray[np.int64] | None) -> DraftDistri
 
 
 def answered_ids(ids: NDArray[np.int64] | None, vocabulary: int) -> NDArray[np.int64] | None:
-    """Return the ids that a draft with `vocabulary` token ids answers, of those asked for; None: all it has."""
+    """Return the requested ids below `vocabulary`, the number of the draft's token ids; None: all of them."""
     known = None if ids is None else ids[ids < vocabulary]
     return None if known is None or not len(known) else known
 
 
 def answers(row: DraftDistribution, ids: NDArray[np.int64] | None) -> bool:
-    """Return True if the row has log q of all tokens asked for that the draft has; None: of the whole vocabulary."""
+    """Return True if the row has log q of all `ids` in the draft's vocabulary; `ids` of None: of all its tokens."""
     if row.ids is None:
         return True
     return ids is not None and row.values_of(ids[ids < row.size]) is not None
@@ -89,30 +89,30 @@ def answers(row: DraftDistribution, ids: NDArray[np.int64] | None) -> bool:
 def asked_ids(
     plausible: NDArray[np.int64], before: NDArray[np.int64] | None, vocabulary: int
 ) -> NDArray[np.int64] | None:
-    """Return the ids to ask for, given a row's plausible ones and the ids asked for at the same prefix before, if any.
-    None: the whole vocabulary, which is as short as a row with most of its tokens.
+    """Return the ids to ask for: a row's plausible ones, and the ids requested before at the same prefix, if any. None:
+    the whole vocabulary, which is as short as a row with most of its tokens.
 
-    An engine that is not exact may find another token plausible when it computes the row again. What was asked before
-    stays in the query, so that the next answer suffices for both.
+    An engine that is not exact may find another token plausible when it recomputes the row. Ids requested before stay
+    in the query, so that the next answer suffices for both.
     """
     ids = plausible if before is None else np.union1d(plausible, before)
     return None if len(ids) > MAX_PARTIAL_IDS or _is_most(len(ids), vocabulary) else ids
 
 
 def _is_most(count: int, vocabulary: int) -> bool:
-    """Return True if a partial distribution of `count` tokens saves little: a whole one has 2 bytes a token, and no
-    ids."""
+    """Return True if a partial distribution of `count` tokens saves little: a whole one costs 2 bytes per token and has
+    no ids."""
     return 2 * count > vocabulary
 
 
 def plausible(z: Logits, query: SamplingQuery) -> NDArray[np.int64]:
-    """Return int64 [k]: the plausible tokens of processed logits [V], ascending, among those that the draft of the
-    query's proposal has. ValueError without a proposal."""
+    """Return int64 [k]: the plausible tokens of processed logits [V] among the draft's tokens, ascending. ValueError
+    without a proposal."""
     if query.proposal is None:
         raise ValueError(f"position {query.position}: nothing to contrast with")
     known = z[: query.proposal.row.size]  # tokens outside the draft's vocabulary have no q
     largest = float(known.max())
-    if not math.isfinite(largest):  # none of them is allowed
+    if not math.isfinite(largest):  # no token of the draft is allowed
         return np.empty(0, dtype=np.int64)
     return np.flatnonzero(known >= largest + math.log(query.sampler.contrast.alpha))
 

@@ -1,7 +1,7 @@
 """Draft logits: the logits of one of a draft's forward passes, from which candidates are made.
 
-Candidates come from the largest logits of a row, its *shortlist*. Only the class itself knows where its logits are:
-here they are in host memory. A device transfers the shortlists of a pass, and whole rows only on request.
+Candidates come from the largest logits of a row, its *shortlist*. Only the class knows where its logits are: in this
+file, in host memory. A device transfers the shortlists of a pass, and whole rows only on request.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class HostDraftLogits:
 
 
 class MappedDraftLogits:
-    """Draft logits over a part of a vocabulary: those of a draft that knows some tokens only."""
+    """Draft logits over a part of a vocabulary, of a draft that knows only some tokens."""
 
     def __init__(self, logits: DraftLogits, ids: NDArray[np.int64], vocabulary: int) -> None:
         """`ids`: token ids of the columns of `logits`, below `vocabulary`. Other tokens have logits of -inf."""
@@ -83,8 +83,8 @@ def shortlists(rows: Sequence[Logits]) -> Shortlists:
         ids[at] = own = _largest(row)
         values[at] = row[own]
     # Read as integers, the bits of floats ascend for positive numbers and descend for negative ones; the xor makes them
-    # ascend for all. Sorting int64 keys, float bits above and id below, takes a fraction of a stable sort of floats.
-    # fmin turns NaN into infinity, and adding 0.0 turns -0.0 into 0.0.
+    # ascend for all. Sorting int64 keys (float bits above, id below) takes a fraction of the time of a stable float
+    # sort. fmin turns NaN into infinity, and adding 0.0 turns -0.0 into 0.0.
     bits = (np.fmin(values, np.float32(np.inf)) + np.float32(0.0)).view(np.int32)
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     ids = np.sort(ids - (ascending.astype(np.int64) << 32), axis=1) & 0xFFFFFFFF

@@ -1,7 +1,6 @@
-"""Pruning for Gumbel-max: finds the few ids of every row that can win, so that float64 noise is computed for them
-alone.
+"""Pruning for Gumbel-max: finds the few ids of every row that can win. Only these need float64 noise.
 
-Over whole vocabularies this takes most of sampling's time, so it is compiled: importing this module needs Numba, which
+Over whole vocabularies this dominates the time of sampling, so it is compiled: importing this module needs Numba, which
 only a verifier has.
 """
 
@@ -17,16 +16,16 @@ from numpy.typing import NDArray
 from specdec.decoding.noise import GAMMA, MULTIPLY_1, MULTIPLY_2
 
 BOUND_ERROR = 1e-4
-"""Maximum shortfall of an upper bound of the noise: float32 rounding on numbers up to 179, and a margin."""
+"""Maximum shortfall of an upper bound of the noise: float32 rounding of numbers up to 179 (127 + 52), and a margin."""
 
 ROUNDING = 1e-6
 """Relative slack: more than the error of a few float32 operations (6e-8 each)."""
 
 STRIDE = 256
-"""Number of bounds compared together first: most stretches of this length hold no id that can win."""
+"""Number of bounds compared at once: most stretches of this length hold no id that can win."""
 
 ROOM = 8
-"""Ids per row that the first attempt has room for."""
+"""Ids per row that fit into the first attempt's buffer."""
 
 
 def possible_winners(
@@ -35,8 +34,8 @@ def possible_winners(
     """Return the ids that can win: ascending indices into the flattened z [n, V], including the winner of every row of
     z / temperature.
 
-    An id is kept if its upper bound of logit plus noise reaches the actual sum of some id of its row; mostly one or two
-    ids per row. The largest logit of each row must be finite; -inf elsewhere rules an id out.
+    An id is kept if its upper bound of logit plus noise reaches the actual sum of the id with its row's highest bound:
+    mostly one or two ids per row. The largest logit of each row must be finite; -inf elsewhere rules an id out.
     """
     z = np.ascontiguousarray(z)
     room = ROOM * len(z)
@@ -65,8 +64,8 @@ def bounds(z: Any, temperature: Any, stream: Any, out: Any) -> None:
 
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
-    """Write the ids that can win to `found`, as far as they fit; return their number. A row's bounds stay in the core's
-    cache."""
+    """Write the ids that can win to `found`, as far as they fit; return their number. A row's bounds stay in the
+    core's cache."""
     count, vocabulary = 0, z.shape[1]
     bound = np.empty(vocabulary, dtype=np.float32)
     for row in range(len(z)):

@@ -1,4 +1,4 @@
-"""Log-probabilities for the client, from the target's raw logits: before penalties, temperature and truncation."""
+"""Log-probabilities for the client, from the target's raw logits, before penalties, temperature and truncation."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def log_softmax(logits: Logits) -> Logits:
 def _log_totals(logits: Logits) -> NDArray[np.float64]:
     """Return float64 [...]: log of the sum of exp over the last axis of float32 logits [..., V].
 
-    The largest weight is exactly 1, so the rounding of float32 weights, summed in float64, is negligible even where the
-    others' sum is small.
+    The largest weight is exactly 1, so the error of rounding float32 weights (summed in float64) is negligible even if
+    the sum of the others is small.
     """
     peak = logits.max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore"):  # inf - inf, in rows that are broken anyway

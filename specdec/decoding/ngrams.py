@@ -1,8 +1,8 @@
 """N-grams of a text: lookup of earlier occurrences, and the pool of lookahead decoding.
 
-Lookup finds what followed earlier occurrences of a text's last tokens. The more tokens two places agree on, the more
+Lookup finds the tokens after earlier occurrences of a text's last tokens. The more tokens two places share, the more
 likely they continue alike (Saxena 2023, "Prompt lookup decoding"; Oliaro et al. 2024, "SuffixDecoding"). There is no
-index: comparing all tokens of a text with one takes microseconds, and few places are left after the first comparison.
+index: comparing all tokens of a text with one token takes microseconds, and the first comparison leaves few places.
 
 The pool holds the target's own guesses at how a token continues (Fu et al. 2024, "Break the sequential dependency of
 LLM inference using lookahead decoding").
@@ -47,27 +47,27 @@ class NgramPool:
 Tokens = NDArray[np.int32]
 
 MAX_MATCH = 16
-"""Most tokens over which two places are compared."""
+"""Longest match: tokens over which two places are compared."""
 
 COMPARED = 4096
-"""Maximum places compared, the last ones first: a text of one repeated token matches everywhere."""
+"""Maximum places compared, latest first: a text of one repeated token matches everywhere."""
 
 RECENT = 32
-"""Most places considered per match length, the last ones first."""
+"""Maximum places considered per match length, latest first."""
 
 
 class Continuation(NamedTuple):
-    """The tokens after another place, and the number of tokens before them that match."""
+    """The tokens after a matching place, and the number of matching tokens before them."""
 
     tokens: Tokens
     match: int
 
 
 def continuations(written: Tokens, end: Tokens, most: int, depth: int) -> list[Continuation]:
-    """Return up to `most` continuations, of up to `depth` tokens, found in `written` after the last tokens of `end`.
+    """Return up to `most` continuations of up to `depth` tokens, found in `written` after the last tokens of `end`.
 
-    Their first tokens differ. The longest match comes first, the latest first among equals. `end` may be the end of
-    `written` itself. Negative numbers in `written` separate texts.
+    Their first tokens differ. Longer matches come first, among equals the latest. `end` may be the end of `written`
+    itself. Negative numbers in `written` separate texts.
     """
     places = np.flatnonzero(written[:-1] == end[-1])[-COMPARED:]
     by_match = [places]

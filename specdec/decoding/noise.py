@@ -1,13 +1,13 @@
 """The Gumbel noise shared by both models: a pure function of (seed, position, token id).
 
-It is counter-based, so it can be computed for any subset of ids, in any order, on any machine. Adding it to processed
-logits and taking the argmax samples from their softmax (Gumbel 1954; Maddison et al. 2014); two models that add the
-*same* noise tend to choose the same token (Daliri, Musco, Suresh 2024).
+The noise is counter-based: it can be computed for any subset of ids, in any order, on any machine. Adding it to
+processed logits and taking the argmax samples from their softmax (Gumbel 1954; Maddison et al. 2014). Two models that
+add the *same* noise tend to choose the same token (Daliri, Musco, Suresh 2024).
 
 `specdec.engine.gpu.noise` computes the same words in torch.
 
-`gumbel_max` computes it in float64 only for ids that can win (`gumbel_pruning.py`). The result is exact: an omitted id
-provably loses. No row's winner depends on the other rows.
+`gumbel_max` computes the noise in float64, only for ids that can win (`gumbel_pruning.py`). The result is exact: an
+omitted id provably loses. No row's winner depends on other rows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ DOMAIN_DRAFT = 0x6472616674000002
 DOMAIN_ACCEPT = 0x6163636570740003
 DOMAIN_RESIDUAL = 0x7265736964750004
 DOMAIN_BLOCK = 0x626C6F636B000005
-"""Domains separating the noise of the choice from the draws and tests of rejection sampling: a random number reused for
+"""Domains separate the noise of the choice from the draws and tests of rejection sampling: reusing a random number for
 a second purpose would correlate draws that must be independent."""
 
 TEXT_HASH_TOKENS = 256
-"""Tokens before a position that `text_hash` covers: more than a step's tokens, so that texts which part ways within a
+"""Tokens before a position that `text_hash` covers: more than the tokens of a step, so that texts that diverge within a
 step have different hashes."""
 
 MASK = (1 << 64) - 1
@@ -68,8 +68,8 @@ def request_state(seed: int, domain: int = DOMAIN_CHOICE) -> int:
 def token_words(streams: NDArray[np.uint64], ids: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Return the raw word of each token id in each stream: uint64, in the broadcast shape of the two.
 
-    A word is `mix` of the sum of stream and id. It is computed in place with one scratch array, since over a whole
-    vocabulary memory access takes most of the time.
+    A word is `mix` of the sum of stream and id, computed in place with one scratch array: over a whole vocabulary,
+    memory access takes most of the time.
     """
     value = np.asarray(streams + _GAMMA + ids.astype(np.uint64))
     scratch = np.empty_like(value)
@@ -90,8 +90,8 @@ def words(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.uint64
 def word_gumbel(value: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return float64, shaped as `value`: the standard Gumbel noise derived from these words.
 
-    52 bits of each word become a uniform number strictly inside (0, 1), so the result is always finite. (With 53,
-    adding the half would round the largest one up to 1.)
+    52 bits of each word become a uniform number strictly inside (0, 1), so the result is always finite. With 53 bits,
+    adding the half would round the largest one up to 1.
     """
     uniform = ((value >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return np.asarray(-np.log(-np.log(uniform)))
@@ -103,8 +103,8 @@ def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float
 
 
 def uniform(seed: int, position: int, domain: int, *indices: int) -> float:
-    """Return a uniform number of 52 bits, strictly inside (0, 1), for one draw at an absolute position. `indices` tell
-    several draws of a domain at this position apart."""
+    """Return a uniform number of 52 bits, strictly inside (0, 1), for one draw at an absolute position. `indices`
+    distinguish several draws of a domain at this position."""
     state = stream(seed, position, domain)
     for index in indices:
         state = mix((state + index) & MASK)
@@ -129,8 +129,8 @@ def winners(
     """Return int64 [n]: for each of n rows over one vocabulary the token with the largest sum of logit and noise, the
     lowest id on ties.
 
-    `possible` holds the ids that can win: indices into the flattened rows, ascending, at least one for each row.
-    `values` are their logits, divided by the temperature; `streams` [n] are the noise streams of the rows.
+    `possible` holds the ids that can win: ascending indices into the flattened rows, at least one per row. `values` are
+    their logits divided by the temperature; `streams` [n] are the noise streams of the rows.
     """
     rows, ids = np.divmod(possible, vocabulary)
     if len(possible) == len(streams):

@@ -18,7 +18,7 @@ Logits = NDArray[np.float32]
 LIMIT = float(np.finfo(np.float32).max)
 
 MAX_ABS_LOGIT = 1e30
-"""Exclusive limit on a logit's absolute value; one beyond it shows that the model is broken. Smaller ones divided by T
+"""Exclusive limit on a logit's absolute value; a larger one shows that the model is broken. Smaller ones divided by T
 do not overflow float32."""
 
 
@@ -74,8 +74,8 @@ def _adjust(z: Logits, logits: Logits, queries: Sequence[SamplingQuery]) -> None
 
 
 def _keep_allowed(row: Logits, raw: Logits, allowed: TokenMask) -> None:
-    """Mask the tokens a grammar does not allow, in place. If bans leave none of the allowed ones, the grammar wins: the
-    choice is among its tokens by the `raw` logits."""
+    """Mask the tokens that a grammar does not allow, in place. If bans exclude all allowed tokens, the grammar wins:
+    the choice is among the allowed tokens by their `raw` logits."""
     wall = barriers(allowed, len(row))
     row += wall
     if row.max() == -np.inf:
@@ -83,7 +83,7 @@ def _keep_allowed(row: Logits, raw: Logits, allowed: TokenMask) -> None:
 
 
 def _penalised(logits: Logits, counts: NDArray[np.integer], sampling: Sampling) -> Logits:
-    """Return penalised logits, float32 [..., k], of tokens present in the text, `counts` [k] times in its output."""
+    """Return penalised logits, float32 [..., k], of tokens present in the text; `counts` [k]: occurrences in output."""
     penalty = np.float32(sampling.repetition_penalty)
     z = np.where(logits > 0, logits / penalty, logits * penalty)
     z -= np.float32(sampling.frequency_penalty) * counts.astype(np.float32)

@@ -1,5 +1,5 @@
-"""A draft's proposal for one position, as sent: tokens, and the distribution they were drawn from (REJECTION) or the
-target is contrasted with (CONTRASTIVE)."""
+"""A draft's proposal for one position, as sent: the tokens, and the distribution they were drawn from (REJECTION) or
+that the target is contrasted with (CONTRASTIVE)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 from specdec.decoding.sampling import Rule
 
 WIDTH = 128
-"""Most tokens in a draft distribution under REJECTION: each costs bytes on the wire; omitted tokens cost acceptance."""
+"""Most tokens in a draft distribution under REJECTION: each costs bytes on the wire, each omitted one acceptance."""
 
 MIN_PART = 0.9
-"""Least size of a whole-vocabulary distribution, as a fraction of the vocabulary: the vocabularies of draft and target
-may differ by the padding at their ends."""
+"""Minimum size of a whole-vocabulary distribution, as a fraction of the vocabulary: the vocabularies of draft and
+target may differ by the padding at their ends."""
 
 
 BYTES_AN_ID = 2
-"""Bytes of a token id in a message, about: ids below 16,384, and gaps between ids, take one or two."""
+"""Approximate bytes of a token id in a message: ids below 16,384, and gaps between ids, take one or two."""
 
 MAX_PARTIAL_IDS = 4096
-"""Most tokens of a partial distribution, and of a query for one. With float16 and gaps it is at most 16 kB; where the
+"""Most tokens of a partial distribution, and of a query for one. With float16 and gaps it takes at most 16 kB. If the
 target finds more tokens plausible, the whole vocabulary is sent."""
 
 
@@ -32,14 +32,14 @@ class DraftDistribution:
     """A draft's distribution over the children of a prefix, quantised.
 
     Both sides compute with these values, never with the draft's unrounded ones. `ids`, ascending, are the tokens of the
-    values; None: the whole vocabulary, in order. A CONTRASTIVE row with ids is *partial*: the draft has a
-    log-probability of every token, and has left most of them out.
+    values; None: the whole vocabulary, in order. A CONTRASTIVE row with ids is *partial*: it omits most of the
+    log-probabilities that the draft computed.
     """
 
     ids: NDArray[np.int64] | None
     values: NDArray[np.float16]
-    vocabulary: int | None = None  # of a partial distribution: the number of the draft's token ids
-    answer: bool = False  # a partial or whole row that was asked for, with just the tokens of the query
+    vocabulary: int | None = None  # the draft's number of token ids; partial only
+    answer: bool = False  # it answers a query, with just its tokens
 
     @classmethod
     def received(cls, ids: list[int], values: bytes) -> DraftDistribution:
@@ -64,7 +64,7 @@ class DraftDistribution:
         return len(self.values) if self.vocabulary is None else self.vocabulary
 
     def values_of(self, ids: NDArray[np.int64]) -> NDArray[np.float16] | None:
-        """Return the values of these tokens, ascending and below `size`; None if one of them was left out."""
+        """Return the values of these tokens, ascending and below `size`; None if one of them is missing."""
         if self.ids is None:
             return self.values[ids]
         places = np.searchsorted(self.ids, ids)
@@ -78,7 +78,7 @@ class DraftDistribution:
         return cls(np.asarray([token], dtype=np.int64), np.ones(1, dtype=np.float16))
 
     def fits(self, rule: Rule, vocabulary: int) -> bool:
-        """Return True if the rule can use it: REJECTION needs weights of some tokens, CONTRASTIVE log-probabilities
+        """Return True if the rule can use it: REJECTION needs the weights of some tokens, CONTRASTIVE log-probabilities
         (`contrast_violation`)."""
         if rule is Rule.REJECTION:
             weights = self.ids is not None and self.vocabulary is None
@@ -86,8 +86,8 @@ class DraftDistribution:
         return rule is Rule.CONTRASTIVE and not self.contrast_violation(vocabulary)
 
     def contrast_violation(self, vocabulary: int) -> str:
-        """Return what is wrong with it as log-probabilities for a target with `vocabulary` token ids; empty if nothing
-        is. The vocabularies may differ by the padding at their ends."""
+        """Return why it cannot be log-probabilities for a target with `vocabulary` token ids; empty if it can. The
+        vocabularies may differ by the padding at their ends."""
         if not MIN_PART * vocabulary < self.size < vocabulary / MIN_PART:
             return f"it is over a vocabulary of {self.size} tokens, the target's has {vocabulary}"
         if self.ids is not None and self.vocabulary is None:
@@ -103,12 +103,12 @@ class DraftDistribution:
 
     @property
     def nbytes(self) -> int:
-        """Its size in a message in bytes, about."""
+        """Approximate bytes in a message."""
         return self.values.nbytes + (0 if self.ids is None else BYTES_AN_ID * len(self.ids))
 
 
 class DistributionSizes(NamedTuple):
-    """Largest sizes of a distribution that a rule can use."""
+    """Largest sizes of the distributions that a rule uses."""
 
     ids: int = 0
     gaps: int = 0
@@ -124,12 +124,12 @@ class DistributionSizes(NamedTuple):
 
 
 NO_DISTRIBUTION = DistributionSizes()
-"""Sizes where a rule has no distributions, or nobody reads them."""
+"""Sizes where a rule has no distributions, or they are not read."""
 
 
 class Proposal(NamedTuple):
-    """A proposal: the tokens drawn for a position without replacement, in the order of the draws, and the draft
-    distribution. Without tokens nothing is offered."""
+    """A proposal: tokens drawn for a position without replacement, in the order of the draws, and the draft
+    distribution. Without tokens, it offers nothing."""
 
     tokens: tuple[int, ...]
     row: DraftDistribution

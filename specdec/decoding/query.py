@@ -1,5 +1,4 @@
-"""The sampling query: everything a choice depends on besides logits, namely a request's sampler, its text and a
-position."""
+"""The sampling query: all inputs of a choice besides logits, namely a request's sampler, its text and a position."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class PenaltyState:
 
     def __getstate__(self) -> tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
         """Return the tokens instead of the arrays, which are as long as the vocabulary: the state may be pickled for
-        other processes at every step."""
+        other processes in every step."""
         ids = np.flatnonzero(self.output_counts)
         return len(self.seen), np.flatnonzero(self.seen), ids, self.output_counts[ids]
 
@@ -50,8 +49,7 @@ class PenaltyState:
 class RequestSampler:
     """The sampler of one request: its sampling parameters, acceptance rule and end tokens.
 
-    It chooses none of `end_tokens` at positions before `first_end_position`, an absolute position: this implements
-    `min_tokens`.
+    `end_tokens` are excluded before the absolute position `first_end_position`: this implements `min_tokens`.
     """
 
     sampling: Sampling
@@ -95,13 +93,13 @@ class RequestSampler:
 
 
 class SamplingQuery(NamedTuple):
-    """A sampling query: everything besides the row of logits that decides the token chosen at absolute `position`.
+    """A sampling query: everything besides the row of logits that decides the token at absolute `position`.
 
     `penalty_state` covers the committed text and is required if the sampling penalises; `path` holds the candidates
-    between the committed text and this position. `proposal` is the draft's proposal for this position, under REJECTION
-    and CONTRASTIVE; CONTRASTIVE cannot choose without it. `allowed` are the tokens a grammar allows here; None: all.
-    `ruled_out` are tokens banned at this position only (`RequestSampler.ruled_out`). `text_hash`: of the text before
-    this position (`noise.text_hash`), which a draft's draws depend on (REJECTION).
+    between the committed text and this position. `proposal` is the draft's proposal for this position under REJECTION
+    and CONTRASTIVE; CONTRASTIVE requires one. `allowed` are the tokens that a grammar allows here; None: all.
+    `ruled_out` are tokens banned at this position only (`RequestSampler.ruled_out`). `text_hash` hashes the text before
+    this position (`noise.text_hash`); a draft's draws depend on it (REJECTION).
     """
 
     sampler: RequestSampler

@@ -3,19 +3,19 @@ decoding", algorithm 1; Chen et al. 2023, "Accelerating large language model dec
 
 A candidate x, drawn from the draft's q, is accepted with probability min(1, p(x) / q(x)); otherwise the token is drawn
 from norm(max(0, p - q)). Without a candidate it is drawn from p. Several candidates x1, x2, ... of one position are
-drawn without replacement and tested in this order: after a rejection p becomes norm(max(0, p - q)), q loses the
+drawn without replacement and tested in this order. After a rejection p becomes norm(max(0, p - q)), q loses the
 rejected token and is normalised again (Chen et al. 2024, "Sequoia: scalable, robust, and hardware-aware speculative
 decoding", algorithm 2; Jeon et al. 2024, "Recursive speculative decoding").
 
-The tokens are distributed as p for any q, under two conditions: candidates were drawn from this very q, so q is
-truncated and rounded *before* the draw; and whether one is tested depends neither on it nor on a later draw.
+The tokens follow p for any q, under two conditions. Candidates must be drawn from this very q, so q is truncated and
+rounded *before* the draw. Whether a candidate is tested must depend neither on it nor on a later draw.
 
-Here positions are decided one by one. A chain of draws may be decided as a whole: `block_verification.py`.
+Here positions are decided one by one; `block_verification.py` decides a chain of draws as a whole.
 
-Random numbers are functions of (seed, position), one for each purpose. A draw's also depends on the text before it:
-block verification looks at draws that it then drops with the text below a rejection, and the draws of the text that
-takes their place must be independent of them. A restarted draft draws the same candidates; tokens still depend on what
-was offered, and in which step. At temperature 0 this rule equals COUPLED, and COUPLED is used.
+Random numbers are functions of (seed, position), with one stream for each purpose. A draw's also depends on the text
+before it. Block verification looks at draws below a rejection and then drops them with their text; the draws of the
+text that replaces it must be independent of them. A restarted draft draws the same candidates, but tokens still depend
+on what was offered and in which step. At temperature 0 this rule equals COUPLED, and COUPLED is used.
 
 `verifier_service/verification/tree_verification.py` applies a rule along the token trees of a step. Together with this
 file and `block_verification.py` it is the whole of speculative sampling.
@@ -40,8 +40,8 @@ Weights = NDArray[np.float64]
 
 
 def propose(logits: Logits, query: SamplingQuery, count: int = 1) -> Proposal | None:
-    """Draw up to `count` candidates from a draft's float32 logits [V], without replacement: fewer if fewer tokens are
-    plausible. None if the logits are broken after penalties, bias and bans."""
+    """Draw up to `count` candidates from a draft's float32 logits [V], without replacement; fewer if fewer tokens
+    survive. None if the logits are broken after penalties, bias and bans."""
     sampling = query.sampler.sampling
     with np.errstate(over="ignore", invalid="ignore"):
         z = adjusted(logits[None], [query])
@@ -58,7 +58,7 @@ def propose(logits: Logits, query: SamplingQuery, count: int = 1) -> Proposal | 
 
 
 def _draws(row: DraftDistribution, query: SamplingQuery, count: int) -> Iterator[int]:
-    """Yield different tokens drawn one after the other, up to `count`."""
+    """Yield different tokens, drawn one after the other, up to `count`."""
     assert row.ids is not None
     weights = row.values.astype(np.float64)
     for index in range(min(count, len(weights))):
@@ -69,7 +69,7 @@ def _draws(row: DraftDistribution, query: SamplingQuery, count: int) -> Iterator
 
 
 def decide(z: Logits, queries: Sequence[SamplingQuery]) -> Ids:
-    """Return int64 [n]: the tokens chosen from processed logits [n, V], given before the division by T."""
+    """Return int64 [n]: the tokens chosen from processed logits [n, V] that are not yet divided by T."""
     return np.array([_decide(row, query) for row, query in zip(z, queries, strict=True)], dtype=np.int64)
 
 
@@ -87,8 +87,8 @@ def _decide(z: Logits, query: SamplingQuery) -> int:
 def trials(ids: Ids, p: Weights, proposal: Proposal) -> Iterator[tuple[int, float]]:
     """Yield each candidate of a position and the probability of accepting it, given that those before it were rejected.
 
-    `p` [n] are the target's probabilities of `ids`, ascending. Going on after a candidate rejects it: `p` becomes the
-    distribution of the residual, in place.
+    `p` [n] are the target's probabilities of `ids`, ascending. Resuming after a candidate rejects it: `p` becomes the
+    residual distribution, in place.
     """
     drafted, q = draft_probabilities(proposal.row)
     for token in proposal.tokens:
@@ -98,7 +98,7 @@ def trials(ids: Ids, p: Weights, proposal: Proposal) -> Iterator[tuple[int, floa
         if residual.any():  # all zero only if q equals p, up to rounding
             p[:] = residual / residual.sum()
         q[place] = 0.0
-        q /= q.sum() or 1.0  # no draw is left
+        q /= q.sum() or 1.0  # 1.0: q has no token left
 
 
 def draw(weights: Weights, number: float) -> int:
@@ -109,7 +109,7 @@ def draw(weights: Weights, number: float) -> int:
 
 
 def acceptance(row: DraftDistribution) -> float:
-    """Return the estimated probability that a draw from this distribution is accepted, a function of the distribution
+    """Return the estimated probability that a draw from this distribution is accepted. It depends on the distribution
     alone.
 
     A confident draft is mostly right; an uncertain one still overlaps with its target.
@@ -120,26 +120,26 @@ def acceptance(row: DraftDistribution) -> float:
 
 def acceptances(row: DraftDistribution, count: int) -> Weights:
     """Return float64 [count]: the estimated probabilities that the first, second, ... draw from this distribution is
-    the one accepted, a function of the distribution alone."""
+    the accepted one. They depend on the distribution alone."""
     first = acceptance(row)
     later = (1.0 - first) * LATER_ACCEPTANCE * (1.0 - LATER_ACCEPTANCE) ** np.arange(count - 1)
     return np.asarray(np.maximum(np.concatenate([[first], later]), LEAST_ACCEPTANCE))
 
 
 DISAGREEMENT = 0.4
-"""Fraction of the probability mass outside the draft's most probable token that is assumed to be rejected."""
+"""Assumed rejected fraction of the probability mass outside the draft's most probable token."""
 
 LATER_ACCEPTANCE = 0.3
-"""Assumed probability that a draw is accepted once those before it were rejected. The residual is where the draft
-under-rates tokens, so it is low; calibration corrects it by rank."""
+"""Assumed probability that a draw is accepted after those before it were rejected. It is low, because the residual is
+where the draft under-rates tokens; calibration corrects it by rank."""
 
 LEAST_ACCEPTANCE = 1e-9
-"""Lower limit of an estimate: a certain draft leaves nothing to a second draw, and logarithms stay finite."""
+"""Lower limit of an estimate: with a certain draft a second draw would have 0, and its logarithm would be infinite."""
 
 
 def target_probabilities(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
-    """Return the ids that survive truncation, ascending, and the target's probabilities of them, from processed logits
-    [V], given before the division by T."""
+    """Return the ids that survive truncation, ascending, and the target's probabilities of them. `z`: processed logits
+    [V], not yet divided by T."""
     ids, weights = _surviving_weights(tempered(z[None], [sampling])[0], sampling)
     return ids, weights / weights.sum()
 
@@ -153,7 +153,7 @@ def draft_probabilities(row: DraftDistribution) -> tuple[Ids, Weights]:
 
 def probabilities_of(wanted: Ids, ids: Ids, probabilities: Weights) -> Weights:
     """Return float64, shaped as `wanted`: the probabilities of these ids, given those of `ids`; 0 for others. Both are
-    ascending. The fewer are looked up among the more."""
+    ascending. The shorter list is looked up in the longer one."""
     few, many = (wanted, ids) if len(wanted) < len(ids) else (ids, wanted)
     at = np.searchsorted(many, few)
     known = at < len(many)

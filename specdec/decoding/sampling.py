@@ -38,7 +38,7 @@ DEFAULT_CONTRAST = Contrast()
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters, in order of application. The defaults leave everything off."""
+    """Sampling parameters, in order of application. The defaults disable all of them."""
 
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -54,8 +54,8 @@ class Sampling:
     seed: int = 0
 
     def within(self, vocabulary: int) -> Sampling:
-        """Return these parameters without bias and bans of token ids outside a vocabulary. A sequence with such a token
-        never occurs."""
+        """Return these parameters without bias and bans of token ids outside a vocabulary. A banned sequence with such
+        a token never occurs."""
         return replace(
             self,
             logit_bias={token: bias for token, bias in self.logit_bias.items() if token < vocabulary},
@@ -76,17 +76,16 @@ class Sampling:
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 NUMBERS = tuple(one.name for one in fields(Sampling) if isinstance(one.default, int | float) and one.name != "seed")
-"""Names of the parameters that are one number, all but the seed. Requests and messages have fields of the same names,
-and are converted by these: in `orchestrator/requests/parsing.py` and `sample.py`, and `specdec/serving/messages.py`."""
+"""Names of the parameters with a single number, except the seed. Requests and messages have fields of the same names,
+which `orchestrator/requests/parsing.py`, `sample.py` and `specdec/serving/messages.py` convert by this list."""
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
-"""Limits of the repetition penalty: beyond them, logits become so large or small that the penalty alone decides the
-choice."""
+"""Limits of the repetition penalty: beyond them, logits become so large or small that the penalty alone decides."""
 
 
 def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[int]) -> list[tuple[str, str]]:
-    """Return (field, problem) for every field with a value outside its range, one per field. `barred`: end tokens
-    initially excluded by `min_tokens`; together with the banned ones they must not cover the vocabulary."""
+    """Return (field, problem) for every field whose value is outside its range, at most one per field. `barred`: end
+    tokens excluded by `min_tokens` at first; together with the banned tokens they must not cover the vocabulary."""
     prefix = "sampling."
     found: list[tuple[str, str]] = []
 

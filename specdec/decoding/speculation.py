@@ -1,4 +1,4 @@
-"""How a request speculates: one value, the same from the client to the step."""
+"""How a request speculates: one value, passed unchanged from the client to the step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Scorer(IntEnum):
 
 @dataclass(frozen=True)
 class SpeculationOptions:
-    """A request's speculation: its drafters and its limits on candidates; 0 leaves a number to the services."""
+    """A request's speculation: its drafters and its limits on candidates. 0 lets the services choose a limit."""
 
     drafters: frozenset[CandidateSource] = ALL_DRAFTERS
     forced: bool = False  # even where it does not pay
@@ -50,7 +50,7 @@ class SpeculationOptions:
     expansion: tuple[int, ...] = ()  # fixed widths of its token tree, by depth; (): by probability
     lookahead: Lookahead | None = None  # the window for every step; None: one that pays
     jacobi: bool = False  # only windows with n-grams of 2 tokens
-    unspecified: bool = False  # neither drafters nor a window are named: a verifier's default applies
+    unspecified: bool = False  # no drafters or window given: the verifier's default
 
     @property
     def remote(self) -> bool:
@@ -60,7 +60,7 @@ class SpeculationOptions:
 
 @dataclass(frozen=True)
 class Outlook:
-    """A verifier's estimate of what candidates of a remote draft would bring a session at the current load."""
+    """A verifier's estimate of the gain from a remote draft's candidates for a session at the current load."""
 
     drafting_wanted: bool = False
     break_even: float = 1.0  # path probability of a candidate that just pays for its row

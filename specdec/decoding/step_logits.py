@@ -1,6 +1,6 @@
 """Step logits: the logits of one forward pass, from which the sampling queries of sessions are answered.
 
-Only the class itself knows where its logits are: here they are in host memory; those of a device stay on it
+Only the class knows where its logits are: in this file, in host memory; a device keeps its own
 (`specdec.engine.gpu.sampler`).
 """
 
@@ -22,13 +22,13 @@ from specdec.decoding.query import SamplingQuery
 
 
 class RowFeatures(NamedTuple):
-    """The features of all t rows of a forward pass, and which of its rows have logits."""
+    """The features of all t rows of a forward pass, and the rows that have logits."""
 
     values: Any  # [t, m, d], an array or a tensor: the residual stream entering each of m layers
     wanted: NDArray[np.int64]  # [n] rows of the pass, by row of the step logits
 
     def places(self, rows: Sequence[int], others: Sequence[int]) -> NDArray[np.int64]:
-        """Return rows of the pass: those of these rows of the step logits, then the `others`."""
+        """Return rows of the pass: those behind `rows` of the step logits, then the `others`."""
         return np.concatenate([self.wanted[np.asarray(rows, dtype=np.int64)], np.asarray(others, dtype=np.int64)])
 
 
@@ -40,7 +40,7 @@ class StepLogits(Protocol):
         is finite, or the choice is `contrastive.UNDECIDED`). The others are broken."""
 
     def plausible(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> list[NDArray[np.int64]]:
-        """Return the plausible tokens of these rows, as `choice.plausible` does: of those that are undecided."""
+        """Return the plausible tokens of these undecided rows, as `choice.plausible` does."""
 
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
         """Return the accepted prefixes of chains of draws, as `block_verification.verify` does."""
@@ -49,12 +49,12 @@ class StepLogits(Protocol):
         """Return the log-probabilities of these rows, as `logprobs.logprobs` does."""
 
     def hidden(self, rows: Sequence[int]) -> Any:
-        """Return the hidden states of these rows, [n, d], where the pass keeps them: an array of float32, or a tensor
-        on its device. Only for passes launched with hidden states."""
+        """Return the hidden states of these rows, [n, d], where the pass keeps them: a float32 array, or a tensor on
+        its device. Only for passes launched with hidden states."""
 
     def features(self, rows: Sequence[int], others: Sequence[int] = ()) -> Any:
-        """Return the features of these rows, then those of `others`, rows of the whole pass by their place in its
-        batch: [n, m, d], where the pass keeps them, as in `hidden`. Only for passes launched with features of m
+        """Return the features of these rows, then those of `others`, which are rows of the whole pass numbered as in
+        its batch: [n, m, d], where the pass keeps them, as in `hidden`. Only for passes launched with features of m
         layers."""
 
 

@@ -1,7 +1,7 @@
 """The token tree: every live candidate below the committed text.
 
-A node is a path: the committed prefix plus its candidates. The path is its identity; there are no ids. So messages
-arriving late, twice or out of order insert the same paths, and a commit only moves the root. The draft owns one tree
+A node is a path: the committed prefix plus its candidates. The path is its identity; nodes have no ids. So messages
+that arrive late, twice or out of order insert the same paths, and a commit only moves the root. The draft owns one tree
 per session and expands it; the verifier keeps a copy of the received candidates and verifies from that.
 """
 
@@ -49,7 +49,7 @@ class Node:
         self.origin = origin  # first proposer, in the holder's terms
         self.drafted = False  # proposed by a remote draft, first or not
         self.children: dict[int, Node] = {}
-        self.distribution: DraftDistribution | None = None  # the draft's, over the children, where the rule needs it
+        self.distribution: DraftDistribution | None = None  # the draft's over the children, if the rule needs it
         self.match: int | None = None  # length of the n-gram match that proposed it
 
     def path(self) -> list[Node]:
@@ -85,8 +85,8 @@ def anything(_: Node) -> bool:
 def _unlink(top: Node, kept: Node) -> None:
     """Take the children from all nodes at and below `top`, except at and below `kept`.
 
-    A node and its children refer to each other, so dropped nodes would wait for the garbage collector, which pauses
-    steps.
+    A node and its children refer to each other, so dropped nodes would otherwise wait for the garbage collector, which
+    delays steps.
     """
     below = [top]
     for node in below:
@@ -98,12 +98,12 @@ def _unlink(top: Node, kept: Node) -> None:
 class TokenTree:
     """Committed tokens and the candidates below them.
 
-    Candidates are dropped silently if they can never be taken: at positions past `last_position`, below an end token,
-    with ids outside the vocabulary or non-finite logprobs, or where `permits` (parent, token) returns False. They are
-    also dropped while `max_nodes` are alive.
+    Candidates that can never be taken are dropped silently: at positions past `last_position`, below an end token, with
+    ids outside the vocabulary or non-finite logprobs, or where `permits` (parent, token) returns False. So are
+    candidates that arrive while `max_nodes` are alive.
 
     In a `sampled` tree (REJECTION) candidates are draws: a node gets its children together, in the order of the draws,
-    with the distribution they were drawn from. The first ones to arrive stay, whichever tokens they are.
+    with the distribution they were drawn from. The first message to arrive decides, regardless of its tokens.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class TokenTree:
     ) -> None:
         self.committed = list(committed)
         self.base = len(self.committed)
-        """Number of committed tokens, prompt included; stored, since a step reads it a dozen times."""
+        """Number of committed tokens, prompt included; stored, since a step reads it about a dozen times."""
         self.root = Node(self.committed[-1], len(self.committed) - 1, None, 0.0, 0)
         self.size = 0
         self._vocabulary = vocabulary
@@ -134,7 +134,7 @@ class TokenTree:
         """Insert paths starting from the committed text as of `base` tokens; return the new nodes. `drafted` marks them
         as a remote draft's.
 
-        ValueError if a parent does not precede its child, BaseAheadError if there are fewer committed tokens.
+        ValueError if a parent does not precede its child, BaseAheadError if fewer tokens are committed.
         """
         if base > self.base:
             raise BaseAheadError(f"candidates start at {base}, the committed text has {self.base} tokens")
@@ -174,7 +174,7 @@ class TokenTree:
             return known
         if not self._sampled:
             return self.add(place, token, logprob, origin)
-        # Only the siblings of one message come from one series of draws without replacement.
+        # Siblings must come from one series of draws without replacement, that is, from one message.
         late = bool(place.children) and place.distribution is not row
         if late or row is None or not row.can_draw(token) or len(place.children) == MAX_DRAWS:
             return None
@@ -270,8 +270,8 @@ class BestNodes(NamedTuple):
     expected: float
     """Expected number of tokens committed by a step over these nodes."""
     leaf: float
-    """Path probability of the most likely leaf among them. Without nodes the root is the leaf, with probability 1. It
-    is 0 if no more nodes fit."""
+    """Path probability of the most likely leaf among them; 0 if `count` nodes were taken and no more fit.
+    Without nodes the root is the leaf, with probability 1."""
 
     @classmethod
     def of(cls, nodes: Iterable[tuple[float, Node]], count: int) -> BestNodes:
@@ -295,7 +295,7 @@ NO_NODES = BestNodes([], [], 1.0, 1.0)
 def spell(nodes: Sequence[Node], rows: Sequence[tuple[Node, DraftDistribution]] = ()) -> Paths:
     """Return the paths of nodes, of nodes with `rows`, and of all their ancestors.
 
-    `rows`: distributions over the children of nodes, the root among them, as they are sent.
+    `rows`: distributions over the children of nodes, possibly of the root, as they are sent.
     """
     numbers: dict[Node | None, int] = {}
     tokens: list[int] = []

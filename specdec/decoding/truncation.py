@@ -1,8 +1,8 @@
 """Top-k, top-p, min-p and typical-p: finds the surviving ids of a row.
 
 The first three keep a prefix of the row's ranking (largest logit first, lower id first among equals), so together they
-give one number: how many survive. Only plausible ids are ranked, and only by value. Typical-p then removes ids from
-this prefix, the most probable ones too.
+reduce to one number: how many ids survive. Only ids that may survive are ranked, and only by value. Typical-p then
+removes ids from this prefix, including the most probable ones.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def truncates_by_rank(sampling: Sampling) -> bool:
 def survivors(z: Logits, sampling: Sampling) -> Ids:
     """Return the ids, ascending, surviving top-k, then top-p, min-p and typical-p, of float32 logits [V] divided by T.
 
-    Top-k keeps exactly k; top-p the smallest set reaching p of the weight left by top-k, by float32 weights cumulated
-    in float64, descending. The largest logit must be finite; one of -inf never survives.
+    Top-k keeps exactly k; top-p the smallest set that reaches p of the weight left by top-k. Weights are float32,
+    summed in float64 in descending order. The largest logit must be finite; a logit of -inf never survives.
     """
     ids, total = _superset(z, sampling)
     if truncates_by_rank(sampling):
@@ -46,11 +46,11 @@ def survivors(z: Logits, sampling: Sampling) -> Ids:
 def survivors_of_largest(
     z: Logits, ids: Ids, totals: NDArray[np.float64], vocabulary: int, samplings: Sequence[Sampling]
 ) -> NDArray[np.bool_]:
-    """Return which of the largest logits of n rows survive: a mask [n, k], all False where k logits do not decide it,
-    and in rows whose largest logit is not finite.
+    """Return which of the k largest logits of n rows survive: a mask [n, k]. A row is all False if k logits do not
+    decide it, or if its largest logit is not finite.
 
-    Known are the k largest logits z [n, k] of each row, descending, their ids, and the sum of all weights of a row,
-    float64 [n]. The result equals that of `survivors` of the whole row, bit by bit, if the sum does.
+    `z` [n, k] holds the k largest logits of each row, descending; `ids` their ids; `totals`, float64 [n], the sum of
+    all weights of each row. The result equals that of `survivors` on the whole row, bit by bit, if that sum does.
     """
     every, most = np.arange(len(z)), z.shape[1]
     count = np.full(len(z), most) if z[:, -1].min() > -np.inf else (z > -np.inf).sum(axis=1)
@@ -72,8 +72,8 @@ def survivors_of_largest(
         size = np.minimum(size, (z >= np.array(least)[:, None]).sum(axis=1))
     last = z[every, size - 1]
     if most < vocabulary:
-        # An id outside the k largest may survive too, or precede the last known ones among equal logits; and the weight
-        # left by top-k may be unknown.
+        # An id outside the k largest may survive too, or precede the last listed ones among equal logits. The weight
+        # left by top-k may also be unknown.
         unknown = ~(last > z[:, -1])
         if limited:
             is_nucleus = np.array([sampling.top_p < 1.0 for sampling in samplings])
@@ -95,7 +95,7 @@ def survivors_of_largest(
 
 
 def _surviving(ranked: Logits, total: float | None, sampling: Sampling) -> int:
-    """Return how many of these logits, in descending order, survive; `total` is that of `_superset`."""
+    """Return how many of these logits, in descending order, survive. `total`: as returned by `_superset`."""
     size = min(sampling.top_k or len(ranked), len(ranked))
     if sampling.top_p < 1.0:
         reached = np.cumsum(np.exp(ranked[:size] - ranked[0]), dtype=np.float64)
@@ -107,9 +107,9 @@ def _surviving(ranked: Logits, total: float | None, sampling: Sampling) -> int:
 
 
 def _typical(z: Logits, mass: float) -> NDArray[np.bool_]:
-    """Return a mask of the smallest set of ids that reaches this probability, the most typical first: those whose
-    surprisal, -log p, is closest to the entropy of all (Meister et al. 2023, "Locally typical sampling"). Among
-    equals, the first ones. `z`: the finite logits of the survivors of the other truncations, by ascending id.
+    """Return a mask of the smallest set of ids that reaches this probability, most typical first. The most typical ids
+    are those whose surprisal, -log p, is closest to the entropy (Meister et al. 2023, "Locally typical sampling"); ties
+    go to the first. `z`: the finite logits of the survivors of the other truncations, by ascending id.
     """
     logits = z.astype(np.float64)
     logits -= logits.max()
@@ -117,8 +117,8 @@ def _typical(z: Logits, mass: float) -> NDArray[np.bool_]:
     total = weights.sum()
     surprisals, probabilities = math.log(total) - logits, weights / total
     entropy = float((probabilities * surprisals).sum())
-    # A surprisal above 2 * entropy - min is farther from the entropy than that of the most probable id. Such ids come
-    # last, by falling probability. Those below (1 - mass) / n weigh less than 1 - mass together: they are cut off.
+    # An id with a surprisal above 2 * entropy - min is farther from the entropy than the most probable id. Such ids
+    # come last, by falling probability. The ids below (1 - mass) / n together weigh less than 1 - mass and are cut off.
     near = surprisals <= 2.0 * entropy - surprisals.min()
     possible = (near | (probabilities >= (1.0 - mass) / len(z))).nonzero()[0]
     order = possible[np.abs(surprisals[possible] - entropy).argsort(kind="stable")]
@@ -138,8 +138,8 @@ def largest(row: NDArray[np.floating], count: int) -> Ids:
 def _superset(z: Logits, sampling: Sampling) -> tuple[Ids, float | None]:
     """Return a superset of the survivors that is cheap to find, ascending, and the total weight for top-p.
 
-    Omitted ids come after the last survivor in the ranking. The total is the sum of all weights if top-p is relative to
-    that; None if it is relative to the weight left by top-k, or there is no top-p.
+    Omitted ids rank after the last survivor. The total is the sum of all weights if top-p is relative to that; None if
+    it is relative to the weight left by top-k, or if there is no top-p.
     """
     if 0 < sampling.top_k < len(z):
         at = len(z) - sampling.top_k
@@ -159,7 +159,7 @@ def _least(peak: np.float32, min_p: float) -> np.float64:
 
 
 def _largest_mask(values: Logits, least: np.float32, size: int) -> NDArray[np.bool_]:
-    """Return a mask of the `size` largest `values`, the smallest of which is `least`; the first ones among equals."""
+    """Return a mask of the `size` largest `values`, the smallest being `least`; among equals, the first ones."""
     keep = values >= least
     excess = int(np.count_nonzero(keep)) - size
     if excess:

@@ -1,4 +1,4 @@
-"""The checks of `specdec doctor`: packages, machine, ports, cache folder, and whether given models can be served.
+"""The checks of `specdec doctor`: packages, machine, ports, cache folder, and whether the given models can be served.
 
-Everything here works with only the client installed, and reports what is missing.
+They work with only the client installed, and report missing parts.
 """

@@ -1,4 +1,4 @@
-"""The machine: cores and memory available to this process, and devices."""
+"""The machine: the cores and memory available to this process, and devices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Machine(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """The remedy for a GPU unusable by torch; "" if all is well."""
+        """The remedy if torch cannot use a GPU; "" if nothing is wrong."""
         if isinstance(self.cuda, int) and self.cuda and self.torch == "CPUs":
             return "torch is a CPU build and cannot use it: install a CUDA build of torch"
         return ""

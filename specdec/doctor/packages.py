@@ -1,6 +1,6 @@
 """Packages: installed versions against the tested ranges, and missing packages by extra.
 
-Ranges and extras are read from this distribution's metadata, and so equal those in pyproject.toml.
+Ranges and extras come from this distribution's metadata, so they equal those in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdec.extras import DISTRIBUTION, install_command
 EXTRAS = (
     "cli", "orchestrator", "draft", "draft-gpu", "verifier", "cuda", "export", "evaluate", "otel", "openai",
 )  # fmt: skip
-"""Extras for users. Others are for development, or combine several of these."""
+"""Extras for users. The others are for development, or combine several of these."""
 
 
 class Package(NamedTuple):
@@ -61,7 +61,7 @@ class Extra(NamedTuple):
 
 
 def requirements() -> list[Requirement]:
-    """Return this distribution's requirements, with and without extras; empty if it is not installed as one."""
+    """Return this distribution's requirements, with and without extras; empty if no distribution is installed."""
     try:
         return [Requirement(line) for line in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:
@@ -69,8 +69,8 @@ def requirements() -> list[Requirement]:
 
 
 def packages(required: list[Requirement]) -> list[Package]:
-    """Return the packages required by specdec or any of EXTRAS, once each with all ranges intersected, and vLLM if it
-    is installed: no extra brings it."""
+    """Return the packages that specdec or any of EXTRAS requires, once each with all ranges intersected, and vLLM if it
+    is installed, since no extra installs it."""
     ranges: dict[str, SpecifierSet] = {}
     for requirement in (
         *_without_extras(required),
@@ -112,7 +112,7 @@ def _without_extras(required: list[Requirement]) -> Iterator[Requirement]:
 
 
 def _of(extra: str, required: list[Requirement]) -> Iterator[Requirement]:
-    """Yield the requirements of an extra on this platform, nested extras included."""
+    """Yield the requirements of an extra on this platform, including nested extras."""
     for requirement in required:
         if (
             requirement.marker is None

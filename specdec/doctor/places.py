@@ -25,7 +25,7 @@ class Cache(NamedTuple):
 
 
 def taken_ports(host: str = "127.0.0.1") -> dict[str, str]:
-    """Return, by role, why a service cannot listen at its default port; "" if it can."""
+    """Return, by role, the reason why a service cannot listen at its default port; "" if it can."""
     found = {}
     for role, port in LISTENING.items():
         try:

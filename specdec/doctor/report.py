@@ -25,7 +25,7 @@ UP = ("cli", "orchestrator", "draft", "verifier")
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """The models to check: a target and heads as `specdec verifier` takes them, and a draft as `specdec draft` does."""
+    """The models to check: a target and heads as accepted by `specdec verifier`, and a draft as by `specdec draft`."""
 
     model: Path | None = None
     draft: Path | None = None
@@ -77,8 +77,8 @@ class DoctorReport:
 
     @cached_property
     def fast_paths(self) -> dict[str, FastPathOff | None] | str:
-        """The fast paths of the CPU engine by name, None for those in use; or why they are unknown. With a model it
-        imports torch, which takes seconds."""
+        """The fast paths of the CPU engine by name, None for those in use; or the reason why they are unknown. With a
+        model this imports torch, which takes seconds."""
         try:
             if self.models is None:
                 check_installed("torch")
@@ -91,18 +91,18 @@ class DoctorReport:
 
     @property
     def problem(self) -> str:
-        """Why the requested models cannot run here; "" if they can, or there are none."""
+        """Why the requested models cannot run here; "" if they can, or if there are none."""
         return "" if self.models is None else self.models.problem
 
     @property
     def lacking(self) -> str:
-        """Why `specdec up` cannot start here; "" if it can. With models, why they cannot be served."""
+        """Why `specdec up` cannot start here; "" if it can. With models: why they cannot be served."""
         if self.models is not None:
             return self.problem
         if not self.packages:
             return ""  # not an installed distribution: its requirements are unknown
         complete = {extra.name for extra in self.extras if not extra.missing}
-        needed = set(UP) - ({"draft"} if "draft-gpu" in complete else set())  # either will do
+        needed = set(UP) - ({"draft"} if "draft-gpu" in complete else set())  # either suffices
         missing = {name for extra in self.extras if extra.name in needed for name in extra.missing}
         return f"{', '.join(sorted(missing))} not installed: {install_command('all')}" if missing else ""
 

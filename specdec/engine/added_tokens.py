@@ -1,9 +1,9 @@
-"""Tokens added to those of tokenizer.json by other files of a model directory, following transformers.
+"""Tokens that other files of a model directory add to those of tokenizer.json, following transformers.
 
-transformers' `TokenizersBackend` adds the tokens in `added_tokens_decoder` of tokenizer_config.json or, without that
-field, those of added_tokens.json. Then it adds special tokens not yet added by any file: the named ones (`eos_token`
-and the like), and the others in `extra_special_tokens`. An existing token gets the other file's flags, including
-`special`.
+transformers' `TokenizersBackend` adds the tokens in `added_tokens_decoder` of tokenizer_config.json; without that
+field, the tokens of added_tokens.json. Then it adds special tokens that no file has added yet: the named ones
+(`eos_token` and the like), and the others in `extra_special_tokens`. An existing token gets the other file's flags,
+including `special`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from specdec.engine.model_file import Fields, ModelDirectoryError
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens any tokenizer may have, in the order they are added."""
+"""Special tokens that any tokenizer may have, in the order of adding them."""
 
 MAX_ADDED_TOKENS = 100_000
-"""Limit on the tokens in files beside tokenizer.json; published models have some thousand at most."""
+"""Limit on the tokens in files besides tokenizer.json; published models have some thousand at most."""
 
 MAX_TOKEN_ID = (1 << 32) - 1
 """Largest token id in tokenizer.json; ids there may exceed the model's vocabulary."""
@@ -25,7 +25,7 @@ MAX_TOKEN_ID = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that always stands for its text, with the tokenizers library's flags."""
+    """A token that is always recognised by its text, with the tokenizers library's flags."""
 
     content: str
     special: bool = False
@@ -53,7 +53,7 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a directory about tokens; a missing one has no fields."""
+    """The files about tokens in a directory; a missing file has no fields."""
 
     tokenizer: Fields  # tokenizer.json
     settings: Fields  # tokenizer_config.json
@@ -82,8 +82,8 @@ class TokenizerFiles:
         return [replace(token, special=token.special or token.content in names) for token in adding]
 
     def ids(self, pieces: dict[str, int]) -> dict[str, int]:
-        """Return the ids of all tokens; `pieces` are those of the model in tokenizer.json. An added token gets the next
-        free id, by the library's rule, unless its text is a token already: no file gives its id."""
+        """Return the ids of all tokens; `pieces` are the model's tokens in tokenizer.json. By the library's rule, an
+        added token gets the next free id, not an id from a file, unless its text is already a token."""
         added = {entry.text("content"): entry.integer("id", 0, MAX_TOKEN_ID) for entry in self._known()}
         found, highest = pieces | added, max(added.values(), default=-1)
         for token in self.to_add():
@@ -93,14 +93,14 @@ class TokenizerFiles:
 
     @property
     def _is_modern(self) -> bool:
-        """True if tokenizer_config.json has the added tokens; the two older files are then not read."""
+        """True if tokenizer_config.json has the added tokens, so that the two older files are not read."""
         return "added_tokens_decoder" in self.settings.content
 
     def _known(self) -> list[Fields]:
         return self.tokenizer.objects("added_tokens") if self.tokenizer.has("added_tokens") else []
 
     def _by_id(self, known: set[int]) -> list[AddedToken]:
-        """Return the tokens given by id in another file, in order of id. If an older file repeats a `known` id,
+        """Return the tokens given by id in another file, in order of id. If an older file repeats a `known` id, that of
         tokenizer.json takes precedence."""
         if self._is_modern:
             entries = self.settings.fields("added_tokens_decoder")
@@ -118,7 +118,7 @@ class TokenizerFiles:
         return [token for _, token in sorted(by_id.items(), key=lambda entry: entry[0])]
 
     def _named(self) -> dict[str, AddedToken]:
-        """Return special tokens by name: the usual ones first, then a model's own."""
+        """Return special tokens by name: the standard names first, then a model's own."""
         found: dict[str, AddedToken] = {}
         for source in self._sources():
             special = True if source is self.special else None

@@ -1,9 +1,9 @@
 """A packed batch: the tokens of many sessions as one forward pass.
 
-There are four layouts for the keys a row sees, each with its own packer. A *ragged batch* (`cpu/layout.py`) lists every
-row's key slots in order of position. A *padded batch* (`padded/layout.py`) has rectangles of keys and rows with a mask,
-for attention by tensor operations. A *split-KV batch* (`gpu/layout.py`) has tiles over parts of the keys. A *block
-batch* (`vllm/layout.py`) has a block table for each text. Packers know nothing about sessions or trees.
+A row's keys have one of four layouts, each with its own packer. A *ragged batch* (`cpu/layout.py`) lists every row's
+key slots in order of position. A *padded batch* (`padded/layout.py`) has rectangles of keys and rows with a mask, for
+attention by tensor operations. A *split-KV batch* (`gpu/layout.py`) has tiles over parts of the keys. A *block batch*
+(`vllm/layout.py`) has a block table for each text. Packers know nothing about sessions or trees.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PackedBatch:
 class Packer(ABC):
     """Collects rows and the keys they see, and packs them into a batch. Every row belongs to one path or tree.
 
-    `rows` are the invariant row counts, if any: the rows and the wanted rows are each padded to one of them.
+    `rows` are the invariant row counts, if any: all rows and the wanted rows are each padded to one of them.
     """
 
     rows: InvariantRowCounts | None = None
@@ -70,8 +70,8 @@ class Packer(ABC):
         self.add_path(np.concatenate([text, branch]), rows)
 
     def add_leaves(self, text: Slots, branches: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Add rows that each see a text and then the slots of its own branch, ending with the row's slot. Branches may
-        have a common beginning."""
+        """Add rows that each see a text and then the slots of their own branch, which ends with the row's slot.
+        Branches may share a beginning."""
         for branch, row in zip(branches, rows, strict=True):
             self.add_branch(text, branch, [row])
 

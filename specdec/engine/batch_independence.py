@@ -1,4 +1,4 @@
-"""The exactness check of a whole engine: do a text's logits depend on the batch it is computed in?"""
+"""The exactness check of a whole engine: whether a text's logits depend on its batch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 
 CROWDS = (41, 200, 487, 680)
-"""Numbers of other rows beside a text: below, near and beyond the largest of CANDIDATES."""
+"""Numbers of other rows beside a text: below, near and above the largest of CANDIDATES."""
 
 DECODES = (2, 6, 40)
-"""Numbers of other texts with one row each, beside one row of the text: GPUs may have separate graphs for such decode
+"""Numbers of other texts with one row each, beside one row of the text. GPUs may have separate graphs for these decode
 steps, padded to several sizes."""
 
 TEXT = 24
-"""Tokens of the text."""
+"""Tokens of the check's text."""
 
 AT_ONCE = 5
-"""Tokens at its end, computed again as candidates."""
+"""Tokens at the text's end that are computed again as candidates."""
 
 
 CHUNK = 256
@@ -44,8 +44,8 @@ def rows_are_independent(engine: Engine, most_texts: int | None = None) -> bool:
     """Return whether a text gives the same logits, bit for bit, in all kinds of batch and with every thread count.
 
     The text is computed as one prompt; token by token beside other texts; with its end as candidates (in other slots,
-    if the engine supports side branches); and beside many other rows, of up to `most_texts` texts. Attention and all
-    layers are included. Uses the first slots of the KV cache.
+    if the engine supports side branches); and beside many other rows, from up to `most_texts` texts. The check covers
+    attention and all layers. It uses the first slots of the KV cache.
     """
     crowds = CROWDS if most_texts is None else [min(others, most_texts - 1) for others in CROWDS]
     found = set()
@@ -59,8 +59,8 @@ def rows_are_independent(engine: Engine, most_texts: int | None = None) -> bool:
 
 def long_rows_are_independent(engine: Engine, length: int) -> bool:
     """Return whether the end of a text of `length` tokens gives the same logits, bit for bit, as a piece of prompt, row
-    by row, and beside the end of another such text or rows of short ones. Uses blocks for both, from the second one
-    upwards."""
+    by row, and beside the end of another such text or rows of short ones. Both texts use blocks from the second one
+    on."""
     texts = np.random.default_rng(3).integers(0, engine.vocabulary, (2, length)).tolist()
     room = -(-length // BLOCK) * BLOCK
     places = [BLOCK + number * room + np.arange(length) for number in range(2)]
@@ -89,8 +89,8 @@ def long_rows_are_independent(engine: Engine, length: int) -> bool:
 
 
 def bits_of_prompt(engine: Engine) -> str:
-    """Return a digest of the logits of the check's text as one prompt, with every thread count. For engines without
-    constraints on slots."""
+    """Return a digest of the logits of the check's text as one prompt, with every thread count. For engines that accept
+    any slots."""
     digest = hashlib.sha256()
     for _ in _thread_counts(engine):
         text, own = _text(engine), np.arange(1, 1 + TEXT)
@@ -104,12 +104,12 @@ def bits_of_prompt(engine: Engine) -> str:
 
 
 def _text(engine: Engine) -> list[int]:
-    """Return the check's text, of TEXT tokens."""
+    """Return the check's text of TEXT tokens."""
     return list(np.random.default_rng(1).integers(0, engine.vocabulary, TEXT).tolist())
 
 
 def _places(engine: Engine) -> Places:
-    """Return the slots of the texts. An engine limited to chains has separate blocks for each text, and the candidates
+    """Return the slots of the texts. With an engine limited to chains, each text has its own blocks, and the candidates
     use the slots of the text's end."""
     if chains_only(engine):
         own, theirs = (BLOCK * block + np.arange(TEXT) for block in (1, 2))
@@ -129,7 +129,7 @@ def _thread_counts(engine: Engine) -> Iterator[None]:
 
 
 def _logits_in_any_batch(engine: Engine, crowds: Sequence[int]) -> NDArray[np.float32] | None:
-    """Return the logits of a text; None unless they are the same in all batches tried."""
+    """Return the logits of a text; None unless they are equal in all tested batches."""
     length = TEXT
     text = _text(engine)
     strangers = np.random.default_rng(2).integers(0, engine.vocabulary, 3 * length).tolist()
@@ -166,7 +166,7 @@ def _logits_in_any_batch(engine: Engine, crowds: Sequence[int]) -> NDArray[np.fl
     if not np.array_equal(logits(packer, AT_ONCE), whole[start:]):
         return None
 
-    for others in crowds:  # enough rows for torch to share a tensor among threads, cut at various places
+    for others in crowds:  # enough rows for torch to split a tensor among threads, at various places
         packer = engine.packer()
         for _ in range(others):
             _add_stranger(packer, strangers[0])

@@ -27,10 +27,10 @@ from specdec.engine.derived_models import user_cache
 log = structlog.get_logger()
 
 MAX_BYTES = 256 << 20
-"""Limit on the bytes of all entries; the least recently used go first. One takes about 200 kB."""
+"""Limit on the bytes of all entries; the least recently used are removed first. An entry takes about 200 kB."""
 
 COMPILERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
-"""Environment variables for the code caches of torch's compiler, Triton and vLLM, and our folder for each."""
+"""Environment variables for the code caches of torch's compiler, Triton and vLLM, and our folder name for each."""
 
 PACKAGES = ("numba", "llvmlite", "numpy", "torch", "transformers")
 """Packages whose versions affect compiled code and results."""
@@ -39,7 +39,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 def place() -> Path | None:
-    """Return the path of the cache folder, existing or not; None if it is turned off."""
+    """Return the path of the cache folder, whether or not it exists; None if it is turned off."""
     named = os.environ.get("SPECDEC_CACHE_DIR")
     if named is not None:
         return Path(named) if named else None
@@ -47,7 +47,7 @@ def place() -> Path | None:
 
 
 def why_unusable(folder: Path) -> str:
-    """Make the folder if it is missing; return why it is unusable, empty if only this user can write to it."""
+    """Create the folder if it is missing; return why it is unusable, empty if only this user can write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
@@ -78,9 +78,10 @@ def _usable(folder: Path) -> bool:
 
 
 def keep_compiled_code() -> None:
-    """Point the compilers used by engines to code caches that only this user can write to. They execute what they find
-    there, and torch's default is a temporary folder that anyone may have created first. Folders set in the environment
-    are kept if nobody else can write to them. Without a cache folder, code lives as long as this process."""
+    """Point the engines' compilers to code caches that only this user can write to. The compilers execute what they
+    find there, and torch's default is a temporary folder that anyone may have created first. Folders set in the
+    environment are kept if no one else can write to them. Without a cache folder, code lives as long as this
+    process."""
     for variable, name in COMPILERS.items():
         named = os.environ.get(variable)
         if named:
@@ -106,8 +107,8 @@ def temporary() -> Path:
 
 @functools.cache
 def sources() -> str:
-    """Return a digest of all our sources that affect an engine's results. All of them, because a compiled loop contains
-    code of several files."""
+    """Return a digest of all our sources that affect an engine's results. It covers all of them, because a compiled
+    loop contains code from several files."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for folder in ("engine", "decoding"):
@@ -148,7 +149,7 @@ def read(kind: str, *key: object) -> bytes | None:
 
 
 def write(data: bytes, kind: str, *key: object) -> None:
-    """Store an entry under this key. Concurrent writers of the same entry each write all of it; the last one wins."""
+    """Store an entry under this key. Each concurrent writer of an entry writes it completely; the last one wins."""
     folder = usable()
     if folder is None:
         return
@@ -169,7 +170,7 @@ def _bound(folder: Path) -> None:
     """Remove the least recently used entries while the total exceeds MAX_BYTES."""
     entries = []
     for entry in os.scandir(folder):
-        if not entry.is_file(follow_symlinks=False):  # exports of drafts are here, too
+        if not entry.is_file(follow_symlinks=False):  # exports of drafts are in this folder, too
             continue
         try:
             found = entry.stat(follow_symlinks=False)

@@ -1,4 +1,4 @@
-"""The number of cores available to this process, by its affinity and the limits of its cgroups (both versions), and the
+"""The number of cores available to this process, by its affinity and its cgroups' limits (both versions), and the
 thread count derived from it.
 """
 
@@ -16,15 +16,14 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 class Cgroup(NamedTuple):
-    """A cgroup that limits this process: its own, or an ancestor."""
+    """A cgroup that limits this process: its own or an ancestor."""
 
     version: int  # 1 or 2: their files have different names
     folder: Path
 
 
 def cgroups(controller: str, mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> Iterator[Cgroup]:
-    """Yield the cgroups in which a controller (`cpu`, `memory`) may limit this process, each followed by its
-    ancestors."""
+    """Yield the cgroups in which a controller (`cpu`, `memory`) may limit this process, each before its ancestors."""
     for controllers, group in _groups(membership):
         if not controllers:
             yield from (Cgroup(2, folder) for folder in _upwards(mount, group))
@@ -34,7 +33,7 @@ def cgroups(controller: str, mount: Path = MOUNT, membership: Path = MEMBERSHIP)
 
 
 def _groups(membership: Path) -> list[tuple[str, str]]:
-    """Return the controllers and the path of each cgroup of the process; in version 2 controllers are empty."""
+    """Return the controllers and the path of each cgroup of the process; controllers are empty in version 2."""
     with contextlib.suppress(OSError):
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
         return [(parts[1], parts[2]) for parts in lines if len(parts) == 3]
@@ -42,7 +41,7 @@ def _groups(membership: Path) -> list[tuple[str, str]]:
 
 
 def _upwards(mount: Path, group: str) -> Iterator[Path]:
-    """Yield the folders of a cgroup and its ancestors; in a container its own may be mounted as the root."""
+    """Yield the folders of a cgroup and its ancestors. In a container, its own may be mounted as the root."""
     path = PurePosixPath(group.lstrip("/"))
     for folder in (path, *path.parents):
         if ".." not in folder.parts:
@@ -54,13 +53,13 @@ MAX_THREADS = 1024
 
 
 def threads_for(device: str) -> int:
-    """Return the default CPU threads of a forward pass: one per core; one beside a GPU."""
+    """Return the default CPU threads of a forward pass: one per core, or a single one beside a GPU."""
     return min(MAX_THREADS, cores_given()) if device == "cpu" else 1
 
 
 def cores_given(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
-    """Return the cores available to this process, at least 1. A quota of one and a half cores counts as two: a thread
-    for the half is better than none."""
+    """Return the cores available to this process, at least 1. A quota of one and a half cores counts as two: using the
+    half is better than leaving it idle."""
     given = float(len(os.sched_getaffinity(0)))
     for group in cgroups("cpu", mount, membership):
         quota = _quota(group)

@@ -1,7 +1,8 @@
-"""Models derived from others, kept in the user's cache: exports to ONNX, and conversions of GGUF files.
+"""Models derived from others, stored in the user's cache: exports to ONNX, and conversions of GGUF files.
 
 They are in `$XDG_CACHE_HOME/specdec`, else `~/.cache/specdec`. `SPECDEC_CACHE_DIR` neither moves them nor turns them
-off: a service whose model is derived cannot start without it. Imports the standard library alone, for `specdec doctor`.
+off, since a service with a derived model cannot start without it. Imports only the standard library, for `specdec
+doctor`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from specdec.engine.model_directory import DESCRIPTION, ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, read_fields
 
 EXPORTS, CONVERSIONS = "onnx-3", "gguf-1"
-"""Folders in the cache; their numbers change with the contents."""
+"""Folders in the cache. The number in a name changes with the format of the contents."""
 
 
 def user_cache() -> Path:
@@ -22,29 +23,30 @@ def user_cache() -> Path:
 
 
 def make_user_cache() -> None:
-    """Make the cache's folder if it is missing, with the mode that `cache_folder.py` requires."""
+    """Create the cache's folder if it is missing, with the mode that `cache_folder.py` requires."""
     user_cache().mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def place_of_export(directory: ModelDirectory, dtype: str, *, quantised: bool = False) -> Path:
-    """Return the path of a model's export, existing or not. `quantised`: the export chooses the bits of its weights."""
+    """Return the path of a model's export, whether or not it exists. `quantised`: the export chooses its weights'
+    bits."""
     kind = f"{dtype}-fewest-bits" if quantised else dtype
     return user_cache() / EXPORTS / kind / directory.model_fingerprint[:24] / directory.name
 
 
 def place_of_conversion(file: Path, fingerprint: str) -> Path:
-    """Return the path of a GGUF file's conversion, existing or not."""
+    """Return the path of a GGUF file's conversion, whether or not it exists."""
     return user_cache() / CONVERSIONS / fingerprint[:24] / file.stem
 
 
 def what_is_broken(export: Path) -> str | None:
-    """Return the first file of an export that is missing or not of its recorded size; None if all are intact."""
+    """Return the first file of an export that is missing or has not its recorded size; None if all are intact."""
     try:
         description = read_fields(export / DESCRIPTION)
         if description is None:
             return f"no {DESCRIPTION}"
         sizes = description.fields("bytes").content
-    except ModelDirectoryError as error:  # the description itself is unreadable
+    except ModelDirectoryError as error:  # the export's description is unreadable
         return str(error)
     for name, size in sizes.items():
         found = (export / name).stat().st_size if (export / name).is_file() else 0

@@ -1,6 +1,6 @@
 """The engine's interface: one forward pass over a packed batch, and copying rows of the KV cache.
 
-Optional features are capabilities: protocols beside `Engine`. An engine's capabilities depend on what was loaded, so
+Optional features are capabilities: protocols besides `Engine`. An engine's capabilities depend on the loaded model, so
 they are looked up at run time, with one function each: `launch_of`, `queues_passes`, `draft_pass_of`, `cpu_threads`,
 `hidden_states`, `layer_features`, `chains_only`, `longest_text`.
 """
@@ -46,10 +46,10 @@ class Pass(Protocol):
     """A launched forward pass."""
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        """Wait for the pass and return its wanted rows; called at most once, or not at all if no row is needed: an
-        error of the pass is then raised by the next one. `asked` computes the sampling queries known in advance, by
-        their index among the wanted rows. It is called only by engines that use them, on an asynchronous device during
-        the pass."""
+        """Wait for the pass and return its wanted rows. Called at most once; if no row is needed, it need not be
+        called, and the next pass raises an error of this one. `asked` computes the sampling queries known in advance,
+        by their index among the wanted rows. Only engines that use them call it, on an asynchronous device during the
+        pass."""
 
 
 @runtime_checkable
@@ -62,7 +62,7 @@ class GpuSampling(Protocol):
 
 @dataclass(frozen=True)
 class HostPass:
-    """A forward pass of an engine with logits in host memory, computed when it is waited for."""
+    """A forward pass of an engine with logits in host memory. It is computed when it is waited for."""
 
     engine: Engine
     batch: PackedBatch
@@ -76,8 +76,8 @@ Launch = Callable[[PackedBatch], Pass]
 
 
 def launch_of(engine: Engine, *, hidden: bool = False, features: Sequence[int] = ()) -> Launch:
-    """Return the function that launches a forward pass of this engine. With `hidden`, its step logits include hidden
-    states, or else the features of the layers `features`; UnsupportedModelError if the engine has none."""
+    """Return the function that launches a forward pass of this engine. Its step logits include hidden states with
+    `hidden`, or else the features of the layers `features`; UnsupportedModelError if the engine has none."""
     if features:
         with_layers = layer_features(engine)
         if isinstance(with_layers, GpuLayerFeatures):
@@ -90,17 +90,17 @@ def launch_of(engine: Engine, *, hidden: bool = False, features: Sequence[int] =
 
 
 def queues_passes(engine: Engine) -> bool:
-    """Return whether a pass can be launched, and slots copied, while the last pass computes: the device runs everything
-    in the order given, and a pass reads no slot that is not among its rows' keys."""
+    """Return whether a pass can be launched, and slots copied, while the last pass computes: the device executes in the
+    order given, and a pass reads only the slots among its rows' keys."""
     return getattr(engine, "queues_passes", False)
 
 
 @runtime_checkable
 class Shortlisting(Protocol):
-    """Draft passes of an engine with logits on its device: it sends shortlists of them to the host."""
+    """Draft passes of an engine with logits on its device, which sends only shortlists to the host."""
 
     def forward_shortlists(self, batch: PackedBatch) -> DraftLogits:
-        """Run a forward pass and return its wanted rows. On return the pass is complete, with its shortlists on the
+        """Run a forward pass and return its wanted rows. On return, the pass is complete and its shortlists are on the
         host."""
 
 
@@ -121,12 +121,12 @@ class Placed(Protocol):
 
     device: str  # cpu, cuda:0
     dtype: str
-    threads: tuple[int, ...]  # possible thread counts of a pass, the largest first; empty: no CPU
+    threads: tuple[int, ...]  # possible thread counts of a pass, largest first; empty: no CPU
 
 
 def on_cpu(engine: Engine) -> bool:
-    """Return whether an engine's passes take CPU cores from the process's other work. Engines that are not `Placed` are
-    assumed to."""
+    """Return whether an engine's passes take CPU cores from the process's other work; True for engines that are not
+    `Placed`."""
     return not isinstance(engine, Placed) or engine.device.startswith("cpu")
 
 
@@ -134,20 +134,20 @@ def on_cpu(engine: Engine) -> bool:
 class CpuThreads(Protocol):
     """An engine whose CPU thread count can change between two passes."""
 
-    threads: tuple[int, ...]  # possible thread counts, the largest first: the initial one
+    threads: tuple[int, ...]  # possible thread counts, largest (the initial one) first
 
     def use_threads(self, count: int) -> None:
         """Compute with `count` threads, one of `threads`, in the following passes."""
 
 
 def chains_only(engine: Engine) -> bool:
-    """Return whether a text's rows must be one chain at its end, in the text's own blocks, without side branches or
-    rows beside the text. True of paged attention, with one block table per text."""
+    """Return whether a text's rows must form one chain at its end, in the text's own blocks, without side branches or
+    rows beside the text. This holds for paged attention with one block table per text."""
     return getattr(engine, "chains_only", False)
 
 
 def longest_text(engine: Engine) -> int | None:
-    """Return the length of the longest text an engine can compute, in tokens; None: limited by the KV cache alone."""
+    """Return the length in tokens of the longest text an engine can compute; None: only the KV cache limits it."""
     return getattr(engine, "longest_text", None)
 
 
@@ -158,7 +158,7 @@ def cpu_threads(engine: Engine) -> CpuThreads | None:
 
 @runtime_checkable
 class LazyMemory(Protocol):
-    """KV memory allocated by the system at the first write, at the expense of a step's latency."""
+    """KV memory that the system allocates at the first write, which slows the step."""
 
     @property
     def lazy_bytes(self) -> int:
@@ -169,8 +169,8 @@ class LazyMemory(Protocol):
 
 
 def touch_memory(engines: Iterable[Engine]) -> None:
-    """Have the system allocate the KV memory of engines with lazy memory, one engine at a time, in a thread beside
-    their passes."""
+    """Have the system allocate the KV memory of engines with lazy memory, one engine at a time, in a thread that runs
+    during their passes."""
     lazy = [engine for engine in engines if isinstance(engine, LazyMemory)]
     if not lazy:
         return
@@ -195,12 +195,12 @@ class HiddenStates(Protocol):
 
     def output_head(self, hidden: Any) -> Any:
         """Return the products [n, vocabulary], float32, of the output head with any number of hidden states [n,
-        hidden_size], tensors on the engine's device: logits before what a model does to them after its head."""
+        hidden_size], tensors on the engine's device: the logits before a model's processing after its head."""
 
 
 @runtime_checkable
 class GpuHiddenStates(Protocol):
-    """Hidden states that stay on the GPU, beside logits that are sampled there."""
+    """Hidden states that stay on the GPU, with logits that are sampled there."""
 
     def launch_hidden(self, batch: PackedBatch) -> Pass:
         """Launch a forward pass like `GpuSampling.launch`; its step logits include hidden states."""
@@ -227,18 +227,18 @@ def hidden_states(engine: Engine) -> HiddenStates:
 @runtime_checkable
 class LayerFeatures(Protocol):
     """Features of an engine: the residual stream entering its model's layers, for drafters that read several depths of
-    the target (EAGLE-3), and the token embeddings that such drafters share."""
+    the target (EAGLE-3), and the token embeddings that these drafters share."""
 
     def layer_count(self) -> int:
-        """Return the number of layers that have features; UnsupportedModelError if the model's cannot be found."""
+        """Return the number of layers that have features; UnsupportedModelError if the layers cannot be found."""
 
     def forward_features(
         self, batch: PackedBatch, layers: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Run a forward pass like `forward`. Return the logits, with the same bits, and the residual stream [t,
-        len(layers), d] entering each of these layers, before its norm, of *all* t rows of the batch: drafters read the
-        prompt too. Layer 0 reads the embedded tokens. The numbers are float32, converted losslessly from a narrower
-        dtype."""
+        len(layers), d] entering each of these layers, before its norm. It covers *all* t rows of the batch, since
+        drafters read the prompt too. Layer 0 reads the embedded tokens. The numbers are float32, converted losslessly
+        from a narrower dtype."""
 
     def token_embeddings(self) -> Any:
         """Return the table of token embeddings, a tensor [ids, width] on the engine's device."""
@@ -246,7 +246,7 @@ class LayerFeatures(Protocol):
 
 @runtime_checkable
 class GpuLayerFeatures(Protocol):
-    """Features that stay on the GPU, beside logits that are sampled there."""
+    """Features that stay on the GPU, with logits that are sampled there."""
 
     def launch_features(self, batch: PackedBatch, layers: Sequence[int]) -> Pass:
         """Launch a forward pass like `GpuSampling.launch`; its step logits include the features of these layers."""

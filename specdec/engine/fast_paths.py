@@ -1,6 +1,6 @@
-"""Fast paths of the engines in this process: which are off, why, and at what cost.
+"""Fast paths of this process's engines: which are off, why, and at what cost.
 
-`off` imports nothing: a path of a library that is not loaded is skipped, since nothing here runs on it. Its result is
+`off` imports nothing: it skips the paths of libraries that are not loaded, since no engine uses them. Its result is
 logged at start and reported by GetStats. `of_this_machine` loads everything needed for a complete report, for `specdec
 doctor`.
 """
@@ -16,8 +16,8 @@ from typing import NamedTuple
 from specdec.engine.cpu_count import cores_given
 
 TESTED_TORCH = ("2.13.",)
-"""Prefixes of the torch versions whose C functions were tested with the arguments of `cpu/packed_gemm.py`: the
-signature of a C function cannot be inspected. pyproject.toml allows no others."""
+"""Prefixes of the torch versions whose C functions were tested with the arguments in `cpu/packed_gemm.py`, since the
+signature of a C function cannot be inspected. pyproject.toml allows no other versions."""
 
 
 class FastPathOff(NamedTuple):
@@ -32,18 +32,18 @@ class FastPathOff(NamedTuple):
 
 
 class FastPath(NamedTuple):
-    """A fast path of the engine for CPUs, available or not in an installation."""
+    """A fast path of the engine for CPUs, whether or not an installation supports it."""
 
     name: str
     module: str
     """The module that uses it."""
     why_off: Callable[[], str]
-    """Returns why it is off, once that module is loaded; empty if it is on."""
+    """Returns why it is off, after that module is loaded; empty if it is on."""
     cost: str
 
     @property
     def found(self) -> FastPathOff | None:
-        """The path, if it is off."""
+        """The path if it is off, else None."""
         why = self.why_off()
         return FastPathOff(self.name, why, self.cost) if why else None
 
@@ -68,7 +68,7 @@ def log_off() -> None:
 
 
 def of_this_machine() -> dict[str, FastPathOff | None]:
-    """Load the engine for CPUs, and return each of its fast paths by name: None if it is on. Raises ImportError if a
+    """Load the engine for CPUs, and return its fast paths by name; None if a path is on. Raises ImportError if a
     package is missing or cannot be loaded."""
     for path in PATHS:
         importlib.import_module(path.module)
@@ -76,7 +76,7 @@ def of_this_machine() -> dict[str, FastPathOff | None]:
 
 
 _settled: dict[str, FastPathOff] = {}
-"""Fast paths found to be off during the start, by name: these depend on the model and on options."""
+"""Fast paths found to be off during the start, by name. They depend on the model and on options."""
 
 
 def found_off(name: str, why: str, cost: str) -> None:
@@ -103,7 +103,7 @@ def _products() -> str:
 
 
 def _team() -> str:
-    """Return why compiled loops are not shared among torch's OpenMP team; empty if they are."""
+    """Return why compiled loops are not distributed over torch's OpenMP team; empty if they are."""
     if sys.modules["specdec.engine.cpu.openmp"].AVAILABLE or cores_given() == 1:
         return ""
     return f"torch has no GNU OpenMP interface on {platform.system()} {platform.machine()}"

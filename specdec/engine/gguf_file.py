@@ -1,7 +1,7 @@
-"""A GGUF file, llama.cpp's format, given in place of a model directory.
+"""A GGUF file, llama.cpp's format, used in place of a model directory.
 
-It is converted once to a directory in Hugging Face's layout (`hf/gguf_conversion.py`), kept in the cache folder.
-Finding out whether a path is such a file, and where its conversion is, needs no torch.
+It is converted once to a directory in Hugging Face's layout (`hf/gguf_conversion.py`), stored in the cache folder.
+Detecting such a file, and finding its conversion, needs no torch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from specdec.engine.model_file import add_sample, opened
 from specdec.exit_status import how_it_ended
 
 MARKER = "gguf.json"
-"""File of a converted model: the GGUF file it comes from, and its kinds of weights."""
+"""File in a converted model that describes its GGUF file and its kinds of weights."""
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-"""Readable versions of the format. Version 1 had shorter sizes; big-endian files seem to have other versions."""
+"""Readable versions of the format. Version 1 had shorter sizes; big-endian files appear to have other versions."""
 
 
 def open_model(path: Path) -> ModelDirectory:
@@ -35,7 +35,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def check_gguf(file: Path) -> None:
-    """Raise ModelDirectoryError unless a file begins like GGUF of a readable version."""
+    """Raise ModelDirectoryError unless a file begins as GGUF of a readable version does."""
     with opened(file) as stream:
         begin = stream.read(8)
     version = int.from_bytes(begin[4:], "little")
@@ -48,8 +48,8 @@ def check_gguf(file: Path) -> None:
 
 
 def _converted(file: Path) -> Path:
-    """Return the directory of a file's conversion in the cache, made now if it is missing. A separate process makes it,
-    so that its memory is returned; it reports progress and errors on stderr."""
+    """Return the directory of a file's conversion in the cache, creating it if it is missing. A separate process
+    creates it, so that its memory is freed; it reports progress and errors on stderr."""
     check_gguf(file)
     digest = hashlib.sha256(str(file.stat().st_mtime_ns).encode())  # tools edit fields in place
     add_sample(digest, file)
@@ -58,7 +58,7 @@ def _converted(file: Path) -> Path:
         target = _without_cache(why) / digest.hexdigest()[:24] / file.stem
     if not (target / MARKER).is_file():
         command = [sys.executable, "-m", "specdec.cli", "import-gguf", str(file), str(target)]
-        # Its stdin closes if this process dies: then it removes what it has written.
+        # Its stdin closes if this process dies; it then removes what it has written.
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
             status = process.wait()
         if status:
@@ -68,7 +68,7 @@ def _converted(file: Path) -> Path:
 
 
 def _unwritable(folder: Path) -> str:
-    """Make a folder in the cache; return why it cannot be written, empty if it can."""
+    """Create a folder in the cache; return why it cannot be written to, empty if it can."""
     try:
         make_user_cache()
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The hub of models and kernels, never used: a model consists of the files in its directory."""
+"""The hub of models and kernels, which is never used: a model consists of the files in its directory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 
 def stay_away() -> None:
-    """Keep transformers from loading code from a hub, even if a model's configuration requests it: attention, layers,
-    or the kernels of quantised weights. Must be called before importing transformers, which reads these variables
-    once."""
+    """Prevent transformers from loading code from a hub, even if a model's configuration requests it: attention,
+    layers, or the kernels of quantised weights. Must be called before importing transformers, which reads these
+    variables only once."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["USE_HUB_KERNELS"] = "NO"

@@ -1,8 +1,8 @@
-"""Whose texts a model has learned from: `learned_from.json` beside its weights.
+"""The tenants whose texts a model has learned from: `learned_from.json`, next to its weights.
 
-A tenant stands there as a salted hash, so that the file names nobody, and files with different salts cannot be
-compared. A name that somebody guesses can still be checked against it. A draft that is trained from this model keeps
-the salt: what its model has learned, it has learned too.
+A tenant is recorded as a salted hash, so that the file reveals no names, and files with different salts cannot be
+compared. A guessed name can still be checked against it. A draft trained from this model keeps the salt, because it
+inherits what its model has learned.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from specdec.engine.model_file import ModelDirectoryError, read_fields, shown
 
 LEARNED_FROM = "learned_from.json"
-"""File beside a model's weights. Without it the model has learned from no tenant."""
+"""File next to a model's weights. Without it, the model has learned from no tenant."""
 
 SALT_BYTES = 16
 _SALT = re.compile(r"[0-9a-f]{32}")
@@ -26,7 +26,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def tenant_digest(tenant: str) -> str:
-    """Return the digest, in hex, that stands for a tenant outside of the service that knows its name."""
+    """Return the digest, in hex, that identifies a tenant outside the service that knows its name."""
     return hashlib.sha256(tenant.encode()).hexdigest()
 
 
@@ -45,8 +45,8 @@ class LearnedFrom:
 
     @classmethod
     def of(cls, directory: Path) -> LearnedFrom | None:
-        """Return what the file in a model's directory says; None if there is none. ModelDirectoryError if it cannot be
-        read: a model that learned from somebody unknown is not to be used."""
+        """Return the contents of the file in a model's directory; None if there is no file. ModelDirectoryError if it
+        cannot be read: a model that learned from unknown tenants must not be used."""
         fields = read_fields(directory / LEARNED_FROM)
         if fields is None:
             return None
@@ -62,8 +62,8 @@ class LearnedFrom:
         return cls(salt, {name: tenants.number(name) for name in tenants.content})
 
     def with_texts(self, kept: Mapping[str, float]) -> LearnedFrom:
-        """Return what a model has learned from besides: `kept` maps a tenant's digest to when the oldest of its texts
-        was kept, Unix seconds."""
+        """Return the record after learning from more texts. `kept` maps a tenant's digest to the time when the oldest
+        of its texts was kept, in Unix seconds."""
         oldest = dict(self.oldest)
         for digest, at in kept.items():
             name = self._salted(digest)
@@ -71,7 +71,8 @@ class LearnedFrom:
         return LearnedFrom(self.salt, oldest)
 
     def has(self, digest: str, until: float) -> bool:
-        """Return whether the model has learned from a text of this tenant that was kept until then, Unix seconds."""
+        """Return whether the model has learned from a text of this tenant kept at or before `until`, in Unix
+        seconds."""
         at = self.oldest.get(self._salted(digest))
         return at is not None and at <= until
 

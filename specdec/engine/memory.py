@@ -1,4 +1,4 @@
-"""Memory: the number of KV cache slots that fit, and malloc settings that keep the memory freed by a step."""
+"""Memory: how many KV cache slots fit, and malloc settings that retain the memory freed by a step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from specdec.engine.unsupported import UnsupportedModelError
 
 SHARE = 0.5
 TEXTS = 64
-"""Default capacity of the KV cache in texts, limited to SHARE of the free memory: more would take long to allocate, and
-serve prefix caching only."""
+"""Default capacity of the KV cache in texts, limited to SHARE of the free memory. More would take long to allocate, and
+would serve only prefix caching."""
 
 TEXT_TOKENS = 1024
-"""Length of these texts on a CPU, at most; on a GPU, whose memory has no other use, the model's context."""
+"""Maximum length of these texts on a CPU. On a GPU, whose memory has no other use, it is the model's context."""
 
 MIN_SLOTS = 512
 
@@ -28,11 +28,11 @@ BLOCK_TOKENS = 64
 one."""
 
 LIMIT_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
-"""cgroup version -> files with a group's limit and use, in bytes."""
+"""cgroup version to the files with a group's limit and use, in bytes."""
 
 MADV_POPULATE_WRITE = 23  # mman.h, since Linux 5.14
 TOUCHED_AT_ONCE = 4 << 20
-"""Bytes per call, some milliseconds: meanwhile no other thread can get memory from the system."""
+"""Bytes per call, which take some milliseconds. Meanwhile no other thread can get memory from the system."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
 MAX_KEPT_BYTES = 1 << 30
@@ -46,10 +46,10 @@ def slots_for(
     working: int = 0,
     row_bytes: int = 0,
 ) -> int:
-    """Return the number of slots, of `slot_bytes` each, for a model of `context` tokens; UnsupportedModelError if fewer
+    """Return the number of slots of `slot_bytes` each, for a model of `context` tokens; UnsupportedModelError if fewer
     than MIN_SLOTS fit.
 
-    `promised` bytes belong to others of this process, though not allocated by the system yet. `working` and
+    `promised` bytes are reserved by other parts of this process, but not yet allocated by the system. `working` and
     `row_bytes`: as in `slots_within`.
     """
     free = max(0, free_bytes(device) - promised)
@@ -63,14 +63,14 @@ def slots_for(
 
 
 def slots_wanted(context: int, device: str) -> int:
-    """Return the number of slots for TEXTS texts, at least for one of the model's full length."""
+    """Return the number of slots for TEXTS texts, and at least for one of the model's full length."""
     length = min(context, TEXT_TOKENS) if device == "cpu" else context
     return max(MIN_SLOTS, context, TEXTS * length)
 
 
 def slots_within(free: int, slot_bytes: int, wanted: int, working: int, row_bytes: int) -> int:
-    """Return how many of the `wanted` slots fit into `free` bytes beside `working` bytes of working memory, in at most
-    SHARE of the rest. Each additional block is counted as an additional session, with `row_bytes` of logits."""
+    """Return how many of the `wanted` slots fit into `free` bytes besides `working` bytes of working memory, using at
+    most SHARE of the rest. Each additional block counts as an additional session, with `row_bytes` of logits."""
     rest = max(0, free - working)
     with_rows = slot_bytes + -(-row_bytes // BLOCK_TOKENS)
     return min(wanted, int(SHARE * rest) // slot_bytes, rest // with_rows)
@@ -78,7 +78,7 @@ def slots_within(free: int, slot_bytes: int, wanted: int, working: int, row_byte
 
 def free_bytes(device: str) -> int:
     """Return the free bytes of a CUDA device, or of the machine within its container's limit. Uses torch if it is
-    loaded, the driver otherwise: ONNX services, and services before loading, must not import torch for this."""
+    loaded, else the driver: ONNX services, and services before loading, must not import torch for this."""
     if device.startswith("cuda"):
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
@@ -110,7 +110,7 @@ def _free_in(group: Cgroup) -> int | None:
     with contextlib.suppress(OSError, ValueError, KeyError):  # "max" means no limit
         given = int((group.folder / limit).read_text())
         statistics = dict(line.split() for line in (group.folder / "memory.stat").read_text().splitlines())
-        # Cached files, such as weights just read, are reclaimed when needed. Version 1 counts groups below separately.
+        # Cached files, such as weights just read, are reclaimed when needed. Version 1 counts subgroups separately.
         cached_files = int(statistics.get("total_inactive_file", statistics["inactive_file"]))
         return max(0, given - int((group.folder / used).read_text()) + cached_files)
     return None
@@ -135,8 +135,8 @@ def free_by_driver(driver: Any, index: int) -> int:
 
 
 def touch(address: int, size: int) -> None:
-    """Have the system allocate the pages of `size` bytes of memory now instead of at their first writes; their contents
-    do not change. Without Linux 5.14 nothing is done."""
+    """Have the system allocate the pages of `size` bytes of memory now instead of at their first writes. Their contents
+    do not change. Does nothing before Linux 5.14."""
     libc = ctypes.CDLL(None)
     first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + size
     with contextlib.suppress(AttributeError):
@@ -147,7 +147,7 @@ def touch(address: int, size: int) -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Return free memory to the system: malloc's, and torch's on GPUs. Without glibc malloc does nothing."""
+    """Return free memory to the system: malloc's, and torch's on GPUs. Without glibc, malloc's part does nothing."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -156,14 +156,14 @@ def give_freed_memory_back() -> None:
 
 
 def drop_file_pages(suffix: str, maps: Path = Path("/proc/self/smaps")) -> None:
-    """Drop the pages of mapped files with this suffix from this process: later reads come from the page cache. Mappings
-    with written pages stay: those pages exist nowhere else."""
+    """Remove the pages of mapped files with this suffix from this process; later reads come from the page cache.
+    Mappings with written pages are kept, because those pages exist only there."""
     libc = ctypes.CDLL(None)
     first = length = 0
     with contextlib.suppress(OSError, AttributeError):
         for line in maps.read_text().splitlines():
             words = line.split(maxsplit=5)
-            if "-" in words[0] and not words[0].endswith(":"):  # a mapping; the following lines are its numbers
+            if "-" in words[0] and not words[0].endswith(":"):  # a mapping; the next lines describe it
                 start, end = (int(address, 16) for address in words[0].split("-"))
                 wanted = len(words) == 6 and words[5].endswith(suffix)
                 first, length = (start, end - start) if wanted else (0, 0)
@@ -172,10 +172,11 @@ def drop_file_pages(suffix: str, maps: Path = Path("/proc/self/smaps")) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory, up to MAX_KEPT_BYTES bytes, for the next allocation.
+    """Make malloc retain freed memory, up to MAX_KEPT_BYTES bytes, for the next allocation.
 
-    By default glibc returns large pieces to the system immediately, and the kernel zeroes the pages it hands out again:
-    for a wide model's intermediate results that was a third of a step of 64 rows. Without glibc nothing is changed.
+    By default glibc returns large pieces to the system immediately, and the kernel zeroes the pages that it hands out
+    again. For a wide model's intermediate results, that took a third of a step of 64 rows. Without glibc nothing
+    changes.
     """
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -184,18 +185,18 @@ def keep_freed_memory() -> None:
 
 
 def set_memory_policy() -> None:
-    """Make all threads of this process allocate from one malloc arena, and put torch's tensors in huge pages. Must be
+    """Make all threads of this process allocate from one malloc arena, and put torch's tensors into huge pages. Must be
     called before any thread starts and before torch allocates.
 
-    By default glibc gives each thread its own arena, made of pieces of 64 MiB. Larger allocations are taken from the
-    system and returned each time, even if malloc is set to keep memory. Products over 512 rows of 60M parameters took
+    By default glibc gives each thread its own arena, made of pieces of 64 MiB. Larger allocations come from the system
+    and return to it each time, even if malloc is set to retain memory. Products over 512 rows of 60M parameters took
     49 ms in the main thread, 65 to 69 ms in another one, and 50 to 52 ms with a single arena (measured by hand).
-    Without glibc nothing is changed.
+    Without glibc nothing changes.
 
     With huge pages, weights are laid out in two thirds of the time, and steps over few rows of 230M parameters take 3
     to 8 % less (measured by hand). If the system's setting for huge pages is always or never, torch's request has no
     effect.
     """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's own name
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's variable
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)

@@ -21,11 +21,11 @@ GRAPH = "model.onnx"
 COPY_GRAPH = "copy.onnx"
 SHORTLISTS_GRAPH = "shortlists.onnx"
 DESCRIPTION = "specdec.json"
-"""Files of an exported model besides its configuration and tokenizer: GRAPH, COPY_GRAPH, SHORTLISTS_GRAPH (missing in
-exports of earlier versions), DESCRIPTION."""
+"""Files of an exported model besides its configuration and tokenizer: GRAPH, COPY_GRAPH, SHORTLISTS_GRAPH (which
+exports of earlier versions lack), DESCRIPTION."""
 
 COMPLETE = "COMPLETE"
-"""File, of any contents, that completes a version of a draft in a folder of versions."""
+"""File with any contents that marks a draft's version as complete, in a folder of versions."""
 
 WEIGHTS = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -33,18 +33,18 @@ INDEX = "model" + INDEX_SUFFIX
 """Weight files: a single one, or an index from tensors to files."""
 
 WEIGHTS_FIELD = "transformers_weights"
-"""Field of config.json naming another weight file or index."""
+"""Field of config.json that names another weight file or index."""
 
 MIN_CONTEXT = 64
-"""Minimum context of a model, in tokens: checks and measurements at start use texts of about thirty tokens."""
+"""Minimum context of a model in tokens: checks and measurements at start use texts of about thirty tokens."""
 
 MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 30
-"""Maximum context in tokens; MAX_VOCABULARY is the maximum number of token ids. Both are far beyond any known
-model, and fit into the 32 bits used for positions and token ids."""
+"""Maximum context in tokens, and (MAX_VOCABULARY) maximum number of token ids. Both far exceed every known model, and
+fit into the 32 bits used for positions and token ids."""
 
 MAX_END_TOKENS = 1000
-"""Maximum number of a model's end tokens: every request carries them."""
+"""Maximum number of a model's end tokens, since every request carries them."""
 
 
 GIVE_GGUF = "give the GGUF file itself, or convert it with `specdec import-gguf`"
@@ -63,15 +63,15 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
         "head_dim": 256,
     }
 }
-"""`model_type` of a multimodal model -> fields missing in the `text_config` of published models, with transformers'
+"""`model_type` of a multimodal model to fields that the `text_config` of published models lacks, with transformers'
 defaults."""
 
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A model's directory: everything known of the model without loading it.
+    """A model's directory: everything that can be known about the model without loading it.
 
-    The constructor reads and checks everything but the weights, so that a broken directory fails the start of a service
+    The constructor reads and checks everything except the weights, so that a broken directory fails a service's start
     and not its requests. The weights are opened on demand.
     """
 
@@ -82,7 +82,7 @@ class ModelDirectory:
         _ = self.tokenizer_fingerprint, self.end_tokens
 
     def _check_configuration(self) -> None:
-        """Read and check everything but the tokenizer."""
+        """Read and check everything except the tokenizer."""
         try:
             is_directory = stat.S_ISDIR(self.path.stat().st_mode)
         except FileNotFoundError:
@@ -138,18 +138,18 @@ class ModelDirectory:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The fields of config.json; for a multimodal model those of its text part."""
+        """The fields of config.json; for a multimodal model, those of its text part."""
         return self._text_config.content
 
     @property
     def whole_config(self) -> dict[str, Any]:
-        """The fields of config.json, including those beside the text part of a multimodal model."""
+        """The fields of config.json, including those outside the text part of a multimodal model."""
         return self._whole_config.content
 
     @property
     def quantisation(self) -> dict[str, Any] | None:
-        """The field `quantization_config`, in multimodal models beside their text part; None if the weights are not
-        quantised."""
+        """The field `quantization_config`, which in multimodal models is outside the text part; None if the weights are
+        not quantised."""
         sources = (self._text_config.content, self._whole_config.content)
         return next((source["quantization_config"] for source in sources if source.get("quantization_config")), None)
 
@@ -159,13 +159,13 @@ class ModelDirectory:
 
     @cached_property
     def generation_config(self) -> Fields:
-        """The fields of generation_config.json; few models lack it."""
+        """The fields of generation_config.json, which few models lack."""
         return self._optional("generation_config.json")
 
     @cached_property
     def name(self) -> str:
-        """The served name of the model: the last part of its path. A symbolic link keeps its own name, since its target
-        may be named by a hash."""
+        """The served name of the model: the last part of its path. A symbolic link keeps its own name, because a hash
+        may be the name of its target."""
         name = os.path.basename(os.path.abspath(self.path))
         try:
             name.encode()  # it is sent in messages
@@ -180,7 +180,7 @@ class ModelDirectory:
 
     @property
     def dtype(self) -> object:
-        """The dtype of the weights in config.json, in older ones as `torch_dtype`; None if it has none."""
+        """The dtype of the weights in config.json (`torch_dtype` in older files); None if it has none."""
         sources = (self._text_config.content, self._whole_config.content)
         return next((source[key] for source in sources for key in ("dtype", "torch_dtype") if source.get(key)), None)
 
@@ -197,8 +197,8 @@ class ModelDirectory:
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Ids that end a text (docs/text.md). If no file names any, the tokenizer's own end token: without one no text
-        would end."""
+        """Ids that end a text (docs/text.md). If no file names any, the tokenizer's own end token, since a text must be
+        able to end."""
         if self._named_end_tokens:
             return self._named_end_tokens
         text = self.tokenizer_files.end_token
@@ -207,8 +207,8 @@ class ModelDirectory:
 
     @cached_property
     def _named_end_tokens(self) -> frozenset[int]:
-        """End tokens of generation_config.json, else of config.json (top level before text part). The first source with
-        any decides, and the others are not read: models are corrected in generation_config.json alone."""
+        """End tokens of generation_config.json, else of config.json (top level before text part). Only the first source
+        that has any counts, because models are corrected in generation_config.json alone."""
         for source in (self.generation_config, self._whole_config, self._text_config):
             if source.has("eos_token_id"):
                 return frozenset(source.integers("eos_token_id", 0, self.vocabulary - 1, count=MAX_END_TOKENS))
@@ -245,7 +245,7 @@ class ModelDirectory:
             )
 
     def _difference(self, other: ModelDirectory) -> str:
-        """Describe the difference of two models' tokenizers: their sizes, and the first id with different texts."""
+        """Describe how two models' tokenizers differ: their sizes, and the first id with different texts."""
         mine, others = ({number: token for token, number in directory.tokens.items()} for directory in (self, other))
         first = min(number for number in mine.keys() | others.keys() if mine.get(number) != others.get(number))
         one, two = (shown(texts[first]) if first in texts else "nothing" for texts in (others, mine))
@@ -276,7 +276,7 @@ class ModelDirectory:
 
     def _safetensors(self, names: list[str]) -> tuple[Path | None, list[Path]]:
         """Return the directory's safetensors that belong to the model, by transformers' rule: the file or index named
-        in config.json, else the single file, else those of the index. Without any of these: all of them, as in vLLM."""
+        in config.json, else the single file, else the files of the index. Without any of these: all, as in vLLM."""
         source = self._whole_config.text(WEIGHTS_FIELD) if self._whole_config.has(WEIGHTS_FIELD) else None
         if source is not None and not (_is_plain(source) and source.endswith((".safetensors", INDEX_SUFFIX))):
             raise self._whole_config.refusal(
@@ -314,7 +314,7 @@ class ModelDirectory:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name is that of a file in the directory itself."""
+    """Return whether a name denotes a file in the directory itself."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
@@ -328,7 +328,7 @@ def _missing(path: Path) -> str:
 
 
 def _instead_of(file: Path) -> str:
-    """Return advice on what to give instead of a file."""
+    """Return advice on what to use instead of a file."""
     if file.suffix in (".safetensors", ".bin", ".json", ".onnx", ".pt", ".pth"):
         return f"give its directory {file.parent}, if that has a config.json"
     return "give the directory with config.json, tokenizer.json and *.safetensors"

@@ -1,7 +1,7 @@
-"""Reading one file of a model directory into checked values.
+"""Reads one file of a model directory into checked values.
 
-Every error is one line with the file, the field, its value and the limit. Nothing here knows the files and fields of a
-model.
+Every error is one line with the file, the field, its value and the limit. This module knows no file or field of a model
+by name.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MAX_BYTES = 1 << 28
 """Maximum bytes of a text file: eight times the largest tokenizer.json of known models."""
 
 MAX_LEVELS = 64
-"""Maximum nesting of lists and objects. No configuration has more, and more would break recursive walks over it: json,
-copy, transformers."""
+"""Maximum nesting of lists and objects. No configuration needs more, and more would break recursive code: json, copy,
+transformers."""
 
 MAX_NUMBER = 3.4e38
 """Largest number that fits into a message, in 32 bits."""
 
 SAMPLED_BYTES = 1 << 20
 """Bytes of a weight file in a model's fingerprint, in 64 evenly spaced pieces: enough to distinguish two trainings, and
-fast for 140 GB."""
+fast even for 140 GB."""
 
 SHOWN_CHARACTERS = 60
 REASON_CHARACTERS = 300
@@ -81,7 +81,7 @@ def add_sample(digest: hashlib._Hash, file: Path) -> None:
 
 
 def read_text(file: Path) -> str | None:
-    """Return the contents of a UTF-8 file; None if there is no file of this name. A dangling link is an error."""
+    """Return the contents of a UTF-8 file; None if no file has this name. A dangling link is an error."""
     try:
         file.lstat()
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def read_text(file: Path) -> str | None:
 
 
 def read_fields(file: Path) -> Fields | None:
-    """Return the JSON object in a file; None if there is no file of this name."""
+    """Return the JSON object in a file; None if no file has this name."""
     text = read_text(file)
     if text is None:
         return None
@@ -134,20 +134,20 @@ def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object with checked access to fields by name: reading a field raises ModelDirectoryError unless it has the
+    """A JSON object with checked access to its fields: reading a field raises ModelDirectoryError unless it has the
     requested type and range."""
 
     file: Path
     content: dict[str, Any]
     place: str = ""
-    """The object's place in the file, as a prefix of its fields' names: `text_config.`"""
+    """The object's place in the file, as a prefix of its fields' names, such as `text_config.`"""
 
     def has(self, key: str) -> bool:
         """Return whether the field exists; null counts as missing."""
         return self.content.get(key) is not None
 
     def refusal(self, key: str, limit: str) -> ModelDirectoryError:
-        """Return the error naming the field, its value and the requirement."""
+        """Return the error that names the field, its value and the requirement."""
         found = f"is {shown(self.content[key])}" if key in self.content else "is missing"
         return ModelDirectoryError(f"{self.file}: {self.place}{key} {found}, must be {limit}")
 
@@ -185,7 +185,7 @@ class Fields:
     def text(self, key: str) -> str:
         value = self.content.get(key)
         if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
-            raise self.refusal(key, "a string of Unicode characters")  # half of a surrogate pair is not one
+            raise self.refusal(key, "a string of Unicode characters")  # half a surrogate pair is no character
         return value
 
     def fields(self, key: str) -> Fields:

@@ -1,6 +1,6 @@
-"""Writing a model folder that we derive from another model: an export, or the conversion of a GGUF file.
+"""Writes a model folder derived from another model: an export, or the conversion of a GGUF file.
 
-A folder of our own has a marker file, so that nothing else is ever replaced. Imports neither torch nor an exporter.
+Derived folders have a marker file, so that no other folder is ever replaced. Imports neither torch nor an exporter.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MARKERS = {"specdec.json": "an exported model", "gguf.json": "a converted GGUF f
 """Marker files to the contents of their folders."""
 
 STALE_SECONDS = 3600.0
-"""Age of an unfinished folder without new files after which nobody is writing it."""
+"""Age of an unfinished folder without new files after which it is considered abandoned."""
 
 
 def check_replaceable(target: Path, marker: str) -> None:
-    """Raise ModelDirectoryError unless a path is free, an empty directory, or has this marker."""
+    """Raise ModelDirectoryError unless a path does not exist, is an empty directory, or has this marker."""
     if not target.exists() or (target / marker).is_file():
         return
     if not target.is_dir() or any(target.iterdir()):
@@ -32,8 +32,8 @@ def check_replaceable(target: Path, marker: str) -> None:
 
 @contextmanager
 def replaced(target: Path, marker: str) -> Iterator[Path]:
-    """Yield an empty directory to write into; afterwards it takes the place of `target`. If an exception is raised,
-    nothing of it remains. Services that use an earlier `target` keep the files they have open."""
+    """Yield an empty directory to write into, which replaces `target` afterwards. If an exception is raised, the
+    directory is removed. Services that use an earlier `target` keep the files that they have open."""
     check_replaceable(target, marker)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target)
@@ -46,7 +46,7 @@ def replaced(target: Path, marker: str) -> Iterator[Path]:
 
 
 def _remove_stale(target: Path) -> None:
-    """Remove what killed processes have left of earlier attempts."""
+    """Remove the leftovers of earlier attempts by killed processes."""
     for left in target.parent.glob(f"{target.name}.partial-*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > STALE_SECONDS:
@@ -54,14 +54,14 @@ def _remove_stale(target: Path) -> None:
 
 
 def _replace(target: Path, new: Path, marker: str) -> None:
-    """Replace a directory, which is missing only for a moment."""
+    """Replace a directory; it is missing only for a moment."""
     before = new.with_name(f"{new.name}-before")
     if target.exists():
         target.rename(before)
     try:
         new.rename(target)
     except OSError:
-        if (target / marker).is_file():  # another process has written the same meanwhile
+        if (target / marker).is_file():  # another process has meanwhile written the same
             return
         if before.exists():
             before.rename(target)

@@ -1,8 +1,8 @@
 """ONNX Runtime, with its telemetry off. Every module of the product that uses it imports it from here.
 
-Official builds write a device id to the user's cache and look up a host of their maker, again and again. The variable
-turns all of that off, but only if it is set before the library is loaded; the call turns off what remains in builds
-that do not know the variable.
+Official builds repeatedly write a device id to the user's cache and look up a host of their vendor. The variable turns
+all of this off, but only if it is set before the library is loaded; the call turns off the rest in builds that do not
+know the variable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["block_quantizer", "ort"]
 
 
 def block_quantizer(block: int, bits: int) -> Any:
-    """Return the library's own quantiser of weights, to `bits` in blocks of `block` values, with zero points."""
+    """Return the library's own quantiser of weights: `bits` per value, in blocks of `block` values, with zero
+    points."""
     from onnxruntime.quantization.matmul_nbits_quantizer import (
         DefaultWeightOnlyQuantConfig,
         DefaultWeightOnlyQuantizer,

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["torch", "eager", "onnx", "vllm"]
-"""The kinds of engine. On a GPU `torch` is the engine made for GPUs. `eager` runs the model's own layers, with
-attention by tensor operations: slower everywhere, and a reference on any device. `vllm` has vLLM run the model."""
+"""The kinds of engine. On a GPU, `torch` is the engine made for GPUs. `eager` runs the model's own layers, with
+attention by tensor operations: it is slower everywhere, and serves as reference on any device. In `vllm`, vLLM runs the
+model."""
 
 DraftKind = Literal["torch", "eager", "onnx"]
-"""The kinds of engine for a draft: it grows trees, not supported by vLLM's attention."""
+"""The kinds of engine for a draft. Drafts grow trees, which vLLM's attention does not support."""
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 WantedDtype = Literal["auto", "float32", "bfloat16", "float16"]
-"""A dtype, or "auto" for the one that fits model and device (`preflight/dtype.py`)."""
+"""A dtype, or "auto" for the one that suits model and device (`preflight/dtype.py`)."""
 
 Weights = Literal["stored", "int8", "int4"]
 """How an engine keeps a model's weights: as they are stored, or quantised at start."""
@@ -23,12 +24,12 @@ Weights = Literal["stored", "int8", "int4"]
 BITS: dict[Weights, int | None] = {"stored": None, "int8": 8, "int4": 4}
 
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number of each dtype."""
+"""Bytes per number of each dtype."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How a model is to be run."""
+    """How to run a model."""
 
     kind: Kind = "torch"
     dtype: WantedDtype = "auto"
@@ -43,7 +44,7 @@ class Placement:
     """True if the model runs in another model's process."""
     weights: Weights = "stored"
     is_draft: bool = False
-    """True if the model only proposes tokens: then an export for a CPU may quantise its weights (`onnx/export.py`)."""
+    """True if the model only proposes tokens. An export for a CPU may then quantise its weights (`onnx/export.py`)."""
 
     @property
     def may_quantise(self) -> bool:

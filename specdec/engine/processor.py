@@ -1,4 +1,4 @@
-"""Identifies this machine's processors without torch: their arithmetic, and the kinds that choose other kernels."""
+"""Identifies this machine's processors without torch: their arithmetic, and what libraries choose kernels by."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECIDING = ("model name", "flags", "Features", "CPU part", "CPU implementer")
 
 
 def computes_bfloat16(cpuinfo: Path = CPUINFO, machine: str | None = None) -> bool:
-    """Return whether the processor has bfloat16 arithmetic: without it float32 is much faster. True if unknown: only
+    """Return whether the processor has bfloat16 arithmetic; without it, float32 is much faster. True if unknown: only
     x86-64 on Linux is examined."""
     if (machine or platform.machine()) not in ("x86_64", "AMD64"):
         return True
@@ -31,7 +31,7 @@ def computes_bfloat16(cpuinfo: Path = CPUINFO, machine: str | None = None) -> bo
 
 
 def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
-    """Return a name for this machine's processor that differs if a library may choose other kernels."""
+    """Return a name for this machine's processor, which differs wherever a library may choose other kernels."""
     try:
         first = cpuinfo.read_text().partition("\n\n")[0].splitlines()
     except OSError:  # not Linux, or hidden

@@ -1,9 +1,9 @@
 """Invariant row counts: numbers of rows at which a matrix product gives a row the same bits.
 
-A kernel may split its sums differently for one row, for eight and for sixty-four; then a token's logits would depend on
-the number of rows in its step. At a fixed number of rows they never do. So when a model is loaded,
+A kernel may split its sums differently for one, eight and sixty-four rows; then a token's logits would depend on the
+number of rows in its step. At a fixed number of rows they never do. So when a model is loaded,
 `hf/batch_invariance.py` groups the row counts of each shape of product by equal bits, and a product runs only at the
-counts of one group. A batch is padded to a number of rows that every product can compose of its own counts: a product
+counts of one group. A batch is padded to a number of rows that every product can compose from its own counts: a product
 without that count runs as several tiles.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 CANDIDATES = (*range(1, 17), *range(20, 33, 4), *range(40, 65, 8), 80, 96, 112, 128, 192, 256, 384, 512)
-"""Row counts to compare."""
+"""Row counts that are compared."""
 
 Shape = tuple[int, int]
 """The shape of a product: columns of its input and of its result."""
@@ -27,7 +27,7 @@ class InvariantRowCounts:
     counts: tuple[int, ...]
 
     def tiles(self, rows: int) -> list[int]:
-        """Return counts with a sum of at least `rows`: the largest repeatedly, then the smallest that holds the
+        """Return counts with a sum of at least `rows`: the largest repeatedly, then the smallest that fits the
         rest."""
         largest = self.counts[-1]
         whole, rest = divmod(rows, largest)
@@ -37,7 +37,7 @@ class InvariantRowCounts:
         return sum(self.tiles(rows))
 
     def exact_tiles(self, rows: int) -> list[int] | None:
-        """Return counts with a sum of exactly `rows`, always the largest that fits; None if that leaves a rest."""
+        """Return counts with a sum of exactly `rows`, always the largest that fits; None if a rest remains."""
         tiles: list[int] = []
         for count in reversed(self.counts):
             whole, rows = divmod(rows, count)
@@ -50,7 +50,8 @@ class InvariantRowCounts:
 
 @dataclass(frozen=True)
 class ShapeRowCounts:
-    """Invariant row counts of each shape of product, and those of a `batch`, composable of tiles by all products."""
+    """Invariant row counts of each shape of product, and of a `batch`: counts that all products can compose of
+    tiles."""
 
     batch: InvariantRowCounts
     products: Mapping[Shape, InvariantRowCounts]
@@ -63,15 +64,15 @@ class ShapeRowCounts:
 
     @classmethod
     def made_up_of(cls, products: Mapping[Shape, InvariantRowCounts]) -> ShapeRowCounts | None:
-        """Return the counts of these products, and for batches all CANDIDATES composable by each of them; None if there
-        are none."""
+        """Return the counts of these products, and for batches all CANDIDATES that each product can compose; None if
+        there are none."""
         batch = [count for count in CANDIDATES if all(rows.exact_tiles(count) for rows in products.values())]
         return cls(InvariantRowCounts(tuple(batch)), products) if batch else None
 
     def tiles(self, shape: Shape, rows: int) -> list[int]:
         """Return the tiles of a product of this shape in a batch of `rows`, already padded.
 
-        An unknown shape, as of an output head whose rows need not be exact, gets the tiles of the batch.
+        An unknown shape, such as an output head whose rows need not be exact, gets the tiles of the batch.
         """
         own, tiles = self.products.get(shape, self.batch), []
         for tile in self.batch.tiles(rows):
@@ -82,7 +83,7 @@ class ShapeRowCounts:
 
     def cut(self, largest: Mapping[Shape, int]) -> ShapeRowCounts:
         """Return counts without tiles above each shape's `largest`. A shape keeps its own counts if `largest` is not
-        one of them, or if the batch's counts need the larger ones."""
+        among them, or if the batch's counts need larger ones."""
         products = dict(self.products)
         for shape, own in self.products.items():
             if (most := largest.get(shape)) not in own.counts:
@@ -93,6 +94,6 @@ class ShapeRowCounts:
         return ShapeRowCounts(self.batch, products)
 
     def __str__(self) -> str:
-        """Return a name that identifies the counts: other counts may give other bits."""
+        """Return a name that identifies the counts, since other counts may give other bits."""
         whole = sorted((shape, rows.counts) for shape, rows in self.products.items())
         return f"{self.batch}-{zlib.crc32(repr(whole).encode()):08x}"

@@ -19,7 +19,7 @@ MESSAGES = (
     "memory is short",  # our products (`cpu/packed_gemm.py`)
     "can't start new thread",
 )
-"""Parts of libraries' messages about failed allocations, in lower case. Their exceptions are ordinary RuntimeErrors."""
+"""Parts of libraries' messages about failed allocations, in lower case. They come in ordinary RuntimeErrors."""
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -30,7 +30,7 @@ def is_shortage(error: BaseException) -> bool:
 def _tells(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    # An error about a text may quote anything, but is no RuntimeError. ONNX Runtime's errors have no common base.
+    # An error about a text may quote anything, but is no RuntimeError. ONNX Runtime's errors share no base class.
     of_library = isinstance(error, RuntimeError) or type(error).__module__.startswith("onnxruntime")
     return of_library and any(part in str(error).lower() for part in MESSAGES)
 

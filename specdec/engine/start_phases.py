@@ -1,4 +1,4 @@
-"""The phases of a start: logged as they begin, so that none is silent, and timed."""
+"""The phases of a start: logged when they begin, so that none is silent, and timed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from specdec.engine.memory import give_freed_memory_back
 log = structlog.get_logger()
 
 ON_STDOUT = "SPECDEC_PHASES_ON_STDOUT"
-"""Environment variable set by a parent process to get phases on stdout as well."""
+"""Environment variable by which a parent process requests phases on stdout as well."""
 
 EXPORT = "export"
 """The phase of a draft's export."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of the work, the bytes done, and the bytes in all."""
+"""Called with the name of the work, the bytes done, and the total bytes."""
 
 PROGRESS_SECONDS = 2.0
 MIN_PROGRESS_BYTES = 100_000_000
@@ -34,7 +34,7 @@ _seconds: dict[str, float] = {}
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Log the beginning of a phase, and record its seconds at the end. Phases of the same name add up. Memory freed by
-    a phase is returned to the system, so that it does not add to the next phase's peak."""
+    a phase is returned to the system, so that it does not raise the next phase's peak."""
     report(name)
     begin = time.monotonic()
     try:
@@ -45,8 +45,8 @@ def phase(name: str) -> Iterator[None]:
 
 
 def progress_to(say: Callable[[str], None]) -> Progress:
-    """Return a function that passes progress on in words, at most every PROGRESS_SECONDS, for work of
-    MIN_PROGRESS_BYTES or more."""
+    """Return a function that reports progress in words, at most every PROGRESS_SECONDS, for work of at least
+    MIN_PROGRESS_BYTES."""
     last = time.monotonic()
 
     def progress(what: str, done: int, total: int) -> None:
@@ -64,7 +64,7 @@ def is_progress(reported: str) -> bool:
 
 
 def report(what: str) -> None:
-    """Log what a start is doing, and report it to a parent process that has asked for it."""
+    """Log what a start is doing, and report it to a parent process that requested it."""
     log.info("starting", phase=what)
     if os.environ.get(ON_STDOUT):
         sys.stdout.write(f"starting {what}\n")

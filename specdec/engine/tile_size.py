@@ -1,7 +1,7 @@
-"""The tile size, in rows, with the least time per row.
+"""The tile size, in rows, that takes the least time per row.
 
-In a large tile each weight read serves more rows. But results larger than a cache are read back from memory, and not
-every product over many rows is shared well among threads.
+In a large tile, each read of a weight serves more rows. But results larger than a cache are read back from memory, and
+not every product over many rows distributes well over threads.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ ENOUGH = 0.3
 """Seconds of measurement after which the last repeat is skipped."""
 
 CHEAPER = 0.93
-"""A time per row counts as less only below this fraction of another: a smaller gain may be chance."""
+"""A time per row counts as less only below this fraction of another, since a smaller gain may be chance."""
 
 
 def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf, *, few: bool = False) -> int:
     """Return the number of rows, up to `most`, with the least time per row; seconds(rows) measures a tile. Among
-    equally good ones, the largest wins, with `few` the smallest. After a tile takes more than `long` seconds, larger
-    ones are skipped."""
+    equally good sizes the largest wins, with `few` the smallest. After a tile takes more than `long` seconds, larger
+    tiles are skipped."""
     sizes = [*(n for n in SIZES if n < most), most]
     least = dict.fromkeys(sizes, math.inf)
     total = 0.0
@@ -37,7 +37,7 @@ def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf,
                 sizes = [n for n in sizes if n <= rows]
                 break
     row_seconds = {rows: least[rows] / rows for rows in sizes}
-    if few:  # the smallest size no other beats by more than chance
+    if few:  # the smallest size that no other beats by more than chance
         return next(rows for rows in sizes if CHEAPER * row_seconds[rows] <= min(row_seconds.values()))
     best = sizes.pop()
     for rows in reversed(sizes):

@@ -1,4 +1,4 @@
-"""The error for models an engine cannot run, in a module without dependencies, so that checks before a start need no
+"""The error for models that an engine cannot run. The module has no dependencies, so that checks before a start need no
 packages."""
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Structured output: the tokens a grammar allows next in a text."""
+"""Structured output: the tokens that a grammar allows next in a text."""

@@ -1,10 +1,10 @@
 """Compiles grammars for one tokenizer with llguidance (https://github.com/guidance-ai/llguidance).
 
-Every service compiles its grammars itself: only their source is sent. The library limits work in its own units, not in
+Every service compiles its grammars itself; only their source is sent. The library limits work in its own units, not in
 seconds.
 
-All copies of one of the library's matchers share the state of its lexer, and a lexer that reaches its limit stops for
-good. So owners never share a matcher, and one with a stopped lexer is not used for new texts.
+All copies of one of the library's matchers share the state of its lexer, and a lexer that reaches its limit stops
+permanently. So owners never share a matcher, and a matcher with a stopped lexer is not used for new texts.
 """
 
 from __future__ import annotations
@@ -43,32 +43,33 @@ KEPT_BYTES = 512 << 20
 """Budget for a process's compiled grammars, including growth of their lexers: a few hundred schemas of usual size."""
 
 OWNER_BYTES = KEPT_BYTES // 2
-"""Part of this budget available to one named owner."""
+"""Part of this budget available to a single named owner."""
 
 MAX_GRAMMAR_BYTES = 160 << 20
-"""Limit for one compiled grammar, below that of its owner."""
+"""Limit for one compiled grammar, below its owner's limit."""
 
 IDLE_SECONDS = 600.0
 """Seconds after which an unused grammar is evicted."""
 
 COLLECT_SECONDS = 1.0
-"""Least time between two garbage collections made to free room."""
+"""Minimum time between two garbage collections that are run to free room."""
 
 GIVEN_BACK_BYTES = 64 << 20
-"""Bytes of freed grammars at which malloc is trimmed. Returning memory to the system costs later steps page faults."""
+"""Bytes of freed grammars at which malloc is trimmed. Returning memory to the system costs page faults in later
+steps."""
 
 STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON layout unless a schema's `x-guidance` sets it: one line, as most programs write it. Flexible white space would
 leave few forced tokens."""
 
 STEP_ITEMS, ROW_ITEMS, STEP_FUEL = 5_000, 250, 50_000
-"""Limits on the parser's work, per token and per place, and on the lexer's, in the library's units: a few milliseconds
-at its documented speeds, since the step is shared with other texts. The schemas of `test_a_thousand_schemas` never
+"""Limits on the parser's work, per token and per place, and on the lexer's, in the library's units. They mean a few
+milliseconds at its documented speeds, since other texts share the step. The schemas of `test_a_thousand_schemas` never
 reach them."""
 
 
 class GrammarRoomError(Exception):
-    """Grammars in use by running texts fill the budget: their owner's, or the whole."""
+    """Grammars in use by running texts fill a budget: their owner's, or the total."""
 
     def __init__(self, limit: int, *, of_owner: bool) -> None:
         super().__init__(f"the grammars of running texts take almost {limit >> 20} MiB, the limit is reached")
@@ -81,7 +82,8 @@ class SharedMatcher:
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
         self.spent = False
-        """True once a copy has reached one of the library's limits: the lexer shared by all copies may have stopped."""
+        """True after a copy has reached one of the library's limits: the lexer that all copies share may have
+        stopped."""
         self.users: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
         self.used = time.monotonic()  # time of the last request for it
 
@@ -113,7 +115,7 @@ _Key = tuple[str, Kind, tuple[str, ...]]
 class GrammarCompiler:
     """Compiles grammars for a model's tokenizer, with logits of width `vocabulary`. Thread-safe.
 
-    Compiled grammars are cached, up to `kept_bytes` in all and `owner_bytes` per named owner; the least recently used
+    Compiled grammars are cached, up to `kept_bytes` in total and `owner_bytes` per named owner; the least recently used
     one is evicted first. A grammar in use counts until its texts release it.
     """
 
@@ -126,7 +128,7 @@ class GrammarCompiler:
         kept_bytes: int = KEPT_BYTES,
         owner_bytes: int = OWNER_BYTES,
     ) -> None:
-        """`added` are tokens defined in other files of the model, besides the tokenizer's own."""
+        """`added`: tokens defined in other files of the model, in addition to the tokenizer's own."""
         self._file = tokenizer_file
         self._added = added
         self._vocabulary = vocabulary
@@ -145,7 +147,7 @@ class GrammarCompiler:
         return cls(directory.path / "tokenizer.json", directory.vocabulary, directory.tokenizer_files.to_add())
 
     def prepare(self) -> None:
-        """Load the tokenizer at start-up: with 131,072 tokens it takes a second and holds the GIL for most of it."""
+        """Load the tokenizer at start-up. With 131,072 tokens this takes a second, mostly with the GIL held."""
         _ = self._tokenizer
 
     @property
@@ -158,7 +160,7 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar, owner: str = "", weight: int = 0) -> CompiledGrammar:
         """Compile a grammar for texts of an owner; `weight` is its size in bytes before its lexer grows. GrammarError
         if it is invalid or matches no text; GrammarRoomError if there is no room. Takes a millisecond, or a second for
-        the largest, without the GIL; concurrent calls for the same grammar wait for one compilation."""
+        the largest, without the GIL. Concurrent calls for the same grammar wait for a single compilation."""
         key, size = (owner, grammar.kind, grammar.source), weight + growth_bytes(grammar)
         if size > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"takes up to {size >> 20} MiB compiled, must take at most {MAX_GRAMMAR_BYTES >> 20}")
@@ -181,7 +183,7 @@ class GrammarCompiler:
                 self._freed.append((owner, size))
                 found.set_exception(error)
             else:
-                # Runs wherever the last reference is dropped, perhaps under this lock: it must not take a lock.
+                # Runs wherever the last reference is dropped, perhaps under this lock, so it must not take a lock.
                 weakref.finalize(shared, self._freed.append, (owner, size)).atexit = False
                 found.set_result(shared)
         shared = found.result()
@@ -205,15 +207,15 @@ class GrammarCompiler:
             self._settle()
 
     def _used(self, shared: SharedMatcher, grammar: Grammar) -> CompiledGrammar:
-        """Return a grammar and mark it as used. Holds the lock."""
+        """Return a grammar and mark it as used. The caller holds the lock."""
         compiled = CompiledGrammar(shared, grammar, self._vocabulary)
         shared.used = time.monotonic()
         shared.users.add(compiled)
         return compiled
 
     def _make_room(self, owner: str, size: int) -> None:
-        """Evict grammars until one more of this size fits; GrammarRoomError if those in use leave no room. Holds the
-        lock."""
+        """Evict grammars until one more of this size fits; GrammarRoomError if grammars in use leave no room. The
+        caller holds the lock."""
         before = time.monotonic() - IDLE_SECONDS
         self._evict([key for key, found in self._kept.items() if _is_old(found, before)])
         self._settle()
@@ -224,7 +226,8 @@ class GrammarCompiler:
             raise lacking
 
     def _lacking(self, owner: str, size: int) -> GrammarRoomError | None:
-        """Evict grammars until one more of this size fits; return the error if it does not. Holds the lock."""
+        """Evict grammars until one more of this size fits; return the error if it does not. The caller holds the
+        lock."""
         if owner:
             own = [key for key in self._kept if key[0] == owner]
             self._evict_until(lambda: self._bytes[owner] + size <= self._owner_bytes, own)
@@ -236,9 +239,9 @@ class GrammarCompiler:
         return None
 
     def _collect(self) -> bool:
-        """Collect garbage: the token trees of ended sessions are cycles, holding grammars until the next collection. At
-        most once in COLLECT_SECONDS, since it stops other threads for some milliseconds; return True if done. Holds the
-        lock."""
+        """Collect garbage: the token trees of ended sessions are cycles, which hold grammars until the next collection.
+        It stops other threads for some milliseconds, so it runs at most once in COLLECT_SECONDS; return True if it ran.
+        The caller holds the lock."""
         if time.monotonic() - self._collected_at < COLLECT_SECONDS:
             return False
         gc.collect()
@@ -254,13 +257,13 @@ class GrammarCompiler:
             self._settle()
 
     def _evict(self, keys: Iterable[_Key]) -> None:
-        """Evict the unused ones among these grammars: evicting one in use would free nothing."""
+        """Evict the unused grammars among these; evicting one in use would free nothing."""
         for key in keys:
             if not _is_used(self._kept[key]):
                 del self._kept[key]
 
     def _settle(self) -> None:
-        """Deduct freed matchers from the counts. Holds the lock."""
+        """Deduct freed matchers from the counts. The caller holds the lock."""
         while self._freed:
             owner, size = self._freed.popleft()
             self._untrimmed += size
@@ -293,7 +296,7 @@ class GrammarCompiler:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """The library's view of the tokenizer. It gets an artificial end token beyond the vocabulary, since each
+        """The library's view of the tokenizer. It has an artificial end token beyond the vocabulary, because each
         request has its own end tokens."""
         tokenizer = Tokenizer.from_file(str(self._file))
         tokenizer.no_truncation()
@@ -351,5 +354,5 @@ def _told(problem: str) -> str:
     if problem.startswith("NoExtension"):
         return "matches no text"
     first, *others = problem.splitlines() or [""]
-    told = next((line for line in others if line.startswith("error: ")), first)  # of a regex: the rest marks the place
+    told = next((line for line in others if line.startswith("error: ")), first)  # for a regex, the rest marks the place
     return "cannot be used: " + told[:MAX_PROBLEM_CHARACTERS]

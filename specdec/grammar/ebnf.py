@@ -1,7 +1,8 @@
-"""Grammars in EBNF as llama.cpp (GBNF) and vLLM take them, translated into Lark for llguidance.
+"""Grammars in EBNF, as accepted by llama.cpp (GBNF) and vLLM, translated into Lark for llguidance.
 
-EBNF derives a text character by character, while a Lark grammar first cuts it into the longest terminals. So terminals
-of the result are single characters, or a single one is the whole grammar, if no rule of it is recursive.
+EBNF derives a text character by character, while a Lark grammar first cuts it into the longest terminals. So the
+result's terminals are single characters. If no rule is recursive, the result is a single terminal for the whole
+grammar.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from specdec.grammar.grammar import MAX_RULES, MAX_SOURCE_BYTES, GrammarError
 from specdec.grammar.patterns import EVERY, Ranges, complement, spelt, union
 
 MAX_GROUPS = 50
-"""Most nested groups."""
+"""Maximum nesting of groups."""
 
 MAX_EXPRESSION = 8192
-"""Most characters of a regular expression that stands for a whole grammar."""
+"""Maximum characters of a regular expression that replaces a whole grammar."""
 
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
@@ -64,7 +65,7 @@ Part = CharacterSet | Reference | Sequence | Alternatives | Repeated
 
 
 def in_lark(source: str) -> str:
-    """Return an equivalent Lark grammar; GrammarError, with line and column, if it is not valid."""
+    """Return an equivalent Lark grammar; GrammarError, with line and column, if the source is invalid."""
     if len(source.encode()) > MAX_SOURCE_BYTES:
         raise GrammarError(f"has more than {MAX_SOURCE_BYTES} bytes")
     rules = _Reader(source).rules()
@@ -250,7 +251,7 @@ def _references(part: Part) -> list[Reference]:
 
 
 def _whole_expression(rules: Mapping[str, Part]) -> str | None:
-    """Return the regular expression for a grammar; None if a rule is recursive, or if it is too long."""
+    """Return the regular expression for a grammar; None if a rule is recursive, or if the expression is too long."""
     done: dict[str, str] = {}
     path, ahead = set[str](), [("root", False)]
     while ahead:

@@ -1,4 +1,4 @@
-"""The grammar of a request, as a value: a constraint on its text."""
+"""The grammar of a request as a value: a constraint on its text."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from enum import Enum
 
 MAX_SOURCE_BYTES = 128 << 10
-"""Maximum bytes of a schema, an expression or a grammar, or of all choices together."""
+"""Maximum bytes of a schema, an expression or a grammar, or of all choices in total."""
 
 MAX_CHOICES = 1024
 
 MAX_NESTING = 100
-"""Maximum levels of arrays and objects in a schema's JSON: the library's parser stops at 127."""
+"""Maximum nesting of arrays and objects in a schema's JSON: the library's parser stops at 127."""
 
 MAX_RULES = 1024
 """Maximum rules of a Lark grammar. Hand-written ones have a few hundred."""
 
 MAX_PROBLEM_CHARACTERS = 160
-"""Maximum characters passed on from a library's message about a grammar."""
+"""Maximum characters of the library's message that an error about a grammar includes."""
 
 
 class Kind(Enum):
-    """The language of a grammar's source; values as the fields of specdec.v2.Grammar."""
+    """The language of a grammar's source; values are the fields of specdec.v2.Grammar."""
 
     JSON_SCHEMA = "json_schema"
     """A JSON schema: the text is a JSON value that validates against it."""
     REGEX = "regex"
-    """A regular expression, without look-around and back-references, matching the whole text."""
+    """A regular expression, without look-around and back-references, that matches the whole text."""
     LARK = "lark"
     """A context-free grammar in Lark's syntax: the text is derived from `start`."""
     CHOICE = "choice"
@@ -38,9 +38,9 @@ class Kind(Enum):
 @dataclass(frozen=True)
 class Grammar:
     """A grammar. `source` has one entry, or several for CHOICE. With `after_token` the text is free up to and including
-    the first token with that id (for example the end of its reasoning), and the grammar applies to the rest. With
-    `opening_token` as well, this holds only for a text beginning with that token; any other is constrained from its
-    start."""
+    the first token with this id (for example the end of its reasoning); the grammar applies to the rest. With
+    `opening_token` as well, this holds only for a text that begins with that token; any other text is constrained from
+    its start."""
 
     kind: Kind
     source: tuple[str, ...]
@@ -53,11 +53,11 @@ class GrammarError(ValueError):
 
 
 class GrammarTooComplexError(GrammarError):
-    """A grammar exceeds the work limits, for one text at least."""
+    """A grammar exceeds the work limits, at least for one text."""
 
 
 def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
-    """Return what is wrong with a grammar's source, as far as that shows without compiling it; None if nothing is."""
+    """Return the problems of a grammar's source that are visible without compiling it; None if there are none."""
     if kind is Kind.CHOICE:
         if not 0 < len(source) <= MAX_CHOICES:
             return f"has {len(source)} texts, must have 1 to {MAX_CHOICES}"
@@ -80,12 +80,12 @@ _RULE = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w-]*[ \t]*(?:\.-?\d+)?(?:\[[^\]\n]*\
 """The head of a Lark rule, with its priority and its attributes."""
 
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
-"""A JSON string, or a bracket outside strings. An unclosed string extends to the end: searching for brackets behind
-each of its quotes would take quadratic time."""
+"""A JSON string, or a bracket outside strings. An unclosed string extends to the end: searching for brackets after each
+of its quotes would take quadratic time."""
 
 
 def _nesting(source: str) -> int:
-    """Return the nesting depth of arrays and objects in a JSON text; of text that is not JSON, the apparent depth."""
+    """Return the nesting depth of arrays and objects in a JSON text; for other text, the apparent depth."""
     depth = deepest = 0
     for found in _BRACKET.finditer(source):
         if found[0] in "[{":

@@ -1,4 +1,4 @@
-"""The heap of this process: memory allocated by malloc."""
+"""This process's heap: memory allocated by malloc."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Mallinfo(ctypes.Structure):
 
 def allocated_bytes() -> int:
     """Return the bytes currently allocated by malloc, in its main arena and in separate mappings. Without glibc 2.33,
-    the resident bytes of this process."""
+    return the process's resident bytes."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError):

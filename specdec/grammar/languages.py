@@ -1,8 +1,9 @@
-"""Regular languages: expressions of JSON Schema rewritten in Rust's syntax, matching whole strings, without
+"""Regular languages: expressions of JSON Schema, rewritten in Rust's syntax so that they match whole strings without
 look-around.
 
-An expression is read as a language: what a string holds from some place to its end. Look-ahead is then an intersection
-or a complement, which derivatives (Brzozowski, 1964) turn into an automaton, and that into a plain expression again.
+An expression is read as a language: the possible contents of a string from some place to its end. Look-ahead is then an
+intersection or a complement. Derivatives (Brzozowski, 1964) turn this into an automaton, which becomes a plain
+expression again.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from specdec.grammar.patterns import (
 )
 
 MAX_WORK = 20_000
-"""Most expressions built for one schema: some 50 ms."""
+"""Maximum expressions built for one schema: some 50 ms."""
 
 MAX_STATES = 64
-"""Most states of an automaton that is turned into an expression."""
+"""Maximum states of an automaton that is turned into an expression."""
 
 MAX_CHARACTERS = 8192
-"""Most characters of an expression that replaces another one."""
+"""Maximum characters of an expression that replaces another one."""
 
 MAX_UNROLLED = 8
-"""Most repetitions of a group with look-around or anchors in it: each is written out."""
+"""Maximum repetitions of a group that contains look-around or anchors, since each repetition is written out."""
 
 
 class Operator(Enum):
@@ -58,7 +59,7 @@ class Operator(Enum):
 
 
 class Expression(NamedTuple):
-    """An expression for a language; its parts are numbers of other ones."""
+    """An expression for a language; its parts are the numbers of other expressions."""
 
     kind: Operator
     parts: tuple[int, ...] = ()
@@ -76,7 +77,7 @@ class Place(Enum):
 
 
 class Languages:
-    """Languages by number, each built once. PatternError once they are too many."""
+    """Languages by number, each built once. PatternError if there are too many."""
 
     def __init__(self) -> None:
         self._nodes: list[Expression] = []
@@ -115,7 +116,7 @@ class Languages:
             return second
         if second == self.empty_string or (first == self.all and second == self.all):
             return first
-        for part in reversed(list(self._spine(first))):  # nested to the right alone
+        for part in reversed(list(self._spine(first))):  # nested only to the right
             second = self._number(Expression(Operator.CONCATENATION, (part, second)))
         return second
 
@@ -176,7 +177,7 @@ class Languages:
     # Questions.
 
     def nullable(self, number: int) -> bool:
-        """Return True if a language has the empty string."""
+        """Return True if a language contains the empty string."""
         found = self._nullable.get(number)
         if found is None:
             kind, parts, _, least, _ = self._nodes[number]
@@ -197,7 +198,7 @@ class Languages:
         return found
 
     def derivative(self, number: int, character: int) -> int:
-        """Return the language of what may follow a character at the start of a language's strings."""
+        """Return the language of the continuations after a character at the start of a language's strings."""
         found = self._derived.get((number, character))
         if found is None:
             found = self._derived[number, character] = self._derive(number, character)
@@ -238,8 +239,8 @@ class Languages:
     # From expressions, and back.
 
     def of_pattern(self, pattern: str) -> int:
-        """Return the language of the strings in which an expression of JSON Schema is found. PatternError if that
-        cannot be told, UnreadableError if it is not read here."""
+        """Return the language of the strings that an expression of JSON Schema matches somewhere. PatternError if it
+        cannot be determined, UnreadableError if the expression is unreadable here."""
         try:
             syntax = PatternReader(pattern).whole()
             at_begin = self._language(syntax, self.all, Place.BEGIN)
@@ -265,7 +266,7 @@ class Languages:
             raise PatternTooLargeError("nests too deep") from None
 
     def _language(self, syntax: Syntax, rest: int, place: Place) -> int:
-        """Return the language of strings that match from a place on, with `rest` behind the match."""
+        """Return the language of strings that match from a place on, with `rest` after the match."""
         if not asserts(syntax):
             return self.concatenation(self._plain(syntax), rest)
         match syntax:
@@ -292,11 +293,11 @@ class Languages:
         raise AssertionError(syntax)
 
     def _repeated(self, syntax: Quantified, rest: int, place: Place) -> int:
-        """The same for a repetition with assertions in it."""
+        """The same for a repetition that contains assertions."""
         part, least, most = syntax.part, syntax.least, syntax.most
         match part:
             case Concatenation((LookAhead(excluded, True), CharacterClass(ranges))) if most is None and least == 0:
-                if rest == self.empty_string:  # nowhere in the string begins what is excluded
+                if rest == self.empty_string:  # the excluded part begins nowhere in the string
                     found = self._language(excluded, self.all, Place.LATER)
                     if place is not Place.LATER and found != self._language(excluded, self.all, Place.BEGIN):
                         raise PatternError("repeats a ^")
@@ -343,7 +344,7 @@ class Languages:
         one by one (Brzozowski and McCluskey, 1963)."""
         states, edges = [number], dict[tuple[int, int], int]()
         classes = self._classes(number)
-        for state in states:  # grows meanwhile
+        for state in states:  # the list grows during the loop
             reached: dict[int, list[tuple[int, int]]] = {}
             for ranges in classes:
                 reached.setdefault(self.derivative(state, ranges[0][0]), []).extend(ranges)
@@ -390,7 +391,7 @@ class Languages:
         return list(map(union, alike.values()))
 
     def _spelt(self, number: int, known: dict[int, str]) -> str:
-        """Return a language without intersections and complements in Rust's syntax."""
+        """Return, in Rust's syntax, a language without intersections and complements."""
         if number not in known:
             kind, parts, ranges, least, most = self._nodes[number]
             match kind:
@@ -415,7 +416,7 @@ class Languages:
 
 
 def _after(syntax: Syntax, place: Place) -> Place:
-    """Return the place behind a match."""
+    """Return the place after a match."""
     if place is Place.LATER:
         return place
     least, most = width(syntax)

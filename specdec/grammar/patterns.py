@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from enum import Enum
 
 Ranges = tuple[tuple[int, int], ...]
-"""A set of characters: ranges of code points, ascending, neither overlapping nor adjacent."""
+"""A set of characters: ascending ranges of code points, neither overlapping nor adjacent."""
 
 MAX_GROUPS = 50
-"""Most nested groups."""
+"""Maximum nesting of groups."""
 
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 
 
 class PatternError(ValueError):
-    """An expression has no equivalent that llguidance takes; the message says why."""
+    """An expression has no equivalent that llguidance supports; the message gives the reason."""
 
 
 class PatternTooLargeError(PatternError):
-    """An expression is too large to be rewritten."""
+    """An expression is too large to rewrite."""
 
 
 class UnreadableError(ValueError):
-    """An expression is not read here: it is not ECMA-262's, or uses classes of Unicode."""
+    """An expression is unreadable here: it is not ECMA-262's, or uses classes of Unicode."""
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -67,7 +67,7 @@ CLASSES = {"d": DIGIT, "w": WORD, "s": SPACE} | {
 CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 
 
-# What an expression says, before it is read as a language.
+# The syntax of an expression, before it is read as a language.
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class PatternReader:
         self._depth = 0
 
     def whole(self) -> Syntax:
-        """Return what the expression says. UnreadableError if it is not read here, PatternError for what no grammar can
-        follow."""
+        """Return the syntax of the expression. UnreadableError if it is unreadable here, PatternError for parts that no
+        grammar can follow."""
         found = self._choice()
         if self._at < len(self._text):
             raise UnreadableError("has a closing parenthesis too many")
@@ -239,7 +239,7 @@ class PatternReader:
 
 
 def _times(found: re.Match[str]) -> tuple[int, int | None]:
-    """Return the least and the most repetitions of a quantifier. A lazy one allows the same strings."""
+    """Return the minimum and maximum repetitions of a quantifier. A lazy one allows the same strings."""
     sign, least, comma, most = found.groups()
     if sign:
         return {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
@@ -251,7 +251,7 @@ def _times(found: re.Match[str]) -> tuple[int, int | None]:
 
 
 def asserts(syntax: Syntax) -> bool:
-    """Return True if an expression has an anchor or look-ahead in it."""
+    """Return True if an expression contains an anchor or look-ahead."""
     match syntax:
         case CharacterClass():
             return False
@@ -263,7 +263,7 @@ def asserts(syntax: Syntax) -> bool:
 
 
 def width(syntax: Syntax) -> tuple[int, int]:
-    """Return 0 or 1 for the shortest and for the longest match: whether it has a character."""
+    """Return the shortest and the longest match as 0 or 1: whether it has a character."""
     match syntax:
         case CharacterClass():
             return 1, 1
@@ -297,7 +297,7 @@ def spelt(ranges: Ranges) -> str:
     members = "".join(
         _spelt_character(low) + ("" if low == high else f"-{_spelt_character(high)}") for low, high in valid
     )
-    if not members:  # surrogates at most, which no text has
+    if not members:  # nothing but surrogates, which no text has
         return "(?s:.)" if negated else "[^\\x00-\\U0010ffff]"
     return f"[{'^' if negated else ''}{members}]"
 

@@ -1,8 +1,8 @@
-"""Stack sizes of the threads that process grammars, and thread pools with such stacks.
+"""Stack sizes of threads that process grammars, and thread pools with such stacks.
 
 llguidance walks rules and definitions recursively. A stack overflow there ends the process with SIGSEGV, which cannot
-be caught. So a grammar is tried on a stack smaller than that of any service thread: a grammar passing the trial cannot
-crash a service this way. Stacks are virtual memory until they are used.
+be caught. So a grammar is tried on a stack smaller than any service thread's: a grammar that passes the trial cannot
+crash a service in this way. Stacks are virtual memory until they are used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 
 TRIAL_STACK_BYTES = 2 << 20
 """Stack of the trial thread: enough for a chain of 630 Lark rules, or of 220 nested definitions of JSON objects (3.3
-and 9.2 kB a level, as measured with llguidance 1.9)."""
+and 9.2 kB per level, as measured with llguidance 1.9)."""
 
 SERVICE_STACK_BYTES = 16 << 20
 """Stack of every service thread that compiles, follows or frees a grammar. The margin of eight covers differences
@@ -32,8 +32,8 @@ _lock = threading.Lock()
 
 @contextmanager
 def stack_of(size: int) -> Iterator[None]:
-    """Give threads started inside this context a stack of this size. Python's setting is global: threads started by
-    other threads meanwhile get the same stack."""
+    """Give threads started inside this context a stack of this size. Python's setting is global, so threads that other
+    threads start meanwhile get the same stack."""
     with _lock:
         before = threading.stack_size(size)
         try:

@@ -1,4 +1,4 @@
-"""The state of a text in its grammar: which tokens may follow the text, or candidates below it."""
+"""The state of a text in its grammar: the tokens that may follow the text, or candidates below it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 REFUEL = 16
-"""Tokens consumed between two masks: the library bounds its lexer's work since the last mask was computed."""
+"""Tokens consumed between two masks, because the library bounds its lexer's work since the last computed mask."""
 
 
 class TextGrammar:
     """The state of one text in its grammar. Used by one thread.
 
-    A pure function of the text while the library's limits are not reached: queries about candidates do not change it.
+    It is a pure function of the text until the library's limits are reached: queries about candidates do not change it.
 
-    One of the library's matchers stands at the end of the committed text. A copy of it moves along the token tree: down
-    by consuming the tokens of a path, up by rollback. Depth-first queries therefore cost one token each.
+    One of the library's matchers is at the end of the committed text. A copy of it moves along the token tree: down by
+    consuming the tokens of a path, up by rollback. So depth-first queries cost one token each.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class TextGrammar:
         vocabulary: int,
         on_limit: Callable[[], None] = lambda: None,
     ) -> None:
-        """`matcher` stands at the start of the grammar; `grammar` defines where in the text that is. `on_limit` is
-        called when one of the library's limits is reached."""
+        """`matcher` is at the start of the grammar; `grammar` defines where in the text that is. `on_limit` is called
+        when one of the library's limits is reached."""
         self._on_limit = on_limit
         self.error: GrammarError | None = None
         """Why the grammar is no longer followed: it is too complex, or the text has left it."""
         self._matcher = matcher
         self._awaited = grammar.after_token  # the grammar starts after this token; None: it has started
-        self._opening = grammar.opening_token  # only a text beginning with it is free until then; None: any text is
+        self._opening = grammar.opening_token  # only a text that begins with it is free until then; None: any text
         self._end_tokens = end_tokens
         self._vocabulary = vocabulary
         self._ends = np.array(sorted(end_tokens), dtype=np.int64)
@@ -76,14 +76,14 @@ class TextGrammar:
 
     def allowed(self, path: Sequence[int]) -> TokenMask | None:
         """Return the tokens that may follow the committed text and a path of candidates; None if the path itself is
-        ruled out. GrammarError if the grammar is too complex to tell."""
+        excluded. GrammarError if the grammar is too complex to decide."""
         key = tuple(path)
         if key not in self._masks:
             self._masks[key] = self._mask(path)
         return self._masks[key]
 
     def hint(self, path: Sequence[int]) -> TokenMask | None:
-        """Return the same as `allowed`, for proposers; None also if the grammar is too complex to tell."""
+        """Return the result of `allowed`, for proposers; None also if the grammar is too complex to decide."""
         try:
             return self.allowed(path)
         except GrammarError:
@@ -91,7 +91,7 @@ class TextGrammar:
 
     def permits(self, path: Sequence[int], token: int) -> bool:
         """Return True if a token may follow the committed text and a path of candidates, or if the grammar is too
-        complex to tell."""
+        complex to decide."""
         below = self._constrained(path)
         if below is None:
             return token not in self._end_tokens
@@ -109,9 +109,9 @@ class TextGrammar:
         return permitted
 
     def forced(self) -> list[int]:
-        """Return the tokens forced by the grammar after the committed text, in the tokenizer's own spelling; at the end
-        of the grammar the end token, if there is only one. They are only candidates: the bytes are forced, but a model
-        may tokenize them differently."""
+        """Return the tokens that the grammar forces after the committed text, in the tokenizer's own spelling. At the
+        end of the grammar, return the end token if there is only one. The tokens are only candidates: the bytes are
+        forced, but a model may tokenize them differently."""
         if self._forced is None:
             try:
                 self._forced = self._find_forced()
@@ -148,14 +148,14 @@ class TextGrammar:
         return mask
 
     def _constrained(self, path: Sequence[int]) -> Sequence[int] | None:
-        """Return the part of a path subject to the grammar; None if the grammar has not started at its end."""
+        """Return the part of a path that is subject to the grammar; None if the grammar has not started at its end."""
         if self._awaited is None or (self._opening is not None and (not path or path[0] != self._opening)):
             return path
         return path[path.index(self._awaited) + 1 :] if self._awaited in path else None
 
     def _reach(self, path: Sequence[int]) -> bool:
         """Move the copy to the end of a path below the committed text; False if the path leaves the grammar.
-        GrammarError if the grammar is too complex to tell."""
+        GrammarError if the grammar is too complex to decide."""
         common = 0
         while common < min(len(path), len(self._ahead)) and path[common] == self._ahead[common]:
             common += 1
@@ -182,7 +182,7 @@ class TextGrammar:
             raise error
 
     def _follow(self, tokens: Sequence[int]) -> int:
-        """Advance along the committed text; return how many tokens fit."""
+        """Advance along the committed text; return how many tokens match."""
         taken = 0
         while taken < len(tokens):
             piece = list(tokens[taken : taken + REFUEL])
@@ -195,7 +195,7 @@ class TextGrammar:
         return taken
 
     def _too_complex(self, matcher: LLMatcher) -> GrammarError:
-        """Return the error for a grammar exceeding the work limits, with the library's message."""
+        """Return the error for a grammar that exceeds the work limits, with the library's message."""
         self._on_limit()
         (told, *_) = matcher.get_error().splitlines() or [""]
         return GrammarTooComplexError(f"the grammar is too complex for this text: {told[:MAX_PROBLEM_CHARACTERS]}")

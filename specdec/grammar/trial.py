@@ -1,9 +1,9 @@
 """`python -m specdec.grammar.trial MODEL SECONDS`: tries grammars as a service would use them, and reports their
 problems and sizes.
 
-Each line of stdin is a question in JSON, each line of stdout the answer (`TrialAnswer`); a first line reports that the
-process is ready. Its limits are tighter than a service's: stack, memory and CPU time. A grammar exceeding them ends the
-process.
+Each line of stdin is a question in JSON, and each line of stdout its answer (`TrialAnswer`); a first line reports that
+the process is ready. The limits on stack, memory and CPU time are tighter than a service's. A grammar that exceeds them
+ends the process.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from specdec.grammar.stacks import TRIAL_STACK_BYTES, stack_of
 from specdec.grammar.text_grammar import TextGrammar
 
 MEMORY_BYTES = 256 << 20
-"""Address space available to a grammar, beyond that of the process when ready."""
+"""Address space available to a grammar, in addition to that of the ready process."""
 
 WORN_BYTES = 64 << 20
-"""Growth of the resident memory since the process was ready from which it counts as worn. A worn one is replaced."""
+"""Growth of resident memory, since the process was ready, at which it counts as worn. A worn process is replaced."""
 
 WALK_TOKENS = 8
-"""Tokens of the random text followed in a trial, with all of a service's queries at each."""
+"""Tokens of the random text that a trial follows, with all of a service's queries at each."""
 
 FOLLOWED_CLOSELY = 64
-"""Tokens at the end of a text followed one by one: a crashed service was there. Earlier tokens are followed as in a
-resumed text."""
+"""Tokens at the end of a text that are followed one by one, because a crashed service was there. Earlier tokens are
+followed as in a resumed text."""
 
 TOKEN_SECONDS = 0.02
-"""CPU seconds per token of a text followed again: the library's work limits end far below."""
+"""CPU seconds per token of a text that is followed again; the library's work limits end far below."""
 
 
 class TrialAnswer(TypedDict):
     """The answer to one grammar."""
 
     problem: str
-    """The problem with it; empty if there is none."""
+    """The grammar's problem; empty if there is none."""
     bytes: int
     """Its compiled size in bytes, before its lexer grows."""
     worn: bool
@@ -71,7 +71,7 @@ def answer_of(question: dict[str, Any], compiler: GrammarCompiler) -> TrialAnswe
             free = Grammar(grammar.kind, grammar.source)  # from the beginning
             walk(compiler.compile(free).begin([], ends))
         except GrammarError:
-            pass  # the text's problem, not the grammar's
+            pass  # a problem of the text, not of the grammar
         size = max(0, allocated_bytes() - before)
         del compiled
     except GrammarError as error:
@@ -82,7 +82,7 @@ def answer_of(question: dict[str, Any], compiler: GrammarCompiler) -> TrialAnswe
 
 
 def follow(text: TextGrammar, tokens: Sequence[int]) -> None:
-    """Follow a text by its tokens, near its end with all of a service's queries at each place."""
+    """Follow a text by its tokens; near its end, with all of a service's queries at each place."""
     text.commit(tokens[:-FOLLOWED_CLOSELY])
     for token in tokens[-FOLLOWED_CLOSELY:]:
         text.forced()
@@ -94,8 +94,8 @@ def follow(text: TextGrammar, tokens: Sequence[int]) -> None:
 
 
 def walk(text: TextGrammar) -> None:
-    """Follow a random matching text, with all of a service's queries at each place: its mask, those of candidates below
-    it, and forced tokens."""
+    """Follow a random matching text, with all of a service's queries at each place: its mask, the masks of candidates
+    below it, and forced tokens."""
     chance = random.Random(0)
     for _ in range(WALK_TOKENS):
         text.forced()
@@ -111,12 +111,12 @@ def walk(text: TextGrammar) -> None:
 
 
 def main(model: Path, seconds: float) -> None:
-    """Answer until stdin is closed; `seconds` is the CPU time allowed per grammar."""
+    """Answer questions until stdin is closed; `seconds` is the CPU time allowed per grammar."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the service, which ends this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     set_memory_policy()  # a single arena, so that mallinfo2 covers all threads
     compiler = GrammarCompiler.of(ModelDirectory(model))
-    compiler.compile(Grammar(Kind.REGEX, ("ready",)))  # the first one takes the longest
+    compiler.compile(Grammar(Kind.REGEX, ("ready",)))  # the first compilation takes the longest
     compiler.forget()
     with stack_of(TRIAL_STACK_BYTES):
         answering = threading.Thread(target=_answer, args=(compiler, seconds), name="trials")

@@ -1,9 +1,9 @@
 """Upper bounds for compiled grammars: the number of lexer states, and their memory.
 
-The lexer grows while texts follow it, by a state for each new path through the source. All texts of an owner with the
-same grammar share it. The library does not report its size, so a grammar is charged up front for its maximum number of
-states. That maximum is set from its source: a lexer with counters needs as many states as it counts to, others need
-few.
+The lexer grows while texts follow it, by one state for each new path through the source. All texts of an owner with the
+same grammar share it. The library does not report its size, so a grammar is charged in advance for its maximum number
+of states, which is derived from its source: a lexer with counters needs as many states as it counts to; other lexers
+need few.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ MIN_STATES = 2048
 """States allowed to any lexer. The random schemas of `test_a_thousand_schemas` need fewer than 500."""
 
 BYTES_A_STATE = 4
-"""Bytes of a schema or Lark source per state: most of it is names and structure. A regular expression or a choice has
-one state per byte."""
+"""Bytes of a schema or Lark source per state: most of the source is names and structure. A regular expression or a
+choice has one state per byte."""
 
 STATES_A_COUNT = 4
-"""States per unit counted: a string of at most n characters takes three for each character."""
+"""States per unit counted: a string of at most n characters takes three per character."""
 
 MAX_STATES = 50_000
 
 STATE_BYTES = 2048
-"""Upper bound for the memory of a state, including its expressions. As measured: classes of Unicode characters take
-1,700, `multipleOf` 1,150, bounded strings 400."""
+"""Upper bound for the memory of a state, including its expressions. Measured: classes of Unicode characters take 1,700,
+`multipleOf` 1,150, bounded strings 400."""
 
 _COUNTED = ("maxLength", "minLength", "maxItems", "minItems", "maxProperties", "minProperties", "multipleOf")
-"""Keywords of JSON Schema with values a lexer may have to count to."""
+"""Keywords of JSON Schema whose values a lexer may have to count to."""
 
 _REPETITION = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 """A repetition in a regular expression: {n}, {n,} or {n,m}."""
@@ -58,7 +58,7 @@ def growth_bytes(grammar: Grammar) -> int:
 
 
 def _counted(grammar: Grammar) -> int:
-    """Return the sum of all numbers a grammar's source counts to."""
+    """Return the sum of all numbers that a grammar's source counts to."""
     (source, *_) = grammar.source
     match grammar.kind:
         case Kind.CHOICE:
@@ -84,7 +84,7 @@ def _counted_in(schema: Any) -> int:
                 ahead += found.values()
                 for key in _COUNTED:
                     if (value := found.get(key)) is not None:
-                        digits = re.sub(r"\D", "", repr(value))  # 1.25 becomes 125: its automaton counts to that
+                        digits = re.sub(r"\D", "", repr(value))  # 1.25 becomes 125, which its automaton counts to
                         total += _count(digits or "0") if isinstance(value, int | float) else MAX_STATES
                 pattern = found.get("pattern")
                 total += _repetitions(pattern) if isinstance(pattern, str) else 0

@@ -1,4 +1,4 @@
-"""A service as a child process. It ends when its stdin closes, so none outlives the parent, however that dies."""
+"""A service as a child process. It ends when its stdin closes, so it never outlives the parent, however that dies."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Child:
 
     def ready_at(self, phase_begins: Callable[[str], None] = lambda name: None) -> str | None:
         """Return the address from the service's `ready` line; None if there is no new one since the last call.
-        `phase_begins` is called with the names of its start phases."""
+        `phase_begins` is called with the names of the start's phases."""
         with contextlib.suppress(queue.Empty):
             while (line := self.lines.get_nowait()) is not None:
                 what, _, name = line.strip().partition(" ")
@@ -84,14 +84,14 @@ class Child:
 
     @property
     def told_why(self) -> bool:
-        """True if the process exited with an error: then its stderr has the reason."""
+        """True if the process exited with an error, whose reason is on its stderr."""
         return (self.process.poll() or 0) > 0
 
 
 def stop(
     children: Collection[Child], drain_seconds: float = DRAIN_SECONDS, forced: Callable[[], bool] = lambda: False
 ) -> None:
-    """Stop all services at the same time. Each drains running requests for `drain_seconds` at most; one that is still
+    """Stop all services at the same time. Each drains running requests for at most `drain_seconds`. A service that is
     alive END_SECONDS later, or when `forced` returns True, is killed."""
     alive = [child for child in children if child.process.poll() is None]
     for child in alive:

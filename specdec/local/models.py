@@ -21,8 +21,8 @@ class ModelPaths(NamedTuple):
     def chosen(
         cls, target: Path | None = None, draft: str | None = None, local_draft: Path | None = None
     ) -> ModelPaths:
-        """Return the models to serve; LocalError if the demo pair is needed and missing. `draft` may be "none", the
-        default if `target` or `local_draft` is given, since the demo's draft fits only the demo's target."""
+        """Return the models to serve; LocalError if the demo pair is needed and missing. `draft` may be "none". That is
+        the default if `target` or `local_draft` is given, since the demo's draft fits only the demo's target."""
         if target is None and not (DEMO / "target" / "config.json").is_file():
             raise LocalError("this installation has no demo pair: give --target, such as demo/target in a checkout")
         default = None if target or local_draft else DEMO / "draft"

@@ -1,7 +1,7 @@
 """Starts all three services as local processes, and stops them.
 
-The target uses all CPU cores, but leaves one to its draft while the draft works: with a thread on every core, all
-threads would wait at every layer for the one sharing its core with the draft
+The target uses all CPU cores, but leaves one to its draft while the draft works. With a thread on every core, all
+threads would wait at every layer for the one that shares its core with the draft
 (docs/decisions/2026-11-21-cores-and-messages.md).
 """
 
@@ -27,11 +27,11 @@ from specdec.local.child import DRAIN_SECONDS, Child, LocalError, stop
 from specdec.local.models import ModelPaths
 
 START_SECONDS = 1800.0
-"""Start-up timeout of all services in seconds: for large weights on slow disks."""
+"""Start-up timeout of all services in seconds, long enough for large weights on slow disks."""
 
 MIN_FAILOVER_SECONDS = 30.0
-"""Minimum seconds that requests wait for a verifier. They wait for twice the time of its first start if that is longer:
-the only verifier must be restarted and load its model."""
+"""Minimum seconds that requests wait for a verifier. They wait for twice the duration of its first start if that is
+longer, because the only verifier must restart and load its model."""
 
 PROGRAMS = {
     "verifier": ("verifier_service",),
@@ -77,21 +77,21 @@ class Stack:
         not start; a draft that cannot be exported is left out instead. `ModelPaths.chosen` selects the models; `dtype`
         and `device` are the target's.
 
-        With `openai_options`, OpenAI's HTTP API is served as well. All services but the orchestrator take free ports
+        With `openai_options`, OpenAI's HTTP API is served as well. All services but the orchestrator use free ports
         unless their options set one. `drain_seconds` bounds the drain, and `forced` cuts it short once it returns True.
-        `say` gets a line for the user when a service starts and when it is ready. `programs` are the modules to run by
-        role; `route` maps a service's address to the one given to the orchestrator. With these two, benchmarks run
-        variants of a service, or put a proxy in between.
+        `say` receives a line for the user when a service starts and when it is ready. `programs` are the modules to run
+        by role; `route` maps a service's address to the one given to the orchestrator. Benchmarks use these two to run
+        variants of a service, or to insert a proxy.
         """
         models = ModelPaths.chosen(target, draft, local_draft)
         children: dict[str, Child] = {}
         addresses: dict[str, str] = {}
         begin = time.monotonic()
-        phases: dict[str, str] = {}  # the last one of each role
+        phases: dict[str, str] = {}  # latest phase by role
 
         def spawn(role: str, model: Path | None, *options: str) -> None:
             say(f"{role} starts" if model is None else f"{role} starts: {model}")
-            # The last one wins if an option is given twice.
+            # If an option is given twice, the last one wins.
             common = ("--port", "0", "--log-level", log_level, "--stop-with-stdin")
             draining = ("--drain-seconds", f"{DRAIN_SECONDS:g}")
             served = () if model is None else ("--model", str(model))
@@ -151,8 +151,8 @@ class Stack:
 
 
 def _target_tokenizer(draft: Path, target: Path) -> tuple[str, ...]:
-    """Return the option of a draft whose tokenizer is not its target's. A directory that cannot be read has none: its
-    service tells why."""
+    """Return the option of a draft whose tokenizer differs from its target's; none if a directory cannot be read, since
+    its service reports why."""
     with contextlib.suppress(ModelDirectoryError, UnsupportedModelError, OSError):
         if open_model(draft).tokenizer_fingerprint != open_model(target).tokenizer_fingerprint:
             return "--target-tokenizer", str(target)
@@ -172,7 +172,7 @@ def _memory_of(wanted: Wanted) -> str:
 
 
 def _threads(device: str, *, drafted: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the thread options of target and draft that divide the cores; a target on a GPU leaves all cores to its
+    """Return the thread options of target and draft, which divide the cores. A target on a GPU leaves all cores to its
     draft."""
     if device != "cpu":
         return (), ()

@@ -42,10 +42,10 @@ class _Life:
 
 
 class Upkeep:
-    """Restarts the services of a stack. `say` gets a line for the user about each death and each return.
+    """Restarts the services of a stack. `say` receives a line for the user about each death and each return.
 
-    A service killed for memory is restarted only if it sizes its KV cache by the memory free at its start: with a size
-    that was given, it would be killed again. `memory_kills` counts the processes killed for memory on this machine.
+    A service killed for memory is restarted only if it sizes its KV cache by the memory free at its start; with a fixed
+    size, it would be killed again. `memory_kills` counts the processes killed for memory on this machine.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Upkeep:
 
 def _kv_tokens_given(child: Child) -> str | None:
     """Return the option or environment variable that sets the size of a service's KV cache, with its value; None if
-    neither does."""
+    neither is set."""
     option, variable = "--kv-tokens", f"SPECDEC_{child.name.upper()}_KV_TOKENS"
     if option in child.command[:-1]:
         last = len(child.command) - 1 - child.command[::-1].index(option)

@@ -1,6 +1,6 @@
 """Answers in OpenAI's format, for chats and completions, complete or streamed.
 
-Results without a field in OpenAI's API are in the field `specdec` of each choice: the resolved request and the
+Results that OpenAI's API has no field for are in the field `specdec` of each choice: the resolved request and the
 speculation statistics.
 """
 
@@ -36,8 +36,8 @@ class Frame:
     ignored: Sequence[str] = ()  # fields of the request
 
     def whole(self, choices: Sequence[Choice], others: Mapping[str, str] = MappingProxyType({})) -> bytes:
-        """Return the complete answer as JSON, with `others`, fields already encoded; all choices must have ended. Token
-        ids of the prompt are a chat's, but a completion's choices have their own."""
+        """Return the complete answer as JSON, with the already encoded fields `others`; all choices must have ended. A
+        chat's answer has the prompt's token ids itself; for completions, each choice has its own."""
         kind = "chat.completion" if self.chat else "text_completion"
         told = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
         told |= self.told_ignored
@@ -78,11 +78,11 @@ class Choice:
         stop_tokens: Collection[int] = (),
         tells_end: bool = True,
     ) -> None:
-        """`first_sample`: the first sample of its prompt, with which the prompt's tokens are counted. `reasoning`:
-        include the reasoning, if any. `calls`: collects tool calls; None if the text has none. `prompt`: the prompt, if
-        a completion's choice shows anything of it. `chunks`: include the tokens of each chunk; `token_ids`: include
-        token ids. `stop_tokens`: the request's own end tokens. `tells_end`: log-probabilities cover the token that ends
-        the text."""
+        """`first_sample`: it is the first sample of its prompt, and counts the prompt's tokens. `reasoning`: include
+        the reasoning, if any. `calls`: collects tool calls; None if the text has none. `prompt`: the prompt, if a
+        completion's choice shows any part of it. `chunks`: include the tokens of each chunk; `token_ids`: include token
+        ids. `stop_tokens`: the request's own end tokens. `tells_end`: log-probabilities cover the token that ends the
+        text."""
         self._calls = calls
         self.index = index
         self.first_sample = first_sample
@@ -116,7 +116,7 @@ class Choice:
         return self._finish
 
     def opening(self) -> Json:
-        """Return the first stream event of a chat's sample, which has the role only."""
+        """Return the first stream event of a chat's sample, which contains only the role."""
         delta = {"role": "assistant", "content": ""}
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -176,11 +176,11 @@ class Choice:
         return json_object(told, parts)
 
     def _said(self, chunk: Chunk) -> tuple[str, list[Json]]:
-        """Return a chunk's text without tool calls, and the calls completed by it."""
+        """Return a chunk's text without tool calls, and the calls that it completes."""
         return (chunk.text, []) if self._calls is None else self._calls.split(chunk)
 
     def _thought(self, chunk: Chunk) -> str:
-        """Return a chunk's reasoning, "" if it is not wanted."""
+        """Return a chunk's reasoning; "" if the request excludes it."""
         return chunk.reasoning if self._wants_reasoning else ""
 
     def _message(self, text: str) -> Json:
@@ -193,7 +193,7 @@ class Choice:
         return {"role": "assistant", "content": None if silent else text, **others}
 
     def _end(self, finish: Finish) -> Json:
-        """Return the finish fields. `stop_reason` is vLLM's: the stop string, or the token of the request, that ended
+        """Return the finish fields. `stop_reason` is vLLM's: the stop string, or the request's stop token, that ended
         the text."""
         reason = REASONS.get(finish.reason, "stop")
         if reason == "stop" and self._calls is not None and self._calls.made:
@@ -202,7 +202,7 @@ class Choice:
         return {"finish_reason": reason, "stop_reason": finish.stop or token}
 
     def _chunk(self, chunk: Chunk) -> Json:
-        """Return the tokens of a chunk and who proposed them; times in seconds. Unwanted reasoning has no texts."""
+        """Return the tokens of a chunk with their sources; times in seconds. Excluded reasoning has no texts."""
         hidden = 0 if self._wants_reasoning else chunk.reasoning_tokens
         told: Json = {
             "tokens": chunk.tokens,
@@ -230,8 +230,7 @@ class Choice:
         return told
 
     def _note(self, chunk: Chunk, seed: int | None) -> Json:
-        """Record a chunk's token counts, its last token and its finish, if it has one; return its part of the field
-        `specdec`."""
+        """Record a chunk's token counts, last token and finish, if any; return its part of the field `specdec`."""
         own: Json = {}
         self._completion_tokens += len(chunk.tokens)
         self._last_token = chunk.tokens[-1] if chunk.tokens else self._last_token
@@ -258,19 +257,19 @@ class Calls:
     def __init__(
         self, tool_format: ToolFormat, name: str, schemas: Schemas = MappingProxyType({}), *, forced: bool = False
     ) -> None:
-        """`name` is unique to the sample and seeds the ids of calls. `schemas` are the functions' argument schemas.
-        `forced`: the text is calls alone."""
+        """`name` is unique to the sample; call ids are derived from it. `schemas` are the functions' argument schemas.
+        `forced`: the text consists of calls only."""
         self.made: list[Json] = []
         self._reader = ToolCallReader(tool_format, schemas, only_calls=forced)
         self._name = name
 
     def split(self, chunk: Chunk) -> tuple[str, list[Json]]:
-        """Return a chunk's text without tool calls, and the calls completed by it."""
+        """Return a chunk's text without tool calls, and the calls that it completes."""
         found = list(self.items(chunk))
         return "".join(item for item in found if isinstance(item, str)), [i for i in found if not isinstance(i, str)]
 
     def items(self, chunk: Chunk) -> Iterator[str | Json]:
-        """Yield a chunk's text, and the calls completed by it, in their order."""
+        """Yield a chunk's text and the calls that it completes, in order."""
         yield from map(self._item, self._reader.push(chunk.text))
         if chunk.finish is not None:
             cut = REASONS.get(chunk.finish.reason) == "length"
@@ -289,7 +288,7 @@ class Calls:
 
 
 def usage_of(choices: Sequence[Choice]) -> Json:
-    """Return the token counts of finished choices. A prompt counts once, however many samples it has."""
+    """Return the token counts of finished choices. A prompt counts once, regardless of its number of samples."""
     prompts = [choice.finish for choice in choices if choice.first_sample]
     prompt = sum(finish.prompt_tokens for finish in prompts)
     completion = sum(choice.finish.completion_tokens for choice in choices)
@@ -303,13 +302,13 @@ def usage_of(choices: Sequence[Choice]) -> Json:
 
 
 def fingerprint(finishes: Iterable[Finish]) -> str:
-    """Return a hash of the numerics: equal hashes and equal seeds mean equal tokens."""
+    """Return a hash of the numerics: equal hashes and seeds mean equal tokens."""
     numerics = sorted({finish.numerics for finish in finishes})
     return f"fp_{hashlib.sha256(' '.join(numerics).encode()).hexdigest()[:16]}"
 
 
 def statistics(finish: Finish) -> Json:
-    """Return this project's own statistics of a finished sample."""
+    """Return specdec's own statistics of a finished sample."""
     check = finish.schema_check
     return {
         **asdict(finish.speculation),

@@ -22,11 +22,11 @@ ERRORS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""HTTP statuses to the names of errors; others are of the server itself."""
+"""HTTP statuses to error names; other statuses are server errors."""
 
 
 SIGNATURE = "specdec"
-"""The signature of thoughts: clients drop those without one. It proves nothing."""
+"""The signature of thoughts: clients drop thoughts without one. It proves nothing."""
 
 
 def error_body(error: ApiError, request_id: str) -> Json:
@@ -40,13 +40,13 @@ def error_body(error: ApiError, request_id: str) -> Json:
 
 
 class MessageAnswer:
-    """A message in the making. Each part of its sample makes events; the message has all blocks at the end."""
+    """A message under construction. Each part of its sample yields events; the finished message has all blocks."""
 
     def __init__(self, request: MessagesRequest, request_id: str) -> None:
         self._request = request
         self._request_id = request_id
         self._open: Json | None = None  # the block being written
-        self._text: list[str] = []  # of it
+        self._text: list[str] = []  # of that block
         self.whole: Json = {
             "id": f"msg_{request_id}",
             "type": "message",
@@ -66,7 +66,7 @@ class MessageAnswer:
     def add(self, part: Part) -> Iterator[Json]:
         """Yield the events of a part of the sample."""
         match part:
-            case BeginPart():  # how much of the prompt was cached is known at the end
+            case BeginPart():  # the number of cached prompt tokens is known only at the end
                 self.whole["usage"] = _usage(part.prompt_tokens, 0, 0)
                 yield {"type": "message_start", "message": self.whole}
             case ReasoningPart():
@@ -89,7 +89,7 @@ class MessageAnswer:
         return {"type": kind, "index": len(self.blocks) - 1, **fields}
 
     def _write(self, kind: str, text: str) -> Iterator[Json]:
-        """Write text to a block: the open one, or a new one."""
+        """Append text to the open block if it has this type, else to a new one."""
         if not text:
             return
         if self._open is None or self._open["type"] != kind:
@@ -101,7 +101,7 @@ class MessageAnswer:
         yield self._event("content_block_delta", delta={"type": f"{kind}_delta", kind: text})
 
     def _close(self) -> Iterator[Json]:
-        """End the open block, if there is one."""
+        """End the open block, if any."""
         if self._open is None:
             return
         block, self._open = self._open, None
@@ -116,7 +116,7 @@ class MessageAnswer:
         self.blocks.append(block)
         yield self._event("content_block_start", content_block=block)
         yield self._event("content_block_delta", delta={"type": "input_json_delta", "partial_json": call.arguments})
-        block["input"] = call.input or {}  # that of a call that was cut off is in the stream alone
+        block["input"] = call.input or {}  # a cut-off call's partial input is only in the stream
         yield self._event("content_block_stop")
 
     def _end(self, part: EndPart) -> Iterator[Json]:
@@ -143,7 +143,7 @@ def _usage_of(finish: Finish) -> Json:
 
 
 def _usage(prompt: int, completion: int, cached: int) -> Json:
-    """Return the counts of tokens; those of the prompt exclude cached ones."""
+    """Return the token counts; the prompt's count excludes cached tokens."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,

@@ -43,17 +43,17 @@ OWN_UNSUPPORTED: Mapping[str, Unsupported] = {
     "service_tier": Unsupported(("auto", "standard_only")),
     "speed": Unsupported(("standard",)),
 }
-"""Unsupported fields besides those of chats."""
+"""Unsupported fields, in addition to those of chats."""
 
 HINTS = {
     **dict.fromkeys(CHAT_SAME | CHAT_READ | RENAMED.keys(), "is a field of OpenAI's chats"),
     "stop": "is stop_sequences here",
     "response_format": "is output_config.format here",
 }
-"""Fields of chats that have another name here, or none."""
+"""Chat fields with another name here, or without a counterpart."""
 
 OF_A_TOOL = ("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples")
-"""Fields of a tool that are ignored, and named in the answer."""
+"""Fields of a tool that are ignored, and listed in the answer."""
 
 NAMES = {
     "stop": "stop_sequences",
@@ -62,10 +62,10 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice",
 }
-"""Names of fields of a chat, to their names here."""
+"""Chat field names to names in this API."""
 
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
-"""Ways to think. When a model does is decided by its template; its thoughts are left out if they are disabled."""
+"""Thinking modes. The chat template decides when a model thinks; "disabled" only leaves its thoughts out."""
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -80,7 +80,7 @@ class MessagesRequest:
 
 def parse_messages(fields: Mapping[str, Any], *, strict: bool = False, counts: bool = False) -> MessagesRequest:
     """Parse the fields of a body; ApiError if they are invalid or unsupported. With `strict`, unknown fields are
-    refused; `counts`: the tokens are only counted."""
+    refused; with `counts`, the request only counts tokens."""
     given = {name: value for name, value in fields.items() if value is not None}
     ignored = check_names(given, SAME | READ, hints=HINTS, without_effect=OWN_WITHOUT_EFFECT, others=OWN_UNSUPPORTED)
     if "max_tokens" not in given and not counts:
@@ -104,14 +104,14 @@ def parse_messages(fields: Mapping[str, Any], *, strict: bool = False, counts: b
 
 
 def parse_count(fields: Mapping[str, Any], *, strict: bool = False) -> tuple[TokenizeRequest, tuple[str, ...]]:
-    """Return the message of a request for a count of tokens, and the names of fields without effect."""
+    """Return the message of a request to count tokens, and the names of fields without effect."""
     parsed = parse_messages(fields, strict=strict, counts=True)
     message = parsed.chat.message(0)
     return TokenizeRequest(model=message.model, chat=message.chat), parsed.ignored
 
 
 def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[Json], list[str]]:
-    """Return the messages of a chat, and the name of each in the request. The names of ignored fields are appended to
+    """Return the messages of a chat, and for each its name in the request. Appends the names of ignored fields to
     `ignored`."""
     made: list[tuple[Json, str]] = []
     if (system := given.get("system")) is not None:
@@ -142,7 +142,7 @@ def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[J
 
 
 def _of_user(blocks: Sequence[object], place: str, ignored: list[str]) -> Iterator[Json]:
-    """Yield the results of calls, each a message of its own, and a message of the text."""
+    """Yield one message for each tool result, and one for the text."""
     texts = []
     for index, block in enumerate(blocks):
         name = f"{place}.content[{index}]"
@@ -168,11 +168,11 @@ def _of_assistant(blocks: Sequence[Any], place: str, ignored: list[str]) -> Json
             if not isinstance(block.get("thinking"), str):
                 raise refused(f"{name}.thinking", "must be text")
             reasoning += block["thinking"]
-        elif kind == "redacted_thinking":  # of another server: nobody else can read it
+        elif kind == "redacted_thinking":  # only the server that wrote it can read it
             ignored.append(name)
         elif kind == "tool_use":
             _check_fields(block, name, "id", "name", "input", "caller")
-            given = block.get("input") or {}  # text: that of a call that was cut short, as its stream had it
+            given = block.get("input") or {}  # a text if the call was cut off in its stream
             function = {
                 "name": block.get("name"),
                 "arguments": given if isinstance(given, str) else json.dumps(given),
@@ -185,7 +185,7 @@ def _of_assistant(blocks: Sequence[Any], place: str, ignored: list[str]) -> Json
 
 
 def _text(given: object, place: str, joint: str = "") -> str:
-    """Return the text of a field that may be a list of blocks."""
+    """Return the text of a field that is a text or a list of blocks."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
@@ -245,7 +245,7 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> Json:
 
 
 def _thinking(given: Mapping[str, Any], ignored: list[str]) -> Json:
-    """Return whether the answer includes the reasoning: unless it is disabled or omitted."""
+    """Return whether the answer includes the reasoning: yes, unless it is disabled or omitted."""
     thinking = given.get("thinking", {})
     if not isinstance(thinking, dict) or thinking.get("type", "enabled") not in list(THINKING):
         raise refused("thinking", f"must be an object of the type {', '.join(THINKING)}")

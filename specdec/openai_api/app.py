@@ -69,7 +69,7 @@ from specdec.wire.request_id import REQUEST_ID, is_request_id, new_request_id
 log = structlog.get_logger()
 
 KEY_HEADERS = ("x-api-key", "api-key")
-"""Headers in which other clients send the API key, Anthropic's and Azure's."""
+"""Headers in which Anthropic's and Azure's clients send the API key."""
 
 CARRIED = ("authorization", "traceparent", "tracestate")
 """Headers forwarded to orchestrators: the API key and the trace context."""
@@ -97,11 +97,11 @@ def make_app(
     strict: bool = False,
     metrics: Callable[[], bytes] | None = None,
 ) -> ASGIApp:
-    """Return the ASGI application. `serves` returns whether an orchestrator takes requests now; `most_requests` limits
-    the requests in progress; pages of `origins` may send requests from browsers. Without `store`, no responses are
-    stored. With `strict`, unknown fields are refused. `with_page` serves the page, `with_stats` the statistics of the
-    pods. `metrics` returns this server's metrics in Prometheus's text format, for admitted callers; None: they are not
-    served here."""
+    """Return the ASGI application. `serves` returns whether an orchestrator accepts requests now. `most_requests`
+    limits the requests in progress. Pages of `origins` may send requests from browsers. Without `store`, no responses
+    are stored. With `strict`, unknown fields are refused. `with_page` serves the page, `with_stats` the statistics of
+    the pods. `metrics` returns this server's metrics in Prometheus's text format, for admitted callers; None: they are
+    not served here."""
     started = int(time.time())
     admission = Middleware(_Admission, callers=Callers(gateway.check_key, most_requests))
 
@@ -230,7 +230,7 @@ class _Admission:
         network = network_of("" if request.client is None else request.client.host)
 
         async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 401:  # said by an orchestrator
+            if message["type"] == "http.response.start" and message["status"] == 401:  # from an orchestrator
                 self._callers.refused(str(authorization))
             await send(message)
 
@@ -239,8 +239,8 @@ class _Admission:
 
 
 class _Outermost:
-    """The outermost layer: assigns request ids, used in answers and logs; answers requests cut off at the end of a
-    drain; closes connections with unread bodies."""
+    """The outermost layer. It assigns request ids for answers and logs, answers requests cut off at the end of a drain,
+    and closes connections with unread bodies."""
 
     def __init__(self, app: Starlette) -> None:
         self._app = app
@@ -276,12 +276,12 @@ class _Outermost:
                 if not begun:
                     error = overloaded("the server is shutting down: use another one")
                     await _answered(Request(scope), error)(scope, body.receive, naming)
-            except Exception:  # already answered, if that was still possible
+            except Exception:  # already answered, where possible
                 log.exception("request_failed", path=scope["path"])
 
 
 def _caller(request: Request) -> Caller:
-    """Return the caller. Header values that gRPC metadata cannot carry are dropped: they cannot be a valid key or trace
+    """Return the caller. Header values that gRPC metadata cannot carry are dropped: they are no valid key or trace
     context."""
     headers = [(name, request.headers[name]) for name in CARRIED if name in request.headers]
     headers = [(name, bearer(value) if name == "authorization" else value) for name, value in headers]
@@ -293,14 +293,14 @@ def _caller(request: Request) -> Caller:
 
 
 def bearer(authorization: str) -> str:
-    """Return an `authorization` in the one spelling by which its caller is known: orchestrators accept any case of the
-    scheme, and white space around the key."""
+    """Return an `authorization` header in normal form, under which its caller is counted: orchestrators accept any case
+    of the scheme, and white space around the key."""
     scheme, _, key = authorization.partition(" ")
     return f"Bearer {key.strip()}" if scheme.lower() == "bearer" else authorization
 
 
 def _answered(request: Request, error: ApiError) -> JSONResponse:
-    """Return the answer to a failed request, in the format of its API."""
+    """Return the answer to a failed request, in the format of the request's API."""
     body = error.body
     if request.url.path.startswith(MESSAGES):
         body = error_body(error, request.scope[REQUEST_ID])
@@ -330,7 +330,7 @@ async def _answer_http_error(request: Request, error: HTTPException) -> JSONResp
 
 
 async def _answer_mistake(request: Request, __: Exception) -> JSONResponse:
-    """Answer an unexpected exception; Starlette re-raises it, and it is logged."""
+    """Answer an unexpected exception. Starlette re-raises it, so that it is logged."""
     return _answered(request, MISTAKE)
 
 

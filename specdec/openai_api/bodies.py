@@ -1,4 +1,4 @@
-"""Request bodies: limits on memory, per caller and in all, and on slow senders."""
+"""Request bodies: limits on their memory, per caller and in total, and on slow senders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_BODY_BYTES = 8 << 20
 """Maximum bytes of a request's body."""
 
 MAX_BODIES_BYTES = 64 << 20
-"""Maximum bytes of all bodies in flight."""
+"""Maximum total bytes of the bodies in flight."""
 
 MAX_RECEIVING = 128
 """Maximum number of one caller's bodies in flight."""
@@ -34,16 +34,16 @@ RATE_GRACE_SECONDS = 2.0
 """Seconds excluded from the average: a network may pause."""
 
 LINGER_SECONDS = 2.0
-"""Seconds for which an unwanted body is read. A connection closed before its caller has sent everything is reset, and
+"""Seconds for which an unwanted body is read. Closing a connection before its caller has sent everything resets it, and
 the caller may lose the answer."""
 
 LINGER_BYTES = 256 << 10
 LINGER_PAUSE_SECONDS = 0.1
-"""Bytes read at once, and the pause after them: reading costs the event loop 4 ms per MiB."""
+"""Bytes read at once, and the pause after them in seconds: reading costs the event loop 4 ms per MiB."""
 
 SMALL_BODY_BYTES = 64 << 10
 SMALL_BODY_SECONDS = 0.05
-"""Maximum size of an unwanted body that is read to its end, and how long to wait for it."""
+"""Maximum bytes of an unwanted body that is read to its end, and seconds to wait for it."""
 
 EVICTABLE = "specdec.evictable"
 """ASGI scope key for a refused request: its connection may be evicted."""
@@ -60,8 +60,8 @@ class Bodies:
         self._receiving: Counter[str] = Counter()  # bodies by caller
 
     async def read(self, request: Request, caller: str) -> bytes:
-        """Return the body. ApiError if it is too long, too slow or too complex, or if there is no room for it; a
-        declared length is checked before any of it is read."""
+        """Return the body. ApiError if it is too long, too slow or too complex, or if there is no room for it. A
+        declared length is checked before any byte is read."""
         declared = int(request.headers.get("content-length", 0))  # validated by h11
         _check_length(declared)
         loop = asyncio.get_running_loop()
@@ -89,8 +89,8 @@ class Bodies:
 
     @contextmanager
     def reserved(self, caller: str, size: int) -> Iterator[None]:
-        """Reserve bytes for what belongs to a body; ApiError if there is no room."""
-        if not size:  # others may have taken room since this caller's body came: nothing is asked for here
+        """Reserve bytes for data that belongs to a body; ApiError if there is no room."""
+        if not size:  # no bytes needed: never fail, even if room has run out since
             yield
             return
         self.take(caller, size)
@@ -118,9 +118,9 @@ class Bodies:
                     del counter[caller]
 
     def take(self, caller: str, size: int) -> None:
-        """Reserve bytes for a caller; ApiError if there is no room. Dynamic thresholds (Choudhury and Hahne 1998): a
-        caller may hold as much as it leaves free, so a single one gets half of the room, each of n callers 1 / (n + 1),
-        and another caller always finds some."""
+        """Reserve bytes for a caller; ApiError if there is no room. The thresholds are dynamic (Choudhury and Hahne
+        1998): a caller may hold as much as it leaves free. So a single caller gets half of the room, each of n callers
+        1 / (n + 1), and a further caller always finds some."""
         own = self._held[caller]
         # After the reservation the caller must hold no more than is left free.
         if own + size > self._free - size:
@@ -140,7 +140,7 @@ class _Reception:
         self.held = 0  # bytes
 
     def hold(self, size: int) -> None:
-        """Raise the reservation to `size` bytes in all."""
+        """Raise the reservation to a total of `size` bytes."""
         if size > self.held:
             self._bodies.take(self._caller, size - self.held)
             self.held = size

@@ -1,8 +1,8 @@
 """Callers: identifies them by headers alone, and limits their requests.
 
-Only orchestrators know the keys. An orchestrator's verdict on a key is cached for a while, so that a request with a
-wrong key costs no call and nothing that tenants share. A key revoked meanwhile is refused by the call itself, so a
-request that makes one does not wait for the key to be checked again.
+Only orchestrators know the keys. Their verdict on a key is cached for a while, so that a request with a wrong key costs
+no call and no resource that tenants share. The call itself refuses a key revoked in the meantime, so a request that
+makes a call does not wait for the key to be checked again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from specdec.openai_api.errors import ApiError, too_many
 from specdec.serving.callers.token_bucket import TokenBuckets
 
 ACCEPTED_SECONDS = 60.0
-"""Seconds after which an accepted key, and whether keys are required, is checked again. Until then the old verdict
-stands."""
+"""Seconds after which an accepted key, and whether keys are required, is checked again. The old verdict applies until
+the new one arrives."""
 
 REFUSED_SECONDS = 5.0
-"""Lifetime in seconds of a refusal: the key's tenant may be new."""
+"""Lifetime in seconds of a refusal; short, since the key's tenant may be new."""
 
 MAX_ACCEPTED = 16384
 MAX_REFUSED = 4096
@@ -45,26 +45,26 @@ MAX_CHECKS = 64
 """Maximum number of concurrent key checks."""
 
 ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST = 50.0, 100.0
-"""The same for all networks together."""
+"""The same for all networks in total."""
 
 REFUSAL_RATE, REFUSAL_BURST = 20.0, 50.0
 """Rate and burst of refusals per network that are answered without delay."""
 
 MAX_DELAY_SECONDS = 2.0
 MAX_DELAYED = 256
-"""Maximum delay of further refusals, and maximum number of delayed ones."""
+"""Maximum delay of further refusals in seconds, and maximum number of delayed ones."""
 
 REQUEST_RATE, REQUEST_BURST = 500.0, 1024.0
 """Rate and burst of one caller's requests: half of the capacity of this process."""
 
 CANCEL = "/cancel"
-"""End of the path of the only POST that is answered without an orchestrator."""
+"""Path suffix of the only POST that is answered without an orchestrator."""
 
 MAX_NETWORKS = 4096
 """Number of networks and callers with a rate limit on record."""
 
 Check = Callable[[str], Awaitable[object]]
-"""Checks a value of the `authorization` header, "" for none, with an orchestrator; raises an ApiError."""
+"""Asks an orchestrator about a value of the `authorization` header, "" for none; raises an ApiError on refusal."""
 
 
 def network_of(host: str) -> str:
@@ -90,8 +90,8 @@ class Keys:
         self._all_unknown = TokenBuckets(ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST, 1)
 
     async def refusal(self, authorization: str, network: str, *, calls: bool = True) -> ApiError | None:
-        """Return the orchestrators' refusal of a key, None if they accept it; ApiError if none can check it. A request
-        that `calls` an orchestrator does not wait while an old verdict is renewed."""
+        """Return the orchestrators' refusal of a key; None if they accept it. ApiError if no orchestrator can check it.
+        A request that `calls` an orchestrator does not wait while an old verdict is renewed."""
         key, now = hashlib.sha256(authorization.encode()).digest(), time.monotonic()
         accepted = self._accepted.get(key)
         error, until = (None, accepted) if accepted is not None else self._refused.get(key, (None, 0.0))
@@ -107,11 +107,11 @@ class Keys:
             check.add_done_callback(_seen)
         if calls and (accepted is not None or (error is not None and not authorization)):
             return error
-        # Cancelling a request does not cancel the check: others may wait for it.
+        # Cancelling a request does not cancel the check: other requests may wait for it.
         return await asyncio.shield(self._checks[key])
 
     def drop(self, authorization: str) -> None:
-        """Forget that a key was accepted: an orchestrator has refused it since."""
+        """Forget that a key was accepted: an orchestrator has refused it since then."""
         self._accepted.pop(hashlib.sha256(authorization.encode()).digest(), None)
 
     async def _ask(self, key: bytes, authorization: str, network: str) -> ApiError | None:
@@ -145,14 +145,14 @@ class Keys:
 
 
 def _seen(check: asyncio.Task[ApiError | None]) -> None:
-    """Mark a check's outcome as retrieved: perhaps nobody waits for it any more."""
+    """Mark a check's outcome as retrieved: the requests that waited for it may be gone."""
     if not check.cancelled():
         check.exception()
 
 
 class Callers:
-    """Admits requests by their headers. A caller is identified by its API key; without required keys, by its
-    network."""
+    """Admits requests by their headers. A caller is identified by its API key, or by its network if keys are not
+    required."""
 
     def __init__(self, check: Check, most_requests: int) -> None:
         """`most_requests` limits the requests in progress; one caller gets at most half of them."""

@@ -1,7 +1,7 @@
-"""HTTP connections: limits on their number and headers, and the answer of a full server.
+"""HTTP connections: limits on their number and headers, and the answers of a full server.
 
-uvicorn and h11 alone wait forever for slow headers, refuse requests rather than connections, accept headers of any
-length in one piece, and spend seconds on some short ones.
+On their own, uvicorn and h11 wait forever for slow headers, refuse requests rather than connections, accept headers of
+any length in one piece, and spend seconds on some short ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_CHUNK_LINE = 1 << 10
 """Maximum bytes of a chunk's size line, or of the trailer: h11 parses a trailer in quadratic time."""
 
 PIECE_BYTES = 1 << 10
-"""Bytes of a chunked body passed to h11 at once: they may be 170 chunks, which take 1 ms."""
+"""Bytes of a chunked body passed to h11 at once: up to 170 chunks, which take 1 ms."""
 
 PIECES_A_TURN = 8
 """Number of such pieces before yielding to the event loop."""
@@ -44,16 +44,16 @@ MAX_AHEAD = 64 << 10
 """Maximum bytes read ahead while a request is being answered."""
 
 GRACE_SECONDS = 1.0
-"""Seconds for which a connection without complete headers is not evicted."""
+"""Seconds during which a connection without complete headers is not evicted."""
 
 SHORT_GRACE_SECONDS = 0.1
-"""The same for a network that has more than half of all connections."""
+"""The same for a network with more than half of all connections."""
 
 FLUSH_SECONDS = 10.0
 """Seconds for a caller to read the rest of an answer before its connection may be evicted."""
 
 MAX_HEALTH_ONLY = 64
-"""Maximum number of connections above the limit whose request is read; further ones are refused unread."""
+"""Maximum connections above the limit from which a request is read; further ones are refused unread."""
 
 _HEAD_END = re.compile(rb"\n\r?\n")
 _BAD_HEAD = re.compile(rb"[\x00\x0b\x0c]|\r(?!\n)|\n[ \t]")
@@ -62,7 +62,7 @@ s), and folded lines (RFC 9112, section 5.2)."""
 
 
 def plain_answer(error: ApiError) -> bytes:
-    """Return the complete HTTP response of an error, for a connection that has no request and is then closed."""
+    """Return the complete HTTP response for an error on a connection without a request, which is then closed."""
     body = json.dumps(error.body).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in headers.items())]
@@ -83,7 +83,7 @@ class Connections:
         self.health_only = 0
 
     def has_room(self) -> bool:
-        """Return whether there is room for one more, evicting a connection if necessary."""
+        """Return whether there is room for one more connection, evicting one if necessary."""
         if self._served >= self._most and (victim := self._victim()) is not None:
             self.remove(victim)
             victim.evict()
@@ -120,8 +120,8 @@ class Connections:
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection with limits. h11 gets only complete headers within the limits, bodies in pieces that take
-    milliseconds, and no request before the previous one is answered."""
+    """uvicorn's connection with limits. h11 gets headers only when they are complete and within the limits, bodies in
+    pieces that take milliseconds, and no request before the previous one is answered."""
 
     def __init__(self, *args: Any, header_seconds: float, connections: Connections, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -157,7 +157,7 @@ class HttpConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             self._discarded += len(data)
-            if self._discarded > LINGER_BYTES:  # such a caller may lose its answer
+            if self._discarded > LINGER_BYTES:  # this caller may lose its answer
                 self.transport.close()
             return
         self._unset_keepalive_if_required()
@@ -188,8 +188,8 @@ class HttpConnection(H11Protocol):
         self._refuse(ApiError(400, "the request is not valid HTTP", code="invalid_http"))
 
     def gives_way(self, grace: float) -> bool:
-        """Return whether the connection may be evicted: no request yet for `grace` seconds, or the last one is answered
-        or refused."""
+        """Return whether the connection may be evicted: it has sent no request for `grace` seconds, or its last request
+        is answered or refused."""
         if self._is_idle and self.transport.get_write_buffer_size():  # the end of an answer is being sent
             return self.loop.time() - self._since >= FLUSH_SECONDS
         if self._is_idle and (self.cycle is None or self._ahead):
@@ -248,7 +248,7 @@ class HttpConnection(H11Protocol):
         return 0  # the request is complete but not answered yet
 
     def _check_chunks(self) -> None:
-        rest = len(self.conn.trailing_data[0])  # a copy
+        rest = len(self.conn.trailing_data[0])  # trailing_data is a copy
         if self.conn.their_state is not h11.SEND_BODY:
             self._is_chunked = False
             if rest:  # belongs to the next request, already in h11 and thus unchecked
@@ -267,7 +267,7 @@ class HttpConnection(H11Protocol):
             problem = f"the request's line and headers have more than {MAX_HEADER_BYTES} bytes"
         elif self._ahead.count(b"\n", 0, size) > MAX_HEADER_LINES:
             problem = f"the request's line and headers have more than {MAX_HEADER_LINES} lines"
-        elif _BAD_HEAD.search(self._ahead, 0, size - 1 if found is None else size):  # the final \r may get its \n later
+        elif _BAD_HEAD.search(self._ahead, 0, size - 1 if found is None else size):  # a final \r may get its \n later
             self._refuse(ApiError(400, "a header has a folded line or a control character", code="invalid_http"))
             return 0
         else:
@@ -276,7 +276,7 @@ class HttpConnection(H11Protocol):
         return 0
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer an invalid request, and close the connection once its caller had time to read the answer."""
+        """Answer an invalid request, and close the connection after its caller had time to read the answer."""
         self._refused = True
         self._ahead.clear()
         self._wait(over=True)
@@ -292,7 +292,8 @@ class HttpConnection(H11Protocol):
         self._waiting = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _wait(self, *, over: bool = False) -> None:
-        """Start the timeout for headers, or stop it while a request is being answered or if all is `over`."""
+        """Start the timeout for headers, or stop it while a request is being answered or when the connection is
+        `over`."""
         if over or not self._is_idle:
             if self._waiting is not None:
                 self._waiting.cancel()
@@ -315,8 +316,8 @@ class _Flow(FlowControl):
 
 
 def health_alone(app: ASGIApp) -> ASGIApp:
-    """Return the application for a connection above the limit. It serves one request: a health check, so that probes
-    see a live server, or anything else with 503."""
+    """Return the application for a connection above the limit. It serves one request: a health check is answered, so
+    that probes see a live server; anything else gets 503."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def closing(message: Message) -> None:

@@ -19,7 +19,7 @@ GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "gramma
 """Fields of `structured_outputs` to client options."""
 
 FURTHER = ("json_object", "structural_tag")
-"""Further fields of `structured_outputs`, which are turned into one of these options."""
+"""Further fields of `structured_outputs`, which map to one of these options."""
 
 
 def constraint(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -38,7 +38,7 @@ def constraint(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             known = ", ".join(sorted((*GRAMMARS, *FURTHER)))
             raise unknown(f"structured_outputs.{name}", f"unknown parameter, must be one of {known}")
     if "json_object" in own and not flag(own, "json_object", where="structured_outputs."):
-        del own["json_object"]  # it asks for nothing
+        del own["json_object"]  # false requests nothing
     if layout and not {"json", "json_object"} & own.keys():
         raise refused("structured_outputs.whitespace_pattern", "needs json or json_object")
     if len(own) > 1 or (own and kind != "text"):
@@ -56,8 +56,8 @@ def constraint(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _layout(own: dict[str, Any]) -> dict[str, str]:
-    """Take the fields about white space, and others of vLLM's without effect, out of `structured_outputs`. Return
-    `x-guidance` of a schema with the layout that they ask for; empty for the usual one."""
+    """Remove the fields about white space, and vLLM's other fields without effect, from `structured_outputs`. Return
+    the `x-guidance` of a schema with the requested layout; empty for the default layout."""
     for name in ("disable_any_whitespace", "disable_additional_properties"):
         asked = flag(own, name, where="structured_outputs.")
         own.pop(name, None)
@@ -98,8 +98,8 @@ def _constraint(name: str, value: object, layout: Mapping[str, str]) -> tuple[st
 
 
 def _parsed(value: object, field: str) -> object:
-    """Return the value of a JSON text; any other value, or a text that is not JSON, as it is. The limits on the body's
-    structure do not see into texts, so a long one is refused."""
+    """Return the value of a JSON text; any other value, or a text that is not JSON, is returned unchanged. The limits
+    on the body's structure do not cover the content of texts, so a long one is refused."""
     if isinstance(value, str):
         if len(value) > MAX_SOURCE_BYTES:
             raise refused(field, f"has {len(value)} characters, must have at most {MAX_SOURCE_BYTES}")
@@ -109,7 +109,7 @@ def _parsed(value: object, field: str) -> object:
 
 
 def _of_tgi(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `response_format` of TGI, as huggingface_hub sends it, in OpenAI's form."""
+    """Return a `response_format` of TGI, as huggingface_hub sends it, converted to OpenAI's form."""
     _check_format(wanted, "response_format", "type", "value")
     if not isinstance(schema := wanted.get("value"), dict):
         raise refused("response_format.value", "must be a schema, an object")
@@ -117,8 +117,8 @@ def _of_tgi(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a `response_format`. As in servers of open models, json_object may carry one too: `schema`,
-    or `value` from huggingface_hub."""
+    """Return the schema of a `response_format`. As in other servers of open models, json_object may carry a schema too:
+    `schema`, or `value` from huggingface_hub."""
     if wanted["type"] == "json_object":
         field = "value" if "value" in wanted else "schema"
         _check_format(wanted, "response_format", "type", field)
@@ -137,8 +137,8 @@ def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_enforced(schema: dict[str, Any]) -> None:
-    """Refuse a schema of a strict format that would only be checked in the finished text. Others that cannot be
-    enforced are refused by the orchestrator, strict or not."""
+    """Refuse a schema of a strict format that could only be checked in the finished text. The orchestrator refuses
+    other unenforceable schemas, strict or not."""
     if f'"{KEYWORD}"' not in json.dumps(schema):
         return
     try:

@@ -12,10 +12,10 @@ OF_TURN = ("name", "tool_call_id", "tool_calls")
 """Message fields besides role, content and reasoning."""
 
 PREFIX = "prefix"
-"""Field of the assistant's last message, which is then continued."""
+"""Field of the assistant's last message that marks it as to be continued."""
 
 MEANT = ("audio", "function_call", PREFIX)
-"""Message fields that would change the prompt, and are not supported. Others are ignored, and named in the answer."""
+"""Unsupported message fields that would change the prompt. Others are ignored, and listed in the answer."""
 
 REASONING = ("reasoning", "reasoning_content")
 
@@ -27,12 +27,12 @@ OF_TOOLS = frozenset({"type", "function", "name", "description", "parameters", "
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_CALLS = 4096
-"""Maximum entries of a conversation: small ones cost far more time than their bytes."""
+"""Maximum entries of a conversation: the time for small ones is out of proportion to their bytes."""
 
 
 def conversation(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
-    """Return the client's options for a conversation: messages, tools and template arguments. The names of ignored
-    fields are appended to `ignored`."""
+    """Return the client's options for a conversation: messages, tools and template arguments. Appends the names of
+    ignored fields to `ignored`."""
     arguments = given.get("chat_template_kwargs", {})
     if not isinstance(arguments, dict):
         raise refused("chat_template_kwargs", "must be an object")
@@ -56,15 +56,15 @@ def conversation(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]
 
 
 def tool_schemas(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the functions' argument schemas by name, from a body that was already built into a message."""
+    """Return the functions' argument schemas by name, from a body that a message was already built from."""
     functions = [tool["function"] for tool in given.get("tools", [])]
     found = {function["name"]: function.get("parameters") for function in functions}
     return {name: schema if isinstance(schema, dict) else {} for name, schema in found.items()}
 
 
 def _end(given: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield how the prompt ends, if not with the beginning of the assistant's turn. The last message may say itself
-    that it is to be continued (`prefix`, as at Mistral and DeepSeek)."""
+    """Yield how the prompt ends, if not with the start of an assistant turn. The last message may itself ask to be
+    continued (`prefix`, as in Mistral's and DeepSeek's APIs)."""
     flags = {name: given[name] for name in ("add_generation_prompt", "continue_final_message") if name in given}
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -88,8 +88,8 @@ def _calls(message: object) -> int:
 
 
 def _message(message: object, name: str, ignored: list[str], *, last: bool) -> dict[str, Any]:
-    """Return a message of the conversation. Text parts are joined; other kinds of parts are refused. An assistant's
-    content may be empty."""
+    """Return a message of the conversation. Text parts are joined; other kinds of parts are refused. The content of an
+    assistant's message may be empty."""
     if not isinstance(message, dict):
         raise refused(name, "must be an object")
     role, content = message.get("role"), message.get("content")
@@ -112,7 +112,7 @@ def _message(message: object, name: str, ignored: list[str], *, last: bool) -> d
         raise refused(f"{name}.refusal", "must be text")
     if isinstance(content, list):
         content = "".join(_part(part, f"{name}.content[{index}]", ignored) for index, part in enumerate(content))
-    if role == "assistant" and (content is None or content == ""):  # it only called tools, only reasoned, or declined
+    if role == "assistant" and (content is None or content == ""):  # only tool calls, only reasoning, or a refusal
         content = refusal or ""
     elif refusal:
         raise refused(f"{name}.refusal", "is given together with content")
@@ -123,7 +123,7 @@ def _message(message: object, name: str, ignored: list[str], *, last: bool) -> d
 
 
 def _reasoning(message: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the reasoning before the content; servers use two names for the field."""
+    """Yield the reasoning before the content; servers use two names for this field."""
     given = [message[key] for key in REASONING if message.get(key) not in (None, "")]
     if len(given) > 1 and given[0] != given[1]:
         raise refused(f"{name}.reasoning_content", "is given together with another reasoning")
@@ -139,7 +139,7 @@ def _part(part: object, name: str, ignored: list[str]) -> str:
 
 
 def _tools(given: Mapping[str, Any], ignored: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the tools and how they may be called; nothing without tools."""
+    """Yield the tools and the tool choice; nothing without tools."""
     tools = given.get("tools", [])
     if tools != []:
         if isinstance(tools, list):
@@ -152,8 +152,8 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> Iterator[tuple[str, 
 
 
 def _tool(tool: Any, name: str, ignored: list[str]) -> Any:
-    """Return a tool without fields that are ignored, as `cache_control` is. The client checks the others: it refuses
-    a function's own field in the wrong place."""
+    """Return a tool without ignored fields, such as `cache_control`. The client checks the others: it refuses a
+    function's field in the wrong place."""
     if not isinstance(tool, dict) or "function" not in tool:
         return tool
     others = [key for key, value in tool.items() if key not in OF_TOOLS and value is not None]

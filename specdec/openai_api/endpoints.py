@@ -48,8 +48,8 @@ _ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{1,64})_\d{1,6}")
 
 
 class StoredAnswer:
-    """A stored response on its way to its reader, who may be slow: until it is read, its bytes count as the owner's, as
-    those of a body do. ApiError if there is no room."""
+    """A stored response being sent. Its reader may be slow, so until it is read its bytes count as the owner's, as a
+    body's bytes do. ApiError if there is no room."""
 
     status_code = 200
 
@@ -149,7 +149,7 @@ class Responses:
         raise unsupported("background", "is not supported, so there is nothing to cancel: close the connection instead")
 
     async def _stored(self, http: Request, what: Callable[[ResponseStore, str, str], Awaitable[Found]]) -> Found:
-        """Return a part of the response that a request names; ApiError if there is none."""
+        """Return a part of the response that a request names; ApiError if the response is not stored."""
         found, owner = http.path_params["response"], self._intake.who(http)[1]
         if self._store is None:
             raise not_found(found)
@@ -157,8 +157,8 @@ class Responses:
 
     @asynccontextmanager
     async def _continued(self, taken: TakenRequest[ResponsesReader]) -> AsyncIterator[tuple[list[Json], int]]:
-        """Yield the items of the responses that a request continues, and its bytes with theirs. Until the context
-        exits, the bytes count as the caller's, as those of a body do."""
+        """Yield the items of the responses that a request continues, and the total bytes of these and its body. Until
+        the context exits, the bytes count as the caller's, as a body's bytes do."""
         reader, owner = taken.request, taken.owner
         chain, size = await self._chain(owner, reader.previous)
         size += await self._resolve(reader, owner)
@@ -166,7 +166,7 @@ class Responses:
             yield [] if self._store is None else await self._store.conversation(owner, chain), taken.size + size
 
     async def _chain(self, owner: str, previous: str) -> tuple[list[str], int]:
-        """Return the ids of the responses that a request continues, and their bytes."""
+        """Return the ids of the responses that a request continues, and their total bytes."""
         if not previous:
             return [], 0
         if self._store is None:
@@ -184,7 +184,7 @@ class Responses:
         return chain, size
 
     async def _resolve(self, reader: ResponsesReader, owner: str) -> int:
-        """Replace references to items of stored responses by the items; return their bytes."""
+        """Replace references to items of stored responses by the items; return the items' total bytes."""
         places = [index for index, item in enumerate(reader.items) if item.get("type") == "item_reference"]
         if len(places) > MAX_REFERENCES:
             raise refused("input", f"has {len(places)} references, must have at most {MAX_REFERENCES}")
@@ -212,7 +212,7 @@ class Responses:
     async def _begun(
         self, reader: ResponsesReader, earlier: list[Json], size: int, caller: Caller, owner: str
     ) -> tuple[ResponsesRequest, Parts]:
-        """Start to generate. As long as the prompt is too long, drop the oldest items if the request allows it."""
+        """Start generation. While the prompt is too long, drop the oldest items, if the request allows this."""
         refusal: ApiError | None = None
         for cut in chain_of((0,), reader.cuts(earlier)):
             request = await self._intake.parser.parse(size, partial(reader.request, earlier, cut), owner)
@@ -235,8 +235,8 @@ class Responses:
     async def _events(
         self, answer: ResponseAnswer, request: ResponsesRequest, parts: Parts, owner: str | None
     ) -> AsyncGenerator[Json, None]:
-        """Yield the events of a response. It is stored for `owner` before its last event: the caller may continue it at
-        once."""
+        """Yield the events of a response. It is stored for `owner` before its last event, so that the caller may
+        continue it at once."""
         async with aclosing(_events_of(answer, parts)) as events:
             async for event in events:
                 yield event
@@ -286,7 +286,7 @@ def _parsed_count(body: bytes, *, strict: bool) -> tuple[TokenizeRequest, tuple[
 
 
 def _listed(item: Json, item_id: str) -> Json:
-    """Return an input item as in a list of them: with an id of this server, and content in parts."""
+    """Return an input item as shown in lists: with an id of this server, and its content in parts."""
     told: Json = {"type": "message"} | item | {"id": item_id}
     if isinstance(content := told.get("content"), str):
         kind = "output_text" if told.get("role") == "assistant" else "input_text"
@@ -308,7 +308,7 @@ async def _sent(
     answer: ResponseAnswer | MessageAnswer,
     events: AsyncGenerator[Json, None],
 ) -> Response | EventStream:
-    """Return the answer as the request asks for it: as a stream of events, or whole at the end."""
+    """Return the answer as requested: as a stream of events, or complete at the end."""
     headers = ignored_header(request.ignored)
     if request.chat.stream:
         return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"", headers=headers)

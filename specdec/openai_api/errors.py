@@ -22,10 +22,10 @@ from specdec.client import (
 )
 
 MAX_MESSAGE_CHARACTERS = 1024
-"""Maximum characters of an error message, which may repeat input."""
+"""Maximum characters of an error message, which may quote input."""
 
 _GROUP = re.compile(r"^(sampling|speculation|contrast|chat)\.")
-"""gRPC message prefixes of fields that are top-level here."""
+"""gRPC message prefixes of fields that are top-level in these APIs."""
 
 _MESSAGE = re.compile(r"messages\[(\d{1,9})\]")
 _NAME = re.compile(r"^\w+")
@@ -68,8 +68,8 @@ def unknown(param: str, problem: str = "unknown parameter") -> ApiError:
 
 
 def renamed(error: ApiError, places: Sequence[str], names: Mapping[str, str]) -> ApiError:
-    """Return an error about a chat in the words of another API: `places` are its names of the messages, `names` those
-    of other fields."""
+    """Return an error about a chat with another API's names: `places` are its names of the messages, `names` maps other
+    fields."""
 
     def told(text: str) -> str:
         placed = _placed(text, places)
@@ -84,7 +84,7 @@ def overloaded(message: str) -> ApiError:
 
 
 def too_many(message: str, seconds: float = 1.0) -> ApiError:
-    """Return the error for a caller at its limit; `seconds` until a retry makes sense."""
+    """Return the error for a caller at its limit; `seconds`: how long to wait before a retry."""
     wait = max(1, math.ceil(seconds))
     return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", retry_after=wait)
 
@@ -92,8 +92,8 @@ def too_many(message: str, seconds: float = 1.0) -> ApiError:
 def from_specdec(
     error: SpecdecError, names: Mapping[str, str] = MappingProxyType({}), places: Sequence[str] = ()
 ) -> ApiError:
-    """Map an error of the gRPC API to an HTTP error. `names` maps the API's fields to the caller's names; `places` are
-    the caller's names of a chat's messages."""
+    """Map an error of the gRPC API to an HTTP error. `names` maps the gRPC API's fields to the caller's names; `places`
+    are the caller's names of a chat's messages."""
     message, code = str(error), error.reason.lower() or error.code.name.lower()
     match error:
         case InvalidRequest():
@@ -101,11 +101,11 @@ def from_specdec(
                 (_placed(_GROUP.sub("", field), places) or _field(field, names), problem)
                 for field, problem in error.violations
             ]
-            found = list(dict.fromkeys(told))  # two fields may have one name there
+            found = list(dict.fromkeys(told))  # two fields may map to the same name
             if found:
                 message = "; ".join(f"{field}: {problem}" for field, problem in found)
             code = "context_length_exceeded" if error.reason == "PROMPT_TOO_LONG" else "invalid_value"
-            if error.reason == "PROMPT_TOO_LONG":  # phrases by which litellm and LangChain recognise it
+            if error.reason == "PROMPT_TOO_LONG":  # litellm and LangChain look for these phrases
                 message += " (exceeds the available context size: context_length_exceeded)"
             return ApiError(400, message, param=found[0][0] if found else None, code=code)
         case NotFound():
@@ -139,7 +139,7 @@ def _field(name: str, names: Mapping[str, str]) -> str:
 
 
 def _placed(text: str, places: Sequence[str]) -> str:
-    """Return a text that begins with a message of a chat with the caller's name of that; empty if it does not."""
+    """Return a text that starts with a message of a chat, using the caller's name of that message; empty for others."""
     found = _MESSAGE.match(text)
     known = found is not None and int(found[1]) < len(places)
     return places[int(found[1])] + text[found.end() :] if found is not None and known else ""
@@ -151,5 +151,5 @@ def _wait(error: SpecdecError) -> int:
 
 
 def _sound(text: str) -> str:
-    """Return the text truncated and encodable: JSON input may contain lone surrogates."""
+    """Return the text, truncated and encodable: JSON input may contain lone surrogates."""
     return text[:MAX_MESSAGE_CHARACTERS].encode(errors="replace").decode()

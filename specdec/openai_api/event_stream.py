@@ -27,11 +27,11 @@ HEADERS = (
 )
 
 FAILED = "specdec.failed"
-"""ASGI scope key for the status of a failed stream, had it failed before its first event."""
+"""ASGI scope key for the HTTP status that a failed stream would have had before its first event."""
 
 IGNORED_HEADER = "specdec-ignored"
 MAX_HEADER_CHARACTERS = 1024
-"""Header of an answer with the names of ignored fields, and its maximum length."""
+"""Response header with the names of ignored fields, and its maximum length."""
 
 MISTAKE = ApiError(500, "internal error, see the log of the server", "server_error", code="internal")
 
@@ -41,18 +41,18 @@ def event_of(content: Mapping[str, Any]) -> bytes:
 
 
 def typed_event_of(content: Mapping[str, Any]) -> bytes:
-    """Return an event that is named by its type."""
+    """Return an event named after its type."""
     return f"event: {content['type']}\n".encode() + event_of(content)
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Return the header that names ignored fields, percent-encoded and as far as they fit."""
+    """Return the header with the names of ignored fields, percent-encoded, as many as fit."""
     told = ", ".join(quote(name, safe="[].", errors="replace") for name in names)[:MAX_HEADER_CHARACTERS]
     return {IGNORED_HEADER: told.rstrip(", ")} if told else {}
 
 
 class EventStream:
-    """An answer of events. An error after the start makes the events of `failed`."""
+    """An answer sent as events. After the start, an error yields the events of `failed`."""
 
     status_code = 200
 
@@ -65,7 +65,7 @@ class EventStream:
         end: bytes = DONE,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`encode`: makes the bytes of an event; `end`: bytes after the last one; `headers`: further ones."""
+        """`encode` returns the bytes of an event; `end`: bytes after the last event; `headers`: further headers."""
         self._headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
         self._events = events
         self._encode = encode

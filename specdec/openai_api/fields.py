@@ -1,8 +1,8 @@
-"""The fields of OpenAI's, vLLM's and llama.cpp's requests, and what becomes of each.
+"""The fields of OpenAI's, vLLM's and llama.cpp's requests, and how each is treated.
 
-A field is honoured (`SAME`, `RENAMED`, `READ`), has no effect on tokens (`WITHOUT_EFFECT`), or is accepted at the
-values that ask for what happens anyway and refused otherwise (`UNSUPPORTED`). Fields in no table are ignored, and the
-answer names them; with `--strict-fields` they are refused.
+A field is honoured (`SAME`, `RENAMED`, `READ`), has no effect on tokens (`WITHOUT_EFFECT`), or is accepted only with
+values that request the default behaviour (`UNSUPPORTED`). Fields in no table are ignored and listed in the answer; with
+`--strict-fields` they are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from specdec.openai_api.errors import refused, unsupported
 
 SAMPLING = frozenset({"min_p", "repetition_penalty", "temperature", "top_p", "typical_p"})
-"""Sampling parameters that every API here takes, besides `top_k`."""
+"""Sampling parameters that every API here accepts, besides `top_k`."""
 
 SAME = SAMPLING | frozenset(
     {
@@ -31,7 +31,7 @@ SAME = SAMPLING | frozenset(
         "truncate_prompt_tokens",
     }
 )
-"""Fields equal to client options in name and meaning. Fields outside of OpenAI's API have vLLM's names."""
+"""Fields equal to client options in name and meaning. Fields that OpenAI's API lacks have vLLM's names."""
 
 RENAMED = {
     "allowed_token_ids": "allowed_tokens",
@@ -40,10 +40,10 @@ RENAMED = {
     "max_completion_tokens": "max_tokens",
     "n_predict": "max_tokens",  # llama.cpp's
     "repeat_penalty": "repetition_penalty",  # llama.cpp's
-    "return_token_ids": "return_prompt_token_ids",  # those of the text come anyway
+    "return_token_ids": "return_prompt_token_ids",  # the text's token ids are always included
     "stop_token_ids": "stop_tokens",
 }
-"""Fields equal to client options of another name."""
+"""Fields equal to client options with another name."""
 
 READ = frozenset(
     {
@@ -123,8 +123,8 @@ WITHOUT_EFFECT = frozenset(
 class Unsupported:
     """A field that is not supported."""
 
-    accepted: tuple[object, ...] = ()  # values that ask for what happens anyway
-    instead: str = ""  # what to use
+    accepted: tuple[object, ...] = ()  # values that request the default behaviour
+    instead: str = ""  # what to use instead
 
 
 _GUIDED = Unsupported(instead="use structured_outputs")
@@ -180,7 +180,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 
 MAX_IGNORED = 32
 MAX_NAME_CHARACTERS = 64
-"""Number of ignored fields named in an answer, and the length of each name."""
+"""Maximum number of ignored fields listed in an answer, and maximum characters of each name."""
 
 
 def check_names(
@@ -193,8 +193,8 @@ def check_names(
 ) -> list[str]:
     """Refuse unsupported fields; return the names of unknown ones.
 
-    `known` fields are read by the caller. `hints` are problems of fields that belong to another API; `others` are
-    unsupported fields besides `UNSUPPORTED`.
+    `known` fields are read by the caller of this function. `hints` are problems of fields that belong to another API;
+    `others` are unsupported fields in addition to `UNSUPPORTED`.
     """
     ignored: list[str] = []
     for name, value in given.items():
@@ -211,7 +211,7 @@ def check_names(
 
 
 def cut_names(ignored: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of ignored fields as far as an answer has them."""
+    """Return as many names of ignored fields as an answer lists."""
     return tuple(name[:MAX_NAME_CHARACTERS] for name in ignored[:MAX_IGNORED])
 
 
@@ -224,6 +224,6 @@ def flag(given: Mapping[str, Any], name: str, *, default: bool = False, where: s
 
 
 def alike(value: object, other: object) -> bool:
-    """Return whether two values are equal in JSON, where true is not 1 and 1 is 1.0."""
+    """Return whether two values are equal in JSON, where true differs from 1, and 1 equals 1.0."""
     kinds = {type(value), type(other)}
     return value == other and (len(kinds) == 1 or kinds == {int, float})

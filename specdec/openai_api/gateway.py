@@ -25,7 +25,7 @@ from specdec.wire.request_id import REQUEST_ID_CHARACTERS, new_request_id
 from specdec.wire.tool_formats import FORMATS, ToolFormat
 
 PROMPTS_AT_ONCE = 8
-"""Maximum concurrent prompts of one request: each counts toward the tenant's limits, which may allow fewer."""
+"""Maximum concurrent prompts of one request. Each counts toward the tenant's limits, which may allow fewer."""
 
 STATS_SECONDS = 5.0
 """Timeout in seconds for statistics."""
@@ -33,7 +33,7 @@ STATS_SECONDS = 5.0
 Lend = Callable[[], AbstractAsyncContextManager[AsyncClient]]
 
 Names = Mapping[str, str]
-"""Names of options and gRPC fields, to the caller's names."""
+"""Names of options and gRPC fields to the caller's names."""
 
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
 """Chunks with their prompt's number."""
@@ -41,7 +41,7 @@ Chunks = AsyncGenerator[tuple[int, Chunk], None]
 
 @dataclass(frozen=True)
 class Caller:
-    """A caller: its request id in logs and traces, and the headers to forward."""
+    """A caller: its request id for logs and traces, and the headers to forward."""
 
     request_id: str
     metadata: Metadata = ()
@@ -52,7 +52,7 @@ class Gateway:
 
     def __init__(self, client: Lend, control_client: Lend, key_client: Lend) -> None:
         """`client` lends a client for the duration of a completion; `control_client` lends one for control calls, which
-        are not delayed by completions; `key_client` lends one to check a key that may be refused."""
+        completions do not delay; `key_client` lends one to check a key that may be refused."""
         self._client = client
         self._control_client = control_client
         self._key_client = key_client
@@ -62,7 +62,7 @@ class Gateway:
         return await _models(self._control_client, caller)
 
     async def stats(self, caller: Caller) -> Json:
-        """Return the statistics of an orchestrator and its pods, as far as the caller may see them."""
+        """Return the statistics of an orchestrator and its pods that the caller may see."""
         try:
             async with self._control_client() as client:
                 asked = GenerationServiceGetStatsRequest(pods=True)
@@ -71,12 +71,12 @@ class Gateway:
             raise from_specdec(error) from error
 
     async def check_key(self, authorization: str) -> None:
-        """Check a key with the cheapest call of an orchestrator; ApiError if it is unknown."""
+        """Check a key with an orchestrator's cheapest call; ApiError if it is unknown."""
         metadata: Metadata = (("authorization", authorization),) if authorization else ()
         await _models(self._key_client, Caller(new_request_id(), metadata))
 
     async def named(self, request: ParsedRequest, caller: Caller) -> ParsedRequest:
-        """Return the request with the name of the only served model if it names none."""
+        """Return the request; if it names no model, with the name of the only served model."""
         if request.model:
             return request
         served = await self.models(caller)
@@ -86,7 +86,7 @@ class Gateway:
         return replace(request, model=served[0].name)
 
     async def tool_format(self, request: ParsedRequest, caller: Caller) -> ToolFormat | None:
-        """Return the tool format of the requested model; None if the request has no tools, or the model no format."""
+        """Return the tool format of the requested model; None if the request has no tools or the model no format."""
         if not request.calls_tools:
             return None
         name = next((model.tool_format for model in await self.models(caller) if model.is_asked_as(request.model)), "")
@@ -111,7 +111,7 @@ class Gateway:
 
     async def events(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Json, None]:
         """Generate all samples of all prompts; return the events of their stream. Errors before the first chunk are
-        raised here."""
+        raised by this call."""
         request = await self.named(request, caller)
         tool_format = await self.tool_format(request, caller)
         prompts = _prompts(request)
@@ -120,8 +120,8 @@ class Gateway:
         return _events(_Answer(request, caller, tool_format, prompts), first, chunks)
 
     async def parts(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Part, None]:
-        """Generate the one sample of the one prompt; return its parts. Errors before the first chunk are raised
-        here."""
+        """Generate the single sample of the single prompt; return its parts. Errors before the first chunk are raised
+        by this call."""
         if request.chunks:
             raise unsupported("specdec.chunks", "is for /v1/completions and /v1/chat/completions")
         tool_format = await self.tool_format(request, caller)
@@ -137,8 +137,8 @@ class Gateway:
     async def tokenized(
         self, request: TokenizeRequest, names: Names, caller: Caller, places: Sequence[str] = ()
     ) -> Tokenized:
-        """Return the tokens of a prompt. `names` and `places`: how the caller's API names the fields and messages, for
-        errors."""
+        """Return the tokens of a prompt. `names` and `places` are the names of fields and messages in the caller's API,
+        for errors."""
         try:
             async with self._client() as client:
                 return await client.send_tokenize(request, metadata=caller.metadata)
@@ -146,7 +146,7 @@ class Gateway:
             raise from_specdec(error, names, places) from error
 
     async def _chunks(self, request: ParsedRequest, caller: Caller, prompts: Sequence[AnsweredPrompt] = ()) -> Chunks:
-        """Yield the chunks of all prompts in order of arrival. If `prompts` are echoed, they are begun before."""
+        """Yield the chunks of all prompts in order of arrival. Echoed `prompts` are begun before their first chunk."""
         places = _Places(len(request.prompts))
         several = len(request.prompts) > 1
         stream = partial(self._stream, request, caller, places, prompts, several=several)
@@ -168,8 +168,8 @@ class Gateway:
         *,
         several: bool,
     ) -> Chunks:
-        """Yield the chunks of one prompt. If a limit of the tenant refuses it, it begins once another prompt of the
-        request has ended."""
+        """Yield the chunks of one prompt. If it is refused by a limit of the tenant, it starts after another prompt of
+        the request has ended."""
         request_id = _numbered(caller.request_id, number) if several else caller.request_id
         begun = False
         while True:
@@ -207,14 +207,14 @@ class Gateway:
 
 
 class _Places(asyncio.Semaphore):
-    """Places for the prompts of a request, one for each that runs."""
+    """Places for the running prompts of a request."""
 
     def __init__(self, prompts: int) -> None:
         self._left = min(prompts, PROMPTS_AT_ONCE)
         super().__init__(self._left)
 
     def give_up(self) -> bool:
-        """Give up an acquired place for good, since the tenant has no room for it. Return False for the last one."""
+        """Give up an acquired place for good, since the tenant has no room for it; return False for the last place."""
         if self._left == 1:
             return False
         self._left -= 1
@@ -222,7 +222,7 @@ class _Places(asyncio.Semaphore):
 
 
 def _prompts(request: ParsedRequest) -> list[AnsweredPrompt]:
-    """Return the prompts as they are in the answer; empty if nothing of them is."""
+    """Return the prompts to show in the answer; empty if it shows nothing of them."""
     if not request.echo and request.prompt_logprobs is None:
         return []
     top = request.options.logprobs if request.echo and request.logprobs else None
@@ -230,7 +230,7 @@ def _prompts(request: ParsedRequest) -> list[AnsweredPrompt]:
 
 
 async def _text(client: AsyncClient, request: ParsedRequest, number: int, caller: Caller) -> bytes | None:
-    """Return the text of a prompt: as given, or that of its tokens; None if these come with their scores."""
+    """Return the text of a prompt, given or decoded from its tokens; None if tokens arrive with their scores."""
     prompt = request.prompts[number]
     if prompt.WhichOneof("prompt") == "text":
         return prompt.text.encode(errors="replace")
@@ -268,12 +268,12 @@ async def _models(lend: Lend, caller: Caller) -> list[Model]:
 @dataclass
 class _Answer:
     """An answer under construction. Create it with the first chunk: by then an orchestrator has validated the request,
-    including its number of samples, which is unlimited here."""
+    including its number of samples, which has no limit here."""
 
     request: ParsedRequest
     caller: Caller
     tool_format: ToolFormat | None  # None: no tool calls in the text
-    prompts: Sequence[AnsweredPrompt]  # empty: nothing of them is in the answer
+    prompts: Sequence[AnsweredPrompt]  # empty: the answer shows no prompts
     frame: Frame = field(init=False)
     choices: list[Choice] = field(init=False)
     seeds: dict[int, int | None] = field(default_factory=dict)  # by prompt
@@ -304,7 +304,7 @@ class _Answer:
         ]
 
     def _calls(self, index: int) -> Calls | None:
-        # Salted: a caller may use one request id for several requests, and matches results to calls by call id.
+        # Salted: callers match results to calls by call id, and may use one request id for several requests.
         if self.tool_format is None:
             return None
         return Calls(self.tool_format, f"{self.salt}-{index}", self.request.schemas, forced=self.request.forces_calls)
@@ -314,7 +314,7 @@ class _Answer:
         return self.choices[self.request.samples * number + chunk.index]
 
     def gather_prompt(self, number: int, chunk: Chunk) -> None:
-        """Keep the tokens of a prompt in a chunk; ApiError if the answer gets too long."""
+        """Keep the prompt tokens in a chunk; ApiError if the answer gets too long."""
         if not self.prompts or not chunk.prompt:
             return
         self.scores += self.prompts[number].gather(chunk.prompt) * self.request.samples
@@ -324,14 +324,14 @@ class _Answer:
             raise refused(name, f"the prompts' take more than {limit}: ask for fewer, or send fewer prompts")
 
     def echo(self, number: int, chunk: Chunk) -> list[Json]:
-        """Return the pieces of a stream, one for each sample, with what a chunk tells about its prompt."""
+        """Return the pieces of a stream, one for each sample, with a chunk's part of its prompt."""
         piece = self.prompts[number].echo(chunk.prompt) if self.prompts else None
         samples = self.request.samples
         return [] if piece is None else [{"index": samples * number + sample, **piece} for sample in range(samples)]
 
     def note(self, number: int, chunk: Chunk) -> None:
-        """Record what only the first chunk of a prompt tells. Its token ids are encoded as they come: those of all
-        prompts take a tenth of a second."""
+        """Record what only a prompt's first chunk contains. Token ids are encoded as they arrive: encoding those of all
+        prompts at once takes a tenth of a second."""
         if number in self.seeds:
             return
         self.seeds[number] = chunk.seed
@@ -343,7 +343,7 @@ class _Answer:
 
 
 async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> AsyncGenerator[Json, None]:
-    """Yield the events of a stream after its first chunk has arrived."""
+    """Yield the events of a stream whose first chunk has arrived."""
     request, frame = answer.request, answer.frame
     usage: Json = {"usage": None} if request.usage_in_stream else {}
     told = frame.told_ignored
@@ -379,6 +379,6 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
 
 
 def _numbered(request_id: str, number: int) -> str:
-    """Return the request id of one of several prompts: it ends in the prompt's number."""
+    """Return the request id of one of several prompts: it ends with the prompt's number."""
     end = f"-{number}"
     return request_id[: REQUEST_ID_CHARACTERS - len(end)] + end

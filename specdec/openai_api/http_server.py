@@ -23,21 +23,21 @@ MAX_CONNECTIONS = 1024
 """Default limit on concurrent connections."""
 
 KEEP_ALIVE_SECONDS = 75
-"""Default seconds after which an idle connection is closed, more than the 60 s of most load balancers. One that kept it
-longer might send a request just as it closes, and lose it."""
+"""Default seconds after which an idle connection is closed, more than the 60 s of most load balancers. A load balancer
+that keeps connections longer might send a request just as one closes, and lose it."""
 
 HEADER_SECONDS = 10.0
-"""Seconds for headers to arrive, from the connection or a request's first byte."""
+"""Seconds for headers to arrive, counted from the connection or from a request's first byte."""
 
 UNREAD_SECONDS = 60.0
 """Seconds without progress in sending after which the kernel ends the connection (TCP_USER_TIMEOUT)."""
 
 ACCEPTED_AT_ONCE = 4
-"""Maximum number of connections accepted before other events get their turn: each takes a fifth of a millisecond, and a
+"""Maximum number of connections accepted before other events get their turn. Each takes a fifth of a millisecond, or a
 millisecond with a request that is refused."""
 
 BACKLOG = 2048
-"""Number of connections for which the kernel completes the handshake before they are accepted."""
+"""Number of connections for which the kernel completes the handshake before the server accepts them."""
 
 RELOAD_SECONDS = 5.0
 """Seconds between checks of the certificate files for changes."""
@@ -58,11 +58,11 @@ class HttpServer:
         header_seconds: float = HEADER_SECONDS,
         unread_seconds: float = UNREAD_SECONDS,
     ) -> None:
-        """Serve at the listener's address. At `most_connections`, idle connections are evicted for new ones; without an
-        idle one, a new connection is answered 503, except for a health check, and closed."""
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # not its warnings about callers' mistakes
+        """Serve at the listener's address. At `most_connections`, idle connections are evicted for new ones. Without an
+        idle one, a new connection is answered with 503 and closed; a health check is still answered."""
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # no warnings about callers' mistakes
         self.port: int = listener.getsockname()[1]
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))  # connections too
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))  # inherited
         self._listener = listener
         self._tls = tls
         self._reloading: Periodic | None = None
@@ -77,9 +77,9 @@ class HttpServer:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,  # anybody may forge them
+                proxy_headers=False,  # anyone can forge them
                 timeout_keep_alive=keep_alive_seconds,
-                timeout_graceful_shutdown=drain_seconds,  # type: ignore[arg-type]  # a fraction is one too
+                timeout_graceful_shutdown=drain_seconds,  # type: ignore[arg-type]  # fractions work
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ssl_context_factory=None if tls is None else lambda *_: tls.context,
             )
@@ -129,13 +129,13 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(BACKLOG)  # asyncio uses one number for this and for the connections accepted at once
+            listener.listen(BACKLOG)  # asyncio would use `backlog` for accepts per event as well
         self.up.set()
 
 
 class ServerTls:
-    """The TLS of the server. Certificate and key are reloaded when their files change. Authorities are read once: an
-    SSL context can add authorities but not remove them."""
+    """The TLS of the server. Certificate and key are reloaded when their files change. Authorities are read once, since
+    an SSL context can add authorities but not remove them."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Read the files; TlsError if they are unusable."""
@@ -151,7 +151,7 @@ class ServerTls:
             self.context.verify_mode = ssl.CERT_REQUIRED
 
     async def reload(self) -> None:
-        """Load the files again if they have changed, for new connections."""
+        """Load the files again for new connections, if they have changed."""
         if self._watched.changed():
             with contextlib.suppress(OSError):  # replaced again meanwhile
                 self._load()

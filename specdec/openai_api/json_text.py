@@ -1,4 +1,4 @@
-"""JSON assembled from encoded parts, so that a long answer is encoded as it arrives, once, and not all at its end."""
+"""JSON assembled from encoded parts, so that a long answer is encoded once, as it arrives, and not at its end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Json = dict[str, Any]
 
 
 _PLACE = f"encoded {uuid4().hex}"
-"""Stands for an encoded list until its text is put there; nobody else can write it."""
+"""Placeholder for an encoded list until its text replaces it; no caller can guess it."""
 
 
 class EncodedList:
-    """A list that is encoded as it grows: it may stand in any number of answers and events at hardly any cost."""
+    """A list that is encoded as it grows: putting it into many answers and events costs hardly anything."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -30,8 +30,8 @@ class EncodedList:
 
 
 def encoded(value: object, *, ascii: bool = False) -> str:
-    """Return a value, which may contain encoded lists, as JSON. With `ascii`, other characters are escaped, except in
-    those lists."""
+    """Return a value, which may contain encoded lists, as JSON. With `ascii`, non-ASCII characters are escaped, except
+    in those lists."""
     found: list[str] = []
 
     def place(part: object) -> str:
@@ -48,7 +48,7 @@ def encoded(value: object, *, ascii: bool = False) -> str:
 
 
 def json_object(fields: Mapping[str, object], others: Mapping[str, str]) -> str:
-    """Return a JSON object of values to encode and `others` already encoded."""
+    """Return a JSON object of `fields`, which are encoded here, and `others`, which are already encoded."""
     parts = {name: encoded(value) for name, value in fields.items()} | dict(others)
     return "{" + ",".join(f"{encoded(name)}:{part}" for name, part in parts.items()) + "}"
 
@@ -59,5 +59,6 @@ def json_list(parts: Iterable[str]) -> str:
 
 
 def as_bytes(text: str) -> bytes:
-    """Return the bytes of a JSON text. Lone surrogates, which requests and models may write, become question marks."""
+    """Return the bytes of a JSON text. Lone surrogates, which requests and models may contain, become question
+    marks."""
     return text.encode(errors="replace")

@@ -15,7 +15,7 @@ MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON lacks; vLLM uses the same value."""
 
 UNTOLD = Piece("", b"")
-"""Replaces the token text that an older orchestrator does not send."""
+"""Placeholder for a token text that an older orchestrator does not send."""
 
 
 class TextOffset:
@@ -33,8 +33,8 @@ class TextOffset:
 
 
 def of_text(chunk: Chunk, *, with_end: bool) -> list[Logprobs]:
-    """Return the log-probabilities of a chunk's tokens behind the reasoning; `with_end`: also of a token that ends the
-    text and is no part of it."""
+    """Return the log-probabilities of a chunk's tokens after the reasoning. `with_end`: include a token that ends the
+    text and is not part of it."""
     found = chunk.logprobs[chunk.reasoning_tokens :]
     ended = chunk.finish is not None and chunk.finish.reason == "stop" and not chunk.finish.stop
     return found[:-1] if ended and not with_end else found
@@ -57,14 +57,14 @@ def chat_logprobs(found: Iterable[Logprobs]) -> Json:
 
 
 class Offset(Protocol):
-    """Tells where the tokens of a text begin in it."""
+    """Gives the position of each token in its text."""
 
     def before(self, piece: Piece) -> int:
         """Return the next token's offset in characters."""
 
 
 def completion_logprobs(found: Iterable[Logprobs | PromptToken], offset: Offset, most: int | None = None) -> Json:
-    """Return log-probabilities in the format of completions: of at most `most` tokens, and of the chosen one."""
+    """Return log-probabilities in the format of completions: of the chosen token, and of at most `most` top ones."""
     told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in found:
         told["tokens"].append(entry.piece.text)
@@ -76,7 +76,7 @@ def completion_logprobs(found: Iterable[Logprobs | PromptToken], offset: Offset,
             continue
         told["token_logprobs"].append(max(logprobs.chosen, MIN_LOGPROB))
         top: dict[str, float] = {}
-        for token, logprob in islice(logprobs.top.items(), most):  # best first: of tokens with equal text the best
+        for token, logprob in islice(logprobs.top.items(), most):  # best first, so the best of equal texts is kept
             top.setdefault(logprobs.top_pieces.get(token, UNTOLD).text, max(logprob, MIN_LOGPROB))
         top.setdefault(entry.piece.text, told["token_logprobs"][-1])
         told["top_logprobs"].append(top)
@@ -87,7 +87,7 @@ Entry = TypeVar("Entry")
 
 
 class EncodedLogprobs(Generic[Entry]):
-    """Log-probabilities encoded as they arrive: encoding those of thousands of tokens takes seconds."""
+    """Log-probabilities encoded as they arrive: encoding thousands of tokens' at once takes seconds."""
 
     def __init__(self, tell: Callable[[Sequence[Entry]], Json]) -> None:
         """`tell` converts a chunk's log-probabilities to lists by field name."""
@@ -96,7 +96,7 @@ class EncodedLogprobs(Generic[Entry]):
         self._others: Json = {}
 
     def add(self, found: Sequence[Entry]) -> int:
-        """Add those of a chunk; return their number of characters."""
+        """Add a chunk's log-probabilities; return their number of characters."""
         size = 0
         for name, value in self._tell(found).items():
             if isinstance(value, list):
@@ -108,7 +108,7 @@ class EncodedLogprobs(Generic[Entry]):
         return size
 
     def whole(self, before: EncodedLogprobs[Any] | None = None) -> str:
-        """Return all of them as JSON, after those `before` them."""
+        """Return all of them as JSON, after the ones in `before`."""
         earlier = {} if before is None else before._lists
         lists = {name: json_list([*earlier.get(name, ()), *parts]) for name, parts in self._lists.items()}
         return json_object(self._others, lists)

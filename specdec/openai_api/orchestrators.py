@@ -1,4 +1,4 @@
-"""The orchestrators behind the HTTP server: their health, and the channels to them."""
+"""The orchestrators behind the HTTP server: their health and their channels."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ KNOWN_SECONDS = 0.5
 """Seconds for which a health result is cached."""
 
 LOOK_SECONDS = 2.0
-"""Seconds between checks of whether to renew the channels."""
+"""Seconds between checks of whether the channels must be renewed."""
 
 SILENT_SECONDS = 5.0
-"""Seconds without any answer after which channels to DNS names are recreated: gRPC may take two minutes to retry a name
-without records."""
+"""Seconds without any answer after which channels to DNS names are recreated: for a name without records, gRPC may take
+two minutes to retry."""
 
 
 ANSWER_SECONDS = 1.0
 """Timeout of a health check in seconds."""
 
 CHECKS = 4
-"""Concurrent checks of an address that may stand for several orchestrators, reached round-robin."""
+"""Concurrent checks of an address that may resolve to several orchestrators, reached round-robin."""
 
 OWN_CONNECTIONS = (("grpc.use_local_subchannel_pool", 1),)
-"""Channel options against sharing connections within the process. An orchestrator takes a bounded number of calls per
-connection, and gRPC opens a bounded number of connections: completions must not delay control calls."""
+"""Channel options that prevent channels of this process from sharing connections. An orchestrator accepts a bounded
+number of calls per connection, and gRPC opens a bounded number of connections; completions must not delay control
+calls."""
 
 SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses that mean no answer from an orchestrator."""
@@ -68,11 +69,11 @@ class Orchestrators:
         return self._current.control_client()
 
     def key_client(self) -> AbstractAsyncContextManager[AsyncClient]:
-        """Lend a client with a new connection to the check of a key."""
+        """Lend a client with a new connection, for the check of a key."""
         return self._current.key_client()
 
     async def serve(self) -> bool:
-        """Return whether any orchestrator takes requests."""
+        """Return whether any orchestrator accepts requests."""
         async with self._asking:
             if time.monotonic() > self._known_until:
                 answers = await self._current.answers()
@@ -91,8 +92,8 @@ class Orchestrators:
         await self._current.close()
 
     async def _look(self) -> None:
-        """Recreate the channels when certificate files have changed, and while no orchestrator behind a DNS name
-        answers. Running requests finish on their old channels."""
+        """Recreate the channels when certificate files change, and while no orchestrator behind a DNS name answers.
+        Running requests finish on their old channels."""
         await self.serve()
         changed = self._tls is not None and self._tls.changed()
         silent = self._several and time.monotonic() - self._answered > SILENT_SECONDS
@@ -115,7 +116,7 @@ class Channels:
         credentials: grpc.ChannelCredentials | None,
         before: Channels | None = None,
     ) -> None:
-        """`before`: the channels to replace. Known orchestrators are carried over, since they may come back."""
+        """`before`: the channels to replace. Known orchestrators are carried over, since they may return."""
         options = (*PEER_OPTIONS, ROUND_ROBIN)
         self._credentials = credentials
         if before is None:
@@ -143,14 +144,14 @@ class Channels:
 
     @asynccontextmanager
     async def key_client(self) -> AsyncIterator[AsyncClient]:
-        # Orchestrators mute connections that only carry refused calls, once their address has made many of them. The
-        # first refusal on a connection is always answered.
+        # Once an address has made many refused calls, orchestrators stop answering its connections that carry nothing
+        # else. The first refusal on a connection is always answered.
         async with self._control_client.renewed(self._credentials) as client:
             yield client
 
     @asynccontextmanager
     async def _lent(self, client: AsyncClient) -> AsyncIterator[AsyncClient]:
-        """Lend a client to a request: it stays open meanwhile, even if the channels are replaced."""
+        """Lend a client to a request. It stays open for the request, even if the channels are replaced meanwhile."""
         self._requests += 1
         try:
             yield client
@@ -159,13 +160,13 @@ class Channels:
             await self._close_unused()
 
     async def answers(self) -> list[bool]:
-        """Return, for each check answered, whether the orchestrator takes requests; empty if none was answered."""
+        """Return, for each answered check, whether the orchestrator accepts requests; empty if none was answered."""
         often = zip(self._channels, self._checks, strict=True)
         checks = [self._check(channel) for channel, times in often for _ in range(times)]
         return [answer for answer in await asyncio.gather(*checks) if answer is not None]
 
     async def leave(self) -> None:
-        """Close the channels after the last running request; no new ones may start."""
+        """Close the channels after their last running request; new requests may not start on them."""
         self._left = True
         await self._close_unused()
 

@@ -1,4 +1,4 @@
-"""Origins whose pages may send requests from a browser, in the browsers' spelling: any other would never match."""
+"""Origins whose pages may send requests from a browser. They must be spelled as browsers do: others never match."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import typer
 
 ANY, NULL = "*", "null"
-"""Any origin, and the origin of pages from files and sandboxes."""
+"""Any origin, and the origin of pages from files and sandboxed pages."""
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:@?#\[\]A-Z]+)(:[0-9]{1,5})?")
 
 
 def origin(text: str) -> str:
-    """Parse an origin option; typer.BadParameter for an origin that no browser sends."""
+    """Parse an origin option; typer.BadParameter for a text that no browser sends as an origin."""
     own_port = (text.startswith("https:") and text.endswith(":443")) or (
         text.startswith("http:") and text.endswith(":80")
     )

@@ -1,6 +1,6 @@
-"""The page at `/`: static files, read once at start and served to anyone at the cost of their bytes.
+"""The page at `/`: static files, read once at start and served to everyone. Serving costs no more than their bytes.
 
-The page holds no secrets: it gets what it shows by the API, with the key of the person in front of it.
+The page holds no secrets: it gets its data from the API, with the key of the person using it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TYPES = {
 """Media types of the files, by suffix."""
 
 HEADERS = {
-    "cache-control": "no-cache",  # kept, but checked by its ETag: a new version shows at once
+    "cache-control": "no-cache",  # cached, but revalidated by ETag: a new version shows at once
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
@@ -35,7 +35,7 @@ HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """Read the files; return their routes: `/` is index.html, `/page/NAME` any other."""
+    """Read the files and return their routes: `/` is index.html, `/page/NAME` any other file."""
     return [_route(path) for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES]
 
 

@@ -1,4 +1,4 @@
-"""From a request to its parsed body: short bodies are parsed inline, longer ones, which take up to seconds, in
+"""From a request to its parsed body. Short bodies are parsed inline, longer ones, which may take seconds, in
 threads."""
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from specdec.serving.bounded_threads import BoundedThreads
 Parsed = TypeVar("Parsed")
 
 SHORT_BODY = 4 << 10
-"""Maximum bytes of a body parsed inline, within a few milliseconds."""
+"""Maximum bytes of a body parsed inline, which takes a few milliseconds at most."""
 
 LONG_BODY = 64 << 10
-"""Size in bytes from which a body counts as long. Long bodies have a separate queue and thread and do not delay
-others."""
+"""Size in bytes from which a body counts as long. Long bodies have a separate queue and thread, so that they do not
+delay others."""
 
 MAX_WAITING = 1024
 MAX_LONG_WAITING = 16
-"""Maximum bodies waiting in each of the two queues; one caller gets at most half of the places."""
+"""Maximum bodies waiting in each of the two queues; one caller gets at most half of a queue."""
 
 WAIT_SECONDS = 10.0
-"""Maximum wait for a thread in seconds."""
+"""Maximum seconds of waiting for a thread."""
 
 
 class Parser:
-    """Parses bodies, all but short ones in threads, so that streams continue meanwhile."""
+    """Parses bodies: short ones inline, others in threads, so that streams continue meanwhile."""
 
     def __init__(self) -> None:
         self._bodies = BoundedThreads("bodies", 1, MAX_WAITING)
         self._long_bodies = BoundedThreads("long bodies", 1, MAX_LONG_WAITING)
 
     async def parse(self, size: int, work: Callable[[], Parsed], caller: str) -> Parsed:
-        """Return what `work` makes of a body of `size` bytes; OverloadedError if too many bodies wait."""
+        """Run `work`, which parses a body of `size` bytes, and return its result; OverloadedError if too many wait."""
         if size <= SHORT_BODY:
             return work()
         threads = self._bodies if size < LONG_BODY else self._long_bodies
@@ -50,7 +50,7 @@ Content = TypeVar("Content", covariant=True)
 
 
 class Parse(Protocol[Content]):
-    """Makes a request of a body; with `strict`, it refuses unknown fields."""
+    """Parses a body into a request; with `strict`, it refuses unknown fields."""
 
     def __call__(self, body: bytes, *, strict: bool) -> Content: ...
 
@@ -62,13 +62,13 @@ class TakenRequest(Generic[Parsed]):
     request: Parsed
     size: int  # bytes of the body
     caller: Caller
-    owner: str  # name under which the caller's share is counted
+    owner: str  # name that the request counts under in the limits per caller
 
 
 @dataclass(frozen=True)
 class Intake:
-    """Reads and parses the bodies of all endpoints. `who` returns a request's caller for orchestrators, and the name
-    under which its share is counted."""
+    """Reads and parses the bodies of all endpoints. `who` returns a request's caller for orchestrators, and its name in
+    the limits per caller."""
 
     parser: Parser
     bodies: Bodies

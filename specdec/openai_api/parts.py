@@ -1,4 +1,4 @@
-"""Parts of a sample: its reasoning, its text and its tool calls, in their order, for APIs whose answers have blocks."""
+"""Parts of a sample in order: reasoning, text and tool calls, for APIs whose answers consist of blocks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CallPart:
 
     id: str
     name: str
-    arguments: str  # JSON, or the beginning of it in a call that was cut off
+    arguments: str  # JSON; only the start of it if the call was cut off
 
     @property
     def input(self) -> dict[str, Any] | None:
@@ -71,9 +71,9 @@ Part = BeginPart | ReasoningPart | TextPart | CallPart | EndPart
 async def parts_of(
     chunks: AsyncGenerator[Chunk, None], calls: Calls | None, *, reasoning: bool, with_end: bool
 ) -> AsyncGenerator[Part, None]:
-    """Yield the parts of a sample, its beginning first and its end last. `calls`: reads its tool calls, None if it may
-    have none; `reasoning`: include the reasoning; `with_end`: as in `of_text`. The logprobs of text that may still
-    become a call are held back with it."""
+    """Yield the parts of a sample, from its beginning to its end. `calls` reads its tool calls; None if it may have
+    none. `reasoning`: include the reasoning; `with_end`: as in `of_text`. The logprobs of text that may still become a
+    call are held back with the text."""
     logprobs: list[Logprobs] = []
     begun = False
     async with aclosing(chunks):

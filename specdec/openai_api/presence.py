@@ -16,8 +16,8 @@ class CallerLeftError(Exception):
 
 
 async def while_present(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` and return its result; once the caller disconnects, cancel it and raise CallerLeftError. The request's
-    body must have been read."""
+    """Run `work` and return its result. If the caller disconnects, cancel it and raise CallerLeftError. The request's
+    body must have been read before."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -55,7 +55,7 @@ async def serve(
 ) -> None:
     """Run the server until SIGINT, SIGTERM or, if configured, the end of stdin. Prints the line `ready HOST:PORT`.
 
-    `serve_metrics_here`: whether /metrics and the statistics of pods are routes; None: if the server listens on
+    `serve_metrics_here`: serve the routes /metrics and the statistics of pods; None: only if the server listens on
     loopback.
     """
     logs.configure("openai", settings.log_level)
@@ -99,7 +99,7 @@ async def serve(
         raise ListenError.of(settings.host, settings.port, error) from error
     orchestrators.start()
     log_settings()
-    gc.freeze()  # a full collection, caused by large bodies, would hold the event loop for 0.1 s
+    gc.freeze()  # large bodies cause full collections, which would hold the event loop for 0.1 s
     announce(f"{settings.host}:{server.port}")
     log.info("serving", address=f"{settings.host}:{server.port}")
     await stop.wait()

@@ -1,4 +1,4 @@
-"""Prompts in answers: their texts in front of completions (`echo`), and their log-probabilities."""
+"""Prompts in answers: their texts before completions (`echo`), and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specdec.openai_api.json_text import Json, encoded, json_list
 from specdec.openai_api.logprobs import MIN_LOGPROB, UNTOLD, EncodedLogprobs, Offset, TextOffset, completion_logprobs
 
 MAX_SCORES_BYTES = 64 << 20
-"""Maximum characters of the prompts' log-probabilities in one answer: that of 20 alternatives a token takes 1 KB."""
+"""Maximum characters of the prompts' log-probabilities in one answer: with 20 alternatives, a token takes 1 KB."""
 
 
 class EchoOffset:
-    """The character offset of the next token of a prompt in the prompt's text. Tokens that are not in it, such as BOS,
-    take no characters."""
+    """The character offset of the next prompt token in the prompt's text. Tokens that the text lacks, such as BOS, have
+    no characters."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
@@ -37,23 +37,23 @@ class EchoOffset:
 
 
 class AnsweredPrompt:
-    """One prompt in an answer. Its tokens are given as they come, to `gather` or, in a stream, to `echo`."""
+    """One prompt in an answer. Its tokens are passed as they arrive, to `gather` or, in a stream, to `echo`."""
 
     def __init__(self, top: int | None = None, entries: int | None = None) -> None:
-        """`top`: number of top log-probabilities in front of those of completions; None: none there. `entries`: the
-        same in vLLM's field `prompt_logprobs`; None: no such field."""
+        """`top`: number of top log-probabilities before those of completions; None: no log-probabilities there.
+        `entries`: the same for vLLM's field `prompt_logprobs`; None: no such field."""
         self.text = ""  # in front of completions
         self.logprobs = EncodedLogprobs(self._logprobs_of)
         self._offset: Offset = TextOffset()
-        self._decoder: codecs.IncrementalDecoder | None = None  # of a text made of tokens
+        self._decoder: codecs.IncrementalDecoder | None = None  # for a text built from tokens
         self._top = top
         self._entries_top = entries
         self._entries: list[str] = []
         self._untold = False  # the text has not been streamed
 
     def begin(self, text: bytes | None) -> None:
-        """Put a text in front of the prompt's completions, before any of their chunks. None: that of the tokens that
-        come."""
+        """Set the text before the prompt's completions; call it before any of their chunks. None: the text is built
+        from the tokens."""
         if text is None:
             self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         else:
@@ -75,8 +75,8 @@ class AnsweredPrompt:
         return size if self._top is None else size + self.logprobs.add(tokens)
 
     def echo(self, tokens: Sequence[PromptToken]) -> Json | None:
-        """Return the fields of a stream's piece with the next tokens of the prompt: a given text comes in the first
-        one. None if there is nothing new."""
+        """Return the fields of a stream's piece with the next tokens of the prompt; a given text is in the first piece.
+        None if there is nothing new."""
         scored, text = self._top is not None and tokens, self._spell(tokens)
         if self._untold:
             text, self._untold = self.text, False
@@ -85,7 +85,7 @@ class AnsweredPrompt:
         return {"text": text, "logprobs": self._logprobs_of(tokens) if scored else None, "finish_reason": None}
 
     def _spell(self, tokens: Sequence[PromptToken]) -> str:
-        """Add the tokens to a text made of them; return what they add."""
+        """Add the tokens to a text built from tokens; return the added text."""
         if self._decoder is None:
             return ""
         new = "".join(self._decoder.decode(token.piece.bytes) for token in tokens)
@@ -97,7 +97,7 @@ class AnsweredPrompt:
 
 
 def _entry(token: PromptToken, top: int) -> Json | None:
-    """Return vLLM's entry of a token: by token id, its own log-probability and those of the most probable ones."""
+    """Return vLLM's entry for a token: by token id, its own log-probability and those of the most probable tokens."""
     found = token.logprobs
     if found is None:
         return None
@@ -111,7 +111,7 @@ def _told(logprob: float, rank: int, piece: Piece) -> Json:
 
 
 def _with_told_once(chunk: Chunk, first: Chunk) -> Chunk:
-    """Return a chunk with what a call tells in its first chunk."""
+    """Return a chunk with the fields that a call sends only in its first chunk."""
     return replace(
         chunk,
         seed=first.seed,
@@ -121,8 +121,8 @@ def _with_told_once(chunk: Chunk, first: Chunk) -> Chunk:
 
 
 async def prompt_first(chunks: AsyncIterable[Chunk]) -> AsyncGenerator[Chunk, None]:
-    """Yield the chunks of one prompt, those of other samples than the first, which carries the prompt, once the prompt
-    is complete. The first chunk has what is told once, whichever sample it came with."""
+    """Yield the chunks of one prompt. The first sample carries the prompt; chunks of others are held back until the
+    prompt is complete. The first chunk yielded has the fields sent once, whichever sample they came with."""
     held: list[Chunk] | None = []
     begun = False
     async for chunk in chunks:

@@ -1,7 +1,7 @@
 """Request bodies in OpenAI's format, parsed into gRPC messages, one per prompt.
 
-No field is ignored silently (`fields.py`). Values and limits are validated by the orchestrator; here only the number of
-values is limited, since messages are built from them.
+No field is ignored silently (`fields.py`). The orchestrator validates values and limits; only the number of values is
+limited here, since messages are built from them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ OWN = frozenset(
 """Client options allowed in the field `specdec`, without counterparts in other servers."""
 
 CHUNKS = "chunks"
-"""Field of `specdec` that asks for the tokens of every chunk, with their sources."""
+"""Field of `specdec` that requests the tokens of every chunk, with their sources."""
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for max_tokens of a completion. A chat may fill the context."""
@@ -83,7 +83,7 @@ MAX_PROMPTS = 64
 """Maximum prompts of a completion request."""
 
 PROMPT_FIELDS = {"text": "prompt", "tokens": "prompt", "tokens.ids": "prompt", "chat": "messages"}
-"""Names of prompts in the gRPC API and its client, to their names here."""
+"""Names of prompts in the gRPC API and its client to their names here."""
 
 _OPTION = re.compile(r"(\w+)((\[\d+\])|(\.\w+))* = ")
 """The start of a client error about a single option."""
@@ -98,15 +98,15 @@ class ParsedRequest:
     prompts: list[GenerateRequest]
     """The prompts without options, built while parsing, which may take seconds."""
     options: GenerateRequest
-    """Options common to all prompts, merged in when a prompt is sent (`message`): they may be megabytes in size, and
-    prompts may be many."""
+    """Options common to all prompts. They are merged in when a prompt is sent (`message`): they may be megabytes in
+    size, and there may be many prompts."""
     names: Mapping[str, str]
     """Option and gRPC field names to the caller's names."""
     stream: bool
     usage_in_stream: bool
     """True if the stream ends with the usage."""
     usage_in_pieces: bool
-    """True if each event of the stream has its choice's usage so far."""
+    """True if each event of the stream has the usage of its choice so far."""
     schemas: Mapping[str, Mapping[str, Any]]
     """The functions' argument schemas by name."""
     reasoning: bool = True
@@ -116,15 +116,15 @@ class ParsedRequest:
     ignored: tuple[str, ...] = ()
     """Names of unknown fields, for the answer."""
     echo: bool = False
-    """True if the prompts are in front of their completions."""
+    """True if the completions start with their prompts."""
     prompt_logprobs: int | None = None
     """Number of the prompts' top log-probabilities in vLLM's field; None: no such field."""
 
     places: Sequence[str] = ()
-    """The caller's names of the chat's messages, of an API that has others."""
+    """The caller's names of the chat's messages, for APIs with other names."""
 
     def renamed(self, names: Mapping[str, str], places: Sequence[str]) -> ParsedRequest:
-        """Return the request with further names of the caller's for options, gRPC fields, and messages."""
+        """Return the request with the caller's names of further options, gRPC fields, and messages."""
         return replace(self, names={**self.names, **names}, places=places)
 
     @property
@@ -139,19 +139,19 @@ class ParsedRequest:
 
     @property
     def forces_calls(self) -> bool:
-        """True if the text is calls alone."""
+        """True if the text consists of calls only."""
         chat = self.prompts[0].chat
         return chat.tool_required or bool(chat.tool_name)
 
     @property
     def token_ids(self) -> bool:
-        """True if the answer has the token ids of prompt and text."""
+        """True if the answer has the token ids of the prompt and the text."""
         return self.options.return_prompt_token_ids
 
     @property
     def tells_end(self) -> bool:
-        """True if log-probabilities cover the token that ends the text. A chat's are those of its content, as at
-        OpenAI: only if the text shows that token, or token ids stand beside them, as in vLLM."""
+        """True if log-probabilities cover the token that ends the text. A chat's log-probabilities cover its content,
+        as in OpenAI's API: the end token only if the text shows it or, as in vLLM, if the answer has token ids."""
         options = self.options
         return not self.chat or self.token_ids or options.show_special_tokens or options.include_stop
 
@@ -165,7 +165,7 @@ class ParsedRequest:
         return self.options.HasField("prompt_logprobs")
 
     def message(self, number: int) -> GenerateRequest:
-        """Return the complete message for the prompt of this number."""
+        """Return the complete message for the prompt with this number."""
         message = GenerateRequest()
         message.CopyFrom(self.prompts[number])
         message.MergeFrom(self.options)
@@ -184,7 +184,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
     ignored = _check_names(given, chat=chat)
     for name in given.keys() - LONG:
         _check_entries(name, given[name])
-    if isinstance(own := given.get("specdec"), dict):  # the whole vocabulary may be banned
+    if isinstance(own := given.get("specdec"), dict):  # its bans may cover the whole vocabulary
         _check_entries("specdec", {name: value for name, value in own.items() if name != "banned_tokens"})
     options = {name: value for name, value in given.items() if name in SAME}
     options |= {
@@ -201,7 +201,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
         if isinstance(value, bool) and name not in FLAGS:
             wanted = "text" if name in ("model", "stop") else "a number"
             raise refused(field, f"is {json.dumps(value)}, must be {wanted}")
-        # max_tokens of 0 is refused with the request's other faults
+        # a max_tokens of 0 is refused later, with other invalid values
         least = LEAST.get(name, 0)
         if name in LEAST and isinstance(value, int) and (value < 0 or (value < least and name != "max_tokens")):
             raise refused(field, f"is {value}, must be at least {least}")
@@ -258,7 +258,7 @@ def fields_of(body: bytes) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     number = float(text)
-    if math.isinf(number):  # an answer may repeat it, and JSON has no infinity
+    if math.isinf(number):  # an answer may contain it, and JSON has no infinity
         raise ValueError(f"{text[:20]} is too large a number")
     return number
 
@@ -282,12 +282,12 @@ def _check_names(given: Mapping[str, Any], *, chat: bool) -> list[str]:
 
 
 def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
-    """Return the caller's names of options and fields that are named otherwise in the gRPC API."""
+    """Return the caller's names of options and fields whose names differ in the gRPC API."""
     names = dict(PROMPT_FIELDS) | {"template_arguments": "chat_template_kwargs"}
     names |= {"tool_name": "tool_choice", "tool_required": "tool_choice", "single_tool_call": "parallel_tool_calls"}
     names |= {RENAMED[name]: name for name in given if name in RENAMED}
     own_options = given.get("specdec", {})
-    if "speculation" in own_options:  # shorthand for values of these
+    if "speculation" in own_options:  # a shorthand for these options
         names |= dict.fromkeys(("off", "drafters", "forced", "jacobi"), "specdec.speculation")
     names |= {name: f"specdec.{name}" for name in own_options}
     if "jacobi" in own_options:  # the size of a window
@@ -302,7 +302,7 @@ def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
 
 
 def _built(options: Mapping[str, Any], names: Mapping[str, str]) -> GenerateRequest:
-    """Build a message from options; ApiError, in the client's words, for values that do not fit into it."""
+    """Build a message from options; ApiError, with the caller's names, for values that do not fit into it."""
     try:
         return build_request(**options)
     except (ValueError, TypeError) as error:
@@ -315,8 +315,8 @@ def _built(options: Mapping[str, Any], names: Mapping[str, str]) -> GenerateRequ
 
 
 def _seed(given: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the seed. OpenAI's are signed 64-bit numbers, ours unsigned. As in vLLM and llama.cpp, -1 asks for a random
-    one."""
+    """Yield the seed. OpenAI's seeds are signed 64-bit numbers, ours unsigned. As in vLLM and llama.cpp, -1 requests a
+    random seed."""
     if "seed" in given:
         seed = given["seed"]
         if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
@@ -326,7 +326,7 @@ def _seed(given: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _cache_salt(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the cache salt. An empty one would separate nothing, so it is refused, as by vLLM."""
+    """Yield the cache salt. An empty one would not separate caches, so it is refused, as in vLLM."""
     if "cache_salt" in given:
         salt = given["cache_salt"]
         if not isinstance(salt, str) or not salt:
@@ -343,7 +343,7 @@ def _top_k(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _logit_bias(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float]]]:
-    """Yield the logit biases by token id; JSON has the ids as strings."""
+    """Yield the logit biases by token id; in JSON the ids are strings."""
     if "logit_bias" in given:
         bias = given["logit_bias"]
         if not isinstance(bias, dict):
@@ -361,7 +361,8 @@ def _special_tokens(given: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, int]]:
-    """Yield the number of top log-probabilities beside the chosen token's. Chats enable them with a separate flag."""
+    """Yield the number of top log-probabilities in addition to the chosen token's. Chats enable them by a separate
+    flag."""
     name = "top_logprobs" if chat else "logprobs"
     top = given.get(name, 0)
     if type(top) is not int:
@@ -378,8 +379,8 @@ def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, in
 
 
 def _prompt_logprobs(given: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the number of top log-probabilities of the prompts' tokens: the larger one of vLLM's field and, with
-    `echo`, that of the completions. Where nothing is generated, the prompts are scored in any case."""
+    """Yield the number of top log-probabilities for the prompts' tokens: the larger of vLLM's field and, with `echo`,
+    the completions' number. With `echo` and nothing to generate, prompts are scored in any case."""
     wanted: list[int] = []
     if (top := given.get("prompt_logprobs")) is not None:
         if type(top) is not int or top < 0:
@@ -421,7 +422,7 @@ def _chunks(given: Mapping[str, Any]) -> bool:
 
 
 def _stream_options(given: Mapping[str, Any]) -> dict[str, bool]:
-    """Return which usage the stream has, by attribute of ParsedRequest."""
+    """Return which usage the stream reports, by attribute of ParsedRequest."""
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
         raise refused("stream_options", "must be an object")

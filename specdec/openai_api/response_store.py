@@ -1,4 +1,4 @@
-"""Stored responses, which later requests continue by id: in memory or in a SQLite file, bounded in bytes and age."""
+"""Stored responses, which later requests continue by id: in memory or in a SQLite file, limited in bytes and age."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ STORED_SECONDS = 24 * 3600.0
 """Default lifetime of a stored response in seconds."""
 
 MAX_CHAIN = 1000
-"""Maximum length of a chain of responses, each of which continues the one before."""
+"""Maximum length of a chain of responses, where each continues the previous one."""
 
 MAX_WAITING = 1024
 WAIT_SECONDS = 10.0
-"""Maximum number of calls that wait for the store, and the maximum wait in seconds."""
+"""Maximum number of calls that wait for the store, and maximum wait in seconds."""
 
 _ID = re.compile(r"resp_[0-9a-f]{1,64}")
 
@@ -63,7 +63,7 @@ DELETE FROM responses WHERE id IN (
     ) WHERE before < :excess
 )
 """
-"""Deletes the oldest responses of a caller, until they are as large as the excess."""
+"""Deletes the oldest responses of a caller, until their bytes reach the excess."""
 
 Result = TypeVar("Result")
 
@@ -73,8 +73,8 @@ class ResponseStoreError(Exception):
 
 
 class ResponseStore:
-    """The stored responses. A caller sees only its own. Beyond the limit on bytes, the oldest responses of the caller
-    with most bytes are evicted."""
+    """The stored responses. A caller sees only its own. Above the limit on bytes, the oldest responses of the caller
+    with the most bytes are evicted."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ResponseStore:
         seconds: float = STORED_SECONDS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the file, which several servers of one machine may share; None: keep the responses in memory.
+        """Open the file, which several servers on one machine may share; None: keep the responses in memory.
         ResponseStoreError if the file cannot be used."""
         self._most_bytes = most_bytes
         self._seconds = seconds
@@ -99,8 +99,8 @@ class ResponseStore:
             raise ResponseStoreError(f"{file}: {error}") from error
 
     async def put(self, caller: str, items: Sequence[Json], response: Json) -> bool:
-        """Store a response; `items` are the input items of its request. Return False if that fails, which is logged, or
-        if it is larger than the limit."""
+        """Store a response; `items` are the input items of its request. Return False if it is larger than the limit or
+        if storing fails, which is logged."""
         try:
             return await self._thread.run(lambda: self._put(caller, items, response), caller, WAIT_SECONDS)
         except (sqlite3.Error, OverloadedError) as error:  # a full disk, or locked by another server for long
@@ -108,28 +108,28 @@ class ResponseStore:
             return False
 
     async def get(self, caller: str, response_id: str) -> str:
-        """Return a response, as JSON; ApiError if there is none."""
+        """Return a response as JSON; ApiError if it is not stored."""
         return await self._run(caller, lambda: self._row(caller, response_id, "response")[0])
 
     async def items(self, caller: str, response_id: str) -> list[Json]:
-        """Return the input items of a response's request; ApiError if there is none."""
+        """Return the input items of a response's request; ApiError if it is not stored."""
         return await self._run(caller, lambda: json.loads(self._row(caller, response_id, "items")[0]))
 
     async def delete(self, caller: str, response_id: str) -> None:
-        """Delete a response; ApiError if there is none."""
+        """Delete a response; ApiError if it is not stored."""
         await self._run(caller, lambda: self._delete(caller, response_id))
 
     async def chain(self, caller: str, response_id: str) -> tuple[list[str], int]:
-        """Return the ids of a response and of all it continues, earliest first, and their bytes; ApiError if one of
-        them is gone."""
+        """Return the ids of a response and of all that it continues, earliest first, and their total bytes; ApiError if
+        one is missing."""
         return await self._run(caller, lambda: self._chain(caller, response_id))
 
     async def conversation(self, caller: str, chain: Sequence[str]) -> list[Json]:
-        """Return the items of these responses, input and output."""
+        """Return the input and output items of these responses."""
         return await self._run(caller, lambda: self._conversation(caller, chain))
 
     async def output(self, caller: str, response_id: str) -> list[tuple[Json, int]]:
-        """Return the output items of a response, with the bytes of each as JSON; ApiError if there is none."""
+        """Return the output items of a response, each with its bytes as JSON; ApiError if it is not stored."""
         return await self._run(caller, lambda: self._output(caller, response_id))
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class ResponseStore:
         self._database.close()
 
     async def _run(self, caller: str, work: Callable[[], Result]) -> Result:
-        """Run work in the store's thread; ApiError if it fails or waits for long."""
+        """Run work in the store's thread; ApiError if it fails or waits too long."""
         try:
             return await self._thread.run(work, caller, WAIT_SECONDS)
         except TenantLimitError:

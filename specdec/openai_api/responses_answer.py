@@ -33,18 +33,18 @@ ECHOED: Json = {
     "truncation": "disabled",
     "user": None,
 }
-"""Fields of a response that repeat the request, and their values without one."""
+"""Fields of a response that repeat the request, and their defaults."""
 
 
 class ResponseAnswer:
-    """A response in the making. Each part of its sample makes events; the response has all of them at the end."""
+    """A response under construction. Each part of its sample yields events; the finished response has all items."""
 
     def __init__(self, request: ResponsesRequest, response_id: str, *, stored: bool) -> None:
         self._request = request
         self._id = response_id
         self._sent = 0  # events
         self._item: Json | None = None  # being written
-        self._text: list[str] = []  # of it
+        self._text: list[str] = []  # of that item
         self.whole: Json = {
             "id": response_id,
             "object": "response",
@@ -84,7 +84,7 @@ class ResponseAnswer:
                 yield from self._call(part)
             case EndPart():
                 status = "incomplete" if part.cut_off else "completed"
-                if not self.output:  # a text of no tokens is a message, too
+                if not self.output:  # an empty text is a message, too
                     yield from self._write("message", "")
                 yield from self._close(status)
                 self._end(status, part.finish)
@@ -121,7 +121,7 @@ class ResponseAnswer:
         return f"{prefix}_{self._id.partition('_')[2]}_{len(self.output)}"
 
     def _write(self, kind: str, text: str, logprobs: Iterable[Logprobs] = ()) -> Iterator[Json]:
-        """Write text to a message or a reasoning item: the open one, or a new one."""
+        """Append text to the open item if it is of this kind (message or reasoning), else to a new one."""
         if self._item is None or self._item["type"] != kind:
             yield from self._close("completed")
             of_message: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
@@ -141,7 +141,7 @@ class ResponseAnswer:
             yield self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
 
     def _close(self, status: str) -> Iterator[Json]:
-        """End the open item, if there is one."""
+        """End the open item, if any."""
         if self._item is None:
             return
         item, self._item = self._item, None
@@ -190,9 +190,9 @@ class ResponseAnswer:
 
 
 def _custom_input(call: CallPart) -> str:
-    """Return the input of a custom tool: the one argument of its function, if the model has kept to that."""
+    """Return the input of a custom tool: the one argument of its function, if the model followed its schema."""
     found = call.input
-    if found is None:  # cut off, mostly within this argument
+    if found is None:  # cut off, usually within this argument
         found = replace(call, arguments=call.arguments + '"}').input or {}
     value = found.get(CUSTOM_INPUT)
     return value if isinstance(value, str) else call.arguments

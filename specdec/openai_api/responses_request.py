@@ -1,7 +1,7 @@
 """Requests of the Responses API, parsed as a chat with the same fields.
 
-The sampling fields of a chat are the same here, the others are read below. As for chats, unknown ones are ignored and
-named, and unsupported ones refused (`specdec/openai_api/fields.py`).
+The sampling fields equal those of a chat; the others are read below. As for chats, unknown fields are ignored and
+listed in the answer, and unsupported ones refused (`specdec/openai_api/fields.py`).
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ OF_AN_ITEM = frozenset(
         *("summary", "encrypted_content"),
     }
 )
-"""Fields of the input's items, also those that this server writes; others are ignored and named."""
+"""Fields of input items, including the ones this server writes; others are ignored and listed in the answer."""
 
 OF_A_PART = frozenset({"type", "text", "refusal", "annotations", "logprobs"})
-"""Fields of the parts of a content."""
+"""Fields of content parts."""
 
 READ = frozenset(
     {
@@ -99,7 +99,7 @@ OWN_UNSUPPORTED: Mapping[str, Unsupported] = {
     "max_tool_calls": Unsupported(),  # of hosted tools
     "prompt": Unsupported(),
 }
-"""Unsupported fields besides those of chats."""
+"""Unsupported fields, in addition to those of chats."""
 
 HINTS: Mapping[str, str] = {
     **dict.fromkeys(CHAT_SAME | CHAT_READ | RENAMED.keys(), "is a field of chats"),
@@ -109,14 +109,14 @@ HINTS: Mapping[str, str] = {
     "reasoning_effort": "is reasoning.effort here",
     "response_format": "is text.format here",
 }
-"""Fields of chats that have another name here, or none."""
+"""Chat fields with another name here, or without a counterpart."""
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 INCLUDED = (LOGPROBS, ENCRYPTED)
 """Accepted values of `include`."""
 
 CARRIER = "specdec:"
-"""Start of `encrypted_content`, which carries the text of a reasoning for clients that send nothing else back."""
+"""Prefix of `encrypted_content`, which carries the text of a reasoning for clients that return nothing else."""
 
 NAMES = {
     "max_tokens": "max_output_tokens",
@@ -131,7 +131,7 @@ NAMES = {
     "tool_name": "tool_choice",
     "tool_required": "tool_choice",
 }
-"""Names of fields of a chat, to their names here."""
+"""Chat field names to names in this API."""
 
 TRUNCATIONS = ["auto", "disabled"]
 
@@ -140,7 +140,7 @@ NESTED: Mapping[str, tuple[str, ...]] = {
     "stream_options": ("include_obfuscation", "include_usage"),
     "text": ("format", "verbosity"),
 }
-"""Fields that are objects, and the names in them that are read, or ask for what happens anyway."""
+"""Fields that are objects, and the names in them that are read or request the default behaviour."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,10 @@ class ResponsesRequest:
 
 
 class ResponsesReader:
-    """Reads a body, and makes a request of it once the items before it are known."""
+    """Reads a body, and builds the request once the items before it are known."""
 
     def __init__(self, fields: Mapping[str, Any], *, strict: bool = False) -> None:
-        """ApiError for a field that is not supported, with `strict` for an unknown one, too."""
+        """ApiError for an unsupported field and, with `strict`, for an unknown one."""
         self.fields = {name: value for name, value in fields.items() if value is not None}
         self.ignored = check_names(
             self.fields, SAME | READ, hints=HINTS, without_effect=OWN_WITHOUT_EFFECT, others=OWN_UNSUPPORTED
@@ -188,7 +188,7 @@ class ResponsesReader:
             raise unknown(self.ignored[0])
 
     def _read_nested(self) -> None:
-        """Refuse wrong values in nested fields that are not read below, and name the ignored ones."""
+        """Refuse wrong values in nested fields that are not read below, and collect the names of ignored ones."""
         for field, known in NESTED.items():
             given = self.fields.get(field, {})
             if not isinstance(given, dict):
@@ -200,15 +200,15 @@ class ResponsesReader:
             raise unsupported("stream_options.include_obfuscation")
 
     def cuts(self, earlier: Sequence[Json]) -> Iterator[int]:
-        """Yield numbers of first items to drop, `earlier` ones included, until the rest fits into the context: ever
-        more, each up to a message of the user. Nothing is dropped unless the request allows it."""
+        """Yield increasing numbers of first items to drop, `earlier` ones included, for retries while the prompt is too
+        long. Each drops items up to a user message. Nothing is yielded unless the request allows truncation."""
         if self.fields.get("truncation") == "auto":
             items = [*earlier, *self.items]
             of_user = [index for index, item in enumerate(items) if index and item.get("role") == "user"]
             yield from (of_user[min(number, len(of_user)) - 1] for number in _doubled(len(of_user)))
 
     def request(self, earlier: Sequence[Json] = (), cut: int = 0) -> ResponsesRequest:
-        """Return the request, after the items of `earlier` responses, without the first `cut` items of both; ApiError
+        """Return the request: the items of `earlier` responses and its own, without the first `cut` of both. ApiError
         if it is invalid or unsupported."""
         given, left_out = self.fields, list[str]()
         tools = offered(given.get("tools", []), given.get("tool_choice"), left_out)
@@ -262,13 +262,13 @@ def _input_items(given: object) -> list[Json]:
 
 
 class _Turns:
-    """The messages of a chat, made of items. Reasoning and calls belong to an assistant's message."""
+    """The messages of a chat, built from items. Reasoning and calls belong to an assistant's message."""
 
     def __init__(self, instructions: object) -> None:
         self.messages: list[Json] = []
-        self.places: list[str] = []  # of each message, the item that began it
+        self.places: list[str] = []  # for each message, the item that began it
         self.ignored: list[str] = []  # names of fields without effect
-        self._reasoning = ""  # of the assistant's message to come
+        self._reasoning = ""  # of the next assistant message
         if instructions is not None:
             if not isinstance(instructions, str):
                 raise refused("instructions", "must be text")
@@ -314,7 +314,7 @@ class _Turns:
         return "".join(texts)
 
     def _append(self, place: str, message: Json) -> None:
-        self._reasoning = ""  # of an assistant that said nothing
+        self._reasoning = ""  # belongs to an assistant message without content
         self.messages.append(message)
         self.places.append(place)
 
@@ -343,7 +343,7 @@ def _part(part: object, place: str) -> str:
 
 
 def _reasoning_text(item: Json, place: str) -> str | None:
-    """Return the text of a reasoning item, as this server writes them; None if it has none."""
+    """Return the text of a reasoning item in this server's format; None if it has none."""
     carried = item.get("encrypted_content")
     if not item.get("content") and isinstance(carried, str) and carried.startswith(CARRIER):
         return decoded(carried)

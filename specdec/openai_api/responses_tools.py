@@ -11,13 +11,13 @@ from specdec.openai_api.errors import ApiError, refused, unsupported
 from specdec.openai_api.json_text import Json
 
 CUSTOM_INPUT = "input"
-"""The one argument of a custom tool's function: its input as text."""
+"""The single argument of a custom tool's function: its input as text."""
 
 JOINT = "__"
-"""Stands between a namespace and the name of a tool in it, in the name of the function."""
+"""Separates a namespace from the name of its tool in the name of the function."""
 
 WEB_SEARCH = "web_search"
-"""Start of the types of OpenAI's web search."""
+"""Prefix of the types of OpenAI's web search."""
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _KNOWN = {
@@ -25,7 +25,7 @@ _KNOWN = {
     "custom": ("type", "name", "description", "format"),
     "namespace": ("type", "name", "description", "tools"),
 }
-"""Fields that are read, by type of a tool."""
+"""Fields that are read, by tool type."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,19 @@ class OfferedTool:
 
     @property
     def function_name(self) -> str:
-        """Its name for the model."""
+        """The tool's name for the model."""
         return str(function_name(self.name, self.namespace))
 
 
 def function_name(name: Any, namespace: Any) -> Any:
-    """Return the name of a tool for the model. Values of the wrong type are refused with the rest of the chat."""
+    """Return the name of a tool for the model. Values of the wrong type are refused later, with the rest of the
+    chat."""
     return f"{namespace}{JOINT}{name}" if namespace and isinstance(name, str) else name
 
 
 def offered(given: object, choice: object, ignored: list[str]) -> list[OfferedTool]:
-    """Return the tools that the caller runs. A web search that the model may do without is left out, and its place
-    appended to `ignored`; other tools that OpenAI runs are refused."""
+    """Return the tools that the caller runs. An optional web search is left out, and its place appended to `ignored`;
+    other tools that OpenAI runs are refused."""
     if not isinstance(given, list):
         raise refused("tools", "must be a list")
     found, searches = list[OfferedTool](), list[tuple[str, str]]()
@@ -80,13 +81,13 @@ def chosen(given: object, tools: Sequence[OfferedTool]) -> object:
         raise unsupported("tool_choice.type", f"{given.get('type')!r} is not supported")
     name = given.get("name")
     named = [tool for tool in tools if tool.name == name]
-    if len(named) == 1:  # perhaps of a namespace, which a choice cannot say
+    if len(named) == 1:  # it may be in a namespace, which a choice cannot name
         name = named[0].function_name
     return {"type": "function", "function": {"name": name}}
 
 
 def places_of(tools: Sequence[OfferedTool]) -> Mapping[str, str]:
-    """Return the names of a chat's tools in errors, to their places in the request."""
+    """Return the names of a chat's tools in errors, mapped to their places in the request."""
     return {f"tools[{index}]": tool.place for index, tool in enumerate(tools)}
 
 
@@ -101,7 +102,7 @@ def _unknown_kind(place: str, kind: str) -> ApiError:
 
 
 def _of_namespace(tool: Json, place: str) -> Iterator[OfferedTool]:
-    """Yield the tools of a namespace, each described by the namespace's words and its own."""
+    """Yield the tools of a namespace; each description combines the namespace's and its own."""
     _check_fields(tool, place, "namespace")
     namespace, words, inner = tool.get("name"), tool.get("description") or "", tool.get("tools")
     if not isinstance(namespace, str) or not namespace:

@@ -1,4 +1,4 @@
-"""The routes: their paths, their description as OpenAPI and as a page, and what an unknown path may mean."""
+"""The routes: their paths, their description as OpenAPI and as a page, and advice on unknown paths."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ VERSION, OPENAPI, DOCS = "/version", "/openapi.json", "/docs"
 HOME, STATS = "/", "/v1/specdec/stats"
 
 PROBES = (HEALTH, PING, LIVE)
-"""Routes for probes, open to anybody."""
+"""Routes for probes, open to everyone."""
 
 ALIASES = {"/completions": COMPLETIONS, "/chat/completions": CHAT}
-"""Paths without a version, as llama.cpp serves them, to the routes they stand for."""
+"""Paths without a version, as in llama.cpp, to their routes."""
 
 ITEM, INPUTS, CANCEL = (f"{RESPONSES}/{{response}}{rest}" for rest in ("", "/input_items", "/cancel"))
 MODEL = f"{MODELS}/{{model}}"
@@ -52,7 +52,7 @@ OF_DETOKENIZE = frozenset({"model", "tokens"})
 
 @dataclass(frozen=True)
 class Described:
-    """A route: its path and method, what it answers, and the fields of its body."""
+    """A route: its path and method, its answer, and the fields of its body."""
 
     path: str
     method: str
@@ -135,7 +135,7 @@ MAX_COMPARED = 128
 
 
 def advice(path: str) -> str:
-    """Return what to do about an unknown path."""
+    """Return advice about an unknown path."""
     plain = path.rstrip("/")
     if plain in NOT_SERVED:
         return NOT_SERVED[plain]
@@ -148,7 +148,7 @@ def advice(path: str) -> str:
 
 
 def openapi() -> Json:
-    """Return the routes as an OpenAPI document. Fields have no schemas: values are checked when they are used."""
+    """Return the routes as an OpenAPI document. Fields have no schemas: values are checked when used."""
     paths: dict[str, Json] = {}
     for route in DESCRIBED:
         operation: Json = {
@@ -174,7 +174,7 @@ def openapi() -> Json:
 
 
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
-"""Headers of the page, which loads nothing."""
+"""Headers of the page, which loads no resources."""
 
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
@@ -183,7 +183,7 @@ _STYLE = (
 
 
 def page() -> str:
-    """Return the routes as an HTML page that needs no other host."""
+    """Return the routes as a self-contained HTML page."""
     return "".join(
         (
             "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",

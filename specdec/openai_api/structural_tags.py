@@ -1,4 +1,4 @@
-"""vLLM's structural tags: free text in which each trigger begins a tag, whose content fits a schema."""
+"""vLLM's structural tags: free text in which a trigger begins a tag, whose content matches a schema."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from specdec.grammar.grammar import MAX_RULES, lark_string
 from specdec.openai_api.errors import refused, unknown
 
 MAX_TAGS = MAX_RULES // 2
-"""Maximum triggers, and structures: each structure is two rules of a grammar."""
+"""Maximum triggers, and maximum structures: each structure is two rules of a grammar."""
 
 MAX_CHARACTERS = 1024
 """Maximum characters of a trigger, and of the beginning and end of a structure."""
 
 
 def tags_in_lark(given: Mapping[str, Any], field: str) -> str:
-    """Return the grammar of a text with these tags, in Lark; ApiError if they are invalid or unsupported. `field` names
-    them to the caller."""
+    """Return the grammar of a text with these tags, in Lark; ApiError if they are invalid or unsupported. `field` is
+    their name in errors."""
     for name, value in given.items():
         if name == "format" and value is not None:
             raise refused(f"{field}.format", "is not supported: use structures and triggers")
@@ -41,7 +41,7 @@ def tags_in_lark(given: Mapping[str, Any], field: str) -> str:
 
 
 def _trigger(structure: Any, triggers: list[str], field: str) -> str:
-    """Return the trigger of a structure: the first that its beginning has."""
+    """Return the trigger of a structure: the first one that its beginning starts with."""
     if not isinstance(structure, dict) or not isinstance(structure.get("schema"), dict):
         raise refused(field, "must be an object with begin, schema and end")
     for name, value in structure.items():

@@ -1,7 +1,7 @@
 """Limits on the structure of a JSON body, counted while it arrives.
 
-json.loads holds the GIL throughout, and many small values take it a hundred times as long as one long text. So a body
-with too many of them is refused before it is parsed.
+json.loads holds the GIL throughout, and many small values take a hundred times as long as one long text. So a body with
+too many values is refused before it is parsed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 class Structure:
-    """Counts the values, names and containers of a body, outside of its strings. Invalid JSON is left to the parser."""
+    """Counts the values, names and containers of a body outside strings. Invalid JSON is left to the parser."""
 
     def __init__(self) -> None:
-        self._begun = b""  # start of an unterminated string: its quote, and an escaping backslash if last
+        self._begun = b""  # of an unterminated string: its quote, and a final backslash that escapes
         self._values = 1
         self._names = 0
         self._containers = 0
@@ -55,7 +55,7 @@ class Structure:
 
     def _count(self, piece: bytes) -> None:
         complete = _COMPLETE.match(piece)
-        assert complete is not None  # it matches at least the empty string
+        assert complete is not None  # the pattern matches the empty string, too
         plain = _STRINGS.sub(b"", piece[: complete.end()])
         begun = piece[complete.end() :]
         escapes = len(begun) - len(begun.rstrip(b"\\"))

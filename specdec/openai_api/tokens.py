@@ -1,5 +1,5 @@
-"""`/tokenize` and `/detokenize`: the tokens of a prompt, the text of tokens. In vLLM's format and in llama.cpp's, where
-`content` is the text."""
+"""`/tokenize` and `/detokenize`: the tokens of a prompt and the text of tokens, in vLLM's format and in llama.cpp's,
+where `content` is the text."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ FLAGS: Mapping[str, Mapping[str, bool]] = {
     },
     "content": {"add_special": False, "parse_special": True, "with_pieces": False},
 }
-"""The flags beside each of them, and their defaults."""
+"""The flags of each form, and their defaults."""
 
 FIXED = {
     ("messages", "add_special_tokens"): "the chat template adds them",
     ("content", "parse_special"): "special tokens are always parsed",
 }
-"""Flags that must have their default, and why."""
+"""Flags that must have their default value, and why."""
 
 MAX_BODY_WITH_TEXTS = 32 << 10
-"""Maximum bytes of a body that asks for the text of each token: reading so many takes 30 ms."""
+"""Maximum bytes of a body that requests the text of each token: reading one of this size takes 30 ms."""
 
 AT_ONCE = 1 << 14
-"""Token ids encoded at once, in a millisecond."""
+"""Token ids encoded at once, which takes a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def parse_detokenize(fields: Mapping[str, Any], *, strict: bool = False) -> Aske
         raise refused("tokens", "must be a list of token ids")
     message = TokenizeRequest(model=_model(given), text_of_tokens=True)
     message.tokens.ids[:] = tokens
-    message.tokens.SetInParent()  # marks the form of an empty list
+    message.tokens.SetInParent()  # marks an empty list as this form
     return AskedTokens(message, "tokens", _told(ignored, strict=strict))
 
 
@@ -166,7 +166,7 @@ def _parsed_tokens(body: bytes, *, strict: bool) -> AskedTokens:
 def _answer(asked: AskedTokens, found: Tokenized) -> bytes:
     """Return the answer as JSON."""
     own: Json = {"specdec": {"ignored": list(asked.ignored)}} if asked.ignored else {}
-    if asked.form == "tokens":  # the text under the names of vLLM and llama.cpp
+    if asked.form == "tokens":  # the text, under vLLM's and llama.cpp's names
         return as_bytes(encoded({"prompt": found.text, "content": found.text, **own}))
     if asked.form == "content":
         if asked.message.pieces:
@@ -180,7 +180,7 @@ def _answer(asked: AskedTokens, found: Tokenized) -> bytes:
 
 
 def _piece(spelt: bytes) -> str | list[int]:
-    """Return a token's text, or its bytes if they are no whole characters, as llama.cpp does."""
+    """Return a token's text, or its bytes if they are not whole characters, as llama.cpp does."""
     try:
         return spelt.decode()
     except UnicodeDecodeError:

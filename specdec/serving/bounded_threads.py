@@ -1,6 +1,6 @@
 """A thread pool with a bounded number of waiting callers, for long work started from the event loop.
 
-A waiting caller has nothing in the executor's queue: if it is cancelled, the data it would have worked on is freed.
+A waiting caller occupies no place in the executor's queue: if it is cancelled, the data of its work is freed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 
 
 class BoundedThreads:
-    """`threads` threads with places for `limit` waiting callers; owners take turns. `work` names the items of work in
-    the plural, for error messages. With `reserve`, a named owner gets at most all threads but one. `executor` supplies
+    """`threads` threads with places for `limit` waiting callers; owners take turns. `work` is a plural noun for the
+    work, used in error messages. With `reserve`, a named owner gets at most all threads but one. `executor` supplies
     threads of another kind."""
 
     def __init__(
@@ -33,8 +33,8 @@ class BoundedThreads:
         self.waiting = 0
 
     async def run(self, action: Callable[[], Result], owner: str = "", patience: float | None = None) -> Result:
-        """Run an action in a thread and return its result. OverloadedError if the limit of waiting callers is reached
-        or no thread is free within `patience` seconds; TenantLimitError if this owner has half of the waiting
+        """Run an action in a thread and return its result. OverloadedError if the limit of waiting callers is reached,
+        or if no thread becomes free within `patience` seconds; TenantLimitError if this owner has half of the waiting
         places."""
         if self.waiting >= self._limit:
             raise OverloadedError(f"{self.waiting} {self._work} are waiting, the limit is reached")

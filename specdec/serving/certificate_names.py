@@ -14,8 +14,8 @@ MAX_ECHOED = 4
 
 
 class CertificateNames:
-    """Admits clients whose certificate has any of these names. One authority may sign certificates of more pods than
-    are meant to call."""
+    """Admits clients whose certificate has any of these names. An authority may sign certificates of more pods than may
+    call."""
 
     def __init__(self, names: Iterable[Name]) -> None:
         self._names = frozenset(names)

@@ -1,9 +1,9 @@
-"""The checksum of a verifier session: a running CRC-32 over its opening and its committed tokens, compared by both
-ends. The answer to the opening carries a separate checksum.
+"""The checksum of a verifier session: a running CRC-32 over its opening and its committed tokens, which both ends
+compare. The answer to the opening carries a separate checksum.
 
-Most damaged messages fail a check. But a flipped bit in a token id gives another valid token, in a seed another text,
-and in the model's fingerprint another model that no verifier serves: these would go unnoticed. TLS detects them; many
-clusters run without it inside.
+Most damaged messages fail a check. But a flipped bit turns a token id into another valid token, a seed into another
+text, and the model's fingerprint into a model that no verifier serves: these would go unnoticed. TLS detects them, but
+many clusters do not use it internally.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Opening = TypeVar("Opening", verifier_pb2.VerifyOpen, verifier_pb2.VerifyOpened)
 
 def of_opening(message: Opening) -> int:
     """Return the checksum over all fields but `checksum` of a session's opening, where the running checksum starts, or
-    of the answer to it."""
+    of the answer to an opening."""
     bare = type(message)()
     bare.CopyFrom(message)
     bare.ClearField("checksum")

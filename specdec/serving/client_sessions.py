@@ -23,7 +23,7 @@ MAX_NAME_CHARACTERS = 200
 
 
 class ClientSessions:
-    """Counts open sessions per client, or other things named by `what`. Belongs to the event loop."""
+    """Counts open sessions per client; `what` names the things counted, if not sessions. Belongs to the event loop."""
 
     def __init__(self, most: int | None, what: str = "sessions") -> None:
         """`most` is the limit per client; None: unlimited."""
@@ -39,7 +39,7 @@ class ClientSessions:
             return
         client = client_of(context)
         if self._open[client] >= self._most:
-            # The error below reaches the orchestrator's own client, which must not learn the certificate's names.
+            # The error below reaches the orchestrator's own client, which must not see the certificate's names.
             log.warning("client_full", client=client[:MAX_NAME_CHARACTERS], what=self._what, limit=self._most)
             raise OverloadedError(f"{self._most} {self._what} are open for one client, the limit is reached")
         self._open[client] += 1

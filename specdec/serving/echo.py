@@ -14,7 +14,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def echo(value: object) -> str:
-    """Return a short repr for an error message. Of a long text only the displayed part is processed."""
+    """Return a short repr for an error message. Only the shown part of a long text is processed."""
     if isinstance(value, str | bytes):
         return repr(value) if len(value) <= ECHO_CHARACTERS else f"{value[:ECHO_CHARACTERS]!r}... ({len(value)} long)"
     return cut(repr(value), ECHO_CHARACTERS)

@@ -1,13 +1,13 @@
 """The engine worker: steps sessions with an engine and recovers from failed forward passes.
 
-An exception in a pass (out of memory, a device error, a text the model cannot take) does not identify the session at
+An exception in a pass (out of memory, a device error, a text the model cannot process) does not identify the session at
 fault. If the engine still computes, the sessions of the step are retried one by one (`StepRetry`): clients see a pause.
-If it does not, all sessions end so that they can continue at another pod, and the worker takes no more until it
-recovers. If recovery takes too long, the process ends: only a new one can use a lost GPU again.
+If it does not, all sessions end so that they can continue at another pod, and the worker accepts no more until it
+recovers. If recovery takes too long, the process ends, since only a new process can use a lost GPU again.
 
-On a memory shortage (`engine/shortage.py`) no session is at fault. Free memory is returned to the system and, after a
-pause, the sessions are computed one by one, which needs less. After several steps in a row without memory, the process
-ends.
+A memory shortage (`engine/shortage.py`) is no session's fault. Free memory is returned to the system and, after a
+pause, the sessions are computed one by one, which needs less memory. After several steps in a row without memory, the
+process ends.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class StepRetry(Generic[Session]):
         return next((session for session in self._failures if session in ready), None)
 
     def failed(self, sessions: Sequence[Session]) -> Session | None:
-        """Record a failed step. Return the session to be ended, which has now failed alone after an earlier failure;
-        None if there is none."""
+        """Record a failed step. Return the session to end, which has now failed alone after an earlier failure; None
+        otherwise."""
         self._failures.update(sessions)
         (session, *others) = sessions
         if others or self._failures[session] < 2:
@@ -54,7 +54,7 @@ class StepRetry(Generic[Session]):
         return session
 
     def forget(self, session: Session) -> None:
-        """Take a session off trial: its step succeeded, or it is gone."""
+        """Take a session off trial: its step succeeded, or it has ended."""
         self._failures.pop(session, None)
 
 
@@ -66,10 +66,10 @@ LOST_SECONDS = 60.0
 
 SHORTAGE_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8)
 """Pauses in seconds after consecutive steps that got no memory: another process may need it only briefly. One more
-failure ends the process."""
+failure after these ends the process."""
 
 SHORTAGE_SECONDS = 10.0
-"""Seconds without memory for any forward pass after which the process ends: restarted, it needs less."""
+"""Seconds without memory for any forward pass after which the process ends: a restarted one needs less memory."""
 
 
 class EngineWorker(Worker, Generic[Session]):
@@ -77,7 +77,7 @@ class EngineWorker(Worker, Generic[Session]):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._worked = 0.0  # when the engine is last known to have computed; set only while it fails
+        self._worked = 0.0  # last known time that the engine computed; set only while it fails
         self._retry: StepRetry[Session] = StepRetry()
         self._shortages = 0  # consecutive steps that got no memory
         self._resume_at = 0.0  # no step before this time, after a shortage
@@ -120,7 +120,7 @@ class EngineWorker(Worker, Generic[Session]):
             raise EngineLostError
 
     def step_succeeded(self) -> None:
-        """Note that a step got all the memory it needs."""
+        """Note that a step got enough memory."""
         self._shortages = 0
 
     def step_failed(self, sessions: Sequence[Session], error: Exception) -> None:
@@ -139,7 +139,7 @@ class EngineWorker(Worker, Generic[Session]):
             self.end_session(guilty, ModelFailureError("every forward pass with this text fails"))
 
     def _got_no_memory(self, sessions: Sequence[Session], error: Exception) -> None:
-        """Retry the sessions one by one after a pause; MemoryError, which ends the process, after too many failed steps
+        """Retry the sessions one by one after a pause. MemoryError, which ends the process, after too many failed steps
         in a row."""
         self._shortages += 1
         log.error("memory_short", sessions=len(sessions), in_a_row=self._shortages, error=in_one_line(error))
@@ -148,7 +148,7 @@ class EngineWorker(Worker, Generic[Session]):
         self._resume_at = time.monotonic() + SHORTAGE_PAUSES[self._shortages - 1]
         gc.collect()
         give_freed_memory_back()
-        self._retry.failed(sessions)  # puts them on trial; the culprit it may return is ignored: a shortage has none
-        if not self.recover():  # its pass lacks memory too, and the failed step has left partial writes
+        self._retry.failed(sessions)  # puts them on trial; a shortage has no culprit
+        if not self.recover():  # no memory for this pass either; the failed step left partial writes
             self.works, self._worked = False, time.monotonic()
             self.end_sessions(ShortOfMemoryError())

@@ -23,8 +23,8 @@ ServiceError
 ├── ModelFailureError        INTERNAL              the model's output is unusable
 └── InternalError            INTERNAL              a bug here; the log has it
 
-Errors may repeat input from others. Message and details are bounded here, before they are logged or sent, and stay
-below gRPC's limit of 8 KiB for a status.
+Errors may repeat input from others. Message and details are truncated here, before they are logged or sent, so that
+they stay below gRPC's limit of 8 KiB for a status.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ STATUS_DETAILS = "grpc-status-details-bin"
 
 
 class ServiceError(Exception):
-    """An error with a meaning to the caller. `reason` is machine-readable, in UPPER_SNAKE."""
+    """An error with a meaning for the caller. `reason` is machine-readable, in UPPER_SNAKE."""
 
     reason = "UNKNOWN"
 
@@ -72,12 +72,12 @@ class ServiceError(Exception):
         super().__init__(cut(message, MESSAGE_BYTES))
 
     def details(self) -> Sequence[object]:
-        """Return the google.rpc messages to send beside ErrorInfo."""
+        """Return the google.rpc messages to send in addition to ErrorInfo."""
         return ()
 
 
 class InvalidRequestError(ServiceError):
-    """Invalid fields, as (field, problem with value and limit). The first MAX_VIOLATIONS are listed, the rest only
+    """Invalid fields, as (field, problem with value and limit). The first MAX_VIOLATIONS are listed, the others
     counted."""
 
     reason = "INVALID_REQUEST"
@@ -149,7 +149,7 @@ class TenantLimitError(OverloadedError):
 
 
 class GrammarPendingError(OverloadedError):
-    """The pod is busy trying or compiling grammars, this text's or others. It has room for texts with other
+    """The pod is busy trying or compiling grammars, of this text or others. It has room for texts with other
     grammars."""
 
     reason = "GRAMMAR_PENDING"
@@ -214,8 +214,8 @@ class PromptChangedError(ServiceError):
 
 
 class NotRememberedError(ServiceError):
-    """A tenant's texts are deleted, but the record that keeps it forgotten after a restart could not be written:
-    `why`."""
+    """A tenant's texts are deleted, but the record that keeps the tenant forgotten after a restart could not be
+    written. `why` is the reason."""
 
     reason = "NOT_REMEMBERED"
 
@@ -226,7 +226,7 @@ class NotRememberedError(ServiceError):
 
 
 class GrammarFailureError(ServiceError):
-    """A text's grammar is too complex to continue, for this text or another of its tenant."""
+    """A grammar is too complex to continue, for this text or for another of its tenant."""
 
     reason = "GRAMMAR_TOO_COMPLEX"
 
@@ -270,7 +270,7 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
 
 
 def as_service_error(error: Exception) -> ServiceError:
-    """Map an exception to the caller's error: InternalError if unexpected. An exception group counts as its first
+    """Map an exception to the caller's error: InternalError if unexpected. An exception group is mapped by its first
     member."""
     match error:
         case ServiceError():
@@ -305,8 +305,8 @@ def to_status(error: ServiceError, request_id: str = "") -> grpc.Status:
 
 
 def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
-    """Translate a peer's error for our own caller. The peer's message may name addresses and exceptions, which belong
-    in the log, so only its list of invalid fields is passed on."""
+    """Translate a peer's error for our own caller. The peer's message may contain addresses and exceptions, which
+    belong in the log, so only its list of invalid fields is passed on."""
     match error.code():
         case grpc.StatusCode.RESOURCE_EXHAUSTED if quota := _detail(error, error_details_pb2.QuotaFailure()):
             violation = next(iter(quota.violations), error_details_pb2.QuotaFailure.Violation())
@@ -358,14 +358,14 @@ def _retry_after(error: grpc.aio.AioRpcError) -> float:
 
 def said_by_pod(error: grpc.aio.AioRpcError) -> bool:
     """Return whether one of our services sent this error: its rich status then repeats the message. An INTERNAL without
-    details comes from the transport, as when a write meets a connection that has just broken; a differing message was
-    altered in transit."""
+    details comes from the transport, for example when a write meets a connection that has just broken. A differing
+    message was altered in transit."""
     status = _rich(error)
     return status is not None and status.message == error.details()
 
 
 def _detail(error: grpc.aio.AioRpcError, message: Any) -> Any:
-    """Return the status detail of the type of `message`, or None if there is none or it cannot be parsed."""
+    """Return the status detail of the type of `message`; None if it is missing or cannot be parsed."""
     status = _rich(error)
     with contextlib.suppress(DecodeError):
         for detail in () if status is None else status.details:
@@ -375,7 +375,7 @@ def _detail(error: grpc.aio.AioRpcError, message: Any) -> Any:
 
 
 def _rich(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
-    """Return the rich status, or None if there is none or it cannot be parsed."""
+    """Return the rich status; None if it is missing or cannot be parsed."""
     with contextlib.suppress(DecodeError):
         for key, value in error.trailing_metadata() or ():
             if key == STATUS_DETAILS and isinstance(value, bytes):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 
 class Pool:
-    """An amount, of seconds or rows, divided among tenants by their weights."""
+    """An amount of seconds or rows, divided among tenants by their weights."""
 
     def __init__(self, amount: float, weights: Mapping[str, float]) -> None:
         self._amount = max(0.0, amount)
@@ -30,9 +30,9 @@ class Pool:
 
 
 class FairTurns:
-    """`places` to be held for a while. A free place goes to the owner that has waited longest for its turn and, within
-    an owner, first come, first served. With `reserve`, a named owner holds at most all places but one, so that other
-    owners wait for at most one turn."""
+    """`places` that owners hold for a while. A free place goes to the owner that has waited longest for its turn;
+    within an owner, first come, first served. With `reserve`, a named owner holds at most all places but one, so that
+    other owners wait at most one turn."""
 
     def __init__(self, places: int, *, reserve: bool = False) -> None:
         self._free = places

@@ -1,5 +1,5 @@
 """Grammar trials: each grammar is first compiled in a separate process (`specdec.grammar.trial`), so that an excessive
-one crashes only that process.
+grammar crashes only that process.
 
 Every service tries a grammar itself before compiling it. Owners take turns, and verdicts are cached per owner:
 otherwise response times would reveal which grammars others use.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 SECONDS = 1.0
-"""CPU seconds for a grammar. CPU time makes the verdict independent of the machine's load."""
+"""CPU seconds per grammar. Counting CPU time makes the verdict independent of the machine's load."""
 
 PATIENCE = 10.0
 """Wall-clock seconds after which a trial is abandoned, regardless of the CPU time it got."""
@@ -50,7 +50,7 @@ MAX_WAITING = 64
 """Maximum number of waiting grammars, including those whose requests were cancelled."""
 
 MAX_REPLAYS = 8
-"""Maximum replays of one owner at a time, after a pod has died: some 50 ms each."""
+"""Maximum concurrent replays of one owner after a pod has died: some 50 ms each."""
 
 TENANT_SHARE = 8
 """A named owner gets 1/TENANT_SHARE of the waiting places."""
@@ -59,13 +59,13 @@ AGAIN_SECONDS = 60.0
 """Seconds before retrying a grammar that exceeded its limits: the machine may have been slow or out of memory."""
 
 VERDICT_SECONDS = 600.0
-"""Lifetime of a verdict in seconds: machines change, and a wrong verdict must not last."""
+"""Lifetime of a verdict in seconds: machines change, and a wrong verdict must expire."""
 
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 """Signals that no grammar causes: the machine is short of memory, or the service is ending."""
 
 MAX_VERDICTS, MAX_VERDICTS_OF_OWNER = 4096, 512
-"""Maximum number of cached verdicts, in total and of one named owner."""
+"""Maximum number of cached verdicts, in total and per named owner."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TrialResult:
 
 
 Key = tuple[str, bytes]
-"""An owner and the digest of a grammar; sources may be long."""
+"""An owner and the digest of a grammar, since sources may be long."""
 
 
 def key_of(grammar: Grammar, owner: str) -> Key:
@@ -86,8 +86,7 @@ def key_of(grammar: Grammar, owner: str) -> Key:
 
 
 class GrammarTrials:
-    """Tries grammars for the model in a directory, with `seconds` of CPU time and `patience` seconds in all for
-    each."""
+    """Tries grammars for the model in a directory, each with `seconds` of CPU time and `patience` seconds in total."""
 
     def __init__(self, model: Path, seconds: float = SECONDS, patience: float = PATIENCE) -> None:
         self._model = model
@@ -108,8 +107,8 @@ class GrammarTrials:
 
     async def verdict(self, grammar: Grammar, owner: str = "") -> TrialResult:
         """Return the verdict on an owner's grammar. TenantLimitError if too many grammars of the owner are waiting;
-        OverloadedError if too many are in all, or the machine is too busy. Cancelling the caller does not cancel the
-        trial."""
+        OverloadedError if too many are waiting in total, or the machine is too busy. Cancelling the caller does not
+        cancel the trial."""
         key = key_of(grammar, owner)
         verdict, until = self._known.get(key, (None, 0.0))
         if verdict is not None:
@@ -126,7 +125,7 @@ class GrammarTrials:
                 raise
             self._under_way[key] = trial = asyncio.create_task(self._try(key, _question(grammar)))
             trial.add_done_callback(lambda done: self._tried(key, done))
-        if outdated is not None:  # texts need not wait for the retrial of a grammar that has passed
+        if outdated is not None:  # it has passed before: texts need not wait for its retrial
             return outdated
         return await asyncio.shield(self._under_way[key])
 
@@ -139,9 +138,9 @@ class GrammarTrials:
         *,
         insistent: bool = False,
     ) -> TrialResult:
-        """Try a grammar, ignoring any cached verdict, along a text with these tokens. OverloadedError if the machine is
-        too busy or, unless the caller is `insistent`, if the owner has MAX_REPLAYS replays in flight: its texts would
-        stall for too long."""
+        """Try a grammar along a text with these tokens, ignoring any cached verdict. OverloadedError if the machine is
+        too busy, or if the owner has MAX_REPLAYS replays in flight, which would stall its texts for too long. An
+        `insistent` caller is exempt from the latter."""
         key = key_of(grammar, owner)
         own = sum(owner == other for other in self._replays.values())
         if own >= MAX_REPLAYS and not insistent:
@@ -219,7 +218,7 @@ class GrammarTrials:
             self._known.popitem(last=False)
 
     async def _answer(self, question: dict[str, Any]) -> TrialAnswer | int:
-        """Return a process's answer, or its exit status if it ended instead. OverloadedError if it does neither in
+        """Return a process's answer, or its exit status if it ended instead. OverloadedError if neither happens in
         time."""
         process = await self._process()
         begin, answer = time.monotonic(), None

@@ -23,11 +23,11 @@ from specdec.serving.validation import MAX_TENANT_CHARACTERS
 from specdec.v2 import model_pb2
 
 PATIENCE_SECONDS = 0.5
-"""Seconds a grammar waits for a compiler thread."""
+"""Maximum seconds that a grammar waits for a compiler thread."""
 
 SILENCE_SECONDS = 1.0
-"""Seconds an opening waits for its grammar to be tried and compiled: an orchestrator gives up on a pod after a second
-and a half of silence."""
+"""Maximum seconds that an opening waits for its grammar's trial and compilation: an orchestrator gives up on a pod
+after a second and a half of silence."""
 
 PENDING_SECONDS = 0.25
 """Retry delay in seconds for a pending grammar."""
@@ -40,8 +40,8 @@ MAX_WAITING = 64
 
 
 class Grammars:
-    """The grammars of a service's sessions. A grammar that is not cached is tried in a separate process and compiled in
-    one of THREADS dedicated threads, once for all sessions that need it, so that sessions with cached grammars or long
+    """The grammars of a service's sessions. A grammar that is not cached is tried in a separate process, then compiled
+    in one of THREADS dedicated threads, once for all sessions that need it. Sessions with cached grammars or long
     prompts do not wait for it."""
 
     def __init__(self, compiler: GrammarCompiler | None, trials: GrammarTrials | None = None) -> None:
@@ -55,8 +55,8 @@ class Grammars:
 
     async def prepare(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
         """Try and compile a grammar for an owner and return it; it stays compiled while the caller holds it.
-        GrammarPendingError if that cannot be done now, TenantLimitError at a limit of the owner, InvalidRequestError if
-        the grammar is unusable. Returns None for oversized fields, which the checks of the whole message reject."""
+        GrammarPendingError if this cannot be done now, TenantLimitError at a limit of the owner, InvalidRequestError if
+        the grammar is unusable. Return None for oversized fields, which the checks of the whole message reject."""
         grammar = grammar_from(message)
         if grammar is None or self._compiler is None:
             return None
@@ -100,8 +100,8 @@ class Grammars:
             compiling.exception()  # mark as retrieved: all its waiters may be gone
 
     def compiled(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
-        """Return the compiled grammar of a prepared message, None if it has none. InvalidRequestError if it cannot be
-        compiled, NotBuiltError without a compiler."""
+        """Return the compiled grammar of a prepared message; None if the message has none. InvalidRequestError if it
+        cannot be compiled, NotBuiltError without a compiler."""
         grammar = grammar_from(message)
         if grammar is None:
             return None

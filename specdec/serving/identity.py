@@ -12,11 +12,11 @@ from specdec.v2 import model_pb2
 PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL_VERSION = 2
 """The newest and the oldest protocol version supported here. Additions that a peer may ignore do not raise the version.
-The package, as in specdec.v2, is the first version of a compatible line."""
+The first version of a compatible line is in the package name, as in specdec.v2."""
 
 
 def protocol_mismatch(identity: model_pb2.ModelIdentity) -> str | None:
-    """Return how a pod's protocol versions fail to overlap with ours; None if they overlap."""
+    """Return how a pod's protocol versions fail to overlap with ours; None if they do overlap."""
     newest, oldest = identity.protocol_version, identity.oldest_protocol_version or identity.protocol_version
     if newest < OLDEST_PROTOCOL_VERSION or oldest > PROTOCOL_VERSION:
         theirs, ours = _versions(oldest, newest), _versions(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
@@ -46,7 +46,7 @@ def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> mode
 
 
 def pod_info(engine: Engine | None = None) -> model_pb2.PodInfo:
-    """Return version and process id, with device, dtype and threads if the engine reports them."""
+    """Return version and process id, and, if the engine reports them, device, dtype and threads."""
     info = model_pb2.PodInfo(version=__version__, process_id=os.getpid())
     if isinstance(engine, Placed):
         info.device, info.dtype = engine.device, engine.dtype

@@ -1,7 +1,7 @@
-"""The interceptor around every call: applies the gates, binds propagated metadata, maps exceptions to statuses.
+"""The interceptor around every call: applies gates, binds propagated metadata, maps exceptions to statuses.
 
-Streaming handlers are coroutines that write to their context, not generators: cancellation then ends them at once, at
-their current await.
+Streaming handlers are coroutines that write to their context, not generators, so that cancellation ends them at once,
+at their current await.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Metadata = Collection[tuple[str, str | bytes]]
 """A caller's metadata in gRPC's form."""
 
 Gate = Callable[[str, Metadata], None]
-"""Raises the error that refuses a call, given its method's full name (as in "/specdec.v2.DraftService/Draft") and its
-metadata. Called before any other work on the call."""
+"""Raises the error that refuses a call, from its method's full name (as in "/specdec.v2.DraftService/Draft") and its
+metadata. Runs before any other work on the call."""
 
 CallerGate = Callable[[Context], None]
-"""Raises the error that refuses a call, given its context."""
+"""Raises the error that refuses a call, from its context."""
 
 MAX_REFUSALS = 256
 """Maximum number of cached refusals: building a rich status takes longer than all other Python work of a refusal."""
@@ -53,7 +53,7 @@ class _NoRequestError(Exception):
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls, binds the caller's propagated metadata (`propagation.py`), and answers errors with rich statuses.
 
-    A unary-request call is served as a stream of one message: this bounds the wait for the request, and a request that
+    A unary-request call is served as a stream of one message. This bounds the wait for the request, and a request that
     cannot be decoded is answered here like any other invalid one.
     """
 
@@ -65,15 +65,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         open_services: Collection[str] = (),
         guard: ConnectionGuard | None = None,
     ) -> None:
-        """`max_request_bytes` limits unary requests; larger ones are refused undecoded, since decoding can hold the
-        event loop for half a second. A call must pass all gates. The `open_services` are open to anybody, so calls to
-        them do not make the `guard` trust a connection."""
+        """`max_request_bytes` limits unary requests. Larger ones are refused undecoded, since decoding can hold the
+        event loop for half a second. A call must pass all gates. Anyone may call the `open_services`, so calls to them
+        do not make the `guard` trust a connection."""
         self._max_request_bytes = max_request_bytes
         self._gates = tuple(gates)
         self._caller_gates = tuple(caller_gates)
         self._open_services = frozenset(open_services)
         self._guard = guard or ConnectionGuard()
-        # Keyed by service, so that a caller allowed only health checks cannot end waiting calls of the others.
+        # Keyed by service, so that a caller that may only check health cannot end waiting calls of other services.
         self._openings: defaultdict[str, Openings] = defaultdict(lambda: Openings(REQUEST_SECONDS))
         self._unknown = _stream(self._refusing(*NO_METHOD, (), NO_METHOD[0].name))
         self._refusals: dict[tuple[type[ServiceError], str, str], Callable[..., Awaitable[None]]] = {}
@@ -110,7 +110,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(call, decode, handler.response_serializer)
 
     def _callers(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
-        """Wrap a method for authorized callers, reporting to the guard how their calls end."""
+        """Wrap a method for authorized callers, and report to the guard how their calls end."""
 
         async def observed(requests: Any, context: Context) -> None:
             running = self._guard.begin(context.peer())
@@ -119,7 +119,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             except asyncio.CancelledError:
                 self._guard.reset(running)
                 raise
-            except _NoRequestError:  # a reset may show up this way, too
+            except _NoRequestError:  # a reset may look like this, too
                 self._guard.reset(running)
                 raise _no_request() from None
             except BaseException:  # answered with an error, hence served
@@ -141,7 +141,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     def _anybodys(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
-        """Wrap a method open to anybody."""
+        """Wrap a method that anyone may call."""
 
         async def counted(requests: Any, context: Context) -> None:
             self._guard.answer_anybody(context.peer())
@@ -176,7 +176,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _single(
         self, behaviour: Callable[..., Any], decode: Callable[[bytes], Any], openings: Openings, *, answers_once: bool
     ) -> Callable[..., Awaitable[None]]:
-        """Wrap a unary-request method as one that takes a stream of encoded requests."""
+        """Wrap a unary-request method as one with a stream of encoded requests."""
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> None:
             message = await openings.first(requests)
@@ -227,8 +227,8 @@ def guarded(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
 
 
 async def _answer(error: Exception, context: Context) -> None:
-    """End the call with the status of an error. Unexpected errors are logged; the caller gets the request id to look
-    up."""
+    """End the call with the status of an error. Unexpected errors are logged; the caller gets the request id to find
+    them."""
     if isinstance(error, grpc.aio.AbortError | grpc.aio.BaseError) or context.cancelled():
         raise error
     if isinstance(error, ExceptionGroup):

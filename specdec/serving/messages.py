@@ -1,4 +1,4 @@
-"""Conversions between messages and the dataclasses of the code."""
+"""Conversions between messages and dataclasses."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from specdec.grammar.grammar import Grammar, Kind
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
 LOGPROB_UNIT = 1.0 / 96.0
-"""Quantization step of log-probabilities in messages: byte = sqrt(-logprob) / LOGPROB_UNIT. Fine near probability 1, so
-that sums over long paths stay accurate; coarse for unlikely tokens."""
+"""Quantization step of log-probabilities in messages: byte = sqrt(-logprob) / LOGPROB_UNIT. It is fine near probability
+1, so that sums over long paths stay accurate, and coarse for unlikely tokens."""
 
 LOGPROBS = [-((LOGPROB_UNIT * byte) ** 2) for byte in range(256)]
 """Log-probability by byte value."""
@@ -45,7 +45,7 @@ def finish_name(reason: int) -> str:
 
 
 def sampling_from(message: model_pb2.Sampling) -> Sampling:
-    """Return the sampling parameters of a message, where a number of 0 means unset."""
+    """Return the sampling parameters of a message; a number of 0 means unset."""
     default = Sampling()
     return Sampling(
         logit_bias=dict(message.logit_bias),
@@ -125,7 +125,7 @@ def speculation_from(message: generation_pb2.Speculation) -> SpeculationOptions:
 
 
 def scorer_of(number: int) -> Scorer | None:
-    """Return the scorer with this number of a validated message; None for the default."""
+    """Return the scorer with this number, from a validated message; None for the default."""
     return Scorer(number) if number else None
 
 
@@ -161,7 +161,7 @@ def paths_message(base: int, paths: Paths) -> model_pb2.Extend:
 
 
 def paths_from(message: model_pb2.Extend, most: DistributionSizes = NO_DISTRIBUTION) -> Paths:
-    """Return candidates in the token tree's form. Distributions that are malformed, or larger than `most`, are dropped,
+    """Return candidates in the token tree's form. Distributions that are malformed or larger than `most` are dropped,
     as the tree drops nodes that can never be accepted."""
     distributions = []
     for distribution in message.distributions:
@@ -186,7 +186,8 @@ def distribution_message(parent: int, row: DraftDistribution) -> model_pb2.Draft
 
 
 def distribution_from(message: model_pb2.DraftDistribution, most: DistributionSizes) -> DraftDistribution:
-    """Return the distribution in a message; ValueError if it is malformed, or, unread, if it is larger than `most`."""
+    """Return the distribution in a message. ValueError if it is malformed, or (without reading it) larger than
+    `most`."""
     for field, size, limit in (
         ("ids", len(message.ids), most.ids),
         ("id_gaps", len(message.id_gaps), most.gaps),
@@ -221,7 +222,7 @@ def query_from(message: model_pb2.DraftQuery, vocabulary: int) -> DraftQuery:
 
 
 def _gaps(ids: NDArray[np.int64]) -> list[int]:
-    """Return ascending token ids as gaps: over a large vocabulary most take a byte or two, ids take three."""
+    """Return ascending token ids as gaps: over a large vocabulary most gaps take a byte or two, ids take three."""
     gaps: list[int] = np.diff(ids, prepend=0).tolist()
     return gaps
 

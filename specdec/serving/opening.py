@@ -9,12 +9,12 @@ from typing import Any
 from specdec.serving.errors import DeadlineError, OverloadedError
 
 MAX_UNOPENED = 1024
-"""Maximum number of calls waiting for their first message. Callers send it together with the call, so beyond this the
-longest-waiting call is ended."""
+"""Maximum number of calls waiting for their first message. Callers send it together with the call, so above this limit
+the longest-waiting call is ended."""
 
 
 class Openings:
-    """Awaits the first messages of the calls of one server or service, `seconds` at most for each."""
+    """Waits for the first messages of the calls of one server or service, at most `seconds` for each."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -22,13 +22,13 @@ class Openings:
         self._ended: set[asyncio.Timeout] = set()  # evicted for later calls
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
-        """Return the first message, or None if the caller ends its side without one. DeadlineError on timeout,
+        """Return the first message; None if the caller ends its side without one. DeadlineError on timeout,
         OverloadedError if the call is evicted for later ones."""
         if len(self._waiting) >= MAX_UNOPENED:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
             self._ended.add(oldest)
-            if not oldest.expired():  # an expired one is ending already
+            if not oldest.expired():  # an expired call is already ending
                 oldest.reschedule(asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout(self._seconds) as limit:

@@ -11,8 +11,8 @@ log = structlog.get_logger()
 
 
 class Periodic:
-    """Work done every `seconds`, from `start` until `close`. A failure is logged as `event` and the work is done again
-    next time: a dead task would leave its service as it was for ever."""
+    """Work done every `seconds`, from `start` until `close`. A failure is logged as `event`, and the work is repeated
+    next time: if the task died, its service would never be updated again."""
 
     def __init__(self, work: Callable[[], Awaitable[object]], seconds: float, event: str) -> None:
         self._work = work
@@ -25,7 +25,7 @@ class Periodic:
         return self._repeating is not None
 
     def start(self) -> None:
-        """Start waiting for the first time."""
+        """Start; the first repetition comes after `seconds`."""
         self._repeating = asyncio.create_task(self._repeat())
 
     async def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Context propagation: the metadata that calls pass on to the calls made on their behalf.
+"""Context propagation: metadata that a call passes on to the calls made on its behalf.
 
-It holds the request id and the W3C trace context. Both are taken from the caller's metadata at the start of a call,
+It consists of the request id and the W3C trace context. Both come from the caller's metadata at the start of a call,
 plain or on a multiplexed connection.
 """
 
@@ -27,7 +27,7 @@ _trace_context: ContextVar[Metadata] = ContextVar("trace_context", default=())
 
 
 def bound_request_id() -> str:
-    """Return the id of the request being served; "" outside of any."""
+    """Return the id of the request being served; "" outside a request."""
     return str(structlog.contextvars.get_contextvars().get("request_id", ""))
 
 
@@ -44,7 +44,7 @@ def carried() -> Metadata:
 
 def bind_metadata(metadata: Mapping[str, Any]) -> None:
     """Bind the metadata of the call being served: its request id, or a new one if that is missing or malformed, and its
-    trace context if well-formed."""
+    trace context, if well-formed."""
     given = metadata.get(REQUEST_ID)
     structlog.contextvars.bind_contextvars(request_id=given if is_request_id(given) else new_request_id())
     bind_trace_context(trace_context_of(metadata))
@@ -60,11 +60,11 @@ def bind_trace_context(context: Metadata) -> None:
 
 
 def trace_context_of(metadata: Mapping[str, Any]) -> Metadata:
-    """Return the trace context in metadata, () if none. A malformed `traceparent` is ignored together with its
-    `tracestate` (W3C Trace Context)."""
+    """Return the trace context in metadata; () without one. If `traceparent` is malformed, its `tracestate` is ignored
+    too (W3C Trace Context)."""
     parent, state = metadata.get(TRACEPARENT), metadata.get(TRACESTATE)
     found = _TRACEPARENT.fullmatch(parent) if isinstance(parent, str) else None
-    # Version ff is invalid; version 00 has no further fields; ids of zeros are invalid.
+    # Version ff is invalid; version 00 has no further fields; ids of all zeros are invalid.
     if found is None or found[1] == "ff" or (found[1] == "00" and found[4]):
         return ()
     if not int(found[2], 16) or not int(found[3], 16):

@@ -12,16 +12,16 @@ from google.protobuf.message import Message
 from specdec.serving.errors import ModelFailureError
 
 MAX_WAITING = 256
-"""Number of unwritten messages at which the queue is full: deferrable ones then wait until the caller has read."""
+"""Number of unwritten messages at which the queue is full: deferrable messages then wait until the caller has read."""
 
 MAX_WAITING_BYTES = 16 << 20
-"""Bytes of unwritten messages at which the queue is full, too: distributions take megabytes."""
+"""Bytes of unwritten messages at which the queue is full as well, since distributions take megabytes."""
 
 HEARTBEAT_SECONDS = 0.25
 """Seconds of silence before a heartbeat."""
 
 BUSY_HEARTBEAT_SECONDS = 1.0
-"""Seconds after which a heartbeat is due even on a busy stream: it also reports the pod's capacity."""
+"""Seconds after which a heartbeat is due even on a busy stream, since it also reports the pod's capacity."""
 
 Response = TypeVar("Response")
 
@@ -46,14 +46,14 @@ class ResponseQueue(Generic[Response]):
 
     @staticmethod
     def send_all(items: Sequence[tuple[ResponseQueue[Any], Callable[[], Any]]]) -> None:
-        """Fill many queues of one event loop in one call. The items are made on the event loop, off the caller's
-        thread."""
+        """Fill many queues of one event loop in one call. The items are created on the event loop, which relieves the
+        calling thread."""
 
         def fill() -> None:
             for responses, make in items:
                 try:
                     responses._append(make())
-                except Exception as error:  # ends only this session
+                except Exception as error:  # it ends only this session
                     responses._append(error)
 
         if items:
@@ -93,7 +93,8 @@ class ResponseQueue(Generic[Response]):
         self._queue.put_nowait((item, size))
 
     async def _send_heartbeats(self, heartbeat: Callable[[], Response]) -> None:
-        """Send heartbeats. Other messages delay them: otherwise 64 busy sessions would send 256 heartbeats a second."""
+        """Send heartbeats. Other messages postpone them: otherwise 64 busy sessions would send 256 heartbeats a
+        second."""
         last_heartbeat = self._loop.time()
         while True:
             await asyncio.sleep(self._last_append + HEARTBEAT_SECONDS - self._loop.time())
@@ -101,6 +102,6 @@ class ResponseQueue(Generic[Response]):
             if now < min(self._last_append + HEARTBEAT_SECONDS, last_heartbeat + BUSY_HEARTBEAT_SECONDS):
                 continue
             self._last_append = now
-            if self._queue.empty():  # a waiting message will do
+            if self._queue.empty():  # a waiting message serves the same purpose
                 last_heartbeat = now
                 self._put(heartbeat())

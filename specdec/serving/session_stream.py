@@ -1,8 +1,8 @@
 """Session streams: the life of a session as a stream, shared by draft and verifier.
 
-The first request opens the session and allocates its memory, later requests go to the worker in order, and the worker's
+The first request opens the session and allocates its memory. Later requests go to the worker in order, and the worker's
 responses go back. When the stream ends, for any reason, the memory is free within a step. Heartbeats never wait for a
-step; the answer to `open` waits for `place_seconds` at most.
+step; the answer to `open` waits at most `place_seconds`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LINGER_SECONDS = 5.0
 """Seconds for a caller to end its stream after the last response."""
 
 OPEN_SECONDS = 10.0
-"""Seconds for `open` to arrive after a stream has begun."""
+"""Seconds for `open` to arrive after the start of a stream."""
 
 LONG_BYTES = 1 << 14
 """Size in bytes above which an `open` is slow to parse: a long prompt takes a tenth of a second."""
@@ -46,11 +46,11 @@ PARSING_THREADS = 4
 """Threads for slow parses, which include following the grammars of resumed texts."""
 
 FULL_SECONDS = 5.0
-"""Retry delay in seconds of a pod without memory for a session: each try sends it a whole text."""
+"""Retry delay in seconds of a pod without memory for a session: each attempt sends a whole text."""
 
 INBOX_REQUESTS = 32
 INBOX_BYTES = 1 << 20
-"""Limits on one session's requests that wait for its worker; reading resumes once they are done. An honest session
+"""Limits on one session's requests that wait for its worker; reading resumes once they are handled. An honest session
 sends a handful per step; a flood keeps the worker from other sessions for at most 20 ms."""
 
 Request = TypeVar("Request")
@@ -59,11 +59,11 @@ Session = TypeVar("Session")
 
 
 class SessionServicer(ABC, Generic[Session, Request, Response]):
-    """The base of the draft and verifier servicers: subclasses define their sessions, `run` does the rest."""
+    """The base of the draft and verifier servicers: subclasses define their sessions, `run` serves them."""
 
     def __init__(self, worker: Worker, max_sessions: int, max_sessions_per_client: int | None = None) -> None:
-        """Serve sessions with a worker: at most `max_sessions` in all and `max_sessions_per_client` of one client
-        (None: no limit per client)."""
+        """Serve sessions with a worker: at most `max_sessions` in total and `max_sessions_per_client` per client (None:
+        no limit per client)."""
         self._worker = worker
         self._max_sessions = max_sessions
         self._clients = ClientSessions(max_sessions_per_client)
@@ -85,8 +85,8 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     connection_seconds = None  # orchestrators discover pods themselves
 
     place_seconds = 0.0
-    """Seconds that the answer to `open` waits for the session's memory, so that a session without any is refused
-    instead of opened first. Bounded because a step may take longer, and a silent pod would be taken for lost."""
+    """Seconds that the answer to `open` waits for the session's memory, so that a session that gets none is refused
+    instead of opened first. It is bounded because a step may take longer, and a silent pod would be considered lost."""
 
     gates: Sequence[Gate] = ()
 
@@ -108,7 +108,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     def admit(self, request: Request, deadline: float | None) -> None:
         """Raise OverloadedError at the session limit, EngineLostError if the engine does not work. `deadline` is the
-        caller's, in monotonic time. Runs on the event loop, so that a refusal waits for no step."""
+        caller's, in monotonic time. Runs on the event loop, so that a refusal does not wait for a step."""
         if not self.works:
             raise EngineLostError
         if not self.room:
@@ -116,7 +116,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     @property
     def room(self) -> int:
-        """Number of further sessions it would accept."""
+        """Number of further sessions that would be accepted."""
         return max(0, self._max_sessions - self._sessions)
 
     def capacity(self) -> model_pb2.PodCapacity:
@@ -133,7 +133,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         return request.ByteSize() > LONG_BYTES  # type: ignore[attr-defined, no-any-return]
 
     async def prepare(self, request: Request) -> object:
-        """Do asynchronous work for a slow `open` before it is parsed; return an object to keep alive until then."""
+        """Do asynchronous work for a slow `open` before it is parsed; return an object to keep alive until parsed."""
 
     @abstractmethod
     def attach(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> None:
@@ -142,11 +142,12 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     @abstractmethod
     def detach(self, session: Session) -> None:
-        """Remove a session from the worker and free its memory. Runs in the worker's thread, once or more often."""
+        """Remove a session from the worker and free its memory. Runs in the worker's thread, possibly more than
+        once."""
 
     @abstractmethod
     def act(self, session: Session, request: Request, arrived: float) -> None:
-        """Handle a later request, which `arrived` at that `time.monotonic()`; ValueError ends the session. Runs in the
+        """Handle a later request. It `arrived` at this `time.monotonic()`. ValueError ends the session. Runs in the
         worker's thread."""
 
     @abstractmethod
@@ -208,7 +209,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                 await context.write(self.opened(session))
             reader = asyncio.create_task(self._read(requests, session, responses))
             await responses.write_to(context, heartbeat=partial(self.heartbeat, session), is_last=self.is_last)
-            # Let the caller end the stream: it may still be writing, and a write to a closed stream would cost it the
+            # Let the caller end the stream: it may still be writing, and a write to a closed stream would lose it the
             # last response.
             await asyncio.wait({reader}, timeout=LINGER_SECONDS)
         finally:
@@ -217,7 +218,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
             self._worker.submit(partial(self.detach, session))
 
     def _take(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> bool:
-        """Attach a session; return False if that failed, with the error among its responses. Runs in the worker's
+        """Attach a session; return False if that failed, which puts the error among its responses. Runs in the worker's
         thread."""
         self._submitted.popleft()
         try:
@@ -233,7 +234,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
     async def _read(
         self, requests: AsyncIterator[Request], session: Session, responses: ResponseQueue[Response]
     ) -> None:
-        """Submit requests to the worker, in order, until one has ended the session. Reading stops while the inbox is
+        """Submit requests to the worker, in order, until one ends the session. Reading stops while the inbox is
         full."""
         submitted = submitted_bytes = 0
         done = done_bytes = 0  # handled by the worker; written in its thread

@@ -1,7 +1,7 @@
-"""The target's log-probabilities at places where it overruled a draft, for drafts that learn from them.
+"""The target's log-probabilities where it overruled a draft, for drafts that learn from them.
 
-They are of the target's own distribution: at temperature 1, before penalties and truncation, as in
-`specdec.decoding.logprobs`. On the wire a place takes 5 bytes for each of its MAX_TOP tokens, and some 12 more, for a
+They describe the target's own distribution: at temperature 1, before penalties and truncation, as in
+`specdec.decoding.logprobs`. On the wire a place takes 5 bytes for each of its MAX_TOP tokens, plus some 12, for a
 vocabulary below 2^21.
 """
 
@@ -18,26 +18,25 @@ from specdec.decoding.logprobs import TokenLogprobs
 from specdec.v2 import model_pb2
 
 MAX_TOP = 64
-"""Maximum tokens of a place. The rest of the distribution counts as one token more."""
+"""Maximum tokens of a place. The rest of the distribution counts as one further token."""
 
 STORED = np.dtype("<f2")
 """Log-probabilities in a message: float16, little-endian."""
 
 MAX_SUM = 1.01
-"""Limit on the sum of the probabilities of a place: rounding to float16 adds less than 0.01."""
+"""Limit on the sum of a place's probabilities: rounding to float16 adds less than 0.01."""
 
 
 class TargetLogprobs(NamedTuple):
     """The target's k likeliest tokens at one place."""
 
-    position: int  # of the token that the target chose there, in the text
+    position: int  # in the text, of the token that the target chose
     tokens: NDArray[np.uint32]  # [k], the likeliest first
     logprobs: NDArray[np.float16]  # [k], nats
 
     @classmethod
     def of(cls, position: int, found: TokenLogprobs) -> TargetLogprobs:
-        """Return those of a token whose log-probabilities were computed. Tokens that the target rules out are left
-        out."""
+        """Return the log-probabilities found for a token, without tokens that the target rules out."""
         logprobs = np.asarray(found.top_logprobs, dtype=np.float32)
         possible = logprobs > np.finfo(np.float16).min
         return cls(
@@ -54,7 +53,7 @@ class TargetLogprobs(NamedTuple):
 def places_of(
     messages: Sequence[model_pb2.TargetLogprobs], begin: int, end: int, vocabulary: int
 ) -> list[TargetLogprobs]:
-    """Return the places in messages about the tokens `begin` to `end` of a text; ValueError if one is not sound."""
+    """Return the places in messages about the tokens `begin` to `end` of a text; ValueError if a place is invalid."""
     if len(messages) > end - begin:
         raise ValueError(f"overruled: has {len(messages)} places, must have at most {end - begin}, one a token")
     found = []
@@ -111,7 +110,7 @@ class PackedPlaces:
         return PackedPlaces(self.positions[kept] - np.uint32(cut), self.tokens[kept], self.logprobs[kept])
 
     def last(self, most: int) -> PackedPlaces:
-        """Return the last `most` places, copied: the memory of the others is free."""
+        """Return a copy of the last `most` places, so that the memory of the others can be freed."""
         begin = max(0, len(self) - most)
         return PackedPlaces(self.positions[begin:].copy(), self.tokens[begin:].copy(), self.logprobs[begin:].copy())
 

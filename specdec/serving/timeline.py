@@ -1,7 +1,7 @@
-"""Timelines: a few timestamped events for each request or session in this service.
+"""Timelines: a few timestamped events for each request or session of this service.
 
-A timeline has two readers: `TraceService`, which returns it by request id, and an exporter, which turns it into an
-OpenTelemetry span. Nothing is recorded per token, and never any text or token.
+A timeline has two readers: `TraceService` returns it by request id, and an exporter turns it into an OpenTelemetry
+span. Nothing is recorded per token, and no text or token is ever recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEPT = 256
 """Number of ended timelines kept in a process, besides those of running requests."""
 
 FIRST_EVENTS, LAST_EVENTS = 48, 16
-"""Events kept in a timeline: its first and its latest ones. Full, they take 26 KB; a usual request has ten."""
+"""Events kept in a timeline: its first and its latest ones. A full timeline takes 26 KB; a usual request has ten."""
 
 VALUE_CHARACTERS = 128
 
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """The events and attributes of one request or session. One thread adds attributes, any thread may add events."""
+    """The events and attributes of one request or session. One thread sets attributes; any thread may add events."""
 
     def __init__(self, name: str = "", request_id: str = "", trace_id: str = "") -> None:
         self.name = name
@@ -50,8 +50,8 @@ class Timeline:
         self.dropped_events = 0
 
     def event(self, name: str, **attributes: Value) -> None:
-        """Record an event now. Ignored after the end: a worker may still finish a step of the session. Beyond the
-        limit, an event in the middle is dropped."""
+        """Record an event now. It is ignored after the end, when a worker may still finish a step of the session. Above
+        the limit, an event in the middle is dropped."""
         if self.ended is not None:
             return
         self.events.append(Event(time.monotonic(), name, {key: _cut(value) for key, value in attributes.items()}))
@@ -60,7 +60,7 @@ class Timeline:
             self.dropped_events += 1
 
     def first(self, name: str, **attributes: Value) -> None:
-        """Record an event unless there is one of this name."""
+        """Record an event unless one of this name exists."""
         if not self.has(name):
             self.event(name, **attributes)
 
@@ -90,8 +90,8 @@ class Exporter(Protocol):
     """Turns timelines into spans."""
 
     def begin(self, timeline: Timeline) -> Span:
-        """Begin a timeline's span in the trace of the call being served, and bind its trace context, so that calls made
-        on its behalf become its children."""
+        """Begin a timeline's span in the trace of the call being served, and bind its trace context, so that calls on
+        its behalf become its children."""
 
 
 class Timelines:

@@ -9,7 +9,7 @@ from specdec.wire.tls_files import TlsError, TlsFiles
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Return server credentials with this certificate; with `authorities`, clients must show a certificate signed by
+    """Return server credentials with this certificate. With `authorities`, clients must present a certificate signed by
     one of them. TlsError if the files are unusable now; later changes apply to new connections."""
     watched = Watched(files)
     if files.certificate is None:
@@ -27,6 +27,6 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
 
     return grpc.dynamic_ssl_server_credentials(
         configuration(),
-        fetch,  # type: ignore[arg-type]  # None keeps what there is
+        fetch,  # type: ignore[arg-type]  # None keeps the current configuration
         require_client_authentication=mutual,
     )

@@ -1,5 +1,5 @@
 """Validation of messages. Every check returns all violations as (field, problem with value and limit), so that a caller
-can fix them in one go."""
+can fix them all at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Maximum bytes of a message between services, and of a request."""
 
 MAX_ANSWER_BYTES = 64 << 20
-"""Maximum bytes of an answer to a client, which may hold whole texts with log-probabilities: our clients' receive
+"""Maximum bytes of an answer to a client, which may hold whole texts with log-probabilities. It is our clients' receive
 limit."""
 
 MAX_NODES_A_MESSAGE = 1024
@@ -61,17 +61,17 @@ def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tup
 
 MAX_BANNED_SEQUENCES = 512
 MAX_BANNED_SEQUENCE_TOKENS = 64
-"""Banned sequences of a request, and tokens of each: every row looks up each length of a sequence."""
+"""Maximum banned sequences of a request, and tokens of each: every row looks up each length of a sequence."""
 
 MAX_END_TOKENS = 4096
-"""Maximum end tokens of a session: those of the model and those of the request."""
+"""Maximum end tokens of a session, the model's and the request's together."""
 
 MAX_TENANT_CHARACTERS = 256
 """Maximum characters of a tenant's name."""
 
 
 MAX_CACHE_SALT_CHARACTERS = 256
-"""Maximum characters of a cache salt: it is kept as long as prefixes with it are cached."""
+"""Maximum characters of a cache salt: it is stored as long as prefixes with it are cached."""
 
 
 def open_size_violations(
@@ -91,7 +91,7 @@ def open_size_violations(
 
 
 def _sequence_violations(sampling: model_pb2.Sampling) -> list[tuple[str, str]]:
-    """Return violations of the number of banned sequences, or of the first one's length that is out of range."""
+    """Return violations of the number of banned sequences, or of the first length that is out of range."""
     sequences, most = sampling.banned_sequences, MAX_BANNED_SEQUENCE_TOKENS
     if excess := too_many("sampling.banned_sequences", len(sequences), MAX_BANNED_SEQUENCES, "sequences"):
         return [excess]
@@ -121,7 +121,7 @@ def text_violations(
 def rule_violations(
     rule: model_pb2.AcceptanceRule.ValueType, contrast: model_pb2.Contrast, sampling: Sampling
 ) -> list[tuple[str, str]]:
-    """Return violations of a rule and its parameters, and of sampling parameters that it excludes."""
+    """Return violations of a rule and its parameters, and of sampling parameters that the rule excludes."""
     if rule not in RULES:
         return [("rule", f"is {rule}, must be a value of AcceptanceRule")]
     found: list[tuple[str, str]] = []
@@ -150,8 +150,8 @@ def rule_violations(
 def grammar_violations(
     message: model_pb2.Grammar, end_tokens: frozenset[int], vocabulary: int, source_field: str = ""
 ) -> list[tuple[str, str]]:
-    """Return violations of a grammar, as far as they show without compiling it. `source_field` is the reported field of
-    its source; by default the field that holds it."""
+    """Return violations of a grammar that are visible without compiling it. `source_field` is the reported field of its
+    source; by default the field that holds it."""
     kind = message.WhichOneof("kind")
     if kind is None:
         return [("grammar", "is set and empty, must have one of json_schema, regex, lark, choice")]
@@ -190,25 +190,25 @@ MAX_DEPTH = 128
 MAX_BRANCHES = 16
 MAX_NODES = 256
 """Limits on a request's speculation: candidates of a session per step, tokens ahead of its text, alternatives at one
-position, live candidates of a draft. A pod may grant less, and no pod grants more."""
+position, live candidates of a draft. A pod may grant less, but never more."""
 
 
 def candidate_limit_violations(
     field: str, message: generation_pb2.Speculation | verifier_pb2.VerifyPolicy
 ) -> list[tuple[str, str]]:
-    """Return the violation of a limit on the candidates of a step above what any pod grants."""
+    """Return the violation of a limit on a step's candidates that exceeds what any pod grants."""
     return _above(field, message.max_candidates, "max_candidates", MAX_CANDIDATES)
 
 
 def depth_violations(
     field: str, message: generation_pb2.Speculation | verifier_pb2.VerifyPolicy | draft_pb2.DraftPolicy
 ) -> list[tuple[str, str]]:
-    """Return the violation of a limit on depth above what any pod grants."""
+    """Return the violation of a limit on depth that exceeds what any pod grants."""
     return _above(field, message.max_depth, "max_depth", MAX_DEPTH)
 
 
 def overruled_violations(field: str, message: verifier_pb2.VerifyPolicy) -> list[tuple[str, str]]:
-    """Return the violation of a number of log-probabilities for a draft that no verifier returns."""
+    """Return the violation if the requested number of log-probabilities for a draft is one that no verifier returns."""
     return _above(field, message.overruled_logprobs, "overruled_logprobs", MAX_TOP)
 
 
@@ -238,7 +238,7 @@ def expansion_violations(field: str, widths: Sequence[int]) -> list[tuple[str, s
 
 
 def speculation_limit_violations(field: str, message: generation_pb2.Speculation) -> list[tuple[str, str]]:
-    """Return violations of a request's limits on candidates, and of its wishes for the token tree."""
+    """Return violations of a request's limits on candidates, and of its options for the token tree."""
     found = candidate_limit_violations(field, message) + token_tree_violations(field, message)
     found += _above(field, message.max_nodes, "max_nodes", MAX_NODES)
     for name in ("max_depth", "max_branches", "min_path_probability"):
@@ -270,7 +270,7 @@ def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, st
 
 
 def lookahead_violations(field: str, size: Lookahead, most: int = MAX_WINDOW_ROWS) -> list[tuple[str, str]]:
-    """Return violations of a lookahead window's size, where a window may add `most` rows to a step."""
+    """Return violations of a lookahead window's size; a window may add `most` rows to a step."""
     found = []
     if size.window < 2:
         found.append((f"{field}.window", f"is {size.window}, must be at least 2"))
@@ -286,7 +286,7 @@ def lookahead_violations(field: str, size: Lookahead, most: int = MAX_WINDOW_ROW
 def window_violations(
     field: str, options: SpeculationOptions, rule: Rule, most: int = MAX_WINDOW_ROWS
 ) -> list[tuple[str, str]]:
-    """Return violations of the windows that the options of a request ask for, under its rule in effect."""
+    """Return violations of the windows that a request's options ask for, under its effective rule."""
     size, found = options.lookahead, list[tuple[str, str]]()
     asked = f"{field}.lookahead" if size is not None else f"{field}.jacobi" if options.jacobi else None
     if asked is None:

@@ -1,4 +1,4 @@
-"""The worker: a thread that owns its state. Other threads submit actions, which run between two of its turns."""
+"""The worker: a thread that owns its state. Actions submitted by other threads run between its turns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Worker(ABC):
     """
 
     def __init__(self, name: str) -> None:
-        self.works = True  # False if, for example, its engine fails and it can serve no session
+        self.works = True  # False if it can serve no session, for example because its engine fails
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -88,7 +88,7 @@ class Worker(ABC):
                 wait = self.turn()
         except BaseException as error:
             # Without its worker, the process would answer health checks and nothing else, while peers of a dead process
-            # fail over at once. So it exits, even if logging fails.
+            # fail over at once. So the process exits, even if logging fails.
             status = ExitStatus.INTERNAL
             try:
                 if is_shortage(error):
@@ -102,7 +102,7 @@ class Worker(ABC):
     def _receive(self, wait: float | None) -> bool:
         """Run the actions in the inbox, waiting for the first; return False to stop.
 
-        Actions that arrive meanwhile wait for the next turn, so a flood delays the work but cannot stop it.
+        Actions that arrive meanwhile wait for the next turn, so a flood delays the worker but cannot stop it.
         """
         try:
             action = self._inbox.get(timeout=wait) if wait is None or wait > 0 else self._inbox.get_nowait()

@@ -1,8 +1,8 @@
-"""A model's chat templates: finding them, and rendering them in a sandbox.
+"""A model's chat templates: finds them, and renders them in a sandbox.
 
 The environment is transformers' own (`transformers.utils.chat_template_utils`), rebuilt here because the orchestrator
-does not install transformers; `tests/text/test_published_templates.py` compares every rendering. Two things differ, so
-that the same conversation gives the same prompt everywhere: the clock is the request's, and there are no random
+does not install transformers; `tests/text/test_published_templates.py` compares every rendering. It differs in two
+points, so that the same conversation gives the same prompt everywhere: it uses the request's clock, and has no random
 numbers.
 """
 
@@ -30,20 +30,20 @@ FOLDER = "additional_chat_templates"
 """Further templates, by name: `FOLDER/tool_use.jinja`."""
 
 PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
-"""Files of processors; some models publish them instead of the tokenizer's template."""
+"""Files of processors, in which some models publish their template instead of in the tokenizer's files."""
 
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of the general template, and of the one that replaces it for conversations with tools."""
+"""Names of the general template, and of the template that replaces it for conversations with tools."""
 
 MAX_TEMPLATES = 64
-"""Most named templates of a model; published ones have at most three."""
+"""Maximum named templates of a model; published models have at most three."""
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
-"""Variables of the conversation itself; arguments cannot set them."""
+"""Variables of the conversation itself, which arguments cannot set."""
 
 CONTINUED = "\ue000continued\ue000"
-"""A marker, appended to a content to be continued while it is rendered. The template may trim white space or end the
-turn after it: only its output before the marker is used."""
+"""A marker that is appended to a content to be continued while it is rendered. The template may trim white space or end
+the turn after it, so only its output before the marker is used."""
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's reasoning; the first one present is used."""
@@ -79,8 +79,8 @@ class ChatTemplates:
         continues: bool = False,
     ) -> str:
         """Render the prompt of the assistant's next turn, at this time; exceptions of the template propagate.
-        `generation_prompt`: end with the beginning of that turn. If the text `continues` the last message, the prompt
-        ends with the content of that message."""
+        `generation_prompt`: end with the start of that turn. If the text `continues` the last message, the prompt ends
+        with that message's content."""
         template = self._templates[DEFAULT if tools is None else self._for_tools]
         turns = [_turn(message) for message in messages]
         if continues:
@@ -102,7 +102,7 @@ class ChatTemplates:
 
 
 def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a turn in the form for templates: without null fields, its reasoning under each name in use."""
+    """Return a turn as templates expect it: without null fields, its reasoning under each name in use."""
     turn = {name: value for name, value in message.items() if value is not None}
     reasoning = next((turn[name] for name in REASONING_FIELDS if name in turn), None)
     return turn if reasoning is None else {"thinking": reasoning, **turn, "reasoning_content": reasoning}
@@ -110,7 +110,7 @@ def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def templates_of(directory: Path, settings: Fields) -> ChatTemplates | None:
     """Read the templates of a model with this tokenizer_config.json; None if it has none. As in transformers, separate
-    template files override tokenizer_config.json, and a processor's template comes last."""
+    template files override tokenizer_config.json; a processor's template has the lowest priority."""
     found = _own_files(directory) or _of_field(settings)
     for name in PROCESSOR_FILES:
         found = found or _of_processor(directory / name)
@@ -181,8 +181,8 @@ def _compiled(source: str, file: Path) -> Template:
 
 
 class _GenerationTag(Extension):
-    """The tag `{% generation %}`, a training mark around the assistant's turns: rendered as its content alone. The
-    content is a scope of its own, as in transformers."""
+    """The tag `{% generation %}`, a training mark around the assistant's turns: only its content is rendered. The
+    content has its own scope, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
 
@@ -206,7 +206,7 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """The function `namespace`; its attributes cannot begin with an underscore."""
+    """The function `namespace`, whose attributes cannot begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` is in args: a template may have an attribute of that name
         self, *others = args

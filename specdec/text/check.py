@@ -1,4 +1,4 @@
-"""Preflight of an orchestrator: checks the parts of a model it reads."""
+"""Preflight of an orchestrator: checks the parts of a model that it reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from specdec.text.tokenizer import Tokenizer
 
 
 def check_text(directory: ModelDirectory) -> None:
-    """Raise ModelDirectoryError unless the tokenizer works, the chat template compiles, and the generation defaults are
-    values a request could set. Configuration and files were checked with the directory."""
+    """Raise ModelDirectoryError unless the tokenizer works, the chat template compiles, and a request could set the
+    values of the generation defaults. Configuration and files were checked with the directory."""
     Tokenizer(directory)
     GenerationDefaults.of(directory)

@@ -1,4 +1,4 @@
-"""Generation defaults: sampling parameters from the model's generation_config.json, used where a request sets none."""
+"""Generation defaults: sampling parameters from the model's generation_config.json, for requests that set none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.engine.model_directory import MAX_CONTEXT, MAX_VOCABULARY, ModelDir
 from specdec.engine.model_file import Fields
 
 FIELDS = tuple(name for name in NUMBERS if name not in ("frequency_penalty", "presence_penalty"))
-"""Sampling parameters taken from the file, all that transformers has; its `eos_token_id` is read with the model
+"""Sampling parameters read from the file: all that transformers has. Its `eos_token_id` is read with the model
 (`ModelDirectory`)."""
 
 NOT_TAKEN: dict[str, object] = {
@@ -34,25 +34,25 @@ NOT_TAKEN: dict[str, object] = {
     "suppress_tokens": None,
     "top_h": None,
 }
-"""transformers' fields without support here that would change tokens, with their neutral values."""
+"""transformers' fields that would change tokens and are not supported here, with their neutral values."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
     """The defaults of one model. Without a file, or for a request that ignores it, they are neutral: greedy decoding,
-    all else off."""
+    everything else off."""
 
     sampling: Sampling = field(default_factory=Sampling)
     max_new_tokens: int | None = None
-    """Most tokens of a text; None: up to the context limit."""
+    """Maximum tokens of a text; None: up to the context limit."""
     not_taken: tuple[str, ...] = ()
-    """Fields of the file requesting unsupported features: reported at start-up, without effect."""
+    """Fields of the file that request unsupported features. They have no effect, and are reported at start-up."""
     greedy: bool = False
-    """True: the file itself sets greedy decoding, and no fallback replaces the temperature."""
+    """True if the file itself sets greedy decoding; no fallback then replaces the temperature."""
 
     @classmethod
     def of(cls, directory: ModelDirectory) -> Self:
-        """Read a model's defaults; ModelDirectoryError names file and field of a value no request could set."""
+        """Read a model's defaults; ModelDirectoryError, naming file and field, for a value no request could set."""
         file = directory.generation_config
         found = {name: _number(file, name) for name in FIELDS if file.has(name)}
         if file.has("top_k"):
@@ -76,8 +76,8 @@ class GenerationDefaults:
 
     @property
     def told(self) -> dict[str, float]:
-        """The file's non-neutral values by name, in the fewest digits that identify a float32; and temperature 0 if it
-        sets greedy decoding."""
+        """The file's non-neutral values by name, with the fewest digits that identify a float32; and temperature 0 if
+        the file sets greedy decoding."""
         neutral = asdict(Sampling())
         sampling = {name: getattr(self.sampling, name) for name in FIELDS}
         told = {name: float(str(np.float32(v))) for name, v in sampling.items() if v != neutral[name]}
@@ -89,6 +89,6 @@ NEUTRAL = GenerationDefaults()
 
 
 def _number(file: Fields, name: str) -> float:
-    """Read a number with the precision of the wire, so that a resumed text carrying it continues with the same
+    """Read a number with the precision of the wire, so that a resumed text that carries it continues with the same
     value."""
     return float(np.float32(file.number(name)))

@@ -1,4 +1,4 @@
-"""The special tokens available to chat templates, found as in transformers."""
+"""The special tokens available to chat templates, determined as in transformers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import Fields, read_fields
 
 STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Fields of every tokenizer. A model's own ones end in `_token` too."""
+"""Fields of every tokenizer. The names of a model's own fields end in `_token` too."""
 
 MAP_FILE = "special_tokens_map.json"
-"""Read only next to a tokenizer_config.json older than `added_tokens_decoder`; it then takes precedence."""
+"""Read only beside a tokenizer_config.json that predates `added_tokens_decoder`; it then takes precedence."""
 
 _END_OF_TEXT = "<|endoftext|>"
 
@@ -34,7 +34,7 @@ OF_CLASS = {
     },
     "Qwen2Tokenizer": {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},
 }
-"""Tokenizer class to its tokens for fields missing from all files. A null in a file means no token."""
+"""Tokenizer class to its tokens for fields that no file has. A null in a file means no token."""
 
 OF_ARCHITECTURE = {
     "gemma2": "GemmaTokenizer",
@@ -53,8 +53,8 @@ CLASS_IGNORED = frozenset({"mistral", "qwen2"})
 
 
 def special_tokens(directory: ModelDirectory) -> dict[str, str]:
-    """Return the special tokens of a model, by name; ModelDirectoryError if one is neither text nor an object with text
-    as `content`."""
+    """Return the special tokens of a model by name; ModelDirectoryError if one is neither a text nor an object with a
+    text as `content`."""
     settings = Fields(directory.path / "tokenizer_config.json", directory.tokenizer_config)
     sources = [settings]
     if "added_tokens_decoder" not in settings.content and (older := read_fields(directory.path / MAP_FILE)) is not None:
@@ -77,7 +77,7 @@ def _class(directory: ModelDirectory) -> str:
 
 
 def _fields(source: Fields) -> list[str]:
-    """Return the fields that are special tokens: `add_bos_token`, for example, is not."""
+    """Return the names of fields that are special tokens; `add_bos_token`, for example, is not one."""
     return [field for field, value in source.content.items() if field in STANDARD or _is_own(field, value)]
 
 

@@ -47,11 +47,12 @@ class TokenBytes:
 
 
 class Characters:
-    """Tracks whether the tokens of a text so far form whole characters: final ones, whichever token follows.
+    """Tracks whether the tokens of a text so far form whole characters, which no further token can change.
 
-    A byte-level decoder reads the bytes of all tokens as one string; only an incomplete character at its end can still
-    change. A decoder with byte fallback (`<0xE2>`) forms characters from a run of byte tokens only if the whole run is
-    valid UTF-8, otherwise one U+FFFD per byte; so nothing of a run is final before the next token other than a byte.
+    A byte-level decoder reads the bytes of all tokens as one string, so only an incomplete character at its end can
+    still change. A decoder with byte fallback (`<0xE2>`) forms characters from a run of byte tokens only if the whole
+    run is valid UTF-8; otherwise each byte becomes a U+FFFD. So nothing in a run is final before the next token that is
+    no byte.
     """
 
     def __init__(self, tokenizer: FastTokenizer, kinds: set[str]) -> None:
@@ -61,7 +62,7 @@ class Characters:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")  # over the text (byte-level) or the run
 
     def whole_after(self, token: int) -> bool:
-        """Take the next token of the text, which must not be one skipped by decoding; return True if the characters are
+        """Take the next token of the text, which must not be one that decoding skips. Return True if the characters are
         whole after it."""
         if not (self._byte_level or self._has_fallback):
             return True
@@ -80,8 +81,8 @@ class Characters:
         return self._has_fallback and BYTE.fullmatch(self._tokenizer.id_to_token(token) or "") is not None
 
     def left_open(self, run: list[int]) -> tuple[list[int], int]:
-        """Return the part of the tokens `run` (since characters were last whole) that belongs to an incomplete
-        character, and the number of characters the library makes of its bytes."""
+        """Return the part of `run` that belongs to an incomplete character, and the number of characters that the
+        library makes of its bytes. `run`: the tokens since characters were last whole."""
         count = len(self._incomplete)
         if self._byte_level:
             return run, min(1, count)
@@ -94,14 +95,14 @@ class Characters:
 
 
 def _byte_level(piece: str) -> bytes:
-    """Return the bytes of a token in GPT-2's alphabet; one with a character outside it stands for itself."""
+    """Return the bytes of a token in GPT-2's alphabet, or of its own text if a character is outside the alphabet."""
     with contextlib.suppress(UnicodeEncodeError):
         return piece.translate(_TO_BYTES).encode("latin-1")
     return piece.encode()
 
 
 def _alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet: character to byte. Printable ones stand for themselves."""
+    """Return GPT-2's alphabet: character to byte. Printable characters are their own bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -110,5 +111,5 @@ def _alphabet() -> dict[str, int]:
 ALPHABET = _alphabet()
 
 _TO_BYTES = {code: ALPHABET.get(chr(code), 0x100) for code in range(0x200)}
-"""Translates a token's characters into those with the byte as Latin-1 code; a character without a byte becomes one
-outside Latin-1."""
+"""Translates a token's characters into characters whose Latin-1 code is the byte. A character without a byte becomes
+one outside Latin-1."""

@@ -27,7 +27,7 @@ from specdec.text.token_bytes import Characters, TokenBytes
 
 
 def add(tokenizer: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
-    """Add tokens to a tokenizer; an existing one gets these flags."""
+    """Add tokens to a tokenizer; an existing token gets the new flags."""
     if tokens:
         tokenizer.add_tokens([tokenizers.AddedToken(**asdict(token)) for token in tokens])
 
@@ -35,8 +35,8 @@ def add(tokenizer: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
 TOKENIZER = "tokenizer.json"
 
 REMEMBERED_WORDS = 1000
-"""Size of the word cache of each encoding thread. The library's default of 10,000 takes 5 MB a thread, or 75 MB with
-long words; without a cache, encoding a text takes two thirds longer (docs/decisions/2026-11-24-what-grows.md)."""
+"""Size of the word cache of each encoding thread. The library's default of 10,000 takes 5 MB per thread, or 75 MB with
+long words. Without a cache, encoding a text takes two thirds longer (docs/decisions/2026-11-24-what-grows.md)."""
 
 
 class ChatTemplateError(Exception):
@@ -88,15 +88,16 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """The number of its tokens."""
+        """The number of tokens."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def is_spelt(self, token: int, *, special: bool = False) -> bool:
-        """Return True if decoded texts include a token: it is known, and not special unless those are included too."""
+        """Return True if decoded texts include a token: it is known, and it is not special or `special` includes
+        those."""
         return (special or token not in self.special_tokens) and self._tokenizer.id_to_token(token) is not None
 
     def names_special_token(self, text: str) -> bool:
-        """Return True if this text contains the text of a special token."""
+        """Return True if this text contains a special token's text."""
         return self._special_texts is not None and self._special_texts.search(text) is not None
 
     @cached_property
@@ -114,16 +115,16 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most bytes of a single token (except for white space absorbed by a special token, and for text without tokens
-        in the model)."""
+        """Maximum bytes of a single token. Exceptions: white space absorbed by a special token, and text that the model
+        has no tokens for."""
         return max(len(piece.encode()) for piece in self._tokenizer.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str, *, special: bool = True, limit: int | None = None) -> list[int]:
-        """Return token ids; `special` adds the tokens the model expects around a plain prompt (a BOS token, for
+        """Return token ids; `special` adds the tokens that the model expects around a plain prompt (a BOS token, for
         example). TooManyTokensError if there are more than `limit`.
 
-        Releases the GIL: `encode_batch_fast` does, `encode` would not (tokenizers 0.23: a text of 3 MB held it for
-        three seconds).
+        It releases the GIL by using `encode_batch_fast`; `encode` would hold it (tokenizers 0.23: for three seconds
+        with a text of 3 MB).
         """
         if limit is not None and len(text) > SPARSE * limit:
             self._count_in_pieces(text, 2 * limit)
@@ -133,8 +134,8 @@ class Tokenizer:
         return list(encoding.ids)
 
     def _count_in_pieces(self, text: str, limit: int) -> None:
-        """Raise TooManyTokensError as soon as the pieces of a text have more than `limit` tokens. Cutting a text adds a
-        few tokens. Encoding millions of tokens as a whole would take a gigabyte of memory and keep it."""
+        """Raise TooManyTokensError as soon as the pieces of a text have more than `limit` tokens. Cutting a text adds
+        only a few tokens. Encoding millions of tokens at once would take a gigabyte of memory and keep it."""
         count = 0
         for start in range(0, len(text), PIECE):
             piece = text[start : start + PIECE]
@@ -152,12 +153,12 @@ class Tokenizer:
         return TokenBytes(self._tokenizer)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of tokens, of special ones only if wanted."""
+        """Return the text of tokens; with `special`, including special tokens."""
         return str(self._library(self._tokenizer.decode, list(tokens), skip_special_tokens=not special))
 
     @staticmethod
     def _library(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
-        """Call the library; RuntimeError if it panics: a panic is not an Exception, so no handler would catch it."""
+        """Call the library; RuntimeError if it panics, since a panic is no Exception, and no handler would catch it."""
         try:
             return function(*values, **options)
         except BaseException as error:
@@ -176,9 +177,9 @@ class Tokenizer:
         continues: bool = False,
     ) -> str:
         """Render a conversation as the prompt text of the assistant's next turn, or of the rest of the last message if
-        the text `continues` it. `generation_prompt`: end with the template's beginning of that turn. `messages` have a
-        `role`, a `content`, and optional fields for calls. `time` is the only clock visible to the template.
-        `arguments` are further variables; ChatTemplateError if one has the name of a built-in variable, or the template
+        the text `continues` it. `generation_prompt`: end with the template's start of that turn. `messages` have a
+        `role`, a `content`, and optional fields for calls. `time` is the only clock that the template sees. `arguments`
+        are further variables. ChatTemplateError if one has the name of a built-in variable, or if the template
         fails."""
         if self.chat_templates is None:
             raise ChatTemplateError("the model has no chat template")
@@ -199,10 +200,10 @@ class Tokenizer:
 
 
 def _loaded(file: Path, adding: Sequence[AddedToken]) -> FastTokenizer:
-    """Load the library's tokenizer, add tokens from other files, and try it: even a valid file may make it panic on any
-    text."""
+    """Load the library's tokenizer, add tokens from other files, and test it, because even a valid file may make it
+    panic on any text."""
     try:
-        with _stderr_silenced():  # a panic prints lines of its own
+        with _stderr_silenced():  # a panic prints its own lines
             tokenizer = FastTokenizer.from_file(str(file))
             # Truncation and padding settings left over from training must not change prompts.
             tokenizer.no_truncation()

@@ -1,4 +1,4 @@
-"""How often a draft's guess is the target's token, from both distributions (docs/acceptance-rules.md)."""
+"""The probability that a draft's guess is the target's token, from both distributions (docs/acceptance-rules.md)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 ROWS = 64
-"""Rows sorted at a time: their float64 copies take 80 MB for a vocabulary of 150,000."""
+"""Rows sorted at a time; their float64 copies take 80 MB for a vocabulary of 150,000."""
 
 
 class Acceptance(NamedTuple):
     """Mean probabilities that a draft's first guess is accepted."""
 
-    greedy: float  # at temperature 0: the likeliest tokens are the same
+    greedy: float  # at temperature 0: both have the same likeliest token
     coupled: float  # at temperature 1, by the rule COUPLED
-    rejection: float  # at temperature 1, by the rule REJECTION: 1 - TV, what COUPLED cannot exceed
+    rejection: float  # at temperature 1, by the rule REJECTION: 1 - TV, the upper bound of COUPLED
 
     def __str__(self) -> str:
         return f"{self.greedy:.1%} at temperature 0, {self.coupled:.1%} at 1 ({self.rejection:.1%} by REJECTION)"
@@ -37,7 +37,7 @@ def coupled(p: Tensor, q: Tensor) -> Tensor:
     """Return the probability, [n], that the same Gumbel noise makes target and draft choose the same token:
     sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) (Daliri et al. 2024), for probabilities [n, V].
 
-    The larger ratio is p's where p_j / q_j >= p_i / q_i. In descending order of p / q these are the tokens up to i, so
+    The larger ratio is p's where p_j / q_j >= p_i / q_i. These are the tokens up to i in descending order of p / q, so
     two running sums give all V inner sums.
     """
     order = (p.log() - q.log()).nan_to_num(nan=0.0).argsort(-1, descending=True)  # NaN: both are 0

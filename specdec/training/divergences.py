@@ -1,7 +1,7 @@
-"""Divergences of a draft's next-token distribution q from the target's p: what a draft is trained to make small.
+"""Divergences of a draft's next-token distribution q from the target's p, which training minimises.
 
-Gu et al. 2024 (MiniLLM) compare forward and reverse KL, Agarwal et al. 2024 (GKD, equation 1) give the Jensen-Shannon
-divergence between them, Zhou et al. 2024 (DistillSpec) total variation, which is 1 minus REJECTION's acceptance.
+Gu et al. 2024 (MiniLLM) compare forward and reverse KL. Agarwal et al. 2024 (GKD, equation 1) give the Jensen-Shannon
+divergence between them. Zhou et al. 2024 (DistillSpec) use total variation, which is 1 minus REJECTION's acceptance.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MIN_LOG_P = -100.0
 
 
 def divergence(loss: Loss, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return the divergence of each row, [...], of log-probabilities [..., V] of target and draft; in nats, total
-    variation from 0 to 1."""
+    """Return the divergence of each row, [...], of log-probabilities [..., V] of target and draft. It is in nats,
+    except total variation, which is from 0 to 1."""
     log_p = log_p.clamp(min=MIN_LOG_P)
     p, q = log_p.exp(), log_q.exp()
     match loss:
@@ -43,9 +43,9 @@ def divergence(loss: Loss, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def overruled(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return where the target's likeliest token is not the draft's, bool [...], for log-probabilities [..., V].
+    """Return where the target's likeliest token differs from the draft's, bool [...], for log-probabilities [..., V].
 
-    Row i is the distribution of token i + 1, so row i - 1 shows whether the target overrules the draft's guess of token
+    Row i is the distribution of token i + 1. So row i - 1 shows whether the target overrules the draft's guess of token
     i.
     """
     return log_p.argmax(-1) != log_q.argmax(-1)

@@ -1,8 +1,8 @@
-"""Distillation of a draft from its target (Hinton et al. 2015): at every place of a text the draft learns the target's
+"""Distillation of a draft from its target (Hinton et al. 2015): at every place of a text, the draft learns the target's
 whole distribution of the next token.
 
-All weights of the draft learn, in float32. What it learns from is text that the target meets or writes (on-policy for
-the target, Zhou et al. 2024, DistillSpec), since that is what a draft sees in service.
+All weights of the draft learn, in float32. The training text is text that the target reads or writes (on-policy for the
+target, Zhou et al. 2024, DistillSpec), since the draft sees such text in service.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_NORM = 1.0
 """Limit on the norm of a step's gradient."""
 
 HELD_OUT_WINDOWS = 32
-"""Windows on which a draft is measured, at most."""
+"""Maximum windows on which a draft is measured."""
 
 BEFORE = "before"
 """Field of PLAN: acceptance before the first step, by kind of text."""
@@ -41,14 +41,14 @@ NEW, OLD = "held-out text", "replay"
 class DraftPlan(Plan):
     """The parameters of a draft's training."""
 
-    untrained: bool = False  # begins with random weights
+    untrained: bool = False  # starts from random weights
     loss: Loss = "forward"
     overruled: float = 0.0  # extra weight of places where the target's likeliest token is not the draft's
 
 
 @dataclass(frozen=True)
 class DraftOrigin(Origin):
-    """The models and the texts that a draft's training was begun with."""
+    """The models and texts that a draft's training started with."""
 
     target_fingerprint: str
     draft: str  # its name
@@ -84,12 +84,12 @@ class DraftTraining(Training[DraftPlan]):
         files: DraftFiles,
         batches: Batches | None = None,
     ) -> None:
-        """`draft` is in float32, on the target's device. `batches`: what `_learn` gets; None: windows of the
+        """`draft` is in float32, on the target's device. `batches` provides the input of `_learn`; None: windows of the
         mixture."""
         self.before: dict[str, Acceptance] = {}
         """Acceptance before the first step, by kind of text; empty until `measure_before`."""
         self._target = target.requires_grad_(False).eval()
-        self._draft = draft.requires_grad_(True).eval()  # without dropout a step depends on its windows alone
+        self._draft = draft.requires_grad_(True).eval()  # without dropout, a step depends only on its windows
         self._mixture = mixture
         self._files = files
         super().__init__(plan, origin, batches or mixture, draft.parameters(), MAX_NORM)
@@ -109,7 +109,7 @@ class DraftTraining(Training[DraftPlan]):
 
     def _passes(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield log-probabilities [rows, length, V] of target and draft for some windows at a time, over the token ids
-        that both have. The logits of a place are those of the token after it."""
+        that both have. The logits of a place describe the token after it."""
         for rows in torch.split(windows.to(self._draft.device), rows_a_pass(self.plan, self._widest)):
             with torch.no_grad():
                 p = self._target(rows, use_cache=False).logits
@@ -124,8 +124,8 @@ class DraftTraining(Training[DraftPlan]):
     # --- measuring ----------------------------------------------------------------------------------
 
     def measure(self) -> dict[str, Acceptance]:
-        """Return the draft's acceptance on text that no step trains on, by kind of text: NEW, and OLD with a
-        replay."""
+        """Return the draft's acceptance on text that no step trains on, by kind of text: NEW, and with a replay also
+        OLD."""
         found = {NEW: self._on(self._mixture.new)}
         if self._mixture.old is not None:
             found[OLD] = self._on(self._mixture.old)
@@ -141,7 +141,7 @@ class DraftTraining(Training[DraftPlan]):
         return Acceptance(*(sums / count).tolist())
 
     def measure_before(self) -> None:
-        """Measure the draft as it was, unless that was done: call it before the first step."""
+        """Measure the draft before its training, unless that is done already. Call it before the first step."""
         if not self.before:
             assert not self.done, "the draft is no longer as it was"
             self.before = self.measure()
@@ -174,9 +174,9 @@ def check_unfinished(
     replay: str | None,
     replay_share: float | None,
 ) -> DraftOrigin:
-    """Return the origin of the unfinished training in a directory; ResumeError, naming the option, if there is none, or
-    one of another plan, model or text. `target`, `draft`: name and fingerprint; the rest as in DraftOrigin, None for
-    what it was begun with."""
+    """Return the origin of the unfinished training in a directory. ResumeError, naming the option, if there is none, or
+    if its plan, model or text differs. `target`, `draft`: name and fingerprint; the others as in DraftOrigin, None for
+    the origin's own value."""
     kept = plan_begun(out, DRAFT, plan, TEXTS)
     origin = DraftOrigin.kept(kept)
     begun = {"for": (origin.target, origin.target_fingerprint), "from": (origin.draft, origin.draft_fingerprint)}

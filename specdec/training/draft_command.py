@@ -1,4 +1,4 @@
-"""Preparation of a training of a draft: its models and texts, to begin or go on with."""
+"""Preparation of a draft's training: its models and texts, to begin or to resume."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from specdec.training.traffic import TrainingTraffic
 from specdec.training.training import check_room
 
 REPLAY_SHARE = 0.25
-"""Default part of a batch that is older text, where there is any."""
+"""Default part of older text in a batch, if there is any."""
 
 
 @dataclass(frozen=True)
 class DraftWishes:
-    """The texts of a training, and its device. To go on, None stands for what it was begun with."""
+    """The texts of a training, and its device. When resuming, None means the value at the beginning."""
 
-    files: Sequence[Path]  # to go on, none or those of the beginning
+    files: Sequence[Path]  # when resuming, none or the same as at the beginning
     own_tokens: int | None  # written by the target
-    replay: Sequence[Path]  # older text; to go on, none or that of the beginning
+    replay: Sequence[Path]  # older text; when resuming, none or the same as at the beginning
     replay_share: float | None
     device: str
-    traffic: TrainingTraffic | None = None  # texts kept by draft services, besides
-    served_labels: bool = False  # learn from what the target chose in serving, without computing it in a step
+    traffic: TrainingTraffic | None = None  # additional texts, kept by draft services
+    served_labels: bool = False  # learn from the target's choices in serving; no step computes the target
 
 
 class PreparedDraft:
@@ -57,9 +57,9 @@ class PreparedDraft:
         traffic: TrainingTraffic | None = None,
         served: tuple[ServedLabels, TextWindows] | None = None,
     ) -> None:
-        """`learned_from`: tenants whose texts the draft learns from, and those that it had learned from before; None:
-        there are none. `served`: labels from serving and their windows, to learn from them alone; all of `text` is then
-        held out."""
+        """`learned_from`: tenants whose texts the draft learns from, and tenants that it has learned from before; None:
+        there are none. `served`: labels from serving and their windows; the draft then learns only from these, and all
+        of `text` is held out."""
         self._served = served
         self.text = text
         self._traffic = traffic
@@ -69,7 +69,7 @@ class PreparedDraft:
         self._plan, self._origin, self._files = plan, origin, files
 
     def training(self, out: Path) -> DraftTraining:
-        """Return the training, at its beginning or where the one in `out` stopped, with the acceptance before it."""
+        """Return the training with the acceptance before it, at its beginning or where the one in `out` stopped."""
         given = self._plan, self._origin, self._files
         if self._served is None:
             mixture = self.text.mixture(self._plan.length, self._files.draft.vocabulary, self._origin.replay_share)
@@ -80,8 +80,8 @@ class PreparedDraft:
         if (out / STATE).is_file():
             training.resume(out)
         training.measure_before()
-        training.resumable = self._traffic is None  # a state to go on from would have the texts
-        if self._learned_from is not None:  # before the weights: they never are without it
+        training.resumable = self._traffic is None  # a saved state would contain the texts
+        if self._learned_from is not None:  # before the weights, which must never be without it
             make_folder(out)
             replace_json(out / LEARNED_FROM, self._learned_from.content)
         training.save(out)
@@ -91,9 +91,9 @@ class PreparedDraft:
 def prepared(
     target: ModelDirectory, draft: GivenDraft, wishes: DraftWishes, plan: DraftPlan, out: Path, *, resume: bool
 ) -> PreparedDraft:
-    """Return a training to begin, or to go on with where the one in `out` stopped; from now on `out` has what it takes
-    to go on. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text, the
-    models have no room, or `out` nothing to go on with; WriteError if `out` cannot be written."""
+    """Return a training to begin, or to resume where the one in `out` stopped. From now on, `out` has everything needed
+    to resume. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text, the
+    models have no room, or `out` has nothing to resume; WriteError if `out` cannot be written."""
     learned_from = None if isinstance(draft.directory, RandomWeights) else LearnedFrom.of(draft.directory.path)
     if wishes.traffic is not None:
         learned_from = (learned_from or LearnedFrom()).with_texts(wishes.traffic.tenants)

@@ -41,14 +41,14 @@ STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """The files of a trained draft beside its weights, and the dtype of the weights."""
+    """The files of a trained draft besides its weights, and the dtype of the weights."""
 
-    draft: ModelDirectory  # whose configuration it has
-    tokenizer: ModelDirectory  # whose tokenizer it has
+    draft: ModelDirectory  # the source of its configuration
+    tokenizer: ModelDirectory  # the source of its tokenizer
     dtype: torch.dtype
 
     def write(self, model: PreTrainedModel, out: Path) -> None:
-        """Write everything. WriteError if a file cannot be written; the one before it stays."""
+        """Write all files. WriteError if one cannot be written; the previous file is kept."""
         for source, names in ((self.tokenizer.path, TOKENIZER_FILES), (self.draft.path, (GENERATION,))):
             for name in names:
                 if (source / name).is_file() and not (out / name).is_file():
@@ -60,18 +60,18 @@ class DraftFiles:
 
 
 def _write_weights(model: PreTrainedModel, dtype: torch.dtype, file: Path) -> None:
-    """Write a model's weights in `dtype`, by transformers, which knows the names that each architecture has in files;
+    """Write a model's weights in `dtype`. transformers does it, because it knows each architecture's names in files;
     its other files are discarded."""
-    copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights stay one: they are stored once
+    copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights stay one tensor, stored once
     state = {
         name: copies.setdefault((tensor.data_ptr(), tensor.shape), _as_stored(tensor, dtype))
         for name, tensor in model.state_dict().items()
     }
     folder = file.with_name(f"{file.name}{PARTIAL}")
     shutil.rmtree(folder, ignore_errors=True)
-    model.generation_config = GenerationConfig()  # transformers refuses to write some that it reads
+    model.generation_config = GenerationConfig()  # transformers refuses to write some values that it reads
     try:
-        model.save_pretrained(folder, state_dict=state, max_shard_size=2**62)  # one file is replaced as a whole
+        model.save_pretrained(folder, state_dict=state, max_shard_size=2**62)  # a single file is replaced atomically
         (folder / WEIGHTS).chmod(0o644)  # for services of other users
         os.replace(folder / WEIGHTS, file)
     except (OSError, SafetensorError) as error:
@@ -86,8 +86,8 @@ def _as_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dtype_of_weights(directory: ModelDirectory) -> torch.dtype:
-    """Return the dtype of a model's weights: the one in config.json, else that of most stored numbers; float32 if there
-    are none."""
+    """Return the dtype of a model's weights: the one in config.json, else the dtype of most stored numbers; float32 if
+    there are none."""
     if (named := DTYPES.get(str(directory.dtype))) is not None:
         return named
     stored: Counter[str] = Counter()

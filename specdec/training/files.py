@@ -1,5 +1,5 @@
-"""Files of a training that is not over. Each is replaced as a whole, so a process killed at any moment leaves the old
-file or the new one. Imports no torch: whether a training may begin is told at once."""
+"""Files of an unfinished training. Each is replaced as a whole, so a process killed at any moment leaves either the old
+file or the new one. Imports no torch, so that a command reports at once whether a training may begin."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STATE, PLAN, TEXTS = "training.safetensors", "training.json", "texts.safetensors"
-"""Weights and moments in float32 with the steps done, the plan with its origin, and the tokens."""
+"""Weights and moments in float32 with the number of steps done, the plan with its origin, and the tokens."""
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written."""
 
 
 class WriteError(Exception):
-    """Raised, with a one-line message, if a file cannot be written, as on a full disk. The file before it stays."""
+    """Raised, with a one-line message, if a file cannot be written, as on a full disk. The previous file is kept."""
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yield the path to write a file's new content to; afterwards it takes the file's place. WriteError if that
-    fails."""
+    """Yield the path to write a file's new content to, which then replaces the file. WriteError if that fails."""
     partial = file.with_name(f"{file.name}{PARTIAL}")
     try:
         yield partial
@@ -46,7 +45,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def replace_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, readable by their owner alone."""
+    """Write tensors, readable only by their owner."""
     from safetensors.torch import save_file  # imports torch
 
     with replacing(file) as partial:
@@ -75,7 +74,7 @@ def complete(out: Path) -> None:
 
 
 def make_folder(out: Path) -> None:
-    """Make the folder of a training; WriteError if that fails."""
+    """Create the folder of a training; WriteError if that fails."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -83,8 +82,8 @@ def make_folder(out: Path) -> None:
 
 
 def lock(folder: Path) -> bool:
-    """Lock a folder until this process ends; return False if another process has it. A file system without locks counts
-    as unlocked."""
+    """Lock a folder until this process ends; return False if another process has locked it. A file system without locks
+    counts as unlocked."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # stays open: closing it would release the lock
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,14 +96,14 @@ def lock(folder: Path) -> bool:
 
 
 def write_texts(out: Path, tokens: Tensor, **further: Tensor) -> None:
-    """Write the tokens of a training, int64: `tokens`, and what is kept apart from them."""
+    """Write the tokens of a training, int64: `tokens`, and `further` tokens that are stored separately."""
     make_folder(out)
     replace_tensors(out / TEXTS, {"tokens": tokens, **further})
 
 
 def is_unused(out: Path) -> bool:
-    """Return whether a training may begin in a folder: it is missing, empty, or has only what one left that was killed
-    before it had a plan."""
+    """Return whether a training may begin in a folder: it is missing or empty, or contains only files of a training
+    that was killed before it had a plan."""
     if not out.exists():
         return True
     left = {TEXTS, STATE, *(f"{name}{PARTIAL}" for name in (PLAN, TEXTS, STATE))}
@@ -112,6 +111,6 @@ def is_unused(out: Path) -> bool:
 
 
 def clear(out: Path) -> None:
-    """Remove what an earlier training left in an unused folder."""
+    """Remove the files of an earlier training from an unused folder."""
     for name in (STATE, TEXTS):
         (out / name).unlink(missing_ok=True)

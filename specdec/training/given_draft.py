@@ -1,4 +1,4 @@
-"""The model that a draft's training begins with, checked before torch is imported."""
+"""The model that a draft's training starts from, checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from specdec.engine.unsupported import UnsupportedModelError
 class GivenDraft:
     """A draft to train."""
 
-    directory: ModelDirectory  # with random weights: of its configuration alone
-    tokenizer: ModelDirectory  # whose tokenizer the trained draft gets
+    directory: ModelDirectory  # with random weights, only its configuration
+    tokenizer: ModelDirectory  # the source of the trained draft's tokenizer
 
     @classmethod
     def checked(cls, path: Path, target: ModelDirectory, device: str, *, untrained: bool) -> GivenDraft:
-        """Return the draft in a directory, or its GGUF file, if it can be trained for a target and served;
-        ModelDirectoryError or UnsupportedModelError, naming the reason, if not. `untrained`: with random weights, for
-        which a configuration is enough; without a tokenizer of its own it gets the target's."""
+        """Return the draft in a directory or GGUF file; ModelDirectoryError or UnsupportedModelError, naming the
+        reason, if it cannot be trained for a target and served. `untrained`: start from random weights, for which a
+        configuration suffices; without its own tokenizer, the draft gets the target's."""
         if untrained:
             directory: ModelDirectory = RandomWeights(open_model(path).path if is_gguf(path) else path)
             check_architecture(directory)
@@ -46,7 +46,7 @@ class GivenDraft:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of the configuration, and of the weights unless they are random."""
+        """SHA-256, in hex, of the configuration and, unless they are random, the weights."""
         if not isinstance(self.directory, RandomWeights):
             return self.directory.model_fingerprint
         return hashlib.sha256(json.dumps(self.directory.whole_config, sort_keys=True).encode()).hexdigest()

@@ -18,7 +18,7 @@ from specdec.training.texts import Windows
 from specdec.training.training import P, Training, check_room, rows_a_pass
 
 DECAY = 0.8
-"""Weight of a guess's loss, relative to the guess before it: Medusa's and EAGLE-3's."""
+"""Weight of a guess's loss, relative to the previous guess: Medusa's and EAGLE-3's."""
 
 TOLD_RANKS = (1, 3, 10)
 
@@ -54,27 +54,27 @@ class HeadTraining(Training[P]):
 
     @classmethod
     def check(cls, model: PreTrainedModel) -> None:
-        """Raise UnsupportedModelError unless such heads can be trained for a target."""
+        """Raise UnsupportedModelError unless heads of this kind can be trained for a target."""
 
     @abstractmethod
     def _learn_part(self, windows: Tensor, share: float) -> float:
         """Add the gradients of some windows [rows, length] to the trained weights, times their `share` of the batch;
-        return as much of the loss of the first guess, in nats a token."""
+        return the same share of the first guess's loss, in nats per token."""
 
     @abstractmethod
     def _guessed(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, for each position ahead, the likeliest guesses [n, k], the best first, k = 10 unless there are fewer,
-        and the target's likeliest tokens [n], over all places of windows [rows, length]."""
+        """Yield, for each position ahead, the likeliest guesses [n, k], best first, with k = 10 unless fewer exist, and
+        the target's likeliest tokens [n], over all places of windows [rows, length]."""
 
     @abstractmethod
     def _stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, object]]:
-        """Return the tensors and the configuration of heads that load for the target."""
+        """Return the tensors and the configuration of heads that can be loaded for the target."""
 
     def describe(self, loss: float) -> str:
         return f"step {self.done} of {self.total}, {loss:.3f} nats a token at the first {self.guess}"
 
     def _learn(self, windows: Tensor) -> float:
-        """Return the loss of the first guess, in nats a token."""
+        """Return the loss of the first guess, in nats per token."""
         return sum(self._learn_part(part, len(part) / len(windows)) for part in self._passes(windows))
 
     def _passes(self, windows: Tensor) -> Iterable[Tensor]:
@@ -87,7 +87,7 @@ class HeadTraining(Training[P]):
         """Return, for each position ahead, the part of held-out places at which the target's likeliest token is among
         the k likeliest guesses, by k in TOLD_RANKS; over `most` windows, evenly spread. The tokens before a place are
         those of the text."""
-        hits = defaultdict[int, Tensor](lambda: torch.zeros(max(TOLD_RANKS)))  # by position ahead: of each rank
+        hits = defaultdict[int, Tensor](lambda: torch.zeros(max(TOLD_RANKS)))  # by position ahead: hits of each rank
         count = Counter[int]()
         for windows in self._passes(self._windows.spread(most)):
             for ahead, (guesses, best) in enumerate(self._guessed(windows)):
@@ -108,16 +108,16 @@ class HeadTraining(Training[P]):
 
 
 def as_stored(tensor: Tensor) -> Tensor:
-    """Return a copy of trained weights as heads have them in files: in bfloat16."""
+    """Return a copy of trained weights in the dtype of files of heads, bfloat16."""
     return tensor.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
 
 
 def check_unfinished(
     out: Path, trains: str, plan: P, *, target: str, text: str | None = None, own_tokens: int | None = None
 ) -> Origin:
-    """Return the origin of the unfinished training in a directory; ResumeError, naming the option, if there is none, or
-    one of something else, or of another plan, target or text. `trains`: as in HeadTraining; `text`, `own_tokens`: as in
-    Origin; None: those of the beginning."""
+    """Return the origin of the unfinished training in a directory. ResumeError, naming the option, if there is none, or
+    if it trains something else or has another plan, target or text. `trains`: as in HeadTraining; `text`, `own_tokens`:
+    as in Origin; None: the values at the beginning."""
     kept = plan_begun(out, trains, plan, STATE, TEXTS)
     origin = Origin(kept.text("target"), kept.text("text"), kept.integer("own_tokens", 0, MAX_TOKENS))
     if origin.target != target:

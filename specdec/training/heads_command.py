@@ -1,4 +1,4 @@
-"""Preparation of a training of heads: its target, its texts, and heads to begin or go on with."""
+"""Preparation of a training of heads: its target, its texts, and heads to begin or resume."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from specdec.training.texts import PROMPT_TOKENS, Windows, continued, digest_of,
 class Wishes:
     """The text of a training, and its device."""
 
-    files: Sequence[Path]  # to go on, none or those of the beginning
-    own_tokens: int | None  # written by the target; None: none, or to go on as many as at the beginning
+    files: Sequence[Path]  # when resuming, none or the same as at the beginning
+    own_tokens: int | None  # written by the target; None: none, or when resuming the number at the beginning
     device: str
     until: float = math.inf  # time of `time.monotonic` after which the target writes no more
 
@@ -41,9 +41,9 @@ def prepared(
     resume: bool,
     say: Callable[[str], None],
 ) -> HeadTraining[Any]:
-    """Return a training at its beginning, or where the one in `out` stopped; from now on `out` has what it takes to go
-    on. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text, `out`
-    nothing to go on with, or the target cannot have such heads."""
+    """Return a training at its beginning, or where the one in `out` stopped. From now on, `out` has everything needed
+    to resume. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text,
+    `out` has nothing to resume, or the target cannot have heads of this kind."""
     kind = Eagle3Training if isinstance(plan, Eagle3Plan) else MedusaTraining
     text = digest_of(wishes.files) if wishes.files else None
     if resume:
@@ -57,12 +57,12 @@ def prepared(
         ids = tokens_of(wishes.files, Tokenizer(directory), min(directory.end_tokens, default=None))
         windows = Windows(ids, plan.length)  # refused before the target is loaded
     model = load_target(directory, wishes.device)
-    kind.check(model)  # before it writes text of its own, which takes long
+    kind.check(model)  # before the target writes its own text, which takes long
     if not resume and wishes.own_tokens:
         say(f"the target writes {wishes.own_tokens} tokens to train on")
         written = plan.length - PROMPT_TOKENS  # tokens of a text
         rows = -(-wishes.own_tokens // written)
-        begun = windows.trained.flatten()  # nothing of what is held out
+        begun = windows.trained.flatten()  # excludes held-out windows
         lines = ProgressLines(say, rows)
         own = continued(
             model,

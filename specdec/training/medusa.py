@@ -1,8 +1,9 @@
 """Training Medusa heads beside a frozen target ("Medusa-1", Cai et al. 2024, section 3.2.1).
 
-The target reads windows of text once; its hidden states are the heads' inputs, and its own distributions their labels:
-head i at position t learns the target's distribution of the token at t + 2 + i. Labels of that kind take fewer tokens
-than single ones (Hinton et al. 2015). The loss is the sum of the heads' cross-entropies weighted by 0.8^(i + 1).
+The target reads windows of text once. Its hidden states are the heads' inputs, and its own distributions their labels:
+head i at position t learns the target's distribution of the token at t + 2 + i. Training on distributions takes fewer
+tokens than on single tokens (Hinton et al. 2015). The loss is the sum of the heads' cross-entropies weighted by
+0.8^(i + 1).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class MedusaTraining(HeadTraining[MedusaPlan]):
             return hidden.float().view(*tokens.shape, -1), logits.float().softmax(-1)
 
     def _stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, object]]:
-        """Return the heads in vLLM's layout. Heads without an output head of their own use the target's."""
+        """Return the heads in vLLM's layout. Heads without their own output head use the target's."""
         shape = self.heads.shape
         stored = {name: as_stored(tensor) for name, tensor in _named(self.heads)}
         if self.plan.own_outputs:

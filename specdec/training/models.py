@@ -1,4 +1,4 @@
-"""Models as they run in a training: whole windows at a time, with the attention of transformers."""
+"""Models as a training runs them: whole windows at a time, with transformers' attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.engine.preflight.dtype import dtype_of
 
 
 def load_target(directory: ModelDirectory, device: str) -> PreTrainedModel:
-    """Load a target, which stays as it is, in the dtype that fits the device."""
+    """Load a target, whose weights do not change, in the dtype that suits the device."""
     return for_windows(load(directory, DTYPES[dtype_of(directory, Placement("eager", device=device))], device))
 
 
@@ -24,6 +24,6 @@ def load_draft(directory: ModelDirectory, device: str) -> PreTrainedModel:
 def for_windows(model: PreTrainedModel) -> PreTrainedModel:
     """Give a model the fastest attention that computes its own logits."""
     config = model.config.get_text_config()
-    capped = getattr(config, "attn_logit_softcapping", None)  # unknown to torch's function
+    capped = getattr(config, "attn_logit_softcapping", None)  # torch's function does not support it
     model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")
     return model

@@ -1,4 +1,4 @@
-"""The tokens that a draft learns from, and the writing of the target's own among them."""
+"""The tokens that a draft learns from, including text that the target writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TrainingText:
     """The tokens of a training."""
 
     given: Tensor  # int64 [n]
-    replay: Tensor  # int64 [m], older; empty without
+    replay: Tensor  # int64 [m], older; may be empty
     own: Tensor  # int64 [texts, length], written by the target so far
     in_memory: bool = False  # `save` writes nothing
 
@@ -45,23 +45,23 @@ class TrainingText:
 
     def mixture(self, length: int, vocabulary: int, share: float) -> Mixture:
         """Return the windows to train on, a `share` of them from `replay`."""
-        own = self.own[(self.own < vocabulary).all(1)]  # a target may have padding that its draft does not have
+        own = self.own[(self.own < vocabulary).all(1)]  # a target may have padding ids that its draft lacks
         new = Windows(torch.cat([Windows(self.given, length).tokens, own.flatten()]), length)
         return Mixture(new, Windows(self.replay, length), share) if len(self.replay) else Mixture(new)
 
 
 class OwnText:
-    """The writing of a target's own text: call `step` until `over`, and `save` at any time."""
+    """The writing of a target's own text. Call `step` until `over`, and `save` at any time."""
 
     unit = "text"
 
     def __init__(self, target: PreTrainedModel, text: TrainingText, plan: Plan, own_tokens: int) -> None:
-        """`text` gets what is written."""
+        """`text` receives the written tokens."""
         self.tokens = own_tokens
         self._text = text
         self._written = plan.length - PROMPT_TOKENS  # tokens of a text
         self.total = -(-own_tokens // self._written)  # texts
-        prompts = Windows(text.given, plan.length).trained.flatten()  # nothing of what is held out
+        prompts = Windows(text.given, plan.length).trained.flatten()  # excludes held-out windows
         self._parts = continuations(target, prompts, plan.length, self.total, plan.seed, begin=self.done)
 
     @property

@@ -1,8 +1,8 @@
-"""Training on labels from serving, without a pass of the target: at each place the token that the target chose there,
-and where it overruled the draft, its likeliest tokens with their probabilities (Liu et al. 2023).
+"""Training on labels from serving, without a pass of the target. A place's label is the token that the target chose
+there or, where it overruled the draft, its likeliest tokens with their probabilities (Liu et al. 2023).
 
-The target chose with the whole text before. So a window is of one text, from its beginning; of a longer text, further
-windows overlap by half, and only their new half counts.
+The target chose with the whole previous text, so a window contains one text from its beginning. Further windows of a
+longer text overlap by half, and only their new half counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.training.texts import Mixture
 from specdec.training.training import rows_a_pass
 
 MIN_REST = 1e-6
-"""Lower bound on the draft's probability of all other tokens: float32 sums have errors of this size."""
+"""Lower bound on the draft's probability of all other tokens; float32 sums have errors of this size."""
 
 NO_TOKEN = -1
 """Position of padding in a window."""
@@ -28,22 +28,22 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class ServedLabels:
-    """The labels of n tokens, m of them with log-probabilities of the target."""
+    """The labels of n tokens; m of them have log-probabilities of the target."""
 
     tokens: Tensor  # int64 [n]
-    chosen: Tensor  # bool [n]: the target chose the token; not in prompts
-    places: Tensor  # int64 [n]: row of the token's place in the following, or -1
+    chosen: Tensor  # bool [n]: the target chose the token; False in prompts
+    places: Tensor  # int64 [n]: the token's row in `top_tokens` and `top_logprobs`, or -1
     top_tokens: Tensor  # int64 [m, k]
     top_logprobs: Tensor  # float32 [m, k]; -inf: no token
-    weights: Tensor  # float32 [n]: of the token's loss
+    weights: Tensor  # float32 [n]: weight of the token's loss
 
     def loss(self, positions: Tensor, counted: Tensor, log_q: Tensor) -> Tensor:
         """Return the weighted sum of the losses of the counted tokens of some windows, []: KL from the target's
-        likeliest tokens where there are some, else the token's own -log q.
+        likeliest tokens where these exist, else the token's -log q.
 
-        `positions`: int64 [rows, length], of the windows' tokens among the n. `counted`: bool, of the same shape, as
-        from `counts`. `log_q`: log-probabilities of the draft, [rows, length, V], those of a place about the token
-        after it.
+        `positions`: int64 [rows, length], the windows' tokens as indices into the n. `counted`: bool, of the same
+        shape, as from `counts`. `log_q`: log-probabilities of the draft, [rows, length, V]; a place's describe the
+        token after it.
         """
         after, counted, log_q = positions[:, 1:], counted[:, 1:], log_q[:, :-1]
         soft = counted & (self.places[after] >= 0)
@@ -59,15 +59,15 @@ class ServedLabels:
         return total + (soft_loss * weights[soft].to(device)).sum()
 
     def counts(self, positions: Tensor, first: Tensor, vocabulary: int) -> Tensor:
-        """Return which tokens of windows have a loss, bool [rows, length]: those that the target chose, from the
-        window's `first` one to count, int64 [rows], and below `vocabulary`. A window's first token has none."""
+        """Return which tokens of windows have a loss, bool [rows, length]: tokens that the target chose, below
+        `vocabulary`, from each window's `first` counted token on, int64 [rows]. A window's first token has none."""
         places = torch.arange(positions.shape[1])
         is_new = (places >= first[:, None]) & (places > 0) & (positions != NO_TOKEN)
         return is_new & self.chosen[positions] & (self.tokens[positions] < vocabulary)
 
 
 class TextWindows:
-    """Windows of `length` tokens, each of one text, in random order; the same seed and step give the same ones."""
+    """Windows of `length` tokens, each from one text, in random order; the same seed and step give the same windows."""
 
     def __init__(self, texts: Sequence[range], length: int) -> None:
         """`texts`: the positions of their tokens."""
@@ -80,7 +80,7 @@ class TextWindows:
         self.positions = torch.stack(positions)
         """Positions of the tokens of all windows, int64 [n, length], or NO_TOKEN."""
         self.first = torch.tensor(first)
-        """Index of the first token of each that counts, int64 [n]."""
+        """Index of the first counted token of each window, int64 [n]."""
 
     def batch(self, rows: int, seed: int, step: int) -> Tensor:
         """Return the numbers of `rows` windows to train on, drawn with replacement, int64 [rows]."""
@@ -89,12 +89,12 @@ class TextWindows:
 
 
 def divergence_of_top(tokens: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return KL(p, q), [m], of distributions in which all tokens but the given ones are one: p from log-probabilities
-    [m, k] of int64 `tokens` [m, k] (-inf: no token), q from [m, V]. It is never more than that of whole distributions.
-    Tokens that q does not have count among the others."""
+    """Return KL(p, q), [m], of distributions that treat all tokens but the given ones as one: p from log-probabilities
+    [m, k] of int64 `tokens` [m, k] (-inf: no token), q from [m, V]. It never exceeds the KL of the whole distributions.
+    Tokens that q lacks count among the others."""
     known = (log_p > -torch.inf) & (tokens < log_q.shape[-1])
     p = log_p.masked_fill(~known, -torch.inf).exp()
-    p = p / p.sum(-1, keepdim=True).clamp(min=1.0)  # rounded, they may exceed 1
+    p = p / p.sum(-1, keepdim=True).clamp(min=1.0)  # the sum of rounded values may exceed 1
     own = log_q.gather(-1, tokens.masked_fill(~known, 0))
     q_rest = (1 - own.exp().masked_fill(~known, 0.0).sum(-1)).clamp(min=MIN_REST)
     p_rest = (1 - p.sum(-1)).clamp(min=0.0)
@@ -104,7 +104,7 @@ def divergence_of_top(tokens: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 class ServedTraining(DraftTraining):
-    """A training on labels from serving. The target computes no step: it measures the draft."""
+    """A training on labels from serving. No step computes the target, which only measures the draft."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class ServedTraining(DraftTraining):
         labels: ServedLabels,
         windows: TextWindows,
     ) -> None:
-        """`mixture`: text to measure on, with none of the windows."""
+        """`mixture`: text to measure on, which contains none of the windows."""
         self._labels, self._windows = labels, windows
         super().__init__(target, draft, mixture, plan, origin, files, windows)
 
@@ -125,12 +125,12 @@ class ServedTraining(DraftTraining):
         return f"step {self.done} of {self.total}, loss on served labels {loss:.3f}"
 
     def _learn(self, windows: Tensor) -> float:
-        """Return the mean loss of the tokens in the windows of these numbers."""
+        """Return the mean loss of the tokens in the windows with these numbers."""
         positions, first = self._windows.positions[windows], self._windows.first[windows]
         counted = self._labels.counts(positions, first, int(self._draft.config.get_text_config().vocab_size))
         count, total, at_once = max(1, int(counted.sum())), 0.0, rows_a_pass(self.plan, self._widest)
         for part, of_part in zip(torch.split(positions, at_once), torch.split(counted, at_once), strict=True):
-            tokens = self._labels.tokens[part.clamp(min=0)]  # padding comes after all that counts
+            tokens = self._labels.tokens[part.clamp(min=0)]  # padding comes after all counted tokens
             log_q = self._draft(tokens.to(self._draft.device), use_cache=False).logits.float().log_softmax(-1)
             loss = self._labels.loss(part, of_part, log_q)
             (loss / count).backward()  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from specdec.engine.model_file import ModelDirectoryError, in_one_line
 from specdec.text.tokenizer import ChatTemplateError, Tokenizer
 
 HELD_OUT = 20
-"""One window in this many is held out: no step trains on it."""
+"""One window in HELD_OUT is held out: no step trains on it."""
 
 PROMPT_TOKENS = 32
 """Tokens of a text that the target continues."""
@@ -33,8 +33,8 @@ class TextError(ModelDirectoryError):
 
 
 class Windows:
-    """Windows of `length` tokens, in random order; the same seed and number give the same windows. `tokens`: those of
-    all windows, one after the other."""
+    """Windows of `length` tokens, in random order; the same seed and number give the same windows. `tokens`: the tokens
+    of all windows, one after the other."""
 
     def __init__(self, tokens: Tensor, length: int, *, all_held_out: bool = False) -> None:
         """`tokens`: int64 [n]. TextError if they make fewer than two windows."""
@@ -57,16 +57,16 @@ class Windows:
         return self.trained[torch.randint(len(self.trained), (rows,), generator=generator)]
 
     def spread(self, most: int) -> Tensor:
-        """Return up to `most` windows that are held out, evenly spread, int64 [n, length]."""
+        """Return up to `most` held-out windows, evenly spread, int64 [n, length]."""
         places = torch.linspace(0, len(self.held_out) - 1, min(most, len(self.held_out)))
         return self.held_out[places.long()]
 
 
 class Mixture:
-    """Windows of new text with older ones among them, so that a model that learns the new does not forget the old."""
+    """Windows of new text mixed with older ones, so that a model that learns the new text does not forget the old."""
 
     def __init__(self, new: Windows, old: Windows | None = None, share: float = 0.0) -> None:
-        """`share`: expected part of the older windows in a batch."""
+        """`share`: expected part of older windows in a batch."""
         self.new, self.old = new, old
         self._share = share
 
@@ -81,7 +81,7 @@ class Mixture:
 
 def tokens_of(files: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> Tensor:
     """Return the tokens of files, int64 [n], with the `end` token after each text. A line of a .jsonl file is an object
-    with `text`, or with `messages`, which the chat template renders; any other file is one text."""
+    with `text`, or with `messages` for the chat template; any other file is one text."""
     ids: list[int] = []
     for file in files:
         for text, special in _texts(file, tokenizer):
@@ -106,7 +106,7 @@ def digest_of(files: Sequence[Path]) -> str:
 
 
 def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Yield the texts of a file, and whether special tokens are still to be added."""
+    """Yield the texts of a file, each with whether special tokens are still to be added."""
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -114,7 +114,7 @@ def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
     if file.suffix != ".jsonl":
         yield content, True
         return
-    for number, line in enumerate(content.split("\n"), 1):  # JSON may contain what else ends a line
+    for number, line in enumerate(content.split("\n"), 1):  # JSON may contain the other line separators
         if not line.strip():
             continue
         try:
@@ -142,8 +142,8 @@ def continued(
     until: float = math.inf,
     wrote: Callable[[int], None] = lambda rows: None,
 ) -> Tensor:
-    """Return `rows` texts of `length` tokens, one after the other, int64 [rows * length]: those of `continuations`.
-    Fewer if `time.monotonic` reaches `until` meanwhile. `wrote` gets the number of texts so far, now and then."""
+    """Return `rows` texts of `length` tokens from `continuations`, one after the other, int64 [rows * length]; fewer if
+    `time.monotonic` reaches `until` meanwhile. `wrote` is called with the number of texts so far, now and then."""
     found = tokens.new_empty(0, length)
     parts = continuations(model, tokens, length, rows, seed)
     while len(found) < rows and time.monotonic() < until:
@@ -155,11 +155,11 @@ def continued(
 def continuations(
     model: PreTrainedModel, tokens: Tensor, length: int, rows: int, seed: int, *, begin: int = 0
 ) -> Iterator[Tensor]:
-    """Yield `rows` texts in parts, int64 [n, length] each: PROMPT_TOKENS from random places of `tokens`, and what the
-    target writes next, in every other part greedily, else sampled at temperature 0.8. `begin`: number of texts, all of
-    whole parts, that there are already; the rest is the same as without them.
+    """Yield `rows` texts in parts, int64 [n, length] each. A text is PROMPT_TOKENS from a random place in `tokens`, and
+    the target's continuation: greedy in every other part, else sampled at temperature 0.8. `begin`: number of existing
+    texts, in whole parts, which are skipped without changing the others.
 
-    Heads and drafts draft for text that the target writes, which differs from what others wrote.
+    Heads and drafts draft for text that the target writes, which differs from text by others.
     """
     at_once = min(CONTINUED_ROWS, max(1, rows // 2))
     generator = torch.Generator().manual_seed(seed)
@@ -180,4 +180,4 @@ def continuations(
                 pad_token_id=0,
                 **sampled,
             )
-        yield texts[: rows - written].cpu().clone()  # a tensor that gradients may pass
+        yield texts[: rows - written].cpu().clone()  # a clone that gradients may pass

@@ -1,6 +1,7 @@
-"""Traffic: the texts that draft services keep to learn from. A training has them in memory alone.
+"""Traffic: the texts that draft services keep to learn from. A training holds them only in memory.
 
-What a draft has learned from whom is written beside its weights, before them (`specdec/engine/learned_from.py`).
+A draft's record of the tenants it has learned from is written beside its weights, before them
+(`specdec/engine/learned_from.py`).
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from specdec.training.texts import HELD_OUT, TextError
 from specdec.v2 import learning_pb2, learning_pb2_grpc
 
 MAX_TOKEN_IDS = 1 << 31
-"""Limit on token ids of log-probabilities: those that the draft does not have count among its other tokens."""
+"""Limit on token ids of log-probabilities. Ids that the draft lacks count among its other tokens."""
 
 
 @dataclass(frozen=True)
 class TrainingTraffic:
-    """Kept texts, and since when there are some of each tenant."""
+    """Kept texts, and for each tenant the time of the oldest."""
 
     texts: Sequence[learning_pb2.KeptText]
     tenants: Mapping[str, float]
-    """Digest of a tenant -> when its oldest text was kept, Unix seconds."""
+    """Digest of a tenant to the time when its oldest text was kept, in Unix seconds."""
 
     @classmethod
     def of(cls, messages: Iterable[learning_pb2.KeptText], read: float) -> TrainingTraffic:
-        """Return texts that were read at these Unix seconds, or later."""
+        """Return texts that were read at this time or later, in Unix seconds."""
         texts = list(messages)
         tenants: dict[str, float] = {}
         for text in texts:
@@ -53,8 +54,8 @@ class TrainingTraffic:
             raise TextError(f"--traffic: has the token {highest}, but the draft's vocabulary has {vocabulary} ids")
 
     def labels(self, overruled: float = 0.0) -> ServedLabels:
-        """Return the labels of `tokens` without an end token, where places of an overruled guess weigh 1 + `overruled`;
-        TextError if a text is not sound."""
+        """Return the labels of `tokens` without an end token. Places of an overruled guess weigh 1 + `overruled`.
+        TextError if a text is invalid."""
         tokens = self.tokens(None)
         chosen = torch.zeros(len(tokens), dtype=torch.bool)
         places, weights = torch.full((len(tokens),), -1), torch.ones(len(tokens))
@@ -92,8 +93,8 @@ class TrainingTraffic:
         return [range(begin, end) for begin, end in pairwise(ends)]
 
     def parted(self, length: int) -> tuple[TrainingTraffic, TrainingTraffic]:
-        """Return texts to learn from and the newest ones, which are held out: one token in HELD_OUT of all, at least
-        two windows of `length` tokens. TextError if nothing is left to learn from."""
+        """Return the texts to learn from, and the newest ones, which are held out: one token in HELD_OUT of all, and at
+        least two windows of `length` tokens. TextError if nothing is left to learn from."""
         needed = max(2 * length, sum(len(text.tokens) for text in self.texts) // HELD_OUT)
         held = tokens = 0
         while held < len(self.texts) and tokens < needed:
@@ -109,8 +110,8 @@ class TrainingTraffic:
 def kept_texts(
     target: str, channel: grpc.Channel, metadata: tuple[tuple[str, str], ...], seconds: float
 ) -> list[learning_pb2.KeptText]:
-    """Return what the draft service at `target` keeps, within some seconds; TextError, with a one-line message, if it
-    cannot be read."""
+    """Return the texts that the draft service at `target` keeps, within `seconds`; TextError, with a one-line message,
+    if they cannot be read."""
     stub = learning_pb2_grpc.LearningServiceStub(channel)
     try:
         answers = stub.GetTraffic(learning_pb2.GetTrafficRequest(), timeout=seconds, metadata=metadata)

@@ -1,4 +1,4 @@
-"""What every training has in common: steps of AdamW on a schedule, and a state to go on from."""
+"""The common part of all trainings: steps of AdamW on a schedule, and a state to resume from."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DONE = "done"
 """Name of the number of steps among the tensors of STATE."""
 
 WARM_UP = 0.1
-"""Part of the steps in which the learning rate rises."""
+"""Part of the steps during which the learning rate rises."""
 
 LOGITS_A_PASS = 1 << 26
-"""Logits of a model in one pass, 256 MB in float32: a step of more windows takes several passes."""
+"""Maximum logits of a model in one pass, 256 MB in float32; a step over more windows takes several passes."""
 
 COPIES = 3
-"""Float32 numbers for each weight beside it: its gradient and two moments."""
+"""Additional float32 numbers per weight: its gradient and two moments."""
 
 LOGIT_COPIES = 8
-"""Float32 numbers for each logit of a pass: logits, logarithms and probabilities of both models, and gradients."""
+"""Float32 numbers per logit of a pass: logits, logarithms and probabilities of both models, and gradients."""
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 STEP = "step"
@@ -39,7 +39,7 @@ BETAS, EPSILON = (0.9, 0.95), 1e-8
 
 
 class Batches(Protocol):
-    """Where the windows of a step come from; the same seed and step give the same ones."""
+    """The source of a step's windows; the same seed and step give the same ones."""
 
     def batch(self, rows: int, seed: int, step: int) -> Tensor:
         """Return `rows` windows to train on, int64 [rows, length]."""
@@ -49,12 +49,12 @@ P = TypeVar("P", bound=Plan)
 
 
 class Training(ABC, Generic[P]):
-    """A training, such as of heads or of a draft: call `step` until `over`, and `save` at any time."""
+    """A training, such as of heads or of a draft. Call `step` until `over`, and `save` at any time."""
 
     unit = "step"
 
     resumable = True
-    """False: nothing is written but what has been trained."""
+    """False: only the trained weights are written, and no state to resume from."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Training(ABC, Generic[P]):
         return self.done >= self.total
 
     def step(self) -> float:
-        """Train on one batch of windows; return the loss that `describe` tells. DivergedError if there is none."""
+        """Train on one batch of windows; return the loss for `describe`. DivergedError if it is not finite."""
         plan = self.plan
         for group in self._optimizer.param_groups:
             group["lr"] = plan.rate * _schedule(self.done / plan.steps)
@@ -107,28 +107,28 @@ class Training(ABC, Generic[P]):
 
     @abstractmethod
     def _write(self, out: Path) -> None:
-        """Write what has been trained so far, for use."""
+        """Write the weights trained so far, ready for use."""
 
     def _complete(self, out: Path) -> None:
-        """Mark what has been trained as complete."""
+        """Mark the trained weights as complete."""
 
     def _kept(self) -> dict[str, object]:
-        """Return what PLAN keeps beside plan and origin."""
+        """Return additional fields of PLAN, besides plan and origin."""
         return {}
 
     # --- files --------------------------------------------------------------------------------------
 
     def save(self, out: Path) -> None:
-        """Write what has been trained, and the state to go on from while the training is not `over`. WriteError if a
-        file cannot be written: those of the last time stay."""
+        """Write the trained weights and, while the training is not `over`, the state to resume from. WriteError if a
+        file cannot be written; the previous files are kept."""
         make_folder(out)
         if not self.over and self.resumable:
             replace_tensors(out / STATE, self._state())
-            write_plan(out, self.plan, self.origin, **self._kept())  # last: with it a training goes on
+            write_plan(out, self.plan, self.origin, **self._kept())  # last, because it makes the training resumable
         self._write(out)
         if self.over:
             self._complete(out)
-            for name in (PLAN, STATE, TEXTS):  # without its plan a training does not go on, whatever else is left
+            for name in (PLAN, STATE, TEXTS):  # plan first: without it, leftovers cannot be resumed
                 (out / name).unlink(missing_ok=True)
 
     def _state(self) -> dict[str, Tensor]:
@@ -144,7 +144,8 @@ class Training(ABC, Generic[P]):
         return state
 
     def resume(self, out: Path) -> None:
-        """Go on from the state in a directory whose plan was compared; ResumeError if it does not fit the model."""
+        """Resume from the state in a directory whose plan has been compared; ResumeError if it does not fit the
+        model."""
         state = read_tensors(out / STATE)
         numbered = [(f"{number}", parameter) for number, parameter in enumerate(self._trained)]
         if DONE not in state or any(name not in state or state[name].shape != to.shape for name, to in numbered):
@@ -171,8 +172,8 @@ def rows_a_pass(plan: Plan, vocabulary: int) -> int:
 def check_room(
     name: str, trained: Iterable[Tensor], plan: Plan, vocabulary: int, device: str | torch.device, remedy: str
 ) -> None:
-    """Raise UnsupportedModelError, with the name of the model and a remedy, unless there is room for what a training
-    needs beside its models and the weights to learn."""
+    """Raise UnsupportedModelError, with the model's name and a remedy, unless a training has the room that it needs
+    besides its models and the weights to learn."""
     weights = sum(parameter.numel() for parameter in trained)
     logits = rows_a_pass(plan, vocabulary) * plan.length * vocabulary
     needed = BYTES["float32"] * (COPIES * weights + LOGIT_COPIES * logits)

@@ -1,4 +1,4 @@
-"""Sessions at draft services, on an event loop in a separate thread, so that vLLM's thread never waits for the
+"""Sessions at draft services. They run on an event loop in a separate thread, so that vLLM's thread never waits for the
 network."""
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from specdec.wire.tls_files import TlsFiles
 log = structlog.get_logger()
 
 SILENCE_SECONDS = 1.5
-"""Seconds without a message, heartbeats included, after which a draft is given up."""
+"""Seconds without any message, including heartbeats, after which a draft is given up."""
 
 UNSENT = 64
-"""Maximum unsent messages of a session: beyond, the draft has stopped reading and is given up."""
+"""Maximum unsent messages of a session. Above it, the draft has stopped reading and is given up."""
 
 TOLD_AT_ONCE = 64
 """Committed tokens sent to a paused draft in one batch, so that it has little to catch up on when it resumes."""
@@ -42,16 +42,17 @@ AGAIN_SECONDS = 0.5
 """Seconds before a text that has lost its draft is offered to one again."""
 
 IDLE_SECONDS = 10.0
-"""Seconds without a step after which a text's session at its draft ends: vLLM does not report the end of a text."""
+"""Seconds without a step after which a text's session at its draft ends, since vLLM does not report the end of a
+text."""
 
 FULL_SECONDS = 5.0
 """Back-off in seconds from a draft without room for a text; others may have room."""
 
 ROOM = 1024
-"""Tokens by which a text may grow in one session: its draft reserves KV memory for all of them at once."""
+"""Tokens by which a text may grow in one session, because its draft reserves KV memory for all of them at once."""
 
 MAX_LOGGED_REASONS = 32
-"""Maximum number of distinct refusal reasons logged per draft: some contain numbers specific to the text."""
+"""Maximum number of distinct refusal reasons logged per draft, since some contain numbers specific to the text."""
 
 REFUSED_SECONDS = 60.0
 """Back-off in seconds from a draft with another tokenizer or protocol."""
@@ -104,7 +105,7 @@ class DraftPods(Replicas[DraftPod]):
 
 @dataclass(eq=False)
 class RemoteDraftSession:
-    """A text and its session at a draft, if it has one now."""
+    """A text and its current session at a draft, if any."""
 
     text: VllmText
     outgoing: asyncio.Queue[draft_pb2.DraftRequest] = field(default_factory=asyncio.Queue)
@@ -133,8 +134,8 @@ class Drafts:
         threading.Thread(target=self._run, name="remote-draft", daemon=True).start()
 
     def follow(self, text: VllmText, tokens: list[int], *, proposing: bool) -> None:
-        """Send a text's draft the tokens that the target has committed, and whether to propose; find a draft for a text
-        without one. Call with the lock held."""
+        """Send the tokens that the target has committed to a text's draft, and whether to propose. Find a draft for a
+        text without one. The caller holds the lock."""
         session, now = self._sessions.setdefault(text, RemoteDraftSession(text)), time.monotonic()
         session.followed_at = now
         if session.open and self._may_outgrow(session):  # the next session has room again
@@ -142,7 +143,7 @@ class Drafts:
             self._soon(self._end, session)
         if session.open:
             session.unsent += tokens
-            # Until the draft has accepted the session, `unsent` collects the tokens.
+            # `unsent` collects the tokens until the draft has accepted the session.
             if not session.answered:
                 return
             if session.paused is proposing:
@@ -157,8 +158,8 @@ class Drafts:
             self._soon(self._begin, session)
 
     def wait(self, texts: Iterable[VllmText]) -> None:
-        """Wait until every text worth waiting for has candidates, within the configured wait of a step. Call with the
-        lock held."""
+        """Wait until every text that is worth a wait has candidates, at most for the configured wait of a step. The
+        caller holds the lock."""
 
         def missing() -> list[VllmText]:
             return [text for text in texts if self._sessions[text].open and text.worth_a_wait]
@@ -277,7 +278,7 @@ class Drafts:
         stream = stub.Draft()
         sending: asyncio.Task[None] | None = None
         try:
-            with self.lock:  # tokens committed from here on are sent later
+            with self.lock:  # tokens committed from now on are sent later
                 opening = self._opening(session.text)
                 session.open, session.end = True, len(session.text) + opening.max_tokens
             with contextlib.suppress(asyncio.InvalidStateError):  # it has ended; the reader gets the error
@@ -312,7 +313,7 @@ class Drafts:
         return response
 
     def _insert(self, text: VllmText, extend: model_pb2.Extend) -> None:
-        """Add a draft's candidates. Invalid ones are dropped: the only loss is a guess."""
+        """Add a draft's candidates. Invalid ones are dropped, which loses only a guess."""
         with self.lock:
             try:
                 text.insert(extend.base, paths_from(extend))
@@ -340,8 +341,8 @@ class Drafts:
         )
 
     def _may_outgrow(self, session: RemoteDraftSession) -> bool:
-        """Return whether the next step may exceed the draft's room. Not at the end of the context: the text ends there
-        as well."""
+        """Return whether the next step may exceed the draft's room; False at the end of the context, where the text
+        ends as well."""
         return session.end < self._target.context and len(session.text) + self._target.depth >= session.end
 
     def _policy(self, *, paused: bool) -> draft_pb2.DraftPolicy:

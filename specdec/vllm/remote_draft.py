@@ -1,12 +1,12 @@
-"""A proposer for vLLM (`method` "custom_class" of its speculative configuration) with candidates from draft services.
+"""A proposer for vLLM (`method` "custom_class" in its speculative configuration) with candidates from draft services.
 
 vLLM calls it after each step and verifies its candidates in the next one. Drafts work while the target computes, so
-candidates are usually there in time; a step waits for them for a bounded time (`settings.py`). Drafts can affect
-nothing but speed: acceptance is up to vLLM's own rejection sampler. Where proposals slow texts down, by continuous
-measurement (`worth.py`), none are made.
+candidates usually arrive in time; a step waits for them for a limited time (`settings.py`). Drafts affect nothing but
+speed, because vLLM's own rejection sampler decides acceptance. Where continuous measurement shows that proposals slow
+texts down (`worth.py`), none are made.
 
-A proposer of this kind returns tokens without probabilities. With temperature 0 a candidate is accepted if it is the
-target's choice; with sampling, with the target's probability of it. So drafts send their likeliest tokens.
+This kind of proposer returns tokens without probabilities. At temperature 0 a candidate is accepted if it is the
+target's choice; with sampling, with the probability that the target gives it. So drafts send their likeliest tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from specdec.vllm.worth import Worth
 log = structlog.get_logger()
 
 MAX_MISTAKES = 8
-"""Errors of proposing, by a bug here, after which it is turned off."""
+"""Number of errors in proposing, caused by bugs here, after which proposing is turned off."""
 
 REMEMBERED_STEPS = 64
-"""Steps out of the batch after which a text counts as ended."""
+"""Steps without a text in the batch after which it counts as ended."""
 
 
 class RemoteDraft:
@@ -43,7 +43,7 @@ class RemoteDraft:
         settings = VllmDraftSettings.of()
         model = vllm_config.model_config
         self._depth: int = vllm_config.speculative_config.num_speculative_tokens
-        # vLLM uses the proposals of one tensor-parallel rank only, so only that one asks drafts.
+        # vLLM uses the proposals of only one tensor-parallel rank, so only that rank asks drafts.
         self._asks = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size == 0
         directory = ModelDirectory(_local(model.model, model.revision))
         context = int(model.max_model_len)
@@ -70,9 +70,9 @@ class RemoteDraft:
         """Return candidates for each row of vLLM's batch; none for rows without sampled tokens, or if none arrived in
         time.
 
-        `token_ids_cpu` [rows, context] holds the texts, num_tokens_no_spec [rows] their lengths, sampled tokens
-        included. An exception here would end vLLM's engine with all its requests: on any error nothing is proposed, and
-        after MAX_MISTAKES of them proposing is turned off.
+        `token_ids_cpu` [rows, context] holds the texts, num_tokens_no_spec [rows] their lengths including sampled
+        tokens. An exception here would end vLLM's engine with all its requests. So any error results in no proposals,
+        and after MAX_MISTAKES errors proposing is turned off.
         """
         if self._drafts is not None:
             try:
@@ -92,7 +92,7 @@ class RemoteDraft:
         num_tokens_no_spec: NDArray[np.int32],
         token_ids_cpu: NDArray[np.int32],
     ) -> list[list[int]]:
-        """Return the result of `propose` from these drafts."""
+        """Return the candidates for `propose` from these drafts."""
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         self._step += 1
         rows = {

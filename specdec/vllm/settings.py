@@ -1,4 +1,4 @@
-"""Settings of the remote drafter, read from the environment: vLLM's configuration has no place for them."""
+"""Settings of the remote drafter, read from the environment because vLLM's configuration has no place for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_WAIT_MS = 1000.0
 
 @dataclass(frozen=True)
 class VllmDraftSettings:
-    """Addresses of drafts, and how long a step of vLLM may wait for them."""
+    """Addresses of drafts, and how long a step of vLLM may wait for their candidates."""
 
     drafts: tuple[Address, ...]
     wait: float = 0.005  # seconds

@@ -1,4 +1,4 @@
-"""The texts in vLLM's batch: a proposer sees their tokens as rows, without ids.
+"""The texts in vLLM's batch. A proposer sees their tokens as rows, without ids.
 
 vLLM closes gaps in its batch, so a row may hold another text in the next step. Texts are recognized by their tokens.
 """
@@ -19,7 +19,7 @@ COMPARED = 64
 """Number of last tokens compared to recognize a text in its row of the previous step."""
 
 MIN_PATH_PROBABILITY = 0.1
-"""Minimum path probability of a proposed candidate: each costs the target a row."""
+"""Minimum path probability of a proposed candidate, since each costs the target a row."""
 
 IN_VAIN = 3
 """Consecutive steps that waited in vain for a text's draft, after which no step waits until the draft sends
@@ -43,8 +43,8 @@ class VllmText:
         return self.tree.base
 
     def continues_in(self, row: Tokens, compared: int | None = None) -> bool:
-        """Return whether a row of tokens is this text or a continuation of it, by the text's `compared` last tokens, or
-        by all."""
+        """Return whether a row of tokens is this text or a continuation of it, judged by the text's `compared` last
+        tokens, or by all of them."""
         end = len(self)
         first = 0 if compared is None else max(0, end - compared)
         return len(row) >= end and bool(np.array_equal(row[first:end], self._tokens[first:end]))
@@ -63,7 +63,7 @@ class VllmText:
         self._in_vain = 0
 
     def chain(self, length: int) -> list[int]:
-        """Return the likeliest chain of candidates, at most `length` of them."""
+        """Return the likeliest chain of at most `length` candidates."""
         least = math.log(MIN_PATH_PROBABILITY)
         return [node.token for path_logprob, node in islice(self.tree.best_chain(), length) if path_logprob >= least]
 
@@ -78,7 +78,7 @@ class VllmText:
         self._in_vain = IN_VAIN
 
     def waited_in_vain(self) -> None:
-        """Record a wait that brought nothing."""
+        """Record a wait without a result."""
         self._in_vain += 1
 
 
@@ -90,7 +90,7 @@ class TextTable:
         self._of_row: dict[int, VllmText] = {}
 
     def find(self, rows: dict[int, Tokens], step: int) -> dict[int, VllmText]:
-        """Return the text in each of these rows, a new one for a row that continues none. Texts are not extended
+        """Return the text in each of these rows; for a row that continues no text, a new one. Texts are not extended
         yet."""
         found: dict[int, VllmText] = {}
         homeless: list[int] = []
@@ -103,13 +103,13 @@ class TextTable:
                 homeless.append(number)
         for number in homeless:
             row = rows[number]
-            # Compare the ends first: texts are long, and most differ there.
+            # Compare the ends first, because texts are long and most differ there.
             alike = (place for place, text in before.items() if text.continues_in(row, COMPARED))
             where = next((place for place in alike if before[place].continues_in(row)), None)
             found[number] = VllmText(row, *self._made_with) if where is None else before.pop(where)
         for text in found.values():
             text.seen = step
-        # Texts without a row may come back: preempted, or not scheduled in this step.
+        # Texts without a row may return: they are preempted, or not scheduled in this step.
         spare = iter(range(-1, -len(before) - 1, -1))
         self._of_row = found | {next(spare): text for text in before.values()}
         return found

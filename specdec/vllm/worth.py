@@ -1,6 +1,6 @@
-"""Decides whether proposing pays, by measuring throughput with and without proposals. The better alternative is used;
-the other is tried again from time to time, with a back-off that doubles with every defeat, and at once when the one in
-use falls below the other's last result.
+"""Decides whether proposing pays, by measuring throughput with and without proposals. The better alternative is used.
+The other is tried again from time to time, with a back-off that doubles with every defeat. It is tried at once when the
+one in use falls below the other's last result.
 
 Whether candidates pay depends on the number of texts in a step, so batches are measured by size.
 """
@@ -13,7 +13,7 @@ WINDOW_SECONDS = 1.0
 """Length of a measurement in seconds of steps."""
 
 WARM_UP_SECONDS = 0.2
-"""Seconds left out after a change: drafts catch up, or finish."""
+"""Seconds excluded after a change, in which drafts catch up or finish."""
 
 FIRST_PAUSE, MAX_PAUSE = 5.0, 160.0
 """Back-off before retrying the worse alternative, in seconds of steps: the first time, and at most."""
@@ -30,9 +30,9 @@ IDLE_SECONDS = 1.0
 
 @dataclass
 class _Size:
-    """The measurements for batches of about one size."""
+    """The measurements for batches of about the same size."""
 
-    best: bool = True  # the better alternative: with proposals
+    best: bool = True  # whether proposing is the better alternative
     trial: bool = False  # the other alternative is on trial
     rates: dict[bool, float] = field(default_factory=dict)  # tokens a second
     clock: float = 0.0  # seconds of steps
@@ -83,7 +83,7 @@ class Worth:
 
     def after_step(self, texts: int, tokens: int, now: float) -> bool:
         """Record a step with `tokens` tokens for `texts` texts; return whether to propose candidates for the next one.
-        A step after an idle gap, or after one with another number of texts, is not measured."""
+        A step is not measured after an idle gap, or after a step with another number of texts."""
         size = self._sizes.setdefault((texts - 1).bit_length(), _Size())
         if self._last is not None:
             before, then = self._last

@@ -1,1 +1,1 @@
-"""Both ends of the wire share this: addresses, TLS files, request ids, token sources, tool calls."""
+"""Code for both ends of the wire: addresses, TLS files, request ids, token sources, tool calls."""

@@ -1,4 +1,4 @@
-"""Server addresses: parsed once, strictly, and normalised to gRPC's spelling.
+"""Server addresses: parsed once, strictly, and normalised to gRPC's form.
 
 gRPC itself accepts almost any string as a host name and then tries to resolve it forever.
 """
@@ -21,19 +21,19 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 _PATH = re.compile(r"(?!//)[A-Za-z0-9_./~+@=-]+")
 """gRPC would parse other characters as parts of a URL."""
 _OTHER_SCHEMES = ("google-c2p", "passthrough", "unix-abstract", "vsock", "xds")
-"""gRPC's schemes without support here; any other scheme is recognised by its `://`."""
+"""gRPC's schemes that are not supported here; any other scheme is recognised by its `://`."""
 
 
 @dataclass(frozen=True)
 class Address:
     """The address of one server or several.
 
-    `servers` lists them if the address itself does. Otherwise it is a DNS name, with one server per record, and `name`
-    holds (name, port).
+    `servers` lists them if the address names each. Otherwise it is a DNS name, with one server per record, and `name`
+    is (name, port).
     """
 
     target: str
-    """The address in gRPC's own spelling."""
+    """The address in gRPC's own form."""
     servers: tuple[str, ...] = ()
     """One gRPC target per server."""
     name: tuple[str, int] | None = None
@@ -82,7 +82,7 @@ def parse_addresses(given: str | Sequence[str]) -> list[Address]:
 
 
 def may_be_several(target: str) -> bool:
-    """Return True if the target of an address may stand for several servers: a DNS name, or several IP addresses."""
+    """Return True if an address's target may mean several servers: a DNS name, or several IP addresses."""
     scheme, _, rest = target.partition(":")
     if scheme in ("ipv4", "ipv6"):
         return "," in rest
@@ -91,7 +91,7 @@ def may_be_several(target: str) -> bool:
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
-    """Return the host, an IPv6 address in its brackets, and the port."""
+    """Return the host (an IPv6 address with its brackets) and the port."""
     bracketed = re.fullmatch(r"(\[[^\]]*\])(.*)", text)
     if bracketed is not None:
         host, colon, port = bracketed[1], bracketed[2][:1], bracketed[2][1:]
@@ -140,7 +140,7 @@ def _check_host(host: str) -> None:
     labels = host.removesuffix(".").split(".")
     if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
         raise ValueError(f"{host!r} is not a host name")
-    if labels[-1].isdecimal():  # host names do not end in a number
+    if labels[-1].isdecimal():  # the last label of a host name is no number
         _check_ip(host, 4)
 
 

@@ -1,4 +1,4 @@
-"""Calls in a text that was cut short, the last one possibly incomplete."""
+"""Calls in a text that was cut off; the last one may be incomplete."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NAMED = re.compile(r"\s*([a-zA-Z0-9_.\-]+)")
 
 
 def cut_calls(text: str, tool_format: ToolFormat, schemas: Schemas) -> list[ToolCall]:
-    """Return the calls in a text from behind a marker: complete ones, and a last one whose arguments are the beginning
-    of a JSON object. Empty if the text ends before a function's name is complete, or is no call."""
+    """Return the calls in the text after a marker: complete ones, and a last one with only the start of its arguments.
+    Empty if the text is no call, or ends before a function's name is complete."""
     match tool_format.call:
         case JsonCall() as style:
             calls = _json_calls(text, style)
@@ -69,7 +69,7 @@ def _tagged_calls(text: str, style: TaggedCall, schemas: Schemas) -> list[ToolCa
 
 
 def _tagged_call(text: str, style: TaggedCall, schemas: Schemas, *, whole: bool) -> ToolCall | None:
-    """Return the call in a text; None if its name is not complete."""
+    """Return the call in a text; None if its name is incomplete."""
     behind = style.name[1] or r"(?=[\s<])"
     head = re.compile(rf'\s*{re.escape(style.name[0])}([^\s<>"]+){re.escape(behind) if style.name[1] else behind}')
     found = head.match(text)
@@ -99,7 +99,7 @@ def _tagged_call(text: str, style: TaggedCall, schemas: Schemas, *, whole: bool)
 def _with_last(
     arguments: Mapping[str, object], key: str, value: str, inner: Mapping[str, Any], schema: Mapping[str, Any]
 ) -> str:
-    """Return the beginning of a JSON object whose last value was cut."""
+    """Return the start of a JSON object whose last value was cut off."""
     head = json.dumps({**arguments, key: 0}, ensure_ascii=False)[:-2]
     if not is_text(types_of(inner, schema)):
         return head + value
@@ -107,13 +107,13 @@ def _with_last(
 
 
 def _without_beginning(text: str, end: str) -> str:
-    """Return a text without a suffix that may be the beginning of `end`."""
+    """Return a text without a suffix that may be the start of `end`."""
     found = next((n for n in range(min(len(text), len(end) - 1), 0, -1) if end.startswith(text[-n:])), 0)
     return text[: len(text) - found]
 
 
 def _arguments(text: str) -> str:
-    """Return arguments, without text after a complete object."""
+    """Return arguments, without the text after a complete object."""
     try:
         found, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):

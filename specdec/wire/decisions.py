@@ -1,4 +1,4 @@
-"""Speculation decisions: the reasons for the numbers of candidates in a text's steps, summed and put into words."""
+"""Speculation decisions: why a text's steps had their numbers of candidates, summed and put into words."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from specdec.v2.model_pb2 import SpeculationDecisions
 
 ROW_COST = "row_cost"
-"""A reason; the figures of `SpeculationDecisions` are means over the steps with this one."""
+"""A reason. The figures of `SpeculationDecisions` are means over the steps with this reason."""
 
 NO_DRAFTER, OFF, NO_DRAFT_SERVICE = "no_drafter", "off", "no_draft_service"
-"""The reason of a verifier that was told of no drafter, and the reasons of an orchestrator, which knows the request."""
+"""The reason of a verifier without drafters, and the reasons of an orchestrator, which knows the request."""
 
 MODES: Mapping[str, str] = {
     "off": "off",
@@ -53,13 +53,13 @@ REASONS: Mapping[str, str] = {
 """Reasons for steps without candidates, in words for people."""
 
 MEASURED = frozenset({"plain_faster", "heads_slower", "local_model_slower"})
-"""Reasons told with the rates of the modes."""
+"""Reasons that are shown with the rates of the modes."""
 
 DRAFTING_EVENTS = frozenset({"draft_paused", "draft_resumed", "draft_useless"})
-"""Failover events without a failure: a working draft did not pay, paid again, or was wrong for long."""
+"""Failover events without a failure: a working draft did not pay, paid again, or was wrong for a long time."""
 
 MAX_KEYS, MAX_NAME = 32, 64
-"""Maximum entries of each kind in a sum, and characters of a name. Only a faulty server sends more; these are
+"""Maximum entries of each kind in a sum, and maximum characters of a name. Only a faulty server sends more, which are
 dropped."""
 
 _MAX_COUNT = (1 << 64) - 1
@@ -67,8 +67,8 @@ _MAX_FIGURE = 1e12
 
 
 def add_decisions(total: SpeculationDecisions, part: SpeculationDecisions) -> None:
-    """Add a part's decisions to a total: counts saturate, figures are means weighted by their steps, and rates are the
-    later part's."""
+    """Add a part's decisions to a total: counts saturate, figures are means weighted by their steps, and rates come
+    from the later part."""
     before, added = total.without.get(ROW_COST, 0), part.without.get(ROW_COST, 0)
     if added:
         share = added / (before + added)
@@ -97,8 +97,8 @@ def main_mode(decisions: SpeculationDecisions) -> str:
 
 
 def explained(decisions: SpeculationDecisions) -> str:
-    """Return the modes, how many steps had candidates, and why others had none, as a line for a person; empty if a
-    server does not report decisions."""
+    """Return, as a line for a person, the modes, how many steps had candidates, and why others had none; empty if the
+    server reports no decisions."""
     steps = sum(decisions.modes.values())
     if not steps:
         return ""
@@ -119,7 +119,7 @@ def explained(decisions: SpeculationDecisions) -> str:
 
 
 def proposed(sources: Mapping[str, int]) -> str:
-    """Return the number of accepted candidates by proposer, as a line for a person; empty if there are none."""
+    """Return the accepted candidates by proposer, as a line for a person; empty if there are none."""
     found = ((words, sources[name]) for name, words in PROPOSERS.items() if name in sources)
     return ", ".join(f"{words} {count}" for words, count in sorted(found, key=lambda entry: -entry[1]) if count)
 

@@ -9,12 +9,12 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 _LONG = (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64)
-"""Types converted to strings by MessageToDict, since JavaScript's numbers cannot hold 64 bits."""
+"""Types that MessageToDict converts to strings, because JavaScript's numbers cannot hold 64 bits."""
 
 
 def values_of(message: Message) -> dict[str, Any]:
-    """Return a message's fields by name, in MessageToDict's form and the order of their declaration, but with numbers
-    as numbers."""
+    """Return a message's fields by name, in MessageToDict's form and the order of their declaration, but keeping
+    numbers as numbers."""
     found = MessageToDict(message, always_print_fields_with_no_presence=True, preserving_proto_field_name=True)
     return _with_numbers(message.DESCRIPTOR, found)
 

@@ -1,4 +1,5 @@
-"""Token sources: which drafter a text's tokens come from, and the acceptance statistics derived from them."""
+"""Token sources: the drafter that each of a text's tokens comes from, and the acceptance statistics derived from
+them."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ ACCEPTED = (
     TOKEN_SOURCE_GRAMMAR,
     TOKEN_SOURCE_HEADS,
 )
-"""Sources of accepted candidates. A token from any other source is the target's own, and the last of its step."""
+"""Sources of accepted candidates. A token from any other source is the target's own and the last of its step."""
 
 
 _NAMES: dict[int, str] = {number: name.removeprefix("TOKEN_SOURCE_").lower() for name, number in TokenSource.items()}
 
 
 def source_name(source: int) -> str:
-    """Return the name of a source; "unspecified" for one added by a newer server."""
+    """Return the name of a source; "unspecified" for one that a newer server added."""
     return _NAMES.get(source, "unspecified")
 
 

@@ -1,6 +1,6 @@
-"""The names of drafters, of sets of drafters and of scorers, as clients and operators write them.
+"""The names that clients and operators write for drafters, sets of drafters and scorers.
 
-A new drafter of the contract is a line in `DRAFTERS`, its name in the two literals, and a `CandidateSource`
+A new drafter in the contract needs a line in `DRAFTERS`, its name in the two literals, and a `CandidateSource`
 (`tests/wire/test_speculation.py`). CONTRIBUTING.md lists what else it needs.
 """
 
@@ -27,8 +27,8 @@ DrafterName = Literal["remote", "ngram", "lookahead", "local_model", "heads"]
 SpeculationName = Literal[
     "auto", "off", "always", "draft", "local", "ngram", "lookahead", "local_model", "heads", "jacobi"
 ]
-"""Named sets of drafters: `local` is all but draft services, `draft` these alone, `always` these even at a loss. The
-others are one drafter alone, by its name; `jacobi` is the lookahead drafter with n-grams of 2 tokens."""
+"""Named sets of drafters. `local` means all but draft services; `draft` and `always` mean only these, `always` even at
+a loss. The other names mean a single drafter; `jacobi` is the lookahead drafter with n-grams of 2 tokens."""
 
 ScorerName = Literal["calibrated", "probability"]
 

@@ -1,4 +1,4 @@
-"""PEM files for TLS: reading them, and checking that they belong together."""
+"""PEM files for TLS: reads them, and checks that they belong together."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Contents(NamedTuple):
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files of one end: its certificate (with intermediate ones) and key, and the certificate authorities it trusts
-    for the other end. `options` name the three, for messages."""
+    """PEM files of one end: its certificate (with intermediate ones) and key, and the certificate authorities that it
+    trusts for the other end. `options` are the names of the three options, for messages."""
 
     certificate: Path | None
     key: Path | None
@@ -72,12 +72,12 @@ class TlsFiles:
 
 
 def channel_credentials(contents: Contents) -> grpc.ChannelCredentials:
-    """Return the credentials of a channel: without `authorities` it trusts gRPC's bundled ones."""
+    """Return the credentials of a channel. Without `authorities`, it trusts gRPC's bundled ones."""
     return grpc.ssl_channel_credentials(contents.authorities, contents.key, contents.certificate)
 
 
 def _named(option: str, file: Path) -> None:
-    """Raise TlsError if a file cannot be read: ssl's own errors do not name it."""
+    """Raise TlsError if a file cannot be read, because ssl's own errors do not name it."""
     try:
         file.read_bytes()
     except OSError as error:

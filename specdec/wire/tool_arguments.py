@@ -1,4 +1,4 @@
-"""Tool-call arguments written as plain text between tags, converted by their function's schema."""
+"""Tool-call arguments that are plain text between tags, converted by their function's schema."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_REFERENCES, MAX_REFERENCE_CHARACTERS = 32, 1000
-"""Most references followed from one schema, since it may refer to itself, and the length of each."""
+"""Maximum references followed from one schema, since it may refer to itself, and maximum length of each."""
 
 MAX_ALTERNATIVES = 64
-"""Most alternative schemas of one value, nested ones included; beyond them its types count as unknown."""
+"""Maximum alternative schemas of one value, including nested ones; with more, its types count as unknown."""
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
-"""Some templates write values in Python's syntax, and models imitate them."""
+"""Values in Python's syntax: some templates write them, and models imitate those."""
 
 _TYPES = {
     str: "string",
@@ -36,7 +36,7 @@ def property_schemas(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema with a reference at its top resolved; an unresolvable one allows anything."""
+    """Return a schema whose top-level reference is resolved; an unresolvable one allows anything."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict):
             return {}
@@ -52,7 +52,7 @@ def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types a schema allows; empty if it does not name them."""
+    """Return the JSON types that a schema allows; empty if it names none."""
     types: set[str] = set()
     waiting = [schema]
     for _ in range(MAX_ALTERNATIVES):

@@ -20,7 +20,7 @@ class ToolCallReader:
     ) -> None:
         """`schemas`: JSON schemas of the arguments, by function name. They decide whether a value is a string in
         formats that do not quote strings, and whether a JSON object is a call in formats without a marker.
-        `only_calls`: calls are forced, so the text holds nothing else."""
+        `only_calls`: calls are forced, so the text contains nothing else."""
         self._format = tool_format
         self._schemas = schemas
         self._only_calls = only_calls
@@ -31,14 +31,14 @@ class ToolCallReader:
         self._behind_call = False  # the last item yielded was a call
 
     def push(self, text: str) -> Iterator[str | ToolCall]:
-        """Take a piece of the text; yield what is certain so far: text, and complete calls."""
+        """Take a piece of the text; yield everything that is certain so far: text, and complete calls."""
         if text:
             yield from self._read(text)
 
     def finish(self, *, cut: bool = False) -> Iterator[str | ToolCall]:
-        """Yield the rest at the end of the text. With `cut`, for a text cut short, an unfinished call is yielded with
-        its partial arguments, which are not valid JSON. An unfinished call without a complete function name is dropped
-        if the text has only calls; an unfinished marker behind a call is dropped too."""
+        """Yield the rest at the end of the text. With `cut`, for a text that was cut off, an unfinished call is yielded
+        with its partial arguments, which are not valid JSON. An unfinished call without a complete function name is
+        dropped if the text has only calls; so is an unfinished marker after a call."""
         held = "".join(self._held)
         of_marker = self._scan is None and self._behind_call and self._format.marker.startswith(held.strip())
         begun: list[str | ToolCall] = []

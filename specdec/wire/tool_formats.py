@@ -53,7 +53,7 @@ class TaggedCall:
     pad: str = ""
     """Surrounds each value."""
     several: bool = False
-    """True: the next call follows without a marker of its own."""
+    """True if the next call follows without its own marker."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class ToolFormat:
 
     @property
     def closing(self) -> str:
-        """The tag behind a call; empty if there is none."""
+        """The tag after a call; empty if there is none."""
         return "" if isinstance(self.call, NamedCall) else self.call.after.strip()
 
     @property
     def marks(self) -> frozenset[str]:
-        """Fixed texts of the format, each of which is a special token in some vocabularies."""
+        """Fixed texts of the format that are special tokens in some vocabularies."""
         style = self.call
         match style:
             case JsonCall():
@@ -107,7 +107,7 @@ HERMES = ToolFormat("hermes", "<tool_call>", _HERMES_CALL, between="\n")
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", JsonCall(listed=True))
 """Mistral, up to the third version of its tokenizer."""
 MISTRAL_ARGS = ToolFormat("mistral_args", "[TOOL_CALLS]", NamedCall("[ARGS]", "[CALL_ID]"))
-"""Mistral, since the eleventh version of its tokenizer; some of them write `[CALL_ID]`."""
+"""Mistral, since the eleventh version of its tokenizer; some models write `[CALL_ID]`."""
 LLAMA = ToolFormat("llama3_json", "", JsonCall("parameters"), between="; ")
 """Llama 3.1 to 3.3."""
 GRANITE = ToolFormat("granite", "<|tool_call|>", JsonCall(listed=True))
@@ -127,7 +127,7 @@ FORMATS = {
     tool_format.name: tool_format
     for tool_format in (HERMES, MISTRAL, MISTRAL_ARGS, LLAMA, GRANITE, QWEN_CODER, SEED, GLM, GLM_DENSE, MINIMAX)
 }
-"""All formats, by name: the name of vLLM's parser if one exists for this form alone."""
+"""All formats, by name: the name of vLLM's parser if one exists for exactly this format."""
 
 
 def written(tool_format: ToolFormat, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> str:

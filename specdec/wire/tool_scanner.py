@@ -1,9 +1,9 @@
-"""Scanners of calls, from behind their marker: each character is read once, wherever the text is cut into pieces.
+"""Scanners of calls, after their marker: each character is read once, wherever the text is cut into pieces.
 
 Scanners are generators: they yield when they need more text, and return the calls, or None if the text is not a call. A
-failed call is read again behind its marker; total time stays linear nevertheless. Free-form parts (a JSON string, a
-tagged value) either end at the next marker or contain it in a string. Two JSON scanners started at different markers
-disagree on what is inside a string, so at most two of them pass the same marker.
+failed call is read again after its marker, but total time stays linear. Free-form parts (a JSON string, a tagged value)
+either end at the next marker or contain it in a string. Two JSON scanners started at different markers disagree about
+which parts are inside a string, so at most two of them pass the same marker.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _TAGGED_NAME = re.compile(r'[^\s<>"]*')
 _KEY = re.compile(r'[^<>"]*')
 _STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _OUTSIDE_STRINGS = re.compile(r"[ \t\n\r,:0-9+\-.eEtrufalsn]*")
-"""White space, separators, numbers, `true`, `false` and `null`: no marker consists of them."""
+"""White space, separators, numbers, `true`, `false` and `null`, which no marker consists of."""
 
 
 class Cursor:
-    """A place in a text arriving in pieces. Methods that are generators yield at the end of a piece."""
+    """A place in a text that arrives in pieces. Methods that are generators yield at the end of a piece."""
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         """Place in the piece; negative after a return to characters of earlier pieces, which ends the scan."""
         self.over = False
-        """True: the text is complete."""
+        """True if the text is complete."""
 
     def peek(self) -> Generator[None, None, str]:
         """Return the next character; empty at the end of the text."""
@@ -48,7 +48,7 @@ class Cursor:
         return self.text[self.at]
 
     def run(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
-        """Skip and return the longest run matching a pattern of single characters."""
+        """Skip and return the longest run that matches a pattern of single characters."""
         pieces = []
         while True:
             found = pattern.match(self.text, self.at)
@@ -91,7 +91,7 @@ class Cursor:
             yield
 
     def json(self) -> Generator[None, None, str | None]:
-        """Skip and return an object or a list; None as soon as it cannot be one."""
+        """Skip and return an object or a list; None as soon as it cannot be either."""
         pieces: list[str] = []
         begin, depth, in_string, escaped = self.at, 0, False, False
         while True:
@@ -130,7 +130,7 @@ Scan = Generator[None, None, list[ToolCall] | None]
 
 
 def scan(cursor: Cursor, tool_format: ToolFormat, schemas: Schemas) -> Scan:
-    """Return the scanner of a format, for calls from behind their marker."""
+    """Return the scanner of a format, for calls after their marker."""
     match tool_format.call:
         case JsonCall() as style:
             return _json_calls(cursor, style, None if tool_format.marker else schemas)
@@ -141,7 +141,7 @@ def scan(cursor: Cursor, tool_format: ToolFormat, schemas: Schemas) -> Scan:
 
 
 def _json_calls(cursor: Cursor, style: JsonCall, bare: Schemas | None) -> Scan:
-    """`bare` has the functions' schemas, if calls have no marker: other JSON with a name is no call then."""
+    """`bare`: the functions' schemas, if calls have no marker; JSON that names another function is then no call."""
     yield from cursor.run(_SPACE if bare is None else _LEADING)
     begin = yield from cursor.peek()
     if not begin or begin not in ("{[" if bare is None else "{"):
@@ -192,7 +192,7 @@ def _tagged_calls(cursor: Cursor, style: TaggedCall, marker: str, schemas: Schem
         if call is None:
             return None
         calls.append(call)
-        if not style.end:  # the end tag closes call and calls alike
+        if not style.end:  # the end tag closes both the call and the calls
             return calls
 
 
@@ -222,7 +222,7 @@ def _tagged_arguments(
 
 
 def _closing(cursor: Cursor, after: str) -> Generator[None, None, None]:
-    """Skip white space and the closing tag, which a text may lack."""
+    """Skip white space and the closing tag, which may be missing."""
     yield from cursor.run(_SPACE)
     if after:
         yield from cursor.one_of(after)

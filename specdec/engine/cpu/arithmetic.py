@@ -1,6 +1,6 @@
 """Arithmetic shared by all compiled CPU loops: conversion between stored and computed numbers, and exp.
 
-The KV cache, weights and intermediate results may be bfloat16, seen by NumPy as raw bits (uint16). All arithmetic is
+The KV cache, weights and intermediate results may be bfloat16, which NumPy sees as raw bits (uint16). All arithmetic is
 float32.
 """
 
@@ -18,11 +18,11 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 NUMBA = f"{numba.__version__}-{llvm.get_host_cpu_name()}"
-"""Numba's version and the processor the loops are compiled for: another one may sum in another order."""
+"""Numba's version and the processor that the loops are compiled for; others may sum in another order."""
 
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}
-"""LLVM's fast-math flags. A sum may be reordered, but only once, when the loop is compiled; infinities and NaNs keep
-their meaning."""
+"""LLVM's fast-math flags. The compiler may reorder a sum, but its order is then fixed; infinities and NaNs keep their
+meaning."""
 
 
 Array = np.ndarray[Any, Any]
@@ -78,7 +78,7 @@ def _from_bits(_context: Any, bits: Any) -> Any:
 
 @numba.njit(inline="always", fastmath=REORDERED)  # type: ignore[untyped-decorator]
 def exp(x: Any) -> Any:
-    """Return e**x for x <= 0, accurate to five units in the last place. Loops calling it can be vectorised (after
+    """Return e**x for x <= 0, accurate to five units in the last place. Loops that call it can be vectorised (after
     Cephes' expf: a power of two times a polynomial)."""
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))

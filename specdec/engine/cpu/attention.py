@@ -2,7 +2,7 @@
 
 For each row it computes the dot products with the row's keys in order of position, their softmax, and the weighted sum
 of the values. Nothing is gathered, padded or masked; keys and values are read in place. Queries over the same keys
-(rows of one path, or query heads sharing a key head) are computed a few at a time and read the keys once. Still, no
+(rows of one path, or query heads that share a key head) are computed a few at a time and read the keys once. Still, no
 row's arithmetic depends on another's (`cpu/vectors.py`): the same token at the same place of the same text has the same
 bits in every batch. Keys, values and queries may be bfloat16; all arithmetic is float32.
 """
@@ -28,10 +28,10 @@ GROUP = 4
 """Queries computed together."""
 
 PIECE = 32
-"""Maximum rows of a path in a piece, the unit of work of one thread for one key head."""
+"""Maximum rows of a path in a piece. A piece and one key head are a thread's unit of work."""
 
 SHARED_FROM = 1 << 16
-"""Break-even for sharing among threads, in elements of all rows' keys: about ten microseconds' work."""
+"""Break-even for sharing among threads, in elements of all rows' keys: about ten microseconds of work."""
 
 CACHE_LINE = 64
 """Bytes of a cache line."""
@@ -67,7 +67,7 @@ def _whole_lines(numbers: int, width: int) -> int:
 class RaggedMemory:
     """Keys and values of all layers, each [kv_heads, slots, width], and the number of threads that read them.
 
-    They may be one tensor if all layers have the same shape. All keys of a head are adjacent, the order in which
+    They may be one tensor if all layers have the same shape. All keys of a head are adjacent, in the order that
     attention reads them.
     """
 

@@ -62,7 +62,7 @@ def _pool(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Sequence[Ten
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros without physical memory until the first write, unlike torch.zeros. They are page-aligned, so that no
-    slot's vector straddles more cache lines than necessary."""
+    """Return zeros that, unlike torch.zeros, have no physical memory until the first write. They are page-aligned, so
+    that no slot's vector straddles more cache lines than necessary."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

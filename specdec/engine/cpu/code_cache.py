@@ -1,9 +1,9 @@
 """Compiled loops in the cache folder, so that only the first start on a machine compiles them.
 
-Numba's own cache checks time and size of the single file defining a function, and cannot name a function that closes
-over others, as ours do. Here the key is the name passed to `kept`, the arguments' types, the processor, Numba's
-settings, and all our sources with the versions of their dependencies (`engine/cache_folder.py`). The code is cacheable
-because it refers to external functions by name: it contains no address of this process.
+Numba's own cache checks time and size of the single file that defines a function, and cannot name a function that
+closes over others, as ours do. Here the key consists of the name passed to `kept`, the arguments' types, the processor,
+Numba's settings, and all our sources with the versions of their dependencies (`engine/cache_folder.py`). The code is
+cacheable because it refers to external functions by name: it contains no address of this process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = structlog.get_logger()
 
 
 def kept(name: str, file: str, dispatcher: Any) -> Any:
-    """Attach the cache folder to a compiled function, defined in `file`, and return it. `name` must be unique: it
-    includes everything compiled in, such as a width."""
+    """Attach the cache folder to a compiled function, defined in `file`, and return the function. `name` must be
+    unique: it includes everything compiled in, such as a width."""
     dispatcher._cache = CodeCache(name, file)
     return dispatcher
 
@@ -61,7 +61,7 @@ class CodeCache(_Cache):  # type: ignore[misc]
         cache_folder.write(dumps(data._reduce()), "code", *self._key(sig, data.codegen))
 
     def enable(self) -> None:
-        """Do nothing: the cache is on as long as there is a folder."""
+        """Do nothing: the cache is on whenever there is a folder."""
 
     disable = flush = enable
 
@@ -72,5 +72,5 @@ class CodeCache(_Cache):  # type: ignore[misc]
 
 @functools.cache
 def _content(file: str) -> str:
-    """Return a digest of the file defining a function: it may not be one of the engines' sources."""
+    """Return a digest of the file that defines a function, which may not be among the engines' sources."""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()

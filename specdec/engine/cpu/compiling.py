@@ -1,10 +1,10 @@
-"""How Numba compiles our loops: functions called from Python become closed pieces of code, functions called only from
+"""How Numba compiles our loops. Functions called from Python become closed pieces of code; functions called only from
 compiled code become parts of their callers.
 
-Numba emits machine code for every function a loop calls, and at run time the first loaded version of a function wins.
-So code compiled in this process could run other versions of inner loops than the same code from the cache folder, with
-another order of additions. A closed piece runs its own version of everything, hence has the same bits in both cases.
-Parts need no machine code of their own, which saves a good part of the compile time.
+Numba emits machine code for every function that a loop calls, and at run time the first loaded version of a function
+wins. So code compiled in this process could run other versions of inner loops than the same code from the cache folder,
+which may add in another order. A closed piece runs its own version of everything, so it has the same bits in both
+cases. Parts need no machine code of their own, which saves a good part of the compile time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def closed(name: str, file: str | None = None, **options: Any) -> Callable[[Call
 
 
 def part(*, loop: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that compiles a function as a part of its callers, with these options of `numba.njit`. It
-    cannot be called from Python. Without `loop` it is optimised only inside its callers, which saves time. A loop is
-    also optimised by itself, since in a large function LLVM keeps less of it in registers."""
+    """Return a decorator that compiles a function as a part of its callers, with these options of `numba.njit`. The
+    function cannot be called from Python. Without `loop` it is optimised only inside its callers, which saves time. A
+    loop is also optimised on its own, since in a large function LLVM keeps less of it in registers."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         return numba.njit(nogil=True, pipeline_class=_LoopPart if loop else _Part, **options)(function)
@@ -76,15 +76,15 @@ class ClosedLowering(NativeLowering):  # type: ignore[misc]
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class LoopLowering(NativeLowering):  # type: ignore[misc]
-    """Numba's lowering without machine code."""
+    """Numba's lowering, without machine code."""
 
     _name = "loop_lowering"
 
     def run_pass(self, state: Any) -> Any:
         state.flags.no_compile = state.flags.no_cpython_wrapper = state.flags.no_cfunc_wrapper = True
         super().run_pass(state)
-        # A dispatcher needs an entry point even without machine code: a builtin that equals no other one, and raises a
-        # TypeError when called with a tuple of arguments.
+        # A dispatcher needs an entry point even without machine code. This is a builtin that equals no other one, and
+        # raises a TypeError when called with a tuple of arguments.
         entry: Any = bytearray().append
         state.targetctx.insert_user_function(entry, state["cr"].fndesc, [state.library])
         state["cr"] = state["cr"]._replace(cfunc=entry)
@@ -93,7 +93,7 @@ class LoopLowering(NativeLowering):  # type: ignore[misc]
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class PartLowering(LoopLowering):
-    """The same, into an unoptimised library."""
+    """The same lowering, into an unoptimised library."""
 
     _name = "part_lowering"
 

@@ -1,9 +1,9 @@
-"""A decoder of the Llama kind on the CPU, in few operators.
+"""A decoder of the Llama kind on the CPU, with few operators.
 
-Each of transformers' layers is about forty small operators; for the few rows of a decode step they take as long as the
-matrix products. Here a layer is four products and five compiled loops. It uses the model's own weights; the model's
-linear layers become parts of the joined products (`hf/linear.py`: `JoinedPart`). Models of any other kind keep their
-own layers.
+Each of transformers' layers consists of about forty small operators. For the few rows of a decode step, they take as
+long as the matrix products. Here a layer is four products and five compiled loops. It uses the model's own weights; the
+model's linear layers become parts of the joined products (`hf/linear.py`: `JoinedPart`). Models of other kinds keep
+their own layers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from specdec.engine.hf.hidden_states import Features
 from specdec.engine.hf.pretrained import LayerAttention
 
 FIRST_POSITIONS = 1024
-"""Positions computed ahead: cosines and sines cover twice the last position needed plus this many."""
+"""Positions computed ahead: cosines and sines cover twice the last position needed, plus this many."""
 
 SHARED_FROM = 1 << 13
-"""Break-even for sharing a pass over memory among threads, in elements: about ten microseconds' work."""
+"""Break-even for sharing a pass over memory among threads, in elements: about ten microseconds of work."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Workspace:
 
 
 class Decoder:
-    """A decoder running a model's joined layers. Create a new one after replacing layers."""
+    """A decoder that runs a model's joined layers. Create a new one after replacing layers."""
 
     def __init__(self, model: PreTrainedModel, attends: list[LayerAttention]) -> None:
         config = model.config
@@ -76,7 +76,7 @@ class Decoder:
         attention: RaggedAttention,
         features: Features | None = None,
     ) -> Tensor:
-        """Return the logits [n, vocabulary], float32, of the wanted rows; keep `features`, if any."""
+        """Return the logits [n, vocabulary], float32, of the wanted rows; keep `features`, if given."""
         batch = attention.batch
         rows = len(tokens)
         self._know_angles(int(batch.positions.max()))
@@ -103,7 +103,7 @@ class Decoder:
         if features is None:
             layers(products, self._weights, step, keys, values, work.buffers, shares, update)
         else:
-            # A run over the layers before layer i ends with what layer i begins with: its norm of the residual stream.
+            # A run of the layers before layer i ends with the first operation of layer i: its norm of the residual.
             bounds = [0, *sorted(set(features.layers)), len(keys)]
             for begin, end in itertools.pairwise(bounds):
                 parts = _parts(products, begin, end), _weights_of(self._weights, begin, end)
@@ -115,7 +115,7 @@ class Decoder:
         return logits
 
     def _products(self, work: _Workspace) -> tuple[Any, Callable[..., None]]:
-        """Return the products and the function running the layers with them: compiled for prepacked GEMMs, else
+        """Return the products and the function that runs the layers with them: compiled for prepacked GEMMs, else
         interpreted."""
         if self._packed is not None and work.tiled is not None:
             return self._packed.of(work.tiled, like=work.buffers.normal), compiled(self._width)
@@ -149,7 +149,7 @@ class Decoder:
         self._largest = [*stored, torch.zeros(rows, self._heads, self._width)]
 
     def _know_angles(self, last: int) -> None:
-        """Make sure that cosines and sines exist for all positions up to `last`, computing some beyond it."""
+        """Make sure that cosines and sines exist for all positions up to `last`, and compute some beyond it."""
         if last < len(self._weights.cos):
             return
         positions = torch.arange(2 * last + FIRST_POSITIONS)[None]
@@ -160,7 +160,7 @@ class Decoder:
 
 
 def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weights:
-    """Collect the weights of all layers, except those of products; cosines and sines are left empty."""
+    """Collect the weights of all layers, except those of products. Cosines and sines are left empty."""
     around = [norm for layer in inside.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     norms = np.stack([_weight(norm) for norm in (*around, inside.norm)])
     of_heads = [
@@ -179,7 +179,7 @@ def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weig
 
 
 def _weights_of(weights: Weights, begin: int, end: int) -> Weights:
-    """Return the weights of layers begin..end-1, with the norm of the next layer, or the last one, as the last norm."""
+    """Return the weights of layers begin..end-1, with the next layer's norm, or the last one, as the last norm."""
     return weights._replace(
         norms=weights.norms[2 * begin : 2 * end + 1],
         head_norms=weights.head_norms[begin:end],
@@ -189,7 +189,7 @@ def _weights_of(weights: Weights, begin: int, end: int) -> Weights:
 
 
 def _parts(products: Any, begin: int, end: int) -> Any:
-    """Return the products of layers begin..end-1: compiled code's, or a list of functions."""
+    """Return the products of layers begin..end-1, for compiled code or as a list of functions."""
     own = slice(PRODUCTS * begin, PRODUCTS * end)
     if isinstance(products, Products):
         return products._replace(weights=products.weights[own], biases=products.biases[own])
@@ -204,7 +204,7 @@ def _linears(layer: Any) -> tuple[Any, ...]:
 
 def _embedding(embed: Any) -> Callable[[Tensor], Array]:
     """Return the function from tokens [t] to their embeddings [t, hidden] in the stored dtype. A plain table is read as
-    an array: torch would release the GIL for it."""
+    an array, since torch would release the GIL for it."""
     if type(embed) is torch.nn.Embedding and type(embed.weight) is torch.nn.Parameter and not embed._forward_hooks:
         table = array_of(embed.weight.detach())
         return lambda tokens: table[tokens.numpy()]

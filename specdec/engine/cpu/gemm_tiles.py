@@ -25,8 +25,8 @@ log = structlog.get_logger()
 
 @torch.inference_mode()
 def largest_tiles(layers: Iterable[PackedLinear], clock: Callable[[], float] = time.perf_counter) -> dict[Shape, int]:
-    """Measure the rows of the fastest tile for each shape of layer, with torch's current thread count. The clock
-    returns seconds."""
+    """Measure the number of rows of the fastest tile for each shape of layer, with torch's current thread count. The
+    clock returns seconds."""
     shapes: dict[Shape, list[PackedLinear]] = defaultdict(list)
     for layer in layers:
         shapes[layer.in_features, layer.out_features].append(layer)
@@ -36,8 +36,8 @@ def largest_tiles(layers: Iterable[PackedLinear], clock: Callable[[], float] = t
 
 
 def _timing(layers: list[PackedLinear], clock: Callable[[], float]) -> Callable[[int], float]:
-    """Return a function measuring the seconds of a tile of `rows`, including the copy into the joint result. It cycles
-    through the layers, as a step does."""
+    """Return a function that measures the seconds of a tile of `rows`, including the copy into the joint result. It
+    cycles through the layers, as a step does."""
     x = torch.zeros(SIZES[-1], layers[0].in_features, dtype=layers[0].dtype)
     together = np.empty((SIZES[-1], layers[0].out_features), array_of(x).dtype)
     turns = itertools.cycle(layers)

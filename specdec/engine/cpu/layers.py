@@ -1,7 +1,7 @@
 """The layers of a decoder of the Llama kind: written once, run as compiled code or as Python.
 
-Compiled, all layers of a step are one call, which never takes or releases the GIL. As Python, they accept any kind of
-product, such as one without prepacked weights.
+As compiled code, all layers of a step are one call, which never takes or releases the GIL. As Python, they accept any
+kind of product, such as one without prepacked weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Weights(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """The arrays of a ragged batch read by the layers."""
+    """The arrays of a ragged batch that the layers read."""
 
     positions: Array  # [t]
     slots: Array  # [t]
@@ -85,7 +85,7 @@ def _loops(width: int) -> tuple[SharedLoop, ...]:
 
 
 def sequence(loops: Loops, multiply: Callable[[Any, int], Array]) -> Callable[..., None]:
-    """Return the function running all layers; multiply(products, number) must return the result of a product."""
+    """Return the function that runs all layers. multiply(products, number) must return the result of a product."""
     add_and_normalise, rotate, gate, attend = loops
 
     def layers(
@@ -98,8 +98,8 @@ def sequence(loops: Loops, multiply: Callable[[Any, int], Array]) -> Callable[..
         shares: Any,
         update: Any,  # [t, hidden]
     ) -> None:
-        """Run all layers: add the update (the embedded tokens) and each layer's output to the residual, and leave its
-        last norm in `normal`."""
+        """Run all layers: add the update (initially the embedded tokens) and each layer's output to the residual, and
+        leave the last norm in `normal`."""
         residual, normal, norms = buffers.residual, buffers.normal, weights.norms
         for layer in range(len(keys)):
             own = PRODUCTS * layer
@@ -153,5 +153,5 @@ def compiled(width: int) -> Callable[..., None]:
 
 @functools.cache
 def interpreted(width: int) -> Callable[..., None]:
-    """Return the layers as Python, for heads of this width; `products` is a list of functions returning a product."""
+    """Return the layers as Python, for heads of this width; `products` is a list of functions that return a product."""
     return sequence(Loops(*_loops(width)), lambda products, number: products[number]())

@@ -1,7 +1,7 @@
 """The ragged batch: every row lists the slots of its keys in order of position.
 
-So a row's attention depends on its own text alone, not on the batch's other rows, nor on whether the row belongs to a
-prompt, a tree or a plain step: nothing is padded, masked or rearranged.
+So a row's attention depends on its own text alone. It depends neither on the batch's other rows, nor on whether the row
+belongs to a prompt, a tree or a plain step: nothing is padded, masked or rearranged.
 """
 
 from __future__ import annotations

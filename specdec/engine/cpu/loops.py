@@ -1,6 +1,6 @@
 """The loops between a decoder layer's matrix products, each a single pass over memory, compiled by Numba.
 
-Arrays are in their stored dtype (`cpu/arithmetic.py`). Each row is computed by itself in float32, and rounded once when
+Arrays have their stored dtype (`cpu/arithmetic.py`). Each row is computed on its own in float32, and rounded once when
 stored, so that no row's arithmetic depends on another's.
 """
 

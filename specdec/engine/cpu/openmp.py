@@ -1,8 +1,8 @@
 """Compiled loops, shared among torch's OpenMP team.
 
-After a matrix product the team's threads spin, waiting for the next one. Any other thread pool would compete with them
-for the cores (`docs/decisions/2026-11-22-one-team.md`). So loops run on the same team, through the OpenMP runtime that
-torch has loaded into the process.
+After a matrix product, the team's threads spin while they wait for the next one. Any other thread pool would compete
+with them for the cores (`docs/decisions/2026-11-22-one-team.md`). So loops run on the same team, through the OpenMP
+runtime that torch has loaded into the process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch  # noqa: F401 - brings the runtime
+import torch  # noqa: F401 - loads the runtime
 from llvmlite import binding as llvm
 from llvmlite import ir
 from numba import types
@@ -28,7 +28,7 @@ Cuts = NDArray[np.int64]
 
 _process = ctypes.CDLL(None)
 AVAILABLE = hasattr(_process, "GOMP_parallel")
-"""True if the process has GNU's OpenMP interface, provided by LLVM's and Intel's runtimes too. Without it a loop runs
+"""True if the process has GNU's OpenMP interface, which LLVM's and Intel's runtimes provide too. Otherwise a loop runs
 in the calling thread alone."""
 
 if AVAILABLE:
@@ -66,15 +66,15 @@ class SharedLoop:
 
 
 def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]], SharedLoop]:
-    """Return a decorator that makes a shared loop of a loop(*arguments, cuts) over cuts[0] to cuts[1]; `options` are
+    """Return a decorator that turns a loop(*arguments, cuts) over cuts[0] to cuts[1] into a shared loop. `options` are
     those of `numba.njit`.
 
-    The shared loop takes any number of cuts. Each thread runs one share, or several if the team has fewer threads than
-    shares. All threads see the same arrays. Without a team the calling thread runs all of it.
+    The shared loop accepts any number of cuts. Each thread runs one share, or several if the team has fewer threads
+    than shares. All threads see the same arrays. Without a team, the calling thread runs all shares.
 
-    A loop must not allocate memory: a failed allocation in a team thread goes unnoticed, and its results would be
-    missing. Instead, the last `scratch` arguments before `cuts` (at most two) are scratch memory: they have a row per
-    share, and the loop gets its own row.
+    A loop must not allocate memory: a failed allocation in a team thread would go unnoticed, and its results would be
+    missing. Instead, the last `scratch` arguments before `cuts` (at most two) are scratch memory with a row per share;
+    the loop gets its own row.
     """
 
     def decorate(function: Callable[..., None]) -> SharedLoop:
@@ -126,7 +126,7 @@ def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]
         def alone(*arguments: Any) -> None:
             loop(arguments, 0, arguments[-1])
 
-        # Symbols are made of these names: they must be unique.
+        # Symbols are built from these names, which must be unique.
         whole = run if AVAILABLE else alone
         for loop_function in (share, whole):
             loop_function.__qualname__ = f"{loop_function.__name__}_{function.__qualname__}"

@@ -1,9 +1,9 @@
 """Prepacked GEMM: products with prepacked weights (`hf/linear.py`: `PackedLinear`), called from compiled code.
 
 A call from Python takes five microseconds more, and releases and takes the GIL. torch exports the same operator as a C
-function for programs made by its ahead-of-time compiler. Compiled loops call that function, so that all layers of a
-step are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). Its tensors are handles: addresses of tensor
-objects, here as integers. Each handle is a reference until it is released.
+function for programs from its ahead-of-time compiler. Compiled loops call that function, so that all layers of a step
+are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). Its tensors are handles: addresses of tensor objects,
+here as integers. Each handle is a reference until it is released.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from specdec.engine.hf.linear import PackedLinear
 Handles = NDArray[np.int64]
 
 RESULTS = 2
-"""Multiple of a step's results to reserve: oneDNN's scratch memory is at most as large as a product's result."""
+"""Multiple of the size of a step's results to reserve: oneDNN's scratch memory is at most as large as one result."""
 
 BESIDE_RESULTS = 1 << 20
-"""Bytes reserved in addition, for handles and torch's own needs in a product."""
+"""Additional bytes to reserve, for handles and torch's own needs in a product."""
 
 FUNCTIONS = ("aoti_torch_cpu__linear_pointwise", "aoti_torch_get_data_ptr", "aoti_torch_delete_tensor_object")
 
@@ -92,7 +92,7 @@ class Products(NamedTuple):
 
 
 class References:
-    """Handles to tensors, keeping the tensors alive as long as this object exists."""
+    """Handles to tensors. The tensors live as long as this object."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
@@ -128,8 +128,8 @@ class PackedGemm:
 
     @classmethod
     def fitting(cls, linears: Sequence[Any], kinds: int) -> PackedGemm | None:
-        """Return the prepacked GEMMs of these layers; None if a layer is not prepacked, layers of a kind differ in
-        shape, or this torch is not supported."""
+        """Return the prepacked GEMMs of these layers; None if a layer is not prepacked, if layers of a kind differ in
+        shape, or if this torch is not supported."""
         packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
         shapes = [(linear.in_features, linear.out_features) for linear in packed]
         alike = all(shape == shapes[number % kinds] for number, shape in enumerate(shapes))
@@ -137,7 +137,7 @@ class PackedGemm:
 
     def of(self, inputs: TiledInputs, like: Array) -> Products:
         """Return the products of these inputs, with the row count and stored dtype of `like`. They are valid only while
-        this object and the inputs exist: compiled code keeps no references."""
+        this object and the inputs exist, since compiled code keeps no references."""
         _reserve(RESULTS * len(like) * int(self._outputs.sum()) * like.itemsize + BESIDE_RESULTS)
         numbers = 0 if inputs.whole else len(like) * int(self._outputs.max())
         if len(self._together) < numbers or self._together.dtype != like.dtype:
@@ -158,14 +158,14 @@ class PackedGemm:
 
 def _reserve(size: int) -> None:
     """Make malloc obtain `size` bytes from the system and keep them free (`memory.py`: `keep_freed_memory`);
-    MemoryError if it cannot. When a product runs out of memory, torch allocates more to describe the error, and the
-    process ends by SIGSEGV. Here a shortage is an ordinary error."""
+    MemoryError if it cannot. Without this, when a product runs out of memory, torch allocates more to describe the
+    error, and the process ends by SIGSEGV. Here a shortage is an ordinary error."""
     np.empty(size, np.uint8)
 
 
 def _give_back_after(owner: object, handles: Handles) -> None:
-    """Release the handles when their owner is gone. At process exit they are left to the system, since a step may still
-    be running."""
+    """Release the handles when their owner is gone. At process exit they are left to the system, because a step may
+    still be running."""
     weakref.finalize(owner, _give_all_back, handles).atexit = False
 
 

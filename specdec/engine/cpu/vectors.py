@@ -1,8 +1,8 @@
-"""Dot products and weighted sums of keys and values for compiled loops, with a fixed order of arithmetic.
+"""Dot products and weighted sums of keys and values for compiled loops, in a fixed order of arithmetic.
 
-A compiler reorders float32 sums separately in each loop: a row sharing its loads with three others may get other bits
-than a row by itself. Here both functions are written in vectors of 16 numbers, independent of the processor, with a
-single order for every sum. So rows can be computed several at a time without changing their results.
+A compiler reorders float32 sums separately in each loop: a row that shares its loads with three others may get other
+bits than a row on its own. Here both functions are written in vectors of 16 numbers on every processor, with a single
+order for every sum. So rows can be computed several at a time without changing their results.
 
 Keys and values are flat arrays; `at` is the offset of each key or value. They may be bfloat16 (`cpu/arithmetic.py`).
 """
@@ -28,14 +28,14 @@ LINE = 64
 """Bytes in a cache line, the unit of a fetch."""
 
 AHEAD = 32
-"""Prefetch distance in keys. Hardware prefetchers follow sequential reads only, and stop at the end of a page."""
+"""Prefetch distance in keys. Hardware prefetchers follow only sequential reads, and stop at the end of a page."""
 
 _float, _half, _word, _size, _byte = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.IntType(8)
 
 
 @functools.cache
 def dots(rows: int, width: int, fetched: int = 0) -> Any:
-    """Return dots(queries, keys, key_at, values, value_at, begin, end, products), writing to products[row, j] the dot
+    """Return dots(queries, keys, key_at, values, value_at, begin, end, products). It writes to products[row, j] the dot
     products of each of the `rows` queries [rows, width] with the keys key_at[begin:end]. If `fetched`, it also
     prefetches the following keys, and `fetched` numbers of each of these keys' values."""
 
@@ -74,7 +74,7 @@ def dots(rows: int, width: int, fetched: int = 0) -> Any:
 
 @functools.cache
 def weighted_sums(rows: int, width: int) -> Any:
-    """Return weighted_sums(sums, weights, values, at, begin, end), adding to each of the `rows` sums [rows, width] the
+    """Return weighted_sums(sums, weights, values, at, begin, end). It adds to each of the `rows` sums [rows, width] the
     values at[begin:end] times weights[row, begin:end], in order."""
     vectors = list(_vectors(width))
     at_once = max(1, ACCUMULATORS // rows)
@@ -133,7 +133,7 @@ def _plus(b: Any, place: Any, offset: int) -> Any:
 
 
 def _load(b: Any, pointer: Any, stored: Any, count: int, *, fill: bool = True) -> Any:
-    """Load `count` stored numbers as a vector of float32, with `fill` padded with zeros to LANES."""
+    """Load `count` stored numbers as a vector of float32; with `fill`, padded with zeros to LANES."""
     kind = _float if stored == types.float32 else _half
     vector = b.load(b.bitcast(pointer, ir.VectorType(kind, count).as_pointer()))
     vector.align = 4 if kind is _float else 2

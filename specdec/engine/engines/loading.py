@@ -31,12 +31,12 @@ def load_engine(
     promised: int = 0,
     promised_a_slot: int = 0,
 ) -> Engine:
-    """Load a model into an engine; ModelDirectoryError or UnsupportedModelError with a one-line reason if it cannot be.
+    """Load a model into an engine; ModelDirectoryError or UnsupportedModelError, with a one-line reason, if impossible.
 
     `threads`: thread counts for an engine on the CPU, the largest first. `cuda_graphs`: for the GPU engine and vLLM;
-    without it kernels are launched one by one. `promised`: bytes of its device that belong to others of this process
-    which have not taken them yet, such as heads, or an engine with lazy KV memory (`LazyMemory`); `promised_a_slot`:
-    bytes that they take for each slot of the KV cache.
+    without it kernels are launched one by one. `promised`: bytes of its device reserved by other parts of this process
+    that have not allocated them yet, such as heads, or an engine with lazy KV memory (`LazyMemory`); `promised_a_slot`:
+    bytes that these parts take for each slot of the KV cache.
     """
     kind, device = placement.kind, placement.device
     dtype = dtype_of(directory, placement)

@@ -6,8 +6,8 @@ Its result for a row and split is a partial: the largest score, the sum of weigh
 A second kernel reduces the partials of each row in order of position (split along keys as in Dao et al. 2023,
 "Flash-Decoding").
 
-Products take the stored dtype and accumulate in float32; all else is float32. Keys a row does not see leave no trace in
-its sums: with the layout's fixed splits, a row's bits do not depend on other rows (`gpu/layout.py`). NaNs and
+Products take the stored dtype and accumulate in float32; all else is float32. A row's sums are unaffected by keys that
+it does not see. With the layout's fixed splits, a row's bits do not depend on other rows (`gpu/layout.py`). NaNs and
 infinities are handled when keys and values are stored (`gpu/kernels.py`).
 """
 
@@ -26,8 +26,8 @@ from specdec.engine.gpu.layout import SPLIT, TILE_ROWS
 from specdec.engine.gpu.staging import SplitKvTensors
 
 TILES = (64, 32, 16)
-"""Candidate numbers of keys per read. The first whose keys and values fit into STAGE_BYTES is used; 64 is not
-considered for float32, whose products need many registers."""
+"""Candidate numbers of keys per read. The first whose keys and values fit into STAGE_BYTES is used. 64 is not a
+candidate for float32, whose products need many registers."""
 
 STAGE_BYTES = 1 << 15
 """Upper bound on the bytes of keys and values per read. Heads of up to 128 numbers then fit into the 99 KiB of shared
@@ -35,14 +35,14 @@ memory per block on the smallest GPUs with tensor cores for bfloat16. Heads of 2
 need a GPU with 164 KiB."""
 
 PRECISION = tl.constexpr("tf32x3")
-"""Precision of float32 products: three tensor-core products each, nearly as exact as float32 itself. (Exact ones,
-"ieee", do not use tensor cores, and need more registers than there are.)"""
+"""Precision of float32 products: three tensor-core products each, nearly as exact as float32 itself. Exact ones
+("ieee") do not use tensor cores, and need more registers than exist."""
 
 SPLITS_AT_ONCE = 16
 """Splits per read of the second kernel."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""True if Triton's interpreter runs the kernels, as in tests without a GPU. It has no bfloat16 products: there the same
+"""True if Triton's interpreter runs the kernels, as in tests without a GPU. It has no bfloat16 products, so these
 numbers are multiplied in float32."""
 
 
@@ -62,7 +62,7 @@ class Tiling(NamedTuple):
         key_bytes = (block + value_block) * item_bytes
         wide = item_bytes > 2
         tile = next((tile for tile in TILES[wide:] if tile * key_bytes <= STAGE_BYTES), TILES[-1])
-        room = (1 if wide else 2) * STAGE_BYTES  # the compiler needs shared memory for float32 products, too
+        room = (1 if wide else 2) * STAGE_BYTES  # float32 products also need shared memory for the compiler
         stages = 1 if tile == TILES[-1] else min(3, room // (tile * key_bytes))
         return cls(block, value_block, tile, warps=4 if tile == TILES[0] else 8, stages=stages)
 
@@ -84,8 +84,8 @@ class SplitKvMemory:
         """Make room for `partials` (`SplitKvBatch.partials`) of `heads` query heads; return whether memory was
         reallocated.
 
-        If so, CUDA graphs captured before must not be replayed: they write to memory they no longer own. If the GPU is
-        out of memory (torch's error), there is no room until the next successful call.
+        If so, CUDA graphs captured before must not be replayed, since they write to memory they no longer own. If the
+        GPU is out of memory (torch's error), there is no room until the next successful call.
         """
         width = heads * (2 + max(values.shape[2] for values in self.values))
         if partials <= self.partials and width <= self._width:
@@ -107,8 +107,8 @@ class SplitKvMemory:
 
 
 class SplitKvAttention:
-    """The attention of one forward pass, called by the model's layers. Raises ValueError if the memory has no room for
-    the batch's partials."""
+    """The attention of one forward pass, called by the model's layers. Raises ValueError if the memory has too little
+    room for the batch's partials."""
 
     def __init__(self, memory: SplitKvMemory, batch: SplitKvTensors) -> None:
         if batch.partials > memory.partials:
@@ -142,7 +142,7 @@ class SplitKvAttention:
         self, layer: int, query: Tensor, out: Tensor, *, scale: float, softcap: float | None, window: int | None
     ) -> None:
         """Write the attention of `query` [t, heads, width] to `out` [t, heads, value_width], contiguous. The batch's
-        own keys and values must be stored already."""
+        own keys and values must already be stored."""
         keys, values = self.memory_of(layer)
         batch = self.batch
         query = query if query.stride(2) == 1 else query.contiguous()
@@ -234,7 +234,7 @@ def _read(
     WIDENED: tl.constexpr,
 ) -> None:
     """Compute the partials of one split-KV tile and key head, one program per pair. It is one function, since Triton
-    keeps shared state (keys, maxima, sums) in registers of that program."""
+    keeps shared state (keys, maxima, sums) in the registers of one program."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     count = tl.load(tile_counts + tile)

@@ -1,4 +1,4 @@
-"""A decoder of the Llama kind on a GPU, in few kernels: the counterpart of `cpu/decoder.py`.
+"""A decoder of the Llama kind on a GPU, with few kernels: the counterpart of `cpu/decoder.py`.
 
 A layer is four matrix products and six Triton kernels. It uses the model's own weights, joined where products share
 their input (`hf/llama_like.py`). A pass never synchronises with the GPU, and no shape depends on a tensor's contents,
@@ -33,8 +33,8 @@ class _Layer:
 
 
 class GpuDecoder:
-    """A decoder running a model's joined layers, for texts of up to `context` tokens. `hf/llama_like.py` decides which
-    models qualify. Create a new one after replacing layers."""
+    """A decoder that runs a model's joined layers, for texts of up to `context` tokens. `hf/llama_like.py` decides
+    which models qualify. Create a new one after replacing layers."""
 
     def __init__(self, model: PreTrainedModel, attends: list[LayerAttention], context: int) -> None:
         config = model.config
@@ -50,13 +50,13 @@ class GpuDecoder:
     def __call__(
         self, tokens: Tensor, positions: Tensor, attention: SplitKvAttention, features: Features | None = None
     ) -> Tensor:
-        """Return the hidden states [t, hidden] of all rows, the input of the output head; keep `features`, if any.
+        """Return the hidden states [t, hidden] of all rows, the input of the output head; keep `features`, if given.
         `positions` are those of the attention's batch."""
         update = self._embed(tokens)
         rows, width = len(tokens), self._layers[0].attends.width
         residual = torch.zeros_like(update)
         normal = torch.empty_like(update)
-        # All layers have the same shapes, and use the same memory in turn.
+        # All layers have the same shapes and use the same memory in turn.
         query = update.new_empty(rows, self._heads, width)
         attended = torch.empty_like(query)
         gated = update.new_empty(rows, self._inner)

@@ -46,8 +46,8 @@ from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, ShapeRowCo
 from specdec.engine.start_phases import phase
 
 MIN_PARTIALS = 1 << 12
-"""Initial capacity in partials. A step needing more grows it to the next power of two, and graphs are captured
-again."""
+"""Initial capacity in partials. A step that needs more grows it to the next power of two, after which graphs are
+captured again."""
 
 
 class _Result(NamedTuple):
@@ -59,8 +59,8 @@ class _Result(NamedTuple):
 
 
 class GpuPass:
-    """A forward pass on the GPU's stream, with its logits [n, vocabulary]. They are released when used: the next pass
-    needs as much memory."""
+    """A forward pass on the GPU's stream, with its logits [n, vocabulary]. The logits are released when used, because
+    the next pass needs as much memory."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class GpuPass:
             queries = asked()
             rows = GpuLogits(logits, queries, self._hidden, self._features)
             if not queries and logits.device.type == "cuda":
-                torch.cuda.synchronize()  # nothing was fetched, hence no wait so far: the pass must be over on return
+                torch.cuda.synchronize()  # no fetch has waited for the pass, which must be over on return
         return rows
 
 
@@ -210,7 +210,7 @@ class GpuEngine:
             logits = self._execute(batch).logits
             rows = GpuDraftLogits(logits)
             if not len(logits) and self._device.type == "cuda":
-                torch.cuda.synchronize()  # nothing was fetched, hence no wait so far: the pass must be over on return
+                torch.cuda.synchronize()  # no fetch has waited for the pass, which must be over on return
         return rows
 
     def copy(self, source: Slots, target: Slots) -> None:
@@ -230,8 +230,8 @@ class GpuEngine:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Make this GPU the thread's current device. Triton and graph capture use the current device, not the device of
-        their tensors."""
+        """Make this GPU the thread's current device. Triton and graph capture use the current device, not that of their
+        tensors."""
         with torch.inference_mode(), torch.accelerator.device_index(self._device.index):
             yield
 
@@ -261,19 +261,19 @@ class GpuEngine:
             states = self._states(layers, tensors)
         # Outside of graphs: a prompt wants one row of many, and logits are large.
         chosen = states[:, 0].index_select(0, tensors.wanted[:wanted])
-        # Copied: the next pass of this size writes to a graph's memory again.
+        # Copied, since the next pass of this size overwrites a graph's memory.
         kept = states[:, 1:].clone() if layers else None
         return _Result(self.model.get_output_embeddings()(chosen), chosen, kept)
 
     def _assemble(self) -> None:
-        """Rebuild the decoder and drop the graphs: layers or memory have changed."""
+        """Rebuild the decoder and drop the graphs after a change of layers or memory."""
         self._decoder = GpuDecoder(self.model, self._layers, self._context) if self._joined else None
         self._graphs: dict[tuple[int, ...], Graphs] | None = None
         if self._decoder is not None and self._cuda_graphs:
             self._graphs = {}
 
     def _graphs_of(self, layers: tuple[int, ...]) -> Graphs:
-        """Return the graphs of passes that keep the features of these layers."""
+        """Return the graphs of passes that keep these layers' features."""
         assert self._graphs is not None
         if layers not in self._graphs:
             self._graphs[layers] = Graphs(partial(self._states, layers), self._device)

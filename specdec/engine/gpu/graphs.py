@@ -1,7 +1,7 @@
 """CUDA graphs: a forward pass captured once for each batch size, and replayed in one call.
 
-In a step of an 8B model over a few rows, launching about three hundred kernels one by one takes the host longer than
-running them takes the GPU.
+In a step of an 8B model over a few rows, the host takes longer to launch about three hundred kernels one by one than
+the GPU takes to run them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specdec.engine.gpu.layout import SplitKvBatch
 from specdec.engine.gpu.staging import SplitKvTensors
 
 MAX_ROWS = 512
-"""Rows of the largest batch to capture. Larger batches, mostly prompts, come in too many sizes."""
+"""Rows of the largest batch to capture. Larger batches, mostly prompts, have too many different sizes."""
 
 MAX_GRAPHS = 256
 """Maximum number of graphs; the least recently used is dropped first. Each holds its batch, its result, and the
@@ -45,8 +45,8 @@ class Graphs:
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def forward(self, batch: SplitKvBatch) -> tuple[SplitKvTensors, Tensor]:
-        """Replay the pass; return the batch on the GPU and the result, both valid until the next call. Batches with the
-        same numbers of rows and tiles must have the same number of wanted rows."""
+        """Replay the pass; return the batch on the GPU and the result, both valid until the next call. Batches with
+        equal numbers of rows and tiles must have equal numbers of wanted rows."""
         key = len(batch.tokens), len(batch.tile_counts)
         recorded = self._recorded.get(key)
         if recorded is None:
@@ -63,7 +63,7 @@ class Graphs:
         tensors = SplitKvTensors.of(batch, self._device)
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._beside):
-            self._run(tensors)  # compiles kernels; libraries set up what they need on a new stream
+            self._run(tensors)  # compiles kernels, and lets libraries initialise on a new stream
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):  # waits for all earlier work
             result = self._run(tensors)

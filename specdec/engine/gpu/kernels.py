@@ -2,11 +2,11 @@
 
 They compute the same functions as `cpu/loops.py`. Each row has its own programs, is computed in float32, and is rounded
 once when stored, so that no row's arithmetic depends on another's. Nothing waits for the GPU, and no shape depends on a
-tensor's contents: all of it can be part of a CUDA graph.
+tensor's contents, so that a CUDA graph can contain all of it.
 
 There is one more rule. Attention on a GPU multiplies the values of many keys by the weights of many rows. A weight is
-zero for a key the row does not see, but zero times NaN or infinity is NaN. So a value that is not finite is stored as
-zero, and its key as NaN: rows that see the key get NaN, and other rows are not affected.
+zero for a key that the row does not see, but zero times NaN or infinity is NaN. So a value that is not finite is stored
+as zero, and its key as NaN: rows that see the key get NaN, and other rows are not affected.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def rotate(
 ) -> None:
     """Split rows into heads, rotate queries and keys by their position, write `query` and store keys and values.
 
-    The rotation is that of Su et al. 2021, "RoFormer", eq. 34, pairing the two halves of a head instead of neighbours.
+    The rotation follows Su et al. 2021, "RoFormer", eq. 34, but pairs the two halves of a head instead of neighbours.
     `projected` is [t, (heads + 2 * kv_heads) * width]; cos and sin are float32 [positions, width / 2]; `query` is [t,
     heads, width]; keys and values are [slots, kv_heads, width], written at the rows' slots. `norms` [2, width] are the
     weights of the query and key RMS norms, if any.

@@ -1,10 +1,10 @@
-"""The split-KV batch: the keys of the rows, cut along positions into tiles, for attention on a GPU.
+"""The split-KV batch: the rows' keys, cut along positions into tiles, for attention on a GPU.
 
 Every text is cut into *splits* at the same absolute positions, SPLIT tokens each. A *split-KV tile* is one split of a
 text and up to `tile_rows` rows that read it: the work of one program for the query heads of one key head. Chains,
-trees, pieces of a prompt and padding all become such tiles. If paths agree on a whole split (leaves of a tree over the
-text before them, sessions with a common prefix), its tiles serve the rows of all these paths, and the common keys are
-read once.
+trees, pieces of a prompt and padding all become tiles of this kind. If paths share a whole split (leaves of a tree over
+the text before them, sessions with a common prefix), its tiles serve the rows of all these paths, and the shared keys
+are read once.
 
 A row's attention is a sum over its splits in order of position, and within a split over its keys in order, a few at a
 time, in a matrix product of at least TILE_ROWS rows, used or not. None of this depends on the other rows of the tiles,
@@ -31,8 +31,8 @@ TILE_ROWS = 64
 """Rows of a split-KV tile's products: its rows times the query heads per key head."""
 
 MIN_TILES = 8
-"""Tiles of the smallest batch. Larger tile counts are padded to a power of two, since a CUDA graph may be kept for each
-count."""
+"""Tiles of the smallest batch. Larger tile counts are padded to a power of two, because each count may have its own
+CUDA graph."""
 
 Integers = NDArray[np.int32]
 
@@ -64,7 +64,7 @@ class SplitKvBatch(PackedBatch):
 
 
 class _Keys(NamedTuple):
-    """The key slots of a path in two parts, so that branches below one text refer to it and copy its end alone."""
+    """The key slots of a path in two parts, so that branches below one text refer to it and copy only its end."""
 
     text: Slots  # whole splits
     rest: Slots
@@ -80,7 +80,7 @@ class _Path(NamedTuple):
     first: int  # first slot of its keys
     keys: _Keys
     rows: list[int]
-    shared: int = 0  # leading splits whose keys equal those of the preceding path
+    shared: int = 0  # leading splits with the same keys as the preceding path
 
 
 class _Stack(NamedTuple):
@@ -156,7 +156,7 @@ class SplitKvPacker(Packer):
 
     def _stacks(self) -> Iterator[_Stack]:
         """Yield the tiles of all paths. Only neighbouring paths are compared: sorting makes texts with the same first
-        slot neighbours, and leaves of one session are neighbours already."""
+        slot neighbours, and the leaves of one session already are."""
         paths = sorted(self._paths, key=lambda path: path.first)
         paths[1:] = [
             _Path(b.first, b.keys, b.rows, _common_splits(a.keys, b.keys)) if a.first == b.first else b
@@ -168,7 +168,7 @@ class SplitKvPacker(Packer):
             rows = group[0].rows if len(group) == 1 else [row for path in group for row in path.rows]
             stop = max(map(self.positions.__getitem__, rows)) // SPLIT + 1
             if len(group) > 1:
-                # Up to `stop` all paths agree and have common tiles. There the group splits, where neighbours differ.
+                # Up to `stop` all paths agree and share tiles. There the group divides, where neighbours differ.
                 stop = min(path.shared for path in group[1:])
                 cuts = [i for i, path in enumerate(group) if i == 0 or path.shared == stop]
                 waiting += [(stop, group[a:b]) for a, b in zip(cuts, [*cuts[1:], len(group)], strict=True)]
@@ -197,7 +197,7 @@ def _check_range(what: str, arrays: Sequence[NDArray[np.integer]], end: int) -> 
 
 
 def _common_splits(a: _Keys, b: _Keys) -> int:
-    """Return how many leading splits are known to have the same slots in both: where the texts' lengths differ, none
+    """Return how many leading splits are known to have the same slots in both. If the texts' lengths differ, nothing
     beyond the shorter text is compared."""
     common = len(a.text) if a.text is b.text else _equal(a.text, b.text)
     if common == len(a.text) == len(b.text):

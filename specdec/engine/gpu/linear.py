@@ -1,9 +1,9 @@
 """Batch-invariant linear layers as Triton kernels: a row has the same bits in every batch.
 
-A product of few columns has too few tiles to occupy a GPU, so its sums are cut into parts computed side by side and
-added up afterwards ("split-K"). cuBLAS chooses the cut by the number of rows, which changes a row's bits. Here the cut
-depends on the layer's shape alone. A tensor core accumulates a part in the same order for any number of rows: weights
-are its left factor, whose tiles are always whole, and rows are the right one.
+A product of few columns has too few tiles to occupy a GPU, so its sums are cut into parts, which are computed side by
+side and then added up ("split-K"). cuBLAS chooses the cut by the number of rows, which changes a row's bits. Here the
+cut depends on the layer's shape alone. A tensor core accumulates a part in the same order for any number of rows:
+weights are its left factor, whose tiles are always whole, and rows are the right one.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ ADDED = 1024
 """Numbers of the result reduced per program."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""True if Triton's interpreter runs the kernels. It has no bfloat16 products: they are computed in float32 there."""
+"""True if Triton's interpreter runs the kernels. It has no bfloat16 products, so they are computed in float32."""
 
 
 class SplitKLinear(torch.nn.Linear):
-    """A linear layer sharing the weights of the one passed in, in float16 or bfloat16, accumulating in float32."""
+    """A linear layer that shares another's weights, in float16 or bfloat16, and accumulates in float32."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -75,7 +75,7 @@ def length_of(inputs: int, parts: int) -> int:
 
 
 def cuts(model: torch.nn.Module) -> str:
-    """Return a name that identifies the cuts of a model's layers: other cuts give other bits."""
+    """Return a name that identifies the cuts of a model's layers, since other cuts give other bits."""
     split = {
         (module.in_features, module.out_features) for module in model.modules() if isinstance(module, SplitKLinear)
     }
@@ -85,7 +85,7 @@ def cuts(model: torch.nn.Module) -> str:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x [t, inputs] times weight [outputs, inputs], transposed, plus bias [outputs], rounded once to the dtype
-    of x, the same as the weights'."""
+    of x, which is also the weights'."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, inputs = x.shape
     outputs = len(weight)

@@ -1,5 +1,5 @@
 """Logits processing on the GPU: `specdec.decoding.processing` in torch, with the same float32 operations in the same
-order, hence the same bits."""
+order, and so the same bits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from specdec.engine.gpu.staging import upload
 
 
 def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
-    """Return float32 logits [n, V] with penalties, biases, bans and token masks applied; the input is not modified. A
-    row without any token left by bans and mask has no finite logit: the host decides it."""
+    """Return float32 logits [n, V] with penalties, biases, bans and token masks applied; the input is not modified. If
+    bans and mask leave a row no token, none of its logits is finite, and the host decides it."""
     if not any(query.adjusts for query in queries):
         return logits
     z = logits.clone()
@@ -62,7 +62,7 @@ def tempered(z: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
 
 
 def _penalise(z: Tensor, queries: Sequence[SamplingQuery]) -> None:
-    """Apply penalties in place, once for each token in a row's text. Tokens of the row's path count as output."""
+    """Apply penalties in place, once for each token in a row's text. Tokens on the row's path count as output."""
     held = [
         _held(query.penalty_state, query.path) if query.sampler.sampling.penalises else _NOTHING for query in queries
     ]

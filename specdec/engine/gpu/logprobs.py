@@ -1,7 +1,7 @@
-"""Log-probabilities of rows on a GPU: a few numbers of each row go to the host, not the row.
+"""Log-probabilities of rows on a GPU: only a few numbers per row go to the host.
 
-The host subtracts the same way as for rows in its own memory (`specdec.decoding.logprobs`); only the sum of a row's
-weights is the GPU's, and may differ in its last bits.
+The host subtracts in the same way as for rows in its own memory (`specdec.decoding.logprobs`). Only the sum of a row's
+weights comes from the GPU, and may differ in its last bits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Sampling from GPU logits.
 
-Copying rows of the whole vocabulary to the host for every token costs too much, and a choice made on the GPU alone
-could differ from one made elsewhere: logarithms of different libraries differ in their last bits. So the GPU makes a
-shortlist and the host decides. The few ids of each row that can be the choice are fetched, in one copy for the step,
-and the host chooses among them with the same arithmetic as everywhere. A step waits for the GPU once. Rows for which a
-shortlist is not enough are fetched whole: broken ones, very flat ones, and those of rules other than COUPLED.
+Copying rows of the whole vocabulary to the host for every token costs too much, and a choice made only on the GPU could
+differ from one made elsewhere, because logarithms of different libraries differ in their last bits. So the GPU makes a
+shortlist and the host decides. The few ids of each row that can be the choice are fetched in one copy for the step, and
+the host chooses among them with the same arithmetic as everywhere. A step waits for the GPU once. Rows are fetched
+whole if a shortlist is not enough: broken ones, very flat ones, and rows under rules other than COUPLED.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from specdec.engine.gpu.staging import upload
 
 class GpuLogits:
     """The wanted rows of a step as float32 logits [n, V] on the GPU. `asked`: sampling queries by row index, answered
-    immediately; `hidden`: the rows' hidden states [n, d]; `features`: the pass's, on the GPU."""
+    immediately; `hidden`: the rows' hidden states [n, d]; `features`: the pass's features, on the GPU."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class GpuLogits:
             self._known.update(zip(whole, zip(tokens.tolist(), are_sound.tolist(), strict=True), strict=True))
 
     def _of(self, rows: Sequence[int]) -> Tensor:
-        if list(rows) == list(range(len(rows))):  # all rows of one kind, as in most steps: no copy needed
+        if list(rows) == list(range(len(rows))):  # all rows of one kind, as in most steps, need no copy
             return self._logits[: len(rows)]
         return self._logits.index_select(0, upload(np.asarray(rows), self._logits.device))
 

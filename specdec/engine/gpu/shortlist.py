@@ -1,4 +1,4 @@
-"""Shortlists: the part of GPU logits the host needs to choose tokens by the COUPLED rule.
+"""Shortlists: the part of GPU logits that the host needs to choose tokens by the COUPLED rule.
 
 The constructor of each kind launches its work on the GPU; `parts` are the tensors [n, ...] to fetch, and `decided`
 chooses from them.
@@ -24,11 +24,11 @@ from specdec.engine.gpu import logits_processing, noise
 from specdec.engine.gpu.staging import upload
 
 UNDECIDED = -1
-"""Placeholder for a token: the whole row is needed."""
+"""Placeholder for a token whose choice needs the whole row."""
 
 CLOSEST = 4
-"""Ids fetched per row: those with the highest scores on the GPU. Two would do, since the GPU's scores are off by an ulp
-or two."""
+"""Ids fetched per row: those with the highest scores on the GPU. Two would suffice, since the GPU's scores are off by
+an ulp or two."""
 
 RANKED = 1024
 """Ids fetched per row: the largest logits. Top-k, top-p and min-p nearly always cut among these."""
@@ -37,7 +37,7 @@ FEW = 64
 """Ids per row in the first search for survivors."""
 
 AT_ONCE = 64
-"""Rows searched at once: few enough to keep intermediate results in a core's cache."""
+"""Rows searched at once: few enough for intermediate results to stay in a core's cache."""
 
 BLOCK = 1 << 22
 """Approximate number of scores computed at once, with about thirty bytes of temporary memory each."""

@@ -1,6 +1,6 @@
 """A split-KV batch on the GPU: one piece of memory at a fixed address, filled by one transfer.
 
-The fixed address allows a CUDA graph captured with these tensors to be replayed with other contents.
+Because the address is fixed, a CUDA graph captured with these tensors can be replayed with other contents.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from specdec.engine.gpu.layout import SPLIT, SplitKvBatch
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return the array as a tensor on the device; on a CPU it shares the array's memory.
 
-    From pageable memory the GPU driver copies only after all earlier work, and blocks the host. So the copy goes
-    through pinned memory, from torch's pool, which tracks the end of each copy.
+    From pageable memory, the GPU driver copies only after all earlier work, and blocks the host. So the copy goes
+    through pinned memory from torch's pool, which tracks the end of each copy.
     """
     here = torch.from_numpy(array)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

@@ -1,4 +1,4 @@
-"""The seam between a torch engine and a batch layout: where keys and values are stored, and how they are read."""
+"""The interface between a torch engine and a batch layout: where keys and values are stored, and how they are read."""
 
 from __future__ import annotations
 

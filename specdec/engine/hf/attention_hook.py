@@ -1,7 +1,7 @@
-"""The attention hook of a model's layers for packed batches: transformers calls `attend` in place of its own attention.
+"""The attention hook of a model's layers for packed batches: transformers calls `attend` instead of its own attention.
 
-With this one function any causal language model of transformers can run in a packed batch, provided its attention goes
-through `AttentionInterface`. How keys and values are stored and read depends on the batch's layout: `cpu/attention.py`,
+With this one function, any causal language model of transformers whose attention goes through `AttentionInterface` can
+run in a packed batch. The batch's layout determines how keys and values are stored and read: `cpu/attention.py`,
 `padded/attention.py`, `gpu/attention.py`.
 """
 
@@ -50,7 +50,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return the attention output [1, t, heads, width] for query [1, heads, t, width] and the new key and value.
 
-    Called by the model's own layers. `attention_mask` is not used: the batch defines the keys a row sees.
+    The model's own layers call it. `attention_mask` is not used: the batch defines the keys that a row sees.
     """
     output = packed.attend(
         int(module.layer_idx),  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def attend(
 
 
 def no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Prepare no mask: the batch defines the keys a row sees."""
+    """Prepare no mask, because the batch defines the keys that a row sees."""
 
 
 AttentionInterface.register(NAME, attend)

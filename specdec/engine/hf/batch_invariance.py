@@ -25,13 +25,13 @@ from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, Sha
 log = structlog.get_logger()
 
 PROBED_ROWS = 128
-"""Rows compared at each row count: even in the smallest layers they reveal a difference in one element of 10,000."""
+"""Rows compared at each row count. Even in the smallest layers, they reveal a difference in one element of 10,000."""
 
 Linear = torch.nn.Linear | PackedLinear | GpuHead | BlockLinear
 
 
 class TiledLinear(torch.nn.Module):
-    """A linear layer that runs at its invariant row counts only. Batches must be padded to an invariant row count."""
+    """A linear layer that runs only at its invariant row counts. Batches must be padded to one of them."""
 
     def __init__(self, linear: Linear, classes: ShapeRowCounts) -> None:
         super().__init__()
@@ -55,10 +55,10 @@ def _shape(layer: Linear) -> Shape:
 
 @torch.inference_mode()
 def find(layers: Iterable[Linear], device: str, threads: Sequence[int] = ()) -> dict[Shape, InvariantRowCounts]:
-    """Return the invariant row counts of each shape of layer, valid for each of the thread counts `threads`, by default
+    """Return the invariant row counts of each shape of layer, valid for each thread count in `threads`, by default
     torch's current one.
 
-    Runs one layer of each shape with a bias and one without, if there are such. Leaves torch with threads[0] threads.
+    Runs one layer of each shape with a bias and one without, if both exist. Leaves torch with threads[0] threads.
     """
     threads = threads or (torch.get_num_threads(),)
     shapes: dict[Shape, dict[bool, Linear]] = defaultdict(dict)
@@ -117,15 +117,15 @@ class Tileable(Engine, Protocol):
 
 
 Counterpart = Callable[[torch.nn.Module], torch.nn.Linear | None]
-"""Returns a layer computing the same function as another, in a way that depends less on the number of rows; None if
-there is none."""
+"""Returns a layer that computes the same function as another, but depends less on the number of rows; None if there is
+none."""
 
 
 def _counterparts(
     layers: Sequence[Linear], products: dict[Shape, InvariantRowCounts], instead: Counterpart, device: str
 ) -> dict[torch.nn.Module, torch.nn.Linear]:
-    """Return the counterparts of layers, for all shapes where they are invariant at more row counts, and update
-    `products` with their row counts."""
+    """Return the counterparts of layers, for all shapes where they are invariant at more row counts, and put their row
+    counts into `products`."""
     better: dict[torch.nn.Module, torch.nn.Linear] = {}
     for shape in [shape for shape, rows in products.items() if rows.counts != CANDIDATES]:
         alike = [layer for layer in layers if _shape(layer) == shape]
@@ -152,14 +152,14 @@ def _swap(model: PreTrainedModel, layers: Mapping[torch.nn.Module, torch.nn.Modu
 
 
 def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counterpart | None = None) -> bool:
-    """Restrict an engine to invariant row counts if a check then finds its rows independent of their batch; return
+    """Restrict an engine to invariant row counts if a check then finds its rows independent of their batch. Return
     whether they are.
 
-    `instead` provides counterparts for layers invariant at few row counts. `contents` is a digest of the model's
-    weights, part of the cache key under which the result is kept for the next start (`kept_exactness.py`). Without it
-    nothing is kept.
+    `instead` provides counterparts for layers that are invariant at few row counts. `contents` is a digest of the
+    model's weights, part of the cache key of the result for the next start (`kept_exactness.py`). Without it, no result
+    is stored.
     """
-    if is_quantised(engine.model):  # these layers cannot be tiled: exact as they are, or not
+    if is_quantised(engine.model):  # these layers cannot be tiled: exact without it, or not at all
         return rows_are_independent(engine)
     linears = [module for module in engine.model.modules() if isinstance(module, Linear)]
     threaded = cpu_threads(engine)

@@ -1,8 +1,8 @@
 """Linear layers with weights quantised in blocks of 32 numbers, to 4 or 8 bits, on a CPU.
 
-ONNX Runtime's kernel (MatMulNBits) multiplies them: it rounds activations to 8 bits, one scale for 32 of them, and sums
-in integers. A decode step reads a fraction of the bytes, so steps over few rows are faster; steps over many are not. A
-row is the same sum whatever else is in the batch, as the check at start verifies.
+ONNX Runtime's kernel (MatMulNBits) multiplies them: it rounds activations to 8 bits, with one scale for 32 of them, and
+sums in integers. A decode step reads a fraction of the bytes, so steps over few rows are faster; steps over many are
+not. A row's sum does not depend on the rest of the batch, as the check at start verifies.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ INT8_ACTIVATIONS = 4
 have no levels."""
 
 ELEMENTS = {torch.float32: 1, torch.bfloat16: 16}
-"""Types of tensors by ONNX's numbers (`TensorProto`). onnx and ONNX Runtime are imported only where they are used:
-other verifiers do without them."""
+"""Types of tensors by ONNX's numbers (`TensorProto`). onnx and ONNX Runtime are imported only where they are used,
+because other verifiers run without them."""
 
 HEAD_BITS = 8
 
@@ -60,7 +60,7 @@ class BlockLinear(torch.nn.Module):
         x = x.contiguous()
         rows = x.numel() // self.in_features
         result = torch.empty(*x.shape[:-1], self.out_features, dtype=self.dtype)
-        if not rows:  # of the output head, in a pass over a piece of a prompt: an empty tensor has no memory to bind
+        if not rows:  # an output head without wanted rows: an empty tensor has no memory to bind
             return result
         bound: Any = self._binding
         bound.bind_input("x", "cpu", 0, self._element, (rows, self.in_features), x.data_ptr())
@@ -70,7 +70,7 @@ class BlockLinear(torch.nn.Module):
 
 
 def _graph(linear: torch.nn.Linear, bits: int, element: int) -> Any:
-    """Return the graph of y [t, n] = x [t, k] W^T + b, in this type of element around float32 arithmetic."""
+    """Return the graph of y [t, n] = x [t, k] W^T + b: elements of this type around float32 arithmetic."""
     from onnx import helper, numpy_helper
 
     arrays = in_blocks(linear.weight.detach().float().numpy().T, bits)
@@ -100,8 +100,8 @@ def _graph(linear: torch.nn.Linear, bits: int, element: int) -> Any:
 
 def in_blocks(weight: NDArray[Any], bits: int) -> dict[str, NDArray[Any]]:
     """Quantise a weight [k, n] in blocks along k. Return the inputs of MatMulNBits after the activations, in order:
-    blocks, scales and zero points. ONNX Runtime's own code computes them, for some columns at a time: it copies them
-    several times."""
+    blocks, scales and zero points. ONNX Runtime's own code computes them; it gets only some columns at a time, because
+    it copies them several times."""
     from specdec.engine.onnx_runtime import block_quantizer
 
     quantizer = block_quantizer(BLOCK, bits)
@@ -113,7 +113,8 @@ def in_blocks(weight: NDArray[Any], bits: int) -> dict[str, NDArray[Any]]:
 
 
 def quantise(model: torch.nn.Module, bits: int, threads: int) -> None:
-    """Make every linear layer within a module a BlockLinear. Each weight is freed before the next one is quantised."""
+    """Replace every linear layer in a module by a BlockLinear. Each weight is freed before the next one is
+    quantised."""
     for module in [module for module in model.modules() if next(module.children(), None) is not None]:
         for name in [name for name, _ in module.named_children()]:
             child = getattr(module, name)

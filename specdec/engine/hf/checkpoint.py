@@ -1,8 +1,8 @@
-"""The part of a model directory visible to transformers: the configuration without references to code, and the
+"""The part of a model directory that transformers sees: the configuration without references to code, and the
 safetensors.
 
-transformers looks at more of a directory: pickles, adapters, the model's own code, checkpoints of training runs. It
-gets a private folder instead, with links to the checked files.
+In a directory, transformers also looks at pickles, adapters, the model's own code, and checkpoints of training runs. So
+it gets a private folder instead, with links to the checked files.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ NAMES_CODE = frozenset(
         WEIGHTS_FIELD,
     }
 )
-"""Fields of a configuration, at any depth, that select the code running a model, or the file of its weights: we decide
-both."""
+"""Fields of a configuration, at any depth, that select the code that runs a model, or the file of its weights: we
+decide both."""
 
 log = structlog.get_logger()
 
 
 @contextmanager
 def vetted(directory: ModelDirectory) -> Iterator[Path]:
-    """Make a folder with the loadable part of a directory."""
+    """Yield a temporary folder with the loadable part of a directory."""
     with tempfile.TemporaryDirectory(prefix="specdec-checkpoint-") as name:  # mode 0700
         folder = Path(name)
         ignored: set[str] = set()

@@ -1,4 +1,4 @@
-"""What bits depend on besides a model: the device, as part of the numerics fingerprint, and the whole machine."""
+"""Influences on bits besides the model: the device, as part of the numerics fingerprint, and the whole machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 VARYING = ("processor", "cpu MHz", "bogomips", "BogoMIPS", "physical id", "core id", "apicid", "initial apicid")
-"""Fields of /proc/cpuinfo without influence on arithmetic that differ between cores or between starts."""
+"""Fields of /proc/cpuinfo that do not affect arithmetic, but differ between cores or starts."""
 
 SETTINGS = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "ONEDNN_", "TORCH_")
 """Prefixes of environment variables that change how torch and the libraries below it compute."""
 
 
 def device_kind(device: str) -> str:
-    """Return a name for torch's compute device that differs if bits may."""
+    """Return a name for torch's compute device, which differs wherever bits may differ."""
     if torch.device(device).type == "cuda":
         return f"cuda-{torch.version.cuda}-{torch.cuda.get_device_name(device).replace(' ', '-')}"
     return f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"

@@ -1,6 +1,6 @@
 """Conversion of a GGUF file into a model directory: transformers reads configuration, tokenizer and weights.
 
-This module adds what transformers does not read from such a file: the scaling of rotary embeddings, and all tokens that
+This module adds what transformers does not read from GGUF files: the scaling of rotary embeddings, and all tokens that
 end a turn. Quantised weights are widened.
 """
 
@@ -44,7 +44,7 @@ from specdec.engine.model_folder import replaced
 from specdec.engine.start_phases import Progress
 
 MAX_SHARD_BYTES = 1 << 29
-"""Bytes of a file of weights: writing one holds a copy of them."""
+"""Maximum bytes of a weight file: writing one holds a copy of its weights."""
 
 PIECE_ROWS = 4096
 """Rows of a tensor widened at a time."""
@@ -53,7 +53,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Storage formats of unquantised GGUF weights."""
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Fields of `tokenizer.ggml` with a token that ends a text, a turn or a message."""
+"""Fields of `tokenizer.ggml` that contain a token that ends a text, a turn or a message."""
 
 ENDS = frozenset(
     {
@@ -68,7 +68,7 @@ ENDS = frozenset(
         "<|return|>",
     }
 )
-"""Control tokens that llama.cpp takes for the end of a text by their names, for files without END_KEYS for them."""
+"""Control tokens that llama.cpp recognises as ends of a text by name, in files that lack END_KEYS for them."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -86,14 +86,14 @@ def convert(
 ) -> None:
     """Write a GGUF file's model into `target`, completely or not at all.
 
-    `dtype` of the weights: None for the file's own, bfloat16 if they are quantised. An earlier conversion in `target`
-    is replaced. Raises ModelDirectoryError, in one line, if the file cannot be converted.
+    `dtype` of the weights: None means the file's own, or bfloat16 if they are quantised. An earlier conversion in
+    `target` is replaced. Raises ModelDirectoryError, in one line, if the file cannot be converted.
     """
     hub.stay_away()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        # The libraries also read files beside the one they are given, such as another model's tokenizer.
+        # The libraries also read other files next to the one they are given, such as another model's tokenizer.
         with tempfile.TemporaryDirectory(prefix="specdec-gguf-") as alone, replaced(target, MARKER) as folder:
             (Path(alone) / file.name).symlink_to(file.absolute())
             _convert(file, Path(alone), folder, dtype, progress)
@@ -144,7 +144,7 @@ def _weights(
     reader: gguf.GGUFReader, file: Path, model: PreTrainedModel, dtype: torch.dtype, progress: Progress
 ) -> dict[str, Tensor]:
     """Return the weights by the model's names for them, by transformers' rules for each architecture. transformers' own
-    loop over them (`load_gguf_checkpoint`) widens a tensor at once, in several times its memory."""
+    loop over them (`load_gguf_checkpoint`) widens a whole tensor at once, using several times its memory."""
     parsed = load_gguf_checkpoint(str(file), return_tensors=False)
     processor = TENSOR_PROCESSORS.get(_value(reader, "general.architecture"), TensorProcessor)(config=parsed["config"])
     names = get_gguf_hf_weights_map(model, processor)
@@ -209,13 +209,13 @@ def _ends(reader: gguf.GGUFReader) -> list[int]:
 
 
 def _scale_rope(config: PretrainedConfig, reader: gguf.GGUFReader, file: Path) -> None:
-    """Set the scaling of the rotary embeddings, which transformers does not read from GGUF. ModelDirectoryError if it
-    is of an unknown kind: ignored, it would give other logits."""
+    """Set the scaling of the rotary embeddings, which transformers does not read from GGUF. ModelDirectoryError for an
+    unknown kind, since ignoring it would give other logits."""
     architecture = _value(reader, "general.architecture")
     kind = _value(reader, f"{architecture}.rope.scaling.type")
     factors = next((tensor.data for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)
     parameters = config.rope_parameters if getattr(config, "rope_parameters", None) else {}
-    parameters = parameters.get("full_attention", parameters)  # Gemma 3 scales its global layers alone
+    parameters = parameters.get("full_attention", parameters)  # Gemma 3 scales only its global layers
     if factors is not None and not (factors == 1).all():
         scaling = LLAMA3 | {"factor": float(factors.max())}
         if not np.allclose(factors, _llama3_factors(scaling, parameters["rope_theta"], len(factors)), rtol=1e-3):
@@ -247,15 +247,15 @@ def _llama3_factors(scaling: dict[str, Any], theta: float, count: int) -> NDArra
 
 
 def _drop_foreign_tokens(file: Path, count: int) -> None:
-    """Drop added tokens with ids from `count` on: transformers' class of a tokenizer may have special tokens by default
-    that the model does not have."""
+    """Drop added tokens with ids from `count` on: transformers' tokenizer class may define default special tokens that
+    the model does not have."""
     content = json.loads(file.read_text(encoding="utf-8"))
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
 def _check(directory: ModelDirectory, count: int, file: Path) -> None:
-    """Raise ModelDirectoryError unless the tokenizer has the file's ids, from 0 to `count` - 1."""
+    """Raise ModelDirectoryError unless the tokenizer has all of the file's ids, from 0 to `count` - 1."""
     missing = set(range(count)) - set(directory.tokens.values())
     if missing:
         raise ModelDirectoryError(

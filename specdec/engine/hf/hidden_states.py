@@ -1,9 +1,9 @@
 """Hidden states: the inputs of a model's output head, and of its layers, captured during a forward pass.
 
-Heads and drafters that build on a target's states (Medusa, EAGLE) need them beside the logits of the same pass. However
-a model's layers are run, its output head is a module called last: a hook on it works in all cases, and costs nothing
-unless hidden states are requested. Layers are modules only if the model runs its own; a decoder of ours keeps the
-features by itself.
+Heads and drafters that build on a target's states (Medusa, EAGLE) need them together with the logits of the same pass.
+However a model's layers are run, its output head is a module that is called last. A hook on it always works, and costs
+nothing unless hidden states are requested. Layers are modules only if the model runs its own; our decoders keep the
+features themselves.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from specdec.engine.unsupported import UnsupportedModelError
 
 
 def with_hidden_states(model: PreTrainedModel, run: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """Run a forward pass; return its logits and the hidden states [n, hidden_size] of the same rows, as computed by the
-    model: after the last norm, and everything else before its output head."""
+    """Run a forward pass; return its logits and the hidden states [n, hidden_size] of the same rows: after the last
+    norm and everything else that the model computes before its output head."""
     read: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     try:
@@ -35,7 +35,7 @@ def with_hidden_states(model: PreTrainedModel, run: Callable[[], Tensor]) -> tup
 def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
     """Return a model's decoder layers in order; UnsupportedModelError if they are not in one list."""
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():  # the outermost first: experts of a layer may be as many
+    for module in model.modules():  # outermost first: a layer may have the same number of experts
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return list(module)
     raise UnsupportedModelError(f"{type(model).__name__} has no list of its {count} layers, so it gives no features")
@@ -49,13 +49,14 @@ class Features:
         self._kept: dict[int, Tensor] = {}
 
     def keep(self, layer: int, stream: Tensor) -> None:
-        """Keep a copy of the stream [t, d] entering a layer, if it is one of `layers`: its memory may be used again."""
+        """Keep a copy of the stream [t, d] entering a layer, if it is in `layers`, since its memory may be reused."""
         if layer in self.layers:
             self._kept[layer] = stream.clone()
 
     @contextmanager
     def of(self, model: PreTrainedModel) -> Iterator[None]:
-        """Keep what enters the model's own layers meanwhile, for texts [n, t, d] in a pass, one after the other."""
+        """Keep the inputs of the model's own layers while the context is open, for one pass over texts [n, t, d],
+        concatenated."""
         layers = decoder_layers(model)
 
         def keeping(layer: int) -> Callable[..., None]:

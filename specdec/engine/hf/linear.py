@@ -1,8 +1,8 @@
 """Linear layers for decode steps: joined if they share their input, and prepacked for few rows.
 
-torch passes a plain weight to oneDNN in row-major order, and oneDNN reorders it in every call: a good part of a decode
-step over few rows. With prepacked weights, a step of 8 rows of the demo target takes about four fifths of the time, in
-float32 and bfloat16 (`docs/decisions/2026-11-21-packed-weights.md`).
+torch passes a plain weight to oneDNN in row-major order, and oneDNN reorders it in every call, which takes a good part
+of a decode step over few rows. With prepacked weights, a step of 8 rows of the demo target takes about four fifths of
+the time, in float32 and bfloat16 (`docs/decisions/2026-11-21-packed-weights.md`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from specdec.engine.working_memory import MAX_SLICE_IDS
 
 TYPICAL_ROWS = 8
-"""The row count the weight layout is optimised for; any other works too."""
+"""The row count that the weight layout is optimised for; any other works too."""
 
 
 class PackedLinear(torch.nn.Module):
@@ -40,7 +40,7 @@ class PackedLinear(torch.nn.Module):
 class Float32Head(torch.nn.Module):
     """An output head with float32 logits, independent of the model's dtype.
 
-    Logits rounded to bfloat16 tie by the dozen, and ties decide tokens.
+    Logits rounded to bfloat16 tie by the dozen, and ties would decide tokens.
     """
 
     def __init__(self, head: torch.nn.Linear) -> None:
@@ -61,8 +61,8 @@ class Float32Head(torch.nn.Module):
 class SlicedHead(torch.nn.Module):
     """A `Float32Head` of several products, each over a slice of the vocabulary.
 
-    Weights are laid out, and row counts compared, one slice at a time: the memory for that no longer grows with the
-    vocabulary. A token's logit is the same sum as in a single product.
+    Weights are laid out, and row counts compared, one slice at a time, so that the memory for this does not grow with
+    the vocabulary. A token's logit is the same sum as in a single product.
     """
 
     def __init__(self, head: torch.nn.Linear) -> None:
@@ -104,7 +104,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> torch.nn.Linear:
 
 
 class Joined(torch.nn.Module):
-    """One product for several linear layers with a common input."""
+    """One product for several linear layers with the same input."""
 
     def __init__(self, layers: list[torch.nn.Linear]) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Joined(torch.nn.Module):
 
 
 class JoinedPart(torch.nn.Module):
-    """One of the joined layers: the same function as before, but it computes the whole joined product."""
+    """One of the joined layers: it computes the same function as before, but the whole joined product each time."""
 
     def __init__(self, joined: Joined, outputs: slice) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class JoinedPart(torch.nn.Module):
 
 
 def join(module: torch.nn.Module, names: Sequence[str]) -> None:
-    """Replace the linear layers of these names in a module by parts of one joined product, in this order."""
+    """Replace the linear layers with these names in a module by parts of one joined product, in this order."""
     layers = [getattr(module, name) for name in names]
     joined = Joined(layers)
     start = 0
@@ -175,10 +175,10 @@ def is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 
 def lay_out(model: torch.nn.Module, *, packed: bool) -> None:
-    """Make every linear layer of a model a Linear, or a PackedLinear if `packed`; leave quantised ones. The model can
-    then run but not train.
+    """Make every linear layer of a model a Linear, or a PackedLinear if `packed`; leave quantised ones unchanged. The
+    model can then run but not train.
 
-    No reference to a replaced layer remains, so that its weights are freed before the next layer's are made.
+    No reference to a replaced layer remains, so that its weights are freed before the next layer's are created.
     """
     for module in [module for module in model.modules() if next(module.children(), None) is not None]:
         for name in [name for name, _ in module.named_children()]:

@@ -1,5 +1,5 @@
 """Models of the Llama kind: recognising them, and joining their products. `cpu/decoder.py` and `gpu/decoder.py` run
-them in few calls."""
+them with few calls."""
 
 from __future__ import annotations
 

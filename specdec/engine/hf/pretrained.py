@@ -1,5 +1,5 @@
-"""Loading a causal language model of transformers with our attention, and finding the attention parameters of its
-layers and whether it can run in a packed batch."""
+"""Loads a causal language model of transformers with our attention, and determines its layers' attention parameters and
+whether it can run in a packed batch."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class LayerAttention(NamedTuple):
     width: int  # key width
     value_width: int
     scale: float
-    window: int | None  # tokens a row sees, itself included, counted backwards
+    window: int | None  # number of latest tokens that a row sees, including itself
 
 
 def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """Load a model with our attention, or raise an error with the reason. A quantised model keeps its own linear
     layers."""
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()  # its important reports are raised here as one-line errors
+    transformers_logging.set_verbosity_error()  # important reports are raised here as one-line errors
     _check_configuration(directory, device)
     if isinstance(directory, RandomWeights):
         return _drawn(directory, dtype, device)
@@ -58,7 +58,7 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrain
 
 
 def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    directory.weights()  # names an unreadable file, and refuses a named pipe, on which a read would block
+    directory.weights()  # names an unreadable file; refuses a named pipe, where a read would block
     with vetted(directory) as folder:
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -91,7 +91,7 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
 
 
 def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Make the model with random weights directly on its device; a configuration always gets the same weights."""
+    """Create the model with random weights directly on its device; a configuration always gets the same weights."""
     config = _configuration(directory)
     on_device = [] if device == "cpu" else [torch.device(device)]
     with torch.random.fork_rng(devices=on_device), torch.device(device):
@@ -145,8 +145,8 @@ def window_of(model: PreTrainedModel) -> int | None:
 def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
     """Return the `LayerAttention` of every layer.
 
-    Runs one token with a dummy attention that records its arguments for each layer. A model passing a term unknown to
-    our attention is refused.
+    Runs one token with a dummy attention that records its arguments for each layer. A model is refused if it passes an
+    argument that our attention does not know.
     """
     config = model.config.get_text_config()
     name = type(model).__name__

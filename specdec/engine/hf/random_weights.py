@@ -1,4 +1,4 @@
-"""A model without stored weights, for benchmarks of shapes without available weights. Services never load one."""
+"""A model without stored weights, for benchmarks of shapes that have no available weights. Services never load one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 
 @dataclass(frozen=True)
 class RandomWeights(ModelDirectory):
-    """A model directory needing only config.json: the engine draws random weights on its device. It has no tokenizer,
-    and its text is meaningless."""
+    """A model directory that needs only config.json: the engine draws random weights on its device. It has no
+    tokenizer, and its text is meaningless."""
 
     def __post_init__(self) -> None:
         self._check_configuration()

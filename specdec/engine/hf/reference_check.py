@@ -1,4 +1,5 @@
-"""The reference check: at start, an engine's logits are compared once with those of the model's own forward pass."""
+"""The reference check: at start, an engine's logits are compared once with the logits of the model's own forward
+pass."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.hf.pretrained import is_quantised
 
 DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest difference from the model's own logits allowed, relative to the largest of them, by dtype."""
+"""Largest allowed difference from the model's own logits, relative to the largest of these, by dtype."""
 
 QUANTISED_DISAGREEMENT = 0.05
-"""Minimum relative difference allowed for a quantised model: if activations are quantised too, a rounding difference
+"""Minimum allowed relative difference for a quantised model: if activations are quantised too, a rounding difference
 can move a number by a whole quantisation step."""
 
 
 @dataclass(frozen=True)
 class ReferenceCheck:
-    """Finite logits of a short text and of a branch in it, from the model's own forward pass before any replacement."""
+    """Finite logits of a short text and of a branch in it, from the model's own forward pass before replacing
+    layers."""
 
     name: str  # class of the model
     allowed: float  # difference, relative to the largest logit
@@ -58,13 +60,13 @@ class ReferenceCheck:
 
     @property
     def contents(self) -> bytes:
-        """A digest of the logits, which depend on all weights: it differs if the weights do."""
+        """A digest of the logits. They depend on all weights, so it differs if the weights do."""
         return hashlib.sha256(self.logits.numpy().tobytes()).digest()
 
     def check(self, engine: Engine) -> None:
         """Raise UnsupportedModelError if the engine fails on the text and its branch in one batch, or gives other
-        logits. This detects architectures that do more than our attention or the joined layers compute, and kernels
-        that do not run here."""
+        logits. This detects kernels that do not run here, and architectures that compute more than our attention or the
+        joined layers do."""
         length = len(self.text)
         slots = np.arange(1, length + 3)
         packer = engine.packer()

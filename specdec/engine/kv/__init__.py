@@ -1,1 +1,1 @@
-"""KV cache book-keeping: which slots and blocks belong to which text."""
+"""KV cache book-keeping: the slots and blocks of each text."""

@@ -5,7 +5,7 @@ Pure book-keeping, for one thread and one model. The tensors belong to the engin
 
 A full block is *published*: it becomes a node of its scope's prefix tree (`block_hashes.cache_scope`). The path from
 the root to a node spells a text from its start, compared token by token. A block is free, held by tables, or *cached*:
-published but held by none. A table holding a node also holds all its ancestors, and releases them last. So the least
+published but not held. A table that holds a node also holds all its ancestors, and releases them last. So the least
 recently used cached node never has children, and evicting it shortens no other cached prefix.
 """
 
@@ -34,7 +34,7 @@ class _Node:
     key: bytes  # its own BLOCK tokens; for a root, the scope
     block: int
     hash: int  # block hash of the text up to its end
-    holders: int  # number of tables holding this block
+    holders: int  # number of tables that hold this block
     suspect: bool = False  # may contain NaN: out of the tree, never cached again
     children: dict[bytes, _Node] = field(default_factory=dict)
     order: list[bytes] = field(default_factory=list)  # the children's keys, sorted
@@ -78,8 +78,8 @@ class BlockPool:
         return self.free + self.cached
 
     def known_prefix(self, hashes: Iterable[int]) -> int:
-        """Return the number of leading tokens, in whole blocks, already published for a text with these block hashes.
-        May be called from any thread. The answer is a snapshot: the blocks are not held."""
+        """Return the number of leading tokens, in whole blocks, that are already published for a text with these block
+        hashes. May be called from any thread. The answer is a snapshot: the blocks are not held."""
         known = 0
         for block_hash in hashes:
             if block_hash not in self._hashes:
@@ -88,10 +88,11 @@ class BlockPool:
         return known
 
     def open(self, tokens: Sequence[int], scope: bytes = b"") -> tuple[BlockTable, Slots, Slots]:
-        """Open a table starting with the longest cached prefix of `tokens`, except the last token: it must be computed.
+        """Open a table that starts with the longest cached prefix of `tokens`, without the last token, which must be
+        computed.
 
-        Returns the table and the (source, target) slots to copy before anything is written: if the prefix ends inside a
-        block and memory allows, the table gets a block of its own for that part.
+        Returns the table and the (source, target) slots to copy before anything is written. If the prefix ends inside a
+        block and memory allows, the table gets its own block for that part.
         """
         table = BlockTable(self, scope)
         start, limit = 0, len(tokens) - 1
@@ -108,7 +109,7 @@ class BlockPool:
         table.shared = start
         source, common = (None, 0) if node is None else node.nearest(key)
         if source is not None:
-            self._hold(source)  # making room must not evict it; it also counts as just used
+            self._hold(source)  # making room must not evict it; it also becomes most recently used
             if self.available:
                 table._origin = source
                 table.shared += common
@@ -121,7 +122,7 @@ class BlockPool:
         return table, table._origin.block * BLOCK + rows, table._blocks[-1] * BLOCK + rows
 
     def forget_prefixes(self) -> None:
-        """Free all cached blocks: their contents may be wrong."""
+        """Free all cached blocks, because their contents may be wrong."""
         while self._cached:
             self._evict()
 
@@ -135,7 +136,7 @@ class BlockPool:
 
     def _take(self, count: int, after: int) -> list[int]:
         """Take `count` blocks: the free ones right after block `after`, then the first run that is long enough, else
-        pieces."""
+        several pieces."""
         if count > self.available:
             raise PoolFullError(count * BLOCK, self.available * BLOCK)
         while self.free < count:
@@ -145,7 +146,7 @@ class BlockPool:
         while len(taken) < count:
             after += 1
             if after >= len(self._map) or not self._map[after]:
-                # Not adjacent: jump to the first run that holds the rest, or without one to the lowest free block.
+                # Not adjacent: jump to the first run that holds the rest, else to the lowest free block.
                 run = -1 if scattered else self._map.find(b"\1" * (count - len(taken)))
                 scattered = run < 0
                 after = self._map.find(1) if scattered else run
@@ -198,7 +199,7 @@ class BlockPool:
             del self._roots[parent.key]
 
     def _condemn(self, node: _Node) -> list[int]:
-        """Forget a prefix and all its continuations; return their blocks held by no table."""
+        """Forget a prefix and all its continuations; return their blocks that no table holds."""
         if node.suspect:
             return []
         self._unlink(node)
@@ -224,9 +225,9 @@ def blocks_freed(tables: Sequence[BlockTable]) -> int:
 
 
 class BlockTable:
-    """One session's blocks in order of position: the published ones it holds, then its own.
+    """One session's blocks by position: the published ones it holds, then its own.
 
-    Blocks found by `BlockPool.open` are read-only. Positions from `shared` upwards are writable, in the table's own
+    Blocks found by `BlockPool.open` are read-only. Positions from `shared` on are writable, in the table's own
     blocks.
     """
 
@@ -243,13 +244,13 @@ class BlockTable:
 
     @property
     def exclusive(self) -> int:
-        """Blocks held by no other table. They become available when this table is closed."""
-        # A table holding a node holds all its ancestors, so nodes with a single holder are at the end.
+        """Blocks that no other table holds. They become available when this table is closed."""
+        # A table that holds a node holds all its ancestors, so nodes with a single holder are at the end.
         return len(self._blocks) - bisect_left(self._chain, True, key=lambda node: node.holders == 1)
 
     @property
     def share(self) -> float:
-        """The sum over this table's blocks of 1 / (number of tables holding the block)."""
+        """The sum over this table's blocks of 1 / (number of tables that hold the block)."""
         blocks, start = float(len(self._blocks) - len(self._chain)), 0
         while start < len(self._chain):  # holder counts never increase along the chain
             holders = self._chain[start].holders
@@ -258,7 +259,7 @@ class BlockTable:
         return blocks
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` tokens. Raises PoolFullError, taking nothing, if there is too little.
+        """Make room for `length` tokens. If memory is too short, raises PoolFullError and takes nothing.
 
         The new `slots` array starts with the old one.
         """
@@ -280,8 +281,8 @@ class BlockTable:
         for index in range(known, filled):
             key = _key(tokens[index * BLOCK : (index + 1) * BLOCK])
             if self._late or self._suspect or key in (parent := self._parent()).children:
-                # Another table has published the same tokens. Continuing its prefix would mean holding its block
-                # besides our own, or changing our slots midway; close() resolves it.
+                # Another table has published the same tokens. Continuing its prefix would mean holding its block in
+                # addition to our own, or changing our slots midway. close() resolves this.
                 self._late.append(key)
             else:
                 self._chain.append(self._pool._publish(parent, key, self._blocks[index]))
@@ -289,10 +290,10 @@ class BlockTable:
     def close(self, *, wipe: bool = False) -> Slots:
         """Release all blocks; full blocks stay cached. Closing twice does nothing.
 
-        `wipe`: the memory may contain NaN, and so may everything it was computed from or was used for. The whole prefix
-        is forgotten with all its continuations, including blocks held by other tables: no new table finds them, and the
-        close() of their other holders wipes too. Returns the slots to overwrite before the pool is used again, since a
-        NaN spreads to the next rows that read it, masked or not. Empty unless wiping.
+        `wipe`: the memory may contain NaN, and so may everything it was computed from or used for. The whole prefix is
+        forgotten with all its continuations, including blocks held by other tables: new tables do not find them, and
+        the close() of their other holders wipes too. Returns the slots to overwrite before the pool is used again,
+        since a NaN spreads to the next rows that read it, masked or not; empty unless wiping.
         """
         pool, chain, own = self._pool, self._chain, self._blocks[len(self._chain) :]
         wipe = wipe or self._suspect
@@ -320,7 +321,7 @@ class BlockTable:
 
     @property
     def _suspect(self) -> bool:
-        """True if a block held by this table, or copied from, may contain NaN."""
+        """True if a block held by this table, or a block it copied from, may contain NaN."""
         # Checking the last node of the chain is enough: a node is condemned with all its descendants.
         found = self._chain[-1:] + ([self._origin] if self._origin else [])
         return any(node.suspect for node in found)
@@ -329,8 +330,8 @@ class BlockTable:
         return self._chain[-1] if self._chain else self._pool._root(self.scope)
 
     def _grow(self, count: int) -> None:
-        # An empty table passes -1, not 0: block 1 must not count as adjacent, so that _take searches for a long enough
-        # run.
+        # An empty table passes -1, not 0: otherwise block 1 would count as adjacent, and _take would not search for a
+        # long enough run.
         self._blocks += self._pool._take(count, self._blocks[-1] if self._blocks else -1)
 
     def _lay(self) -> None:

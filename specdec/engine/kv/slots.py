@@ -1,4 +1,4 @@
-"""Slots of the KV cache: a contiguous-run allocator. The tensors themselves belong to the engine."""
+"""Slots of the KV cache: an allocator of contiguous runs. The tensors belong to the engine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PoolFullError(Exception):
 class KVPool:
     """A pool of slots 1..capacity-1, one per token, handed out contiguously where possible.
 
-    Contiguous slots allow attention to read a view instead of a copy. Free memory is a sorted list of (start, length)
-    runs with neighbours merged.
+    Contiguous slots let attention read a view instead of a copy. Free memory is a sorted list of (start, length) runs;
+    neighbouring runs are merged.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -1,4 +1,4 @@
-"""Agreement of a quantised export with its model, which bounds the acceptance that a draft may lose."""
+"""Agreement of a quantised export with its model. It bounds the acceptance that a draft may lose."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def read_settings(path: str, known: dict[str, type]) -> dict[str, object]:
 How many of the 24 settings are needed at start? Three: the address, the port and the name of the model. The others have
 defaults, which were chosen in 2019 and have not changed since. Why is that? Nobody asked for more.
 '''
-"""Prose, code, and questions, as drafts are asked to continue."""
+"""Prose, code, and questions, as in the texts that drafts continue."""
 
 
 class Agreement(NamedTuple):
     """The agreement of two models' next-token distributions, averaged over the positions of a text."""
 
     overlap: float
-    """The sum of the smaller probabilities: the probability that a draw of one is accepted by the other. A draft's
-    acceptance by its target changes by at most 1 - overlap."""
+    """The sum of the smaller probabilities: the probability that the other distribution accepts a draw from one. A
+    draft's acceptance by its target changes by at most 1 - overlap."""
     divergence: float
     """KL(model || export), in nats."""
     greedy: float

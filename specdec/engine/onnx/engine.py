@@ -1,7 +1,7 @@
 """The ONNX Runtime engine: runs an exported model over packed batches, without torch.
 
-On a GPU, keys and values stay there. Each step copies tokens, positions and masks to it, and copies the wanted logits
-back, or for a draft their shortlists.
+On a GPU, keys and values stay there. Each step copies tokens, positions and masks to it, and copies back the wanted
+logits, or for a draft their shortlists.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from specdec.engine.working_memory import logits_bytes, row_bytes
 class OnnxEngine:
     """An exported model and its KV cache, on `device` (cpu, cuda, cuda:1, ...).
 
-    The pools of keys and values are bound as inputs and as outputs of every run, to the same memory: the graph updates
-    them in place. The dtype of an export is fixed.
+    The pools of keys and values are bound to the same memory as inputs and outputs of every run, so that the graph
+    updates them in place. The dtype of an export is fixed.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class OnnxEngine:
         self._onnx_device = parse_device(device)
         chosen = providers(self._onnx_device, ort.get_available_providers())
         if self._onnx_device.kind == "cuda":
-            with contextlib.redirect_stdout(sys.stderr):  # it prints the names of missing libraries
+            with contextlib.redirect_stdout(sys.stderr):  # onnxruntime prints the names of missing libraries
                 ort.preload_dlls()
         half = of_pools == np.float16
         self._copies = _session(directory.path / COPY_GRAPH, threads, chosen, half=half)
@@ -166,7 +166,7 @@ def _session(
     if half and chosen[0][0] == CPU:
         # The next level, about convolutions, crashes onnxruntime 1.31's CPU provider on a float16 graph.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    with opened(graph):  # refuses a named pipe, on which onnxruntime would block
+    with opened(graph):  # refuses a named pipe, where onnxruntime would block
         pass
     try:
         return ort.InferenceSession(str(graph), options, providers=chosen)
@@ -175,8 +175,8 @@ def _session(
 
 
 def _check_sizes(directory: ModelDirectory, graph: ort.InferenceSession, pools: list[tuple[int, int, int]]) -> None:
-    """Raise ModelDirectoryError unless the graph's inputs and outputs have the sizes given by the files beside it.
-    Otherwise the first step would fail instead."""
+    """Raise ModelDirectoryError unless the graph's inputs and outputs have the sizes given in its directory's other
+    files. Otherwise the first step would fail."""
     told = {f"key_{layer}": (DESCRIPTION, [heads, key]) for layer, (heads, key, _) in enumerate(pools)}
     told |= {f"value_{layer}": (DESCRIPTION, [heads, value]) for layer, (heads, _, value) in enumerate(pools)}
     told["logits"] = ("config.json", [directory.vocabulary])

@@ -1,7 +1,7 @@
-"""Export of a Hugging Face causal language model as one ONNX graph over packed batches.
+"""Exports a Hugging Face causal language model as one ONNX graph over packed batches.
 
-The graph is a trace of the torch engine's forward pass over a padded batch. The pools of keys and values are inputs
-returned as outputs, bound to the same memory by the ONNX engine. Running the exported folder needs no torch.
+The graph is a trace of the torch engine's forward pass over a padded batch. The pools of keys and values are inputs,
+and are returned as outputs; the ONNX engine binds both to the same memory. Running the exported folder needs no torch.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ COPIED = (
 """Files copied from the original model to the export."""
 
 Dtype = Literal["float32", "float16"]
-"""Possible dtypes of a graph: NumPy, used to make the pools, has no bfloat16."""
+"""Possible dtypes of a graph: NumPy, which makes the pools, has no bfloat16."""
 
 MIN_OVERLAP = 0.9
-"""Minimum overlap (`Agreement`) with the unquantised model for weights that are quantised by default."""
+"""Minimum overlap (`Agreement`) with the unquantised model for weights to be quantised by default."""
 
 OPSET = 23
 IR_VERSION = 10
@@ -77,7 +77,7 @@ INPUTS = ("tokens", "positions", "slots", "keys", "rows", "visible", "windowed",
 
 @dataclass
 class TracedPools:
-    """Keys and values of all layers, updated by making new tensors, as tracing requires."""
+    """Keys and values of all layers. They are updated by making new tensors, as tracing requires."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -132,11 +132,11 @@ def export(
 ) -> Agreement | None:
     """Write graphs, configuration and tokenizer into `target`, completely or not at all.
 
-    Keys and values are in `dtype`, weights too, or quantised to 4 or 8 `bits`; the graph's logits are always float32.
-    `bits` None: the fewest with an overlap of MIN_OVERLAP or more on a sample text; models smaller than
-    MIN_QUANTISED_BYTES, and those in float16, are not quantised then. Returns the agreement of a quantised export with
-    the model; None where it is not quantised, or in float16. An earlier export in `target` is replaced; anything else
-    there is left alone, with a ModelDirectoryError.
+    Keys and values have `dtype`. Weights have it too, or are quantised to 4 or 8 `bits`; the graph's logits are always
+    float32. With `bits` of None, weights get the fewest bits with an overlap of MIN_OVERLAP or more on a sample text;
+    models smaller than MIN_QUANTISED_BYTES, and those in float16, are then not quantised. Returns the agreement of a
+    quantised export with the model; None if it is not quantised, or in float16. An earlier export in `target` is
+    replaced; any other content is left alone, with a ModelDirectoryError.
     """
     check_replaceable(target, DESCRIPTION)
     model = load(directory, DTYPES[dtype], "cpu")
@@ -176,9 +176,9 @@ def export(
             if expected is None or chosen == 32:
                 return None
             program.model = traced
-            _free()  # the quantised weights, which are written
+            _free()  # frees the quantised weights, which are written
             found = _agreement(folder, tokens, expected)
-            _free()  # the engine
+            _free()  # frees the engine
             if bits is not None or found.overlap >= MIN_OVERLAP:
                 description["agreement"] = {name: round(value, 4) for name, value in found._asdict().items()}
                 (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
@@ -187,7 +187,7 @@ def export(
 
 
 def _candidates(dtype: Dtype, weights: int) -> list[Bits]:
-    """Return the bits to try by default for `weights` bytes, in order; the last ones need no check."""
+    """Return the bits to try by default for `weights` bytes, in order; the last entry needs no check."""
     if dtype != "float32" or weights < MIN_QUANTISED_BYTES:
         return [32]
     if not installed("onnxruntime"):
@@ -197,25 +197,25 @@ def _candidates(dtype: Dtype, weights: int) -> list[Bits]:
 
 
 def _free() -> None:
-    """Return the memory of unused graphs and engines, which are full of cycles, to the system."""
+    """Return the memory of unused graphs and engines to the system. They are full of reference cycles."""
     gc.collect()
     give_freed_memory_back()
 
 
 def _agreement(folder: Path, tokens: list[int], expected: NDArray[np.float32]) -> Agreement:
-    from specdec.engine.onnx.engine import OnnxEngine  # imports onnxruntime, needed for this alone
+    from specdec.engine.onnx.engine import OnnxEngine  # imports onnxruntime, needed only here
 
     engine = OnnxEngine(ModelDirectory(folder), capacity=len(tokens) + 1, threads=torch.get_num_threads())
     return agreement(engine, tokens, expected)
 
 
 def _trace(model: PreTrainedModel, attends: list[LayerAttention]) -> torch.onnx.ONNXProgram:
-    """Return the graph of a forward pass over a padded batch with dynamic sizes. It is not optimised yet: that would
-    transpose all weights in memory."""
+    """Return the graph of a forward pass over a padded batch with dynamic sizes. It is not optimised yet, since that
+    would transpose all weights in memory."""
     layers = len(attends)
     dim = torch.export.Dim
     t, n, g, r, k, s = dim("t"), dim("n"), dim("g"), dim("r"), dim("k"), dim("s")
-    # Sizes of at least 2, different for different dimensions: a 1 or equal sizes would be taken for constants.
+    # Sizes are at least 2 and differ between dimensions: a 1, or equal sizes, would be treated as constants.
     example = (
         torch.zeros(6, dtype=torch.int64),
         torch.arange(6),
@@ -257,7 +257,7 @@ def _trace(model: PreTrainedModel, attends: list[LayerAttention]) -> torch.onnx.
 
 
 def _save(graph: ir.Model, file: Path, progress: Callable[[int, int], None]) -> None:
-    """Write a graph, and its weights beside it, one at a time."""
+    """Write a graph, and its weights next to it, one at a time."""
     total = size_of(graph)
 
     def wrote(tensor: ir.TensorProtocol, place: ir.external_data.CallbackInfo) -> None:
@@ -293,7 +293,7 @@ def copy_graph(dtype: Dtype) -> onnx.ModelProto:
 
 
 def shortlists_graph() -> onnx.ModelProto:
-    """Return the graph that computes the shortlists of logits, and the rows with NaN. Among equal logits TopK lists
+    """Return the graph that computes the shortlists of logits, and the rows with NaN. Among equal logits, TopK lists
     lower ids first."""
     node, tensor, kinds = onnx.helper.make_node, onnx.helper.make_tensor_value_info, onnx.TensorProto
     return onnx.helper.make_model(
@@ -334,7 +334,7 @@ def _quiet(name: str) -> Iterator[None]:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-    except OSError:  # of the folder, not of the model
+    except OSError:  # about the folder, not the model
         raise
     except Exception as error:  # the exporter's errors have no common base
         first_line = str(error).strip().partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Export of a model on first use, in a separate process: its memory is returned, and torch is not loaded here."""
+"""Export of a model on first use, in a separate process, so that its memory is freed and torch is not loaded here."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ log = structlog.get_logger()
 def exported(
     directory: ModelDirectory, dtype: Dtype = "float32", *, quantised: bool = False, niceness: int = 0
 ) -> Path:
-    """Return the path of a model's export: the directory itself, or one in the user's cache, made now if it is missing
-    or broken. `quantised`: choose the bits of its weights, as `export` does by default. `niceness`: of the exporting
-    process, beside one that serves."""
+    """Return the path of a model's export: the directory itself, or one in the user's cache, created now if it is
+    missing or broken. `quantised`: choose the bits of its weights, as `export` does by default. `niceness`: of the
+    exporting process, if another one is serving."""
     if (directory.path / GRAPH).is_file():
         return directory.path
     target = place_of_export(directory, dtype, quantised=quantised)
@@ -49,7 +49,7 @@ def exported(
 
 
 def _without_cache(directory: ModelDirectory, dtype: Dtype, quantised: bool, niceness: int, error: OSError) -> Path:
-    """Export a model into a folder that lives as long as this process, since the cache cannot be written; return its
+    """Export a model into a folder that lives as long as this process, because the cache cannot be written; return its
     path. ModelDirectoryError, naming both folders, if that fails too."""
     folder, why = user_cache(), error.strerror or str(error)
     log.warning("cache_not_used", folder=str(folder), why=why, cost="every start exports the draft again")
@@ -65,7 +65,7 @@ def _without_cache(directory: ModelDirectory, dtype: Dtype, quantised: bool, nic
 
 
 def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bool, niceness: int) -> None:
-    """Run the export in a new process, and report its progress; raise its error, an OSError if the folder cannot be
+    """Run the export in a new process and report its progress. Raise its error; an OSError if the folder cannot be
     written."""
     context = multiprocessing.get_context("spawn")
     told, telling = context.Pipe(duplex=False)
@@ -88,11 +88,11 @@ def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bo
 
 
 def _in_process(path: Path, target: Path, dtype: Dtype, quantised: bool, niceness: int, telling: Connection) -> None:
-    """Export, and send progress, then the error if there is one. If the parent has died, sending fails, and what was
-    written is removed."""
+    """Export, sending progress and, if it fails, the error. If the parent has died, sending fails, and the written
+    files are removed."""
     os.nice(niceness)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # the parent logs
-    logging.disable(logging.WARNING)  # the libraries report each rule that they apply
+    logging.disable(logging.WARNING)  # the libraries log each rule they apply
     try:
         from specdec.engine.onnx.export import export
 

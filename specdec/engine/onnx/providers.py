@@ -1,4 +1,4 @@
-"""ONNX Runtime's device: from its name to execution providers.
+"""ONNX Runtime's device: from a device name to execution providers.
 
 A missing device is an error at start; there is no fallback to another device.
 """
@@ -14,7 +14,7 @@ from specdec.engine.engine import UnsupportedModelError
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 CUDA_OPTIONS = {"arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}
-"""Options of the CUDA provider: it allocates memory only as needed, since the pools have most of it, and computes
+"""Options of the CUDA provider. It allocates memory only as needed, since the pools have most of it, and computes
 float32 products in float32, not in TF32."""
 
 
@@ -37,8 +37,8 @@ def providers(device: OnnxDevice, available: Sequence[str]) -> list[tuple[str, d
     """Return the execution providers for a device, in order of preference: the CPU alone, or CUDA and then the CPU (for
     shape computations).
 
-    `available` are the providers the installed onnxruntime was built with; UnsupportedModelError if CUDA is needed and
-    missing.
+    `available` are the providers that the installed onnxruntime was built with; UnsupportedModelError if CUDA is needed
+    and missing.
     """
     if device.kind == "cpu":
         return [(CPU, {})]
@@ -51,7 +51,7 @@ def providers(device: OnnxDevice, available: Sequence[str]) -> list[tuple[str, d
 
 
 def check_started(device: OnnxDevice, started: Sequence[str]) -> None:
-    """Raise UnsupportedModelError if a session runs without the requested provider: if CUDA's libraries are missing,
+    """Raise UnsupportedModelError if a session runs without the requested provider: when CUDA's libraries are missing,
     onnxruntime falls back to the CPU."""
     if device.kind == "cuda" and started[0] != CUDA:
         raise UnsupportedModelError(

@@ -38,5 +38,5 @@ class OnnxDraftLogits:
 
     @cached_property
     def _on_host(self) -> NDArray[np.float32]:
-        """All rows, copied on first use: ONNX Runtime cannot copy a part of a value."""
+        """All rows, copied on first use, since ONNX Runtime cannot copy a part of a value."""
         return np.asarray(self._logits.numpy())

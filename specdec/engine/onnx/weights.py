@@ -1,10 +1,10 @@
-"""The weights of an exported graph: as they are, or quantised in blocks of BLOCK numbers.
+"""The weights of an exported graph: unchanged, or quantised in blocks of BLOCK numbers.
 
-The exporter leaves the product of a linear layer with the weight W [n, k] as `MatMul(x, Transpose(W))`. Here the
-transposed weight becomes a tensor computed when it is written, so that an export holds no second copy of the weights;
-or the product becomes ONNX Runtime's `MatMulNBits`, with 4 or 8 bits a number, and a scale and a zero point a block.
-The table of token embeddings then has 8 bits, as `GatherBlockQuantized`: it is read, not multiplied, so fewer bits
-would save memory and no time.
+The exporter leaves the product of a linear layer with the weight W [n, k] as `MatMul(x, Transpose(W))`. Here either the
+transposed weight becomes a tensor that is computed when it is written, so that an export holds no second copy of the
+weights. Or the product becomes ONNX Runtime's `MatMulNBits`, with 4 or 8 bits per number, and a scale and a zero point
+per block. The table of token embeddings then has 8 bits, as `GatherBlockQuantized`: it is read, not multiplied, so
+fewer bits would save memory but no time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onnxscript.rewriter import RewriteRuleClassBase, rewrite
 from specdec.engine.hf.block_linear import BLOCK, CONTRIB, INT8_ACTIVATIONS, in_blocks
 
 Bits = Literal[4, 8, 32]
-"""Bits of a weight; 32 stands for the dtype of the export, even if that is float16."""
+"""Bits of a weight; 32 means the dtype of the export, even if that is float16."""
 
 TABLE_BITS = 8
 TABLE_ZERO = 1 << (TABLE_BITS - 1)
@@ -29,11 +29,11 @@ PIECE_ROWS = 8192
 
 Array = NDArray[Any]
 Progress = Callable[[int, int], None]
-"""Called with the bytes of weights quantised so far, and of all."""
+"""Called with the bytes of weights quantised so far, and the total."""
 
 
 def lay_out(model: ir.Model, bits: Bits, vocabulary: int, progress: Progress) -> None:
-    """Lay out the weights of a traced graph, in place. Products with other operands than a weight stay as they are."""
+    """Lay out the weights of a traced graph, in place. Products whose operands are not weights stay unchanged."""
     if bits == 32:
         rules = [_Transposed.rule()]
     else:
@@ -46,7 +46,7 @@ def lay_out(model: ir.Model, bits: Bits, vocabulary: int, progress: Progress) ->
 
 
 def size_of(model: ir.Model) -> int:
-    """Return the bytes of a graph's weights as they are."""
+    """Return the bytes of a graph's weights in their current form."""
     return sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)
 
 
@@ -62,7 +62,7 @@ def _numbers(value: ir.Value) -> Array:
 
 
 class _Transposed(RewriteRuleClassBase):  # type: ignore[misc]
-    """A transposed weight becomes a tensor that is computed when it is written."""
+    """A transposed weight becomes a tensor computed when it is written."""
 
     def pattern(self, op: Any, weight: Any) -> Any:
         return op.Transpose(weight, perm=[1, 0])
@@ -156,7 +156,7 @@ class _ProductWithBias(_Quantising):
 
 
 class _Table(RewriteRuleClassBase):  # type: ignore[misc]
-    """The lookup in the table of token embeddings [vocabulary, width] becomes GatherBlockQuantized."""
+    """The lookup in the table of token embeddings [vocabulary, width] becomes a GatherBlockQuantized."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()

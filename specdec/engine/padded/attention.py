@@ -34,7 +34,7 @@ class PaddedAttention:
     pools: KVTensors
     slots: Tensor  # [t] destination of the new keys and values
     groups: list[AttentionGroup]
-    place: Tensor | None  # [t] each token's row in the groups' output; None: they contain each token once, in order
+    place: Tensor | None  # [t] each token's row in the groups' output; None: it has each token once, in order
     fused: bool  # use scaled_dot_product_attention, or else its component operations (for tracing)
 
     def attend(
@@ -61,7 +61,7 @@ class PaddedAttention:
         return output if self.place is None else output[self.place]
 
     def _gather(self, pool: Tensor, keys: Tensor) -> Tensor:
-        """Return pool[keys]. index_select copies several times as fast; in an ONNX graph both are the same operator."""
+        """Return pool[keys]. index_select copies several times as fast; ONNX graphs have the same operator for both."""
         if not self.fused:
             return pool[keys]
         return pool.index_select(0, keys.flatten()).view(*keys.shape, *pool.shape[1:])
@@ -73,7 +73,7 @@ def _lanes(
     """Return the attention [g, r, heads, width] of query [g, r, heads, width] over key and value [g, l, kv_heads,
     width].
 
-    Query heads sharing a key head become further rows of it: keys and values are not repeated in memory.
+    Query heads that share a key head become further rows of it, so that keys and values are not repeated in memory.
     """
     lanes, rows, heads, width = query.shape
     kv_heads = key.shape[2]
@@ -85,7 +85,7 @@ def _lanes(
     if fused and softcap is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     else:
-        scores = ((q * scale) @ k.transpose(-1, -2)).float()  # scaled before the product: float16 ends at 65,504
+        scores = ((q * scale) @ k.transpose(-1, -2)).float()  # scaled before the product, since float16 ends at 65,504
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
         scores = torch.where(mask, scores, torch.finfo(torch.float32).min)

@@ -2,10 +2,10 @@
 
 A *lane* is a list of key slots and the query rows that read them. A chain of text becomes one lane for each padded
 length of its keys. A token tree becomes a chain for each of its paths, with keys in order of absolute position, without
-gaps; or, where bits do not matter, one lane with a mask.
+gaps; where bits do not matter, it becomes a single lane with a mask.
 
 Exactness depends on two rules kept here. A chain's lane is padded to a length determined only by the positions of its
-rows, and (unless an engine takes all lanes in one group) it has at least MIN_ROWS rows. Then a row's attention is the
+rows. Unless an engine takes all lanes in one group, it also has at least MIN_ROWS rows. Then a row's attention is the
 same in a prompt, a tree or a plain step.
 """
 
@@ -24,7 +24,7 @@ from specdec.engine.kv.slots import PADDING_SLOT, Slots
 Mask = NDArray[np.bool_]
 
 KEY_BUCKET = 64
-"""A lane's list of keys is padded to a multiple of this."""
+"""A lane's list of keys is padded to a multiple of this number."""
 
 MIN_ROWS = 4
 """Minimum number of query rows in a lane, after padding."""
@@ -32,7 +32,7 @@ MIN_ROWS = 4
 
 @dataclass(frozen=True)
 class Lane:
-    """A lane: query rows with a common list of keys."""
+    """A lane: query rows with the same list of keys."""
 
     keys: Slots  # [n] slots
     key_positions: NDArray[np.int64]  # [n] absolute positions of the keys
@@ -66,8 +66,8 @@ class PaddedBatch(PackedBatch):
 class PaddedPacker(Packer):
     """A packer of padded batches.
 
-    `window` is the model's sliding window in tokens, if any. `one_group` pads all lanes to one shape, for engines
-    taking a single group. `least_rows` below MIN_ROWS trades exactness for speed.
+    `window` is the model's sliding window in tokens, if any. `one_group` pads all lanes to one shape, for engines that
+    take a single group. `least_rows` below MIN_ROWS trades exactness for speed.
     """
 
     window: int | None = None
@@ -84,7 +84,7 @@ class PaddedPacker(Packer):
             self.lanes.append(Lane(keys[:count], np.arange(count), chunk, positions, None, padded))
 
     def add_leaves(self, text: Slots, branches: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Add the branches as one tree: a lane that reads common slots once."""
+        """Add the branches as one tree: a lane that reads shared slots once."""
         base = len(text)
         columns: dict[int, int] = {}  # slot of a branch -> its column among the keys
         visible = np.zeros((len(rows), base + sum(map(len, branches))), dtype=bool)
@@ -129,7 +129,7 @@ class PaddedPacker(Packer):
         )
 
     def _row_class(self, rows: int) -> int:
-        """Return the padded row count of a lane: a power of two, so that lanes of similar width can be stacked."""
+        """Return the padded row count of a lane: a power of two, so that lanes of similar width form a stack."""
         return max(self.least_rows, 1 << (rows - 1).bit_length())
 
     def _stack(self, lanes: list[Lane], length: int, width: int) -> PaddedGroup:

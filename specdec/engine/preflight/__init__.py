@@ -1,1 +1,1 @@
-"""Preflight: checks of a model, its device and its memory before anything heavy is imported."""
+"""Preflight: checks of a model, its device and its memory before anything large is imported."""

@@ -1,6 +1,6 @@
 """Supported architectures: the causal language models of transformers 5.23, by `model_type`.
 
-Each was built small, with random weights, and put into an engine. UNTRIED ones could not be built this way, or their
+Each was built small, with random weights, and put into an engine. UNTRIED ones could not be built in this way, or their
 result depends on more of the configuration. They are loaded, and the checks at start decide.
 """
 
@@ -53,7 +53,7 @@ REASONS = {
 }
 
 REFUSED = {name: reason for reason, names in REASONS.items() for name in names.split()}
-"""`model_type` -> reason why it cannot run in a packed batch."""
+"""`model_type` to the reason why it cannot run in a packed batch."""
 
 
 def check_architecture(directory: ModelDirectory) -> None:

@@ -29,12 +29,12 @@ class Wanted(NamedTuple):
 
 
 Beside = Callable[[ModelDirectory, Dtype], MemoryNeeded]
-"""Checks what runs beside a target on its device, such as heads, given the target and its dtype; returns the memory it
-needs there."""
+"""Checks anything that runs beside a target on its device, such as heads, given the target and its dtype. Returns the
+memory it needs there."""
 
 
 def check(target: Wanted, *drafts: Wanted, beside: Beside | None = None) -> list[ModelDirectory]:
-    """Return the models' directories if this machine can serve all models at once, together with what runs `beside` the
+    """Return the models' directories if this machine can serve all models together with anything that runs `beside` the
     target, and if every draft fits the target.
 
     Raises ModelDirectoryError or UnsupportedModelError, naming in one line the problem and the remedy, or
@@ -50,7 +50,7 @@ def check(target: Wanted, *drafts: Wanted, beside: Beside | None = None) -> list
 
 
 def check_model(wanted: Wanted) -> ModelDirectory:
-    """Return a model's directory if the model can be served by itself."""
+    """Return a model's directory if the model, considered alone, can be served."""
     directory = open_model(wanted.path)
     by_transformers = wanted.placement.kind != "vllm" and not is_exported(directory, wanted.placement)
     check_weights(directory, by_transformers=by_transformers)
@@ -63,20 +63,20 @@ def check_model(wanted: Wanted) -> ModelDirectory:
 
 
 def is_counted(placement: Placement) -> bool:
-    """Return whether a model's memory needs are known: on GPUs vLLM decides them."""
+    """Return whether a model's memory needs are known; for vLLM on GPUs, vLLM decides them."""
     return placement.kind != "vllm" or placement.device == "cpu"
 
 
 def device_of(placement: Placement) -> str:
-    """Return a placement's device by its full name."""
+    """Return the full name of a placement's device."""
     return "cuda:0" if placement.device == "cuda" else placement.device
 
 
 def check_memory(
     placements: list[Placement], directories: list[ModelDirectory], further: Sequence[MemoryNeeded] = ()
 ) -> None:
-    """Raise UnsupportedModelError unless each device has room for all models placed on it, and the first model's for
-    the `further` needs. Models that vLLM runs on GPUs are not counted: vLLM checks them itself, since its options
+    """Raise UnsupportedModelError unless each device has room for all models placed on it, and the first model's device
+    for the `further` needs. Models that vLLM runs on GPUs are not counted: vLLM checks them itself, since its options
     decide quantisation and the number of GPUs."""
     on_device: dict[str, list[MemoryNeeded]] = defaultdict(list)
     if further:

@@ -1,7 +1,7 @@
 """Checks that a device is present, that packages and compilers for a kind of engine are installed, and that one
 process serves the whole model.
 
-torch is not imported for it: its version file states its build, and the CUDA driver the number of devices.
+torch is not imported for this: its version file states its build, and the CUDA driver the number of devices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INSTALLS = "TORCH_INDUCTOR_INSTALL_GXX"
 
 
 def check_compiler(placement: Placement) -> None:
-    """Raise UnsupportedModelError if a model is to be compiled and cannot be here."""
+    """Raise UnsupportedModelError if a model must be compiled and this machine cannot compile it."""
     if not placement.compiled:
         return
     if placement.kind != "vllm":
@@ -114,7 +114,7 @@ def cuda_number(device: str) -> int | None:
 def check_cuda(placement: Placement, number: int) -> None:
     """Raise an error unless torch was built for CUDA and the device is present."""
     built = torch_build()
-    if built.get("hip"):  # ROCm: torch calls these devices cuda too, but their driver is another one
+    if built.get("hip"):  # ROCm: torch calls these devices cuda too, but they have another driver
         return
     if not built.get("cuda"):
         raise UnsupportedModelError(
@@ -165,7 +165,7 @@ def cuda_capability(number: int) -> tuple[int, int] | None:
 
 
 def require(package: str) -> None:
-    """Raise ModuleNotFoundError if a package is not installed, as importing it would."""
+    """Raise ModuleNotFoundError if a package is not installed, as an import would."""
     if not installed(package):
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 

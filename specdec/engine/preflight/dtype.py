@@ -1,4 +1,4 @@
-"""The dtype of a model's computation: the requested one if possible, or the best fit."""
+"""The dtype of a model's computation: the requested one if possible, or the most suitable."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def computes_bfloat16_on(device: str) -> bool:
 def dtype_of(
     directory: ModelDirectory, placement: Placement, has_bfloat16: Callable[[str], bool] = computes_bfloat16_on
 ) -> Dtype:
-    """Return the dtype a model computes in.
+    """Return the dtype that a model computes in.
 
-    "auto" is the checkpoint's own dtype if the device computes in it well, else float32; for an export, its own dtype.
-    `has_bfloat16`: whether a device has bfloat16 arithmetic. Raises UnsupportedModelError or ModelDirectoryError if the
-    requested dtype is not possible.
+    "auto" means the checkpoint's own dtype if the device computes well in it, else float32; for an export, the export's
+    dtype. `has_bfloat16`: whether a device has bfloat16 arithmetic. Raises UnsupportedModelError or ModelDirectoryError
+    if the requested dtype is impossible.
     """
     wanted = placement.dtype
     exported = _exported_in(directory) if placement.kind == "onnx" else None

@@ -1,4 +1,4 @@
-"""A check of weight files for NaN and infinity: a training that diverged leaves files that are otherwise complete."""
+"""A check of weight files for NaN and infinity: a diverged training leaves files that are otherwise complete."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-"""Storage formats: an unsigned integer of the same width, and the exponent's bits in it. NaN and infinity have all of
-them set. NumPy has no bfloat16."""
+"""Storage formats: an unsigned integer of the same width, and the exponent's bits in it, which are all set in NaN and
+infinity. NumPy has no bfloat16."""
 
 PIECE_BYTES = 16 << 20
 """Bytes checked at a time."""
@@ -26,7 +26,7 @@ PIECE_BYTES = 16 << 20
 
 def check_finite(directory: ModelDirectory) -> None:
     """Raise ModelDirectoryError, naming file and tensor, if a weight is NaN or infinite. Quantised weights and graphs
-    are not looked at. Reads all weights, without keeping them."""
+    are not checked. Reads all weights without keeping them."""
     for file in directory.weights():
         if file.suffix == ".safetensors":
             _check_file(file)

@@ -1,8 +1,8 @@
-"""Memory requirements of a model: its weights, by the headers of their files, its keys and values, and on a CPU the
+"""Memory requirements of a model: its weights (by their files' headers), its keys and values, and, on a CPU, the
 process around them with the working memory of its checks and steps.
 
-Only the process's own memory counts. Files of weights are mapped: their pages belong to the system's page cache, and
-can be reclaimed. Anything unknown from headers and configuration is left out, so that no start is refused that would
+Only the process's own memory counts. Weight files are mapped: their pages belong to the system's page cache, and can be
+reclaimed. Anything that headers and configuration do not show is left out, so that no start is refused that would
 succeed.
 """
 
@@ -26,38 +26,38 @@ MAX_SIZE = 1 << 20
 """Sanity limit on the number of layers, heads or widths."""
 
 TORCH_PROCESS = 600_000_000
-"""Bytes of a serving process with torch, transformers and Numba imported and its loops compiled."""
+"""Bytes of a serving process that has imported torch, transformers and Numba and compiled its loops."""
 
 ONNX_PROCESS = 200_000_000
 """Bytes of a process running an exported model, without torch."""
 
 EXPORTING_PROCESS = 700_000_000
-"""Bytes of the process that exports a model, beside its weights: torch and the exporter."""
+"""Bytes of the process that exports a model, besides its weights: torch and the exporter."""
 
 
 GRAPH_COPIES = 2
-"""Copies of a graph's weights: its own, and ONNX Runtime's, laid out for its products."""
+"""Copies of a graph's weights: its own, and ONNX Runtime's, laid out for products."""
 
 EXPORT_COPIES = 1.3
-"""Copies of the weights in float32 during an export: the model's, and the largest of them once more, transposed."""
+"""Copies of the weights in float32 during an export: the model's, and for the largest weight another, transposed."""
 
 SAMPLE_TOKENS = 384
 """Tokens of the sample text for comparing a quantised export with its model. Their logits are kept."""
 
 MIN_QUANTISED_BYTES = 200_000_000
-"""Minimum bytes of weights in float32 for which an export tries to quantise them by default: smaller ones stay in a
+"""Minimum bytes of weights in float32 for an export to try quantisation by default. Smaller weights stay in a
 processor's cache, or are read in a few milliseconds."""
 
 BLOCK_OVERHEAD = 5 / 32
-"""Bytes beside each number of a quantised weight: a float32 scale and a zero point for 32 of them."""
+"""Additional bytes per number of a quantised weight: a float32 scale and a zero point for 32 numbers."""
 
 QUANTISED_SHARE = 0.2
-"""Bytes of weights quantised by default, relative to float32: products in 4 bits, the embeddings in 8, scales."""
+"""Bytes of weights quantised by default, relative to float32: products in 4 bits, embeddings in 8 bits, and scales."""
 
 
 @dataclass(frozen=True)
 class MemoryNeeded:
-    """The memory a model needs on its device, in bytes."""
+    """The memory in bytes that a model needs on its device."""
 
     name: str
     dtype: str
@@ -66,12 +66,12 @@ class MemoryNeeded:
     working: int  # for the checks at start, and the largest step
     tokens: int
     kv: int
-    export: int = 0  # beside the process, during the export, before anything else exists
+    export: int = 0  # during the export, besides the process, before anything else exists
     bits: int | None = None  # of a quantised weight
 
     @property
     def kept_as(self) -> str:
-        """How the weights are kept in memory."""
+        """The form of the weights in memory."""
         return self.dtype if self.bits is None else f"{self.bits} bits"
 
     @property
@@ -80,7 +80,7 @@ class MemoryNeeded:
 
     @property
     def owed(self) -> tuple[int, int]:
-        """The bytes to leave free beside another model's KV cache, and for each of its slots."""
+        """The bytes to leave free, besides another model's KV cache, and for each slot of that cache."""
         return self.weights + self.working, self.kv // self.tokens if self.tokens else 0
 
     @property
@@ -109,8 +109,8 @@ def in_gigabytes(count: int) -> str:
 
 
 def memory_needed(directory: ModelDirectory, placement: Placement, free: int | None = None) -> MemoryNeeded:
-    """Return the memory a model needs as placed. Without `free`: the minimum to start. On a device with `free` bytes:
-    the total with the default number of slots and the maximum number of sessions."""
+    """Return the memory that a model needs as placed. Without `free`, it is the minimum for a start. On a device with
+    `free` bytes, it is the total with the default number of slots and the maximum number of sessions."""
     dtype = dtype_of(directory, placement)
     if placement.kind == "onnx" and not (directory.path / GRAPH).is_file():
         cached = place_of_export(directory, dtype, quantised=placement.may_quantise)
@@ -183,7 +183,7 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
 
 def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:
     """Return the bytes of a float32 output head beyond the stored weights: a full copy if the token embeddings are also
-    the head, else the extra width of float32."""
+    the head, else the additional width of float32."""
     tables = [math.prod(tensor["shape"]) for tensor in found if _is_of_vocabulary(tensor, vocabulary)]
     if not tables:
         return 0
@@ -200,7 +200,7 @@ def _in_blocks(found: Iterable[Tensor], vocabulary: int, width: int, bits: int) 
 
 
 def _largest_in_float32(found: Iterable[Tensor]) -> int:
-    """Return the bytes of the largest tensor in float32, twice: while it is quantised."""
+    """Return twice the bytes of the largest tensor in float32, needed while it is quantised."""
     return 2 * BYTES["float32"] * max((math.prod(tensor["shape"]) for tensor in found), default=0)
 
 

@@ -16,9 +16,9 @@ COLUMNS = ("", "weights", "keys and values", "steps", "process", "export", "at m
 def memory_of(
     wanted: Mapping[str, tuple[Wanted, ModelDirectory]], *, heads: Beside | None = None
 ) -> dict[str, MemoryNeeded]:
-    """Estimate the memory that models take by role, once their KV caches are full, and the memory of `heads` beside the
-    first model; those that vLLM places are left out. A later model on the same device is counted with what earlier ones
-    leave."""
+    """Estimate the memory that models take by role once their KV caches are full, and the memory of `heads` beside the
+    first model. Models that vLLM places are left out. A later model on the same device is counted with the memory that
+    earlier ones leave."""
     free: dict[str, int] = {}
     found = {}
     for role, (model, directory) in wanted.items():
@@ -36,7 +36,7 @@ def memory_of(
 
 
 def memory_lines(needed: Mapping[str, MemoryNeeded]) -> Iterator[str]:
-    """Yield a line for the columns, and one for each model."""
+    """Yield a line with the column names, and one line for each model."""
     rows: list[tuple[str, ...]] = [COLUMNS]
     for role, memory in needed.items():
         kv = f"{in_gigabytes(memory.kv)}, {memory.tokens} tokens" if memory.tokens else "none"

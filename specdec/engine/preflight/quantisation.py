@@ -1,6 +1,6 @@
-"""Supported methods of quantised weights: transformers runs them, each with its own packages.
+"""Supported methods of quantised weights. transformers runs them, each with its own packages.
 
-Only torchao's is tested here. docs/which-models-run.md has this table.
+Only torchao's method is tested here. docs/which-models-run.md has this table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Method(NamedTuple):
     """A quantisation method known to transformers."""
 
     packages: dict[str, str]
-    """Module -> pip requirement."""
+    """Module to pip requirement."""
     gpu: bool = False
     """True if its kernels run on GPUs only."""
     refused: str | None = None

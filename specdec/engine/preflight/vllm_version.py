@@ -1,7 +1,7 @@
 """Supported versions and builds of vLLM, checked without importing it.
 
-The engine uses vLLM internals that may change with any minor version (`worker.py`): it runs only with the versions its
-tests were run with.
+The engine uses vLLM internals that may change with any minor version (`worker.py`), so it runs only with the versions
+that its tests were run with.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def check_vllm() -> None:
 
 
 def check_build(device: str, *, for_cpus: bool) -> None:
-    """Raise UnsupportedModelError unless vLLM was built for the device: it uses the device it was built for, ignoring
-    others."""
+    """Raise UnsupportedModelError unless vLLM was built for the device. vLLM uses the device it was built for, and
+    ignores others."""
     if for_cpus != (device == "cpu"):
         built, take = ("CPUs", "cpu") if for_cpus else ("GPUs", "cuda")
         raise UnsupportedModelError(f"device {device}: vLLM is built for {built} here: use --device {take}")

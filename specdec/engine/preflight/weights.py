@@ -1,4 +1,4 @@
-"""Weight files, judged by their headers: their completeness and contents. The weights are not read."""
+"""Weight files, checked by their headers for completeness and contents. The weights are not read."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ EMBEDDINGS = (".embed_tokens.weight", "wte.weight", ".word_embeddings.weight")
 
 
 def check_weights(directory: ModelDirectory, *, by_transformers: bool = False) -> None:
-    """Raise ModelDirectoryError unless the weight files exist, with the lengths given by their headers. Loading
-    `by_transformers` also requires its standard file names, or a name in config.json."""
+    """Raise ModelDirectoryError unless the weight files exist with the lengths given by their headers. Loading
+    `by_transformers` also requires transformers' standard file names, or a name in config.json."""
     files = directory.weights()
     if not files:
         raise ModelDirectoryError(f"{directory.path}: no weights (*.safetensors or {GRAPH}){_other_format(directory)}")
@@ -68,7 +68,7 @@ def bytes_of(directory: ModelDirectory, width: int | None) -> int:
 
 def tensors(file: Path) -> dict[str, Tensor]:
     """Return the header entry of each tensor in a safetensors file: `dtype`, `shape`, `data_offsets`. Raises
-    ModelDirectoryError unless the file has all the bytes announced by its header."""
+    ModelDirectoryError unless the file has all the bytes that its header announces."""
     with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")

@@ -1,1 +1,1 @@
-"""vLLM as an engine: it loads and runs the model; the verifier's step loop chooses the rows."""
+"""vLLM as an engine: it loads and runs the model, while the verifier's step loop chooses the rows."""

@@ -1,8 +1,8 @@
-"""The vLLM engine: the models, kernels and executors of vLLM behind the interface of all engines.
+"""The vLLM engine: vLLM's models, kernels and executors behind the interface of all engines.
 
-vLLM loads a model, in any quantisation it supports, on one device or with tensor parallelism, and runs passes over the
-rows packed by the verifier's step loop. Scheduling, memory, prefix caching and sampling stay ours, so texts are treated
-as with any other engine.
+vLLM loads a model, in any quantisation it supports, on one device or with tensor parallelism. It runs passes over the
+rows that the verifier's step loop packs. Scheduling, memory, prefix caching and sampling remain ours, so texts are
+treated as with any other engine.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ ENVIRONMENT = {
 """Environment variables read by vLLM on import."""
 
 KERNEL_VARIABLES = {"VLLM_TUNED_CONFIG_FOLDER", "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS"}
-"""Variables selecting vLLM's kernels without changing its graphs."""
+"""Variables that select vLLM's kernels without changing its graphs."""
 
 LONG_TEXT = 1024
-"""Length in tokens of the long text in the exactness check, shortened if it does not fit: attention over short texts is
-never split."""
+"""Length in tokens of the long text in the exactness check, shortened if it does not fit. A long text is needed because
+attention over short ones is never split."""
 
 
 class VllmEngine:
@@ -168,9 +168,9 @@ class VllmEngine:
         return logits
 
     def copy(self, source: Slots, target: Slots) -> None:
-        """Copy keys and values, by whole blocks: source and target slots have the same offsets in their blocks, and the
-        rest of a target block, overwritten as well, must be unused. A copy from the padding slot writes zeros, also to
-        single slots."""
+        """Copy keys and values, by whole blocks. Source and target slots must have the same offsets in their blocks;
+        the rest of a target block is overwritten as well, and must be unused. A copy from the padding slot writes
+        zeros, also to single slots."""
         clears = source == PADDING_SLOT
         if clears.any():
             self._clear(target[clears])
@@ -208,7 +208,7 @@ class VllmEngine:
 
 
 class SamplingVllmEngine(VllmEngine):
-    """A vLLM engine with logits on a GPU or in another process: they stay there, and only tokens are fetched."""
+    """A vLLM engine with logits on a GPU or in another process: they stay there; only tokens are fetched."""
 
     def launch(self, batch: PackedBatch) -> WorkerPass:
         """Launch a forward pass on the device or the tensor-parallel workers."""
@@ -266,7 +266,7 @@ class WorkerLogits:
 
 
 def vllm_engine(directory: ModelDirectory, *, device: str, options: Mapping[str, Any], **rest: Any) -> VllmEngine:
-    """Load a model. Only on a CPU without tensor parallelism are its logits in this process's memory."""
+    """Load a model. Its logits are in this process's memory only on a CPU without tensor parallelism."""
     here = device == "cpu" and options.get("tensor_parallel_size", 1) == 1
     return (VllmEngine if here else SamplingVllmEngine)(directory, device=device, options=options, **rest)
 
@@ -287,8 +287,8 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _variables() -> list[str]:
-    """Return the user-set vLLM environment variables that may change bits: those in vLLM's cache key for compiled
-    graphs, and those selecting kernels."""
+    """Return the user-set vLLM environment variables that may change bits: the ones in vLLM's cache key for compiled
+    graphs, and the ones that select kernels."""
     from vllm import envs
 
     names = envs.compile_factors().keys() | KERNEL_VARIABLES
@@ -315,7 +315,7 @@ def _started(**arguments: Any) -> Start:
     call_all: Callable[..., Any] = core.model_executor.collective_rpc
 
     def start_one(method: str, *given: Any) -> Callable[[], Any]:
-        """Call the worker in this process, synchronously: if it fails, nothing after it is started."""
+        """Call the worker in this process, synchronously, so that nothing after a failed call is started."""
         (answer,) = call_all(method, args=given)
         return lambda: answer
 
@@ -326,8 +326,8 @@ def _started(**arguments: Any) -> Start:
             try:
                 return answers.result()[0]
             except Exception:
-                # Workers compute together. After a failure of one, the others may have gone on, or wait for it for
-                # ever: the next pass would add up mismatched parts.
+                # Workers compute together. After one fails, the others may have gone on, or wait for it forever, so
+                # the next pass would add up mismatched parts.
                 _lost()
 
         return wait
@@ -342,7 +342,7 @@ def _lost() -> NoReturn:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the message of a vLLM error in one line: of a failed configuration check, its third line. Errors about
+    """Return the message of a vLLM error in one line; for a failed configuration check, its third line. Errors about
     memory also name our option for it."""
     lines = str(error).splitlines() or [type(error).__name__]
     told = lines[2] if "validation error" in lines[0] and len(lines) > 2 else lines[0]
@@ -355,8 +355,8 @@ def reason_of(error: Exception) -> str:
 def memory_options(
     directory: ModelDirectory, capacity: int | None, dtype: Dtype, device: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return vLLM's options for a KV cache of `capacity` slots, and for the longest text it has room for. Without
-    `capacity` vLLM determines both on a GPU; on a CPU it would take nearly all memory."""
+    """Return vLLM's options for a KV cache of `capacity` slots, and for the longest text that fits. Without `capacity`,
+    vLLM determines both on a GPU; on a CPU it would take nearly all memory."""
     slot = numbers_of_a_token(directory) * BYTES[dtype]
     if capacity is None and device == "cpu" and slot and "kv_cache_memory_bytes" not in options:
         weights = memory_needed(directory, Placement("vllm", dtype)).weights  # not loaded yet
@@ -366,7 +366,7 @@ def memory_options(
     blocks = capacity // BLOCK
     found = {"num_gpu_blocks_override": blocks, "max_model_len": min(directory.context, (blocks - 1) * BLOCK)}
     if slot or device != "cpu":
-        # On a GPU the block count decides, and any size will do. Without a size vLLM would profile graphs first, with
+        # On a GPU the block count decides, and any size will do. Without a size, vLLM would first profile graphs, with
         # another KV cache of up to 32,768 tokens.
         found["kv_cache_memory_bytes"] = max(1, blocks * BLOCK * slot // options.get("tensor_parallel_size", 1))
     return found

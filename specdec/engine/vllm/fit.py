@@ -16,10 +16,10 @@ def why_unfit(runner: Any) -> str | None:
     causes = (
         (model.is_encoder_decoder, "it has an encoder"),
         (runner.uses_mrope, "its tokens have several positions each (M-RoPE)"),
-        # Graphs and compiled layers then take embeddings.
+        # Graphs and compiled layers then take embeddings as input.
         (runner.supports_mm_inputs, "its layers take embeddings of media other than text"),
         (model.is_hybrid or len(groups) != 1, "its layers have state other than keys and values of tokens"),
-        # A row's attention would depend on where its prompt is cut or ends, unknown to passes.
+        # A row's attention would depend on where its prompt is cut or ends, which passes do not know.
         (any(map(_sees_ahead, groups)), "prompt rows attend to later ones (prefix-LM attention)"),
         (getattr(model, "rswa_window", None) is not None, "its attention window depends on the end of the prompt"),
         (getattr(runner, "lookback_token_ids", None) is not None, "its layers read earlier tokens of the text"),
@@ -30,7 +30,7 @@ def why_unfit(runner: Any) -> str | None:
 
 def rope_factors(model: Any) -> list[str]:
     """Return the LongRoPE scaling of a model's positions, "long-rope" or "short-rope"; an empty list for other models.
-    vLLM chooses once, by the longest text it has room for, and tokens depend on the choice."""
+    vLLM chooses it once, by the longest text that fits, and tokens depend on the choice."""
     found = {module.use_long_rope for module in model.modules() if hasattr(module, "use_long_rope")}
     return sorted("long-rope" if long else "short-rope" for long in found)
 

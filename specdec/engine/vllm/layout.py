@@ -1,8 +1,8 @@
 """The block batch: sequences with block tables into the KV cache, the input of paged attention.
 
 A *sequence* is a piece of one text: its rows are consecutive tokens at the end of the computed text, and its block
-table locates the keys of all tokens up to there. So the candidates of a text are a single chain after its root: a side
-branch would need a table of its own, and copies of keys.
+table locates the keys of all tokens up to that end. So the candidates of a text are a single chain after its root: a
+side branch would need its own table, and copies of keys.
 """
 
 from __future__ import annotations

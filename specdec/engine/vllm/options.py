@@ -13,7 +13,7 @@ MAX_SEQUENCES = 1024
 """Limits of one pass for vLLM's buffers: rows, and sequences."""
 
 MIN_SEQUENCES = 256
-"""Minimum number of sequences in vLLM's buffers: the verifier measures steps of that many texts."""
+"""Minimum number of sequences in vLLM's buffers, because the verifier measures steps of this many texts."""
 
 MAX_STEP_ROWS = 2048
 """Maximum of --step-rows. The roots of all sessions and their candidates may exceed it, up to MAX_ROWS."""
@@ -62,7 +62,7 @@ OWN = {
     "watermark_config": "the verifier samples tokens",
     "worker_extension_cls": "the engine installs its own",
 }
-"""vLLM options set by the engine itself, with the reason or the option to use instead."""
+"""vLLM options that the engine sets, with the reason or the option to use instead."""
 
 
 def read_options(text: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def read_options(text: str) -> dict[str, Any]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError for an option reserved for the engine, naming it."""
+    """Raise UnsupportedModelError, naming the option, for an option reserved for the engine."""
     for name, why in OWN.items():
         if name in options:
             raise UnsupportedModelError(f"vLLM's option {name} cannot be set: {why}")

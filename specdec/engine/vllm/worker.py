@@ -1,9 +1,9 @@
 """Forward passes over block batches inside vLLM's workers, using vLLM's model runner.
 
-Most knowledge of vLLM's internals is in this file (the rest is in `fit.py`, and the start in `engine.py`);
+Most knowledge of vLLM's internals is in this file; the rest is in `fit.py`, and the start in `engine.py`.
 `preflight/vllm_version.py` lists the supported versions. A pass does what the runner's `execute_model` does between its
-request states and its sampler, both unused here. It fills the runner's buffers, has the attention's metadata built, and
-runs the model, as a CUDA graph if there is one.
+request states and its sampler, which are unused here: it fills the runner's buffers, has the attention's metadata
+built, and runs the model, as a CUDA graph if there is one.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Chosen = tuple[Tokens, NDArray[np.bool_]]
 
 
 def on_the_stream(method: Method) -> Method:
-    """Decorate a method to compute in inference mode, and on a GPU on the stream used by vLLM to load the model. Passes
-    run in another thread, where vLLM would make a new stream: with memory of its own, and without the workspaces of
+    """Decorate a method to compute in inference mode and, on a GPU, on the stream that vLLM loaded the model on. Passes
+    run in another thread, where vLLM would create a new stream, with its own memory and without the workspaces of
     quantised layers."""
 
     @torch.inference_mode()
@@ -65,7 +65,7 @@ class Passes:
 
     def specdec_describe(self) -> tuple[int, int, int, str] | str:
         """Return vLLM's block size in tokens, the number of blocks, the length of the longest text in tokens, and the
-        attention implementation, for the numerics fingerprint; or why the model cannot run."""
+        attention implementation (for the numerics fingerprint); or the reason why the model cannot run."""
         _outlive_signals()
         self._specdec_stream = current_stream()
         runner = self.model_runner
@@ -136,7 +136,7 @@ class Passes:
 
     @on_the_stream
     def specdec_written(self, block: int) -> list[int]:
-        """Return the tokens of a block with any non-zero key or value, in any layer."""
+        """Return the tokens of a block that have any non-zero key or value, in any layer."""
         found: set[int] = set()
         for cache in self.model_runner.kv_caches:
             size = self._specdec_tokens_in(cache)
@@ -145,7 +145,7 @@ class Passes:
         return sorted(found)
 
     def _specdec_tokens_in(self, cache: Tensor) -> int:
-        """Return the tokens per block of a layer's cache: kernels may use smaller blocks than vLLM."""
+        """Return the tokens per block of a layer's cache, since kernels may use smaller blocks than vLLM."""
         config = self.model_runner.kv_cache_config
         size: int = self.model_runner.cache_config.block_size * config.num_blocks // cache.shape[0]
         return size
@@ -153,7 +153,7 @@ class Passes:
 
 def _outlive_signals() -> None:
     """Ignore signals in a worker process, leaving them to its parent. A terminal or supervisor signals all processes at
-    once, but workers are needed until the texts are drained. The end of vLLM's pipe stops them."""
+    once, but workers are needed until the texts are drained. They stop when vLLM's pipe closes."""
     if multiprocessing.parent_process() is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -180,7 +180,7 @@ def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
         whole_graph = mode == CUDAGraphMode.FULL
         rows = padded.num_tokens
         tables = sequences if padded.num_reqs is None else padded.num_reqs
-        # Backends that write keys outside of attention write them for padding rows, too.
+        # Backends that write keys outside attention also write them for padding rows.
         beside = not all(group.backend.forward_includes_kv_cache_update for group in runner.attn_groups[0])
         in_attention, in_layers = runner._get_slot_mappings(
             num_tokens_padded=rows if whole_graph or beside else count,
@@ -212,7 +212,7 @@ def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
             inputs_embeds=None,
         )
     if not len(batch.wanted):
-        # Nothing of this pass will be fetched: wait for it here, before the next one overwrites its buffers.
+        # Nothing of this pass will be fetched, so wait for it here, before the next one overwrites its buffers.
         if hidden.device.type != "cpu":
             torch.accelerator.synchronize()
         nothing: Tensor = hidden.new_empty((0, runner.model_config.get_vocab_size()))
@@ -223,7 +223,7 @@ def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
 
 
 def _fill(runner: Any, batch: BlockBatch) -> None:
-    """Write a batch into the buffers read by the runner's metadata and graphs."""
+    """Write a batch into the buffers that the runner's metadata and graphs read."""
     count, sequences = len(batch.tokens), len(batch.lengths)
     runner.input_ids.np[:count] = batch.tokens
     runner.input_ids.copy_to_gpu(count)
@@ -246,7 +246,7 @@ def _fill(runner: Any, batch: BlockBatch) -> None:
 
 
 def _of_runner(runner: Any, blocks: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """Return the runner's blocks [..., n * parts] covering our blocks [..., n]: the runner's may be smaller."""
+    """Return the runner's blocks [..., n * parts] for our blocks [..., n], since the runner's may be smaller."""
     parts = BLOCK // runner.cache_config.block_size
     found: NDArray[np.int64] = blocks[..., None].astype(np.int64) * parts + np.arange(parts)
     return found.reshape(*blocks.shape[:-1], -1)

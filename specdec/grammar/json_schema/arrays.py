@@ -1,7 +1,7 @@
 """Arrays: `prefixItems`, `items`, `contains` and `uniqueItems`.
 
-llguidance has neither of the last two: a fitting item becomes an alternative for each place it may have, and unique
-items an alternative for each order.
+llguidance supports neither of the last two. A matching item becomes an alternative for each of its possible places;
+unique items become an alternative for each order.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from specdec.grammar.json_schema.schemas import Schema
 from specdec.grammar.json_schema.values import is_at_most, is_number
 
 MAX_CONTAINING = 16
-"""Limit on the place of the item that fits `contains`: the grammar has an alternative for each place."""
+"""Maximum place of the item that matches `contains`: the grammar has an alternative for each place."""
 
 MAX_UNIQUE = 4
-"""Most values of items that must be unique: an alternative for each order."""
+"""Maximum values of items that must be unique: the grammar has an alternative for each order."""
 
 APPLICATORS = frozenset(["allOf", "anyOf", "oneOf", "$ref", "if", "contains", "dependentSchemas"])
-"""Keywords that may evaluate items, which `unevaluatedItems` then leaves out."""
+"""Keywords that may evaluate items, which `unevaluatedItems` then excludes."""
 
 UNLISTED = UNDENIED | {"not", "anyOf", "allOf", "pattern"}
 """Keywords that may exclude some of a schema's listed values."""
@@ -61,7 +61,7 @@ def _rewrite_contains(rewriter: Rewriter, part: Rewrite) -> None:
     wanted, items = source["contains"], keywords.get("prefixItems") or source.get("items", True)
     least, most = source.get("minContains", 1), source.get("maxContains")
     rewriter.count(place, len(repr(wanted)) + len(repr(items)))
-    if wanted in (True, {}) or json.dumps(wanted) == json.dumps(items):  # every item fits
+    if wanted in (True, {}) or json.dumps(wanted) == json.dumps(items):  # every item matches
         if is_number(least) and is_number(keywords.get("minItems", 0)):
             keywords["minItems"] = max(least, keywords.get("minItems", 0))
         if most is not None and is_number(most) and is_number(keywords.get("maxItems", most)):
@@ -81,7 +81,7 @@ def _rewrite_contains(rewriter: Rewriter, part: Rewrite) -> None:
 
 
 def _rewrite_unique(rewriter: Rewriter, part: Rewrite, values: Sequence[Any] | None) -> None:
-    """Rewrite `uniqueItems`, where items are one of `values`; None: of any value."""
+    """Rewrite `uniqueItems` for items among `values`; None: for items of any value."""
     if values is not None and len(values) <= MAX_UNIQUE:
         rewriter.count(part.place, math.factorial(len(values)) * 8)
         orders = [[{"const": value} for value in order] for order in permutations(values)]
@@ -94,7 +94,7 @@ def _rewrite_unique(rewriter: Rewriter, part: Rewrite, values: Sequence[Any] | N
 
 
 def _listed_values(document: Document, schema: Schema) -> list[Any] | None:
-    """Return the distinct values that a schema allows, if it is no more than a list of values; else None."""
+    """Return the distinct values that a schema allows, if the schema only lists values; else None."""
     chain = list(document.chain(schema, ""))
     if any(not isinstance(found, dict) or UNLISTED & found.keys() for found in chain):
         return None

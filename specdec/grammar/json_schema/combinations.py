@@ -1,4 +1,4 @@
-"""Schemas made of others: `allOf`, `anyOf`, `oneOf`, `$ref`, `not`, and `if` with `then` and `else`."""
+"""Schemas composed of others: `allOf`, `anyOf`, `oneOf`, `$ref`, `not`, and `if` with `then` and `else`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rewrite_combinations(rewriter: Rewriter, part: Rewrite) -> None:
 
 
 def _conditional(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> Schema:
-    """Return if, then and else as alternatives that exclude one another."""
+    """Return if, then and else as mutually exclusive alternatives."""
     asked, inner = schema["if"], f"{place}/if"
     held, broken = rewriter.schema(asked, inner), negation(rewriter, asked, inner)
     if "then" in schema:
@@ -51,8 +51,8 @@ def _conditional(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> S
 
 
 def _cases(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> tuple[list[Schema], set[int]]:
-    """Return conditions for the ifs that ask for values of the same property, each condition a list of cases, and the
-    identities of the schemas with these ifs. Rewritten one by one, these ifs would make too many combinations."""
+    """Return conditions for the ifs that test the same property, each condition a list of cases, and the identities of
+    the schemas with these ifs. Rewritten one by one, these ifs would make too many combinations."""
     groups: dict[str, list[tuple[list[Any], Mapping[str, Any]]]] = {}
     if schema.get("type") == "object":
         parts = [part for part in map(object_of, list_of(schema.get("allOf"))) if part.keys() <= IF_ALONE]
@@ -84,8 +84,8 @@ def _cases(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> tuple[l
 
 
 def _asked_value(asked: Any, required: Any) -> tuple[str, list[Any]] | None:
-    """Return the one property that an `if` asks for, and the values it asks for, in objects with these `required`
-    properties; None if it asks for anything else."""
+    """Return the only property that an `if` tests, and the tested values, in objects with these `required` properties;
+    None if it tests anything else."""
     if not isinstance(asked, dict) or not asked.keys() <= {"properties", "required", "type"}:
         return None
     properties = object_of(asked.get("properties"))
@@ -102,8 +102,8 @@ def _asked_value(asked: Any, required: Any) -> tuple[str, list[Any]] | None:
 
 
 def _discriminator(rewriter: Rewriter, parts: Any, place: str) -> str | None:
-    """Return a property with other values in each part of a oneOf, so that no value with it fits two of them; None if
-    there is none. Generators do not require it where it has a default, though they always write it."""
+    """Return a property with different values in each part of a oneOf, so that no value with it matches two parts; None
+    if there is none. Generators do not require it if it has a default, but always write it."""
     found: dict[str, list[set[str]]] = {}
     for part in list_of(parts):
         rewriter.count(place)

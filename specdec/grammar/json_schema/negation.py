@@ -1,4 +1,4 @@
-"""Negations: a schema for the values that another does not allow, which llguidance has no keyword for.
+"""Negations: a schema for the values that another does not allow. llguidance has no keyword for this.
 
 A value breaks a schema by breaking one of its keywords, so a negation is the union of the keywords' opposites.
 """
@@ -18,10 +18,10 @@ from specdec.grammar.json_schema.values import are_texts, is_number, is_one_of, 
 from specdec.grammar.patterns import PatternError, UnreadableError
 
 OTHER_TYPES = ("null", "boolean", "string", "array", "object")
-"""All types but numbers."""
+"""All types except numbers."""
 
 TYPE_OF = {"Length": "string", "Items": "array", "Properties": "object"}
-"""Types of values by the end of the keywords that limit their size."""
+"""Types of values, by the suffix of the keywords that limit their size."""
 
 UNDENIED = frozenset(
     [
@@ -30,7 +30,7 @@ UNDENIED = frozenset(
         *("prefixItems", "propertyNames", "unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
     ]
 )
-"""Keywords without an opposite, at least with some values."""
+"""Keywords without an opposite, at least for some values."""
 
 CONSTRAINTS = UNDENIED.union(
     [
@@ -38,7 +38,7 @@ CONSTRAINTS = UNDENIED.union(
         *("maximum", "minItems", "minLength", "minProperties", "minimum", "pattern", "properties", "required"),
     ]
 )
-"""The same, with those whose value may be of the wrong type."""
+"""The same keywords, and those whose value may have the wrong type."""
 
 
 def negation(rewriter: Rewriter, schema: Schema, place: str) -> Schema:
@@ -56,7 +56,7 @@ def negation(rewriter: Rewriter, schema: Schema, place: str) -> Schema:
 
 
 def _ways_out(rewriter: Rewriter, key: str, value: Any, schema: Mapping[str, Any], place: str) -> Sequence[Schema]:
-    """Return schemas. Each value that breaks a keyword is allowed by one of them."""
+    """Return schemas of which at least one allows each value that breaks a keyword."""
 
     def opposite(inner: Schema, at: str = place) -> Schema:
         return negation(rewriter, inner, at)
@@ -129,7 +129,7 @@ def _without_opposite(place: str, why: str = "") -> GrammarError:
 
 
 def _unmet(rewriter: Rewriter, name: str, needed: Any, place: str) -> Schema:
-    """Return a schema for objects with a property, but without what it needs."""
+    """Return a schema for objects that have a property but not what it requires."""
     if are_texts(needed):
         ways: Schema = any_of([{"properties": {other: False}} for other in needed])
     else:
@@ -148,7 +148,7 @@ def _other_types(value: Any, place: str) -> Sequence[Schema]:
 
 
 def _other_values(rewriter: Rewriter, values: Sequence[Any], place: str) -> Sequence[Schema]:
-    """Return schemas for all values but these."""
+    """Return schemas for all values except these."""
     if any(isinstance(value, list | dict) for value in values):
         raise _without_opposite(place, ": has a list or an object")
     rounded, size = inexact(list(values))

@@ -1,4 +1,4 @@
-"""Numbers as llguidance holds them, 64-bit floats: bounds, `const` and `enum`."""
+"""Numbers, which llguidance stores as 64-bit floats: bounds, `const` and `enum`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ BOUNDS = {
     "maximum": ("exclusiveMinimum", -1),
     "exclusiveMaximum": ("minimum", -1),
 }
-"""Bounds of numbers: the opposite one, and the direction away from the bound."""
+"""Bounds of numbers to the opposite bound, and the direction away from the bound."""
 
 LARGEST = 2**63 - 1024
-"""The largest bound llguidance can hold a number to: below 2^63, as a 64-bit float."""
+"""The largest bound that llguidance can enforce: below 2^63, as a 64-bit float."""
 
 
 def rewrite_listed_values(rewriter: Rewriter, part: Rewrite) -> None:
-    """Copy `const` and `enum`, unless llguidance would write one of their numbers as another."""
+    """Copy `const` and `enum`, unless llguidance would change one of their numbers."""
     for key in ("const", "enum"):
         if key in part.source:
             rounded, size = inexact(part.source[key])
@@ -36,21 +36,21 @@ def rewrite_bounds(part: Rewrite) -> None:
         if key in part.source:
             part.keywords[key] = rewritten_bound(key, part.source[key], part.place)
     if part.source.get("maximum") == 2**63 - 1 and part.source.get("type") == "integer":
-        part.keywords["maximum"] = 2**63 - 1  # the one bound above LARGEST that is exact
+        part.keywords["maximum"] = 2**63 - 1  # the only exact bound above LARGEST
 
 
 def rewritten_bound(key: str, value: Any, place: str) -> Any:
-    """Return the value of a bound that llguidance holds numbers to exactly, and that allows no further number."""
+    """Return the value of a bound that llguidance enforces exactly, and that allows no additional number."""
     _, away = BOUNDS[key]
     if not is_number(value):
-        return value  # draft 4's flag, or wrong
+        return value  # draft 4's flag, or an invalid value
     if value * away > LARGEST:
         raise refused(place, key, f"must be between -{LARGEST} and {LARGEST}")
     return _nearest(value, away)
 
 
 def _nearest(value: float, away: int) -> float:
-    """Return the nearest exact bound: above `value` if `away` is 1, else below."""
+    """Return the nearest exact bound: above `value` if `away` is 1, else below it."""
     if value * away < -LARGEST:
         return -LARGEST * away
     if isinstance(value, float):
@@ -60,13 +60,13 @@ def _nearest(value: float, away: int) -> float:
 
 
 def is_exact(value: Any) -> bool:
-    """Return True for a number that a 64-bit float holds."""
+    """Return True for a number that equals a 64-bit float."""
     return is_number(value) and abs(value) <= 2**53
 
 
 def inexact(value: Any) -> tuple[list[str], int]:
-    """Return the numbers in a value that llguidance would write as another number, since it holds them as 64-bit
-    floats, and how many values there are in all."""
+    """Return the numbers in a value that llguidance would change, since it stores them as 64-bit floats, and the total
+    number of values."""
     ahead, found, size = [value], list[str](), 0
     while ahead:
         size += 1

@@ -1,4 +1,4 @@
-"""Objects: their properties by name and pattern, those left over, and what one property requires of others."""
+"""Objects: their properties by name and pattern, the remaining ones, and what one property requires of others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rewrite_object(rewriter: Rewriter, part: Rewrite) -> None:
 
 
 def _rewrite_dependencies(rewriter: Rewriter, part: Rewrite, key: str) -> None:
-    """Have each property absent, or what it requires met."""
+    """Rewrite dependencies: each property is absent, or its requirements are met."""
     dependencies = part.source.get(key, {})
     if not isinstance(dependencies, dict):
         raise GrammarError(f"{part.place}/{key}: must be an object")
@@ -49,7 +49,7 @@ def _rewrite_dependencies(rewriter: Rewriter, part: Rewrite, key: str) -> None:
 
 
 def _rewrite_unevaluated(rewriter: Rewriter, part: Rewrite) -> None:
-    """Enforce `unevaluatedProperties` by additionalProperties, beside the names of all parts that always apply."""
+    """Enforce `unevaluatedProperties` by additionalProperties, next to the names in all parts that always apply."""
     place = f"{part.place}/unevaluatedProperties"
     names, patterns = dict[str, None](), dict[str, None]()
     if _evaluated(rewriter, part.source, place, names, patterns, set()):
@@ -71,7 +71,7 @@ def _evaluated(
     seen: set[int],
 ) -> bool:
     """Add the names and patterns of the properties that a schema evaluates; return True if it evaluates all. `seen`:
-    identities of schemas on the way here."""
+    identities of the schemas on the path to this one."""
     rewriter.count(place)
     if not isinstance(schema, dict) or id(schema) in seen:
         return False

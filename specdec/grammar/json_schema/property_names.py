@@ -1,4 +1,4 @@
-"""`propertyNames`, enforced by properties and patterns: llguidance lacks it.
+"""`propertyNames`, which llguidance does not support, enforced by properties and patterns.
 
 A list of names becomes the only properties. Any other schema of names becomes a language, which is intersected with
 the languages of the object's own patterns.
@@ -65,7 +65,7 @@ def _allow_language(rewriter: Rewriter, part: Rewrite, allowed: int, place: str)
 
 
 def _listed_names(rewriter: Rewriter, schema: Schema) -> dict[str, None] | None:
-    """Return the strings that a schema allows, if it is no more than a list of values."""
+    """Return the strings that a schema allows, if the schema only lists values; else None."""
     found = schema
     for found in rewriter.document.chain(schema, "/propertyNames/$ref"):
         if not isinstance(found, dict) or found.keys() != {"$ref"}:

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 from specdec.grammar.grammar import GrammarError
 
 MAX_REFERENCE_CHARACTERS = 1000
-"""Maximum characters of a reference: every occurrence is resolved again."""
+"""Maximum characters of a reference, since every occurrence is resolved again."""
 
 
 MAX_REFERENCES = 50
@@ -18,22 +18,22 @@ MAX_REFERENCES = 50
 
 
 class Document:
-    """A document with schemas that refer to one another."""
+    """A document whose schemas refer to one another."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._resources: dict[str, Any] | None = None  # schemas by their address
-        self._bases: dict[int, str] = {}  # addresses against which references resolve, by the identity of the schema
+        self._bases: dict[int, str] = {}  # base addresses of references, by the identity of the schema
 
     def resolved(self, schema: Mapping[str, Any], place: str) -> Any:
-        """Return what a schema refers to; GrammarError if it is not in this document."""
+        """Return the target of a schema's reference; GrammarError if it is not in this document."""
         reference = schema["$ref"]
         if not isinstance(reference, str) or len(reference) > MAX_REFERENCE_CHARACTERS:
             raise GrammarError(f"{place}: must be a text of at most {MAX_REFERENCE_CHARACTERS} characters")
         resources = self._addresses()
         try:
             address, fragment = urldefrag(urljoin(self._bases.get(id(schema), ""), reference))
-        except ValueError:  # no URI
+        except ValueError:  # not a URI
             address, fragment = reference, ""
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
@@ -52,7 +52,7 @@ class Document:
         return found
 
     def chain(self, schema: Any, place: str) -> Iterator[Any]:
-        """Yield a schema and the schemas along its chain of references, at most `MAX_REFERENCES` of these."""
+        """Yield a schema and the schemas along its chain of references, at most `MAX_REFERENCES` of the latter."""
         yield schema
         for _ in range(MAX_REFERENCES):
             if not isinstance(schema, dict) or "$ref" not in schema:
@@ -61,7 +61,7 @@ class Document:
             yield schema
 
     def _addresses(self) -> Mapping[str, Any]:
-        """Return the schemas with an address: the document, and what has an `$id` or an `$anchor`."""
+        """Return the schemas with an address: the document, and every schema with an `$id` or `$anchor`."""
         if self._resources is None:
             self._resources = {"": self._root}
             ahead: list[tuple[Any, str]] = [(self._root, "")]

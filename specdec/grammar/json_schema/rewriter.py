@@ -1,4 +1,4 @@
-"""The rewriter that the rules for keywords share: the state of one rewriting, and the way back to whole schemas.
+"""The rewriter that the keyword rules share: the state of one rewriting, and the way back to whole schemas.
 
 Rules and the rewriting of whole schemas call each other, so the rules know only `Rewriter`. Errors name the place of
 their schema, a JSON pointer.
@@ -21,10 +21,10 @@ from specdec.grammar.languages import Languages
 Made = TypeVar("Made")
 
 MAX_SCHEMAS = 20_000
-"""Most schemas visited within one: some 100 ms."""
+"""Maximum schemas visited within one: some 100 ms."""
 
 MAX_NEGATIONS = 50
-"""Most levels of a schema that is negated."""
+"""Maximum depth of a negated schema."""
 
 
 def refused(place: str, key: str, why: str) -> GrammarError:
@@ -39,7 +39,7 @@ class Work:
         self.languages = Languages()
 
     def count(self, place: str, size: int = 0) -> None:
-        """Charge for one schema, and for a list or a text of this size in it."""
+        """Charge for one schema, plus a list or text of this size in it."""
         self._left -= 1 + size // 8
         if self._left < 0:
             raise GrammarError(f"{place or '/'}: makes more than {MAX_SCHEMAS} schemas with its conditions written out")
@@ -47,19 +47,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One schema, and what the rules have made of it so far."""
+    """One schema, and the rules' result so far."""
 
     source: Mapping[str, Any]
     place: str  # a JSON pointer
     keywords: dict[str, Any]  # of the result
-    conditions: list[Schema] = field(default_factory=list)  # rewritten schemas that must hold as well
+    conditions: list[Schema] = field(default_factory=list)  # rewritten schemas that must hold, too
 
 
 class Rewriter(ABC):
     """The state of rewriting one document."""
 
     def __init__(self, root: Mapping[str, Any], work: Work, *, checks: bool) -> None:
-        """`checks`: what no grammar enforces may be left to a check of the finished text."""
+        """`checks`: parts that no grammar enforces may be left to a check of the finished text."""
         self.document = Document(root)
         self.languages = work.languages
         self.count = work.count
@@ -67,8 +67,8 @@ class Rewriter(ABC):
         self.unenforced: dict[int, str] = {}  # places of schemas whose uniqueItems is left to a check, by identity
         self.pending: list[
             tuple[str, Schema, str]
-        ] = []  # definitions that are yet to be rewritten: name, schema, place
-        self._names: dict[int, str] = {}  # of the definitions in the result, by the identity of their schema
+        ] = []  # definitions still to be rewritten: name, schema, place
+        self._names: dict[int, str] = {}  # names of the result's definitions, by the identity of their schema
         self._levels = 0
 
     @abstractmethod
@@ -76,7 +76,7 @@ class Rewriter(ABC):
         """Return an equivalent schema."""
 
     def reference(self, schema: Mapping[str, Any], place: str) -> str:
-        """Return a reference to the rewritten definition of what a schema refers to."""
+        """Return a reference to the rewritten definition of a schema's target."""
         target = self.document.resolved(schema, place)
         name = self._names.get(id(target))
         if name is None:
@@ -86,13 +86,13 @@ class Rewriter(ABC):
         return f"#/$defs/{name}"
 
     def entered(self, made: Callable[[Schema, str], Made], schema: Mapping[str, Any], place: str) -> Made:
-        """Return what is made of the target of a schema's reference."""
+        """Return the result of `made` for the target of a schema's reference."""
         with self.level(place, "it refers to itself"):
             return made(self.document.resolved(schema, place), place)
 
     @contextmanager
     def level(self, place: str, why: str) -> Iterator[None]:
-        """Limit the nesting of what is written out: negations and the targets of references in them."""
+        """Limit the nesting of the parts that are written out: negations and the targets of references in them."""
         self._levels += 1
         if self._levels > MAX_NEGATIONS:
             raise GrammarError(f"{place}: cannot be enforced: {why}")

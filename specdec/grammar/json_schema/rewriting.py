@@ -20,19 +20,20 @@ from specdec.grammar.json_schema.values import list_of, object_of
 from specdec.grammar.patterns import PatternError
 
 MAX_COMBINATIONS = 32
-"""Most alternatives that the conditions of one object may make together: llguidance follows them side by side."""
+"""Maximum alternatives that the conditions of one object may create together, since llguidance follows all in
+parallel."""
 
 MAX_TOLD_CHARACTERS = 320
-"""Most characters of a problem: its place may be deep."""
+"""Maximum characters of a problem, since its place may be deep."""
 
 COPIED = frozenset(["maxLength", "maxProperties", "minLength", "minProperties", "multipleOf", "required", "type"])
-"""Keywords that llguidance enforces, with values that hold no schema."""
+"""Keywords that llguidance enforces and whose values contain no schema."""
 
 
 def supported_source(source: str, *, checks: bool = False) -> tuple[str, UniqueItems | None]:
-    """Return the JSON of an equivalent schema that llguidance takes; GrammarError if there is none. With `checks`, also
-    one that allows more, and the check that a finished text needs. A source that is not a JSON object is returned as it
-    is: compilation will say why."""
+    """Return the JSON of an equivalent schema that llguidance supports; GrammarError if there is none. With `checks`,
+    the schema may allow more, and the check for the finished text is returned as well. A source that is not a JSON
+    object is returned unchanged, so that compilation reports it."""
     if problem := source_violation(Kind.JSON_SCHEMA, (source,)):
         raise GrammarError(problem)
     try:
@@ -46,15 +47,14 @@ def supported_source(source: str, *, checks: bool = False) -> tuple[str, UniqueI
 
 
 def supported(schema: Mapping[str, Any], work: Work | None = None) -> Mapping[str, Any]:
-    """Return an equivalent schema that llguidance takes; GrammarError if there is none. With llguidance's `lenient` the
-    schema itself, since what cannot be enforced is to be ignored."""
+    """Return an equivalent schema that llguidance supports; GrammarError if there is none. With llguidance's `lenient`,
+    return the schema itself, since unenforceable parts are to be ignored."""
     found, _ = _rewritten(schema, work or Work(), checks=False)
     return found
 
 
 def json_text(schema: Mapping[str, Any]) -> str:
-    """Return the JSON of a schema; GrammarError if it is too long. Half a character, which UTF-8 does not have, stays
-    escaped."""
+    """Return the JSON of a schema; GrammarError if it is too long. Lone surrogates, which UTF-8 lacks, stay escaped."""
     for ascii_alone in (False, True):
         found, size = list[str](), 0
         try:
@@ -72,7 +72,7 @@ def json_text(schema: Mapping[str, Any]) -> str:
 
 
 def _rewritten(schema: Mapping[str, Any], work: Work, *, checks: bool) -> tuple[Mapping[str, Any], UniqueItems | None]:
-    """Return what `supported` returns; with `checks`, also the check of what the schema leaves out, if anything."""
+    """Return the result of `supported`; with `checks`, also the check of what the schema leaves out, if anything."""
     if object_of(schema.get("x-guidance")).get("lenient") is True:
         return schema, None
     try:
@@ -86,7 +86,7 @@ def _rewritten(schema: Mapping[str, Any], work: Work, *, checks: bool) -> tuple[
         raise GrammarError(f"{told[:half]} ... {told[-half:]}") from None
     except RecursionError:
         raise GrammarError("nests too deep") from None
-    except PatternError as error:  # the work of a whole request is done
+    except PatternError as error:  # the work budget of the whole request is spent
         raise GrammarError(f"cannot be enforced: an expression {error}") from None
 
 
@@ -131,7 +131,7 @@ class _SchemaRewriter(Rewriter):
 
 
 def _with_conditions(part: Rewrite) -> Schema:
-    """Return a rewritten schema with its conditions as further parts of allOf."""
+    """Return a rewritten schema with its conditions as additional parts of allOf."""
     if False in part.conditions:
         return False
     if conditions := [condition for condition in part.conditions if condition is not True]:

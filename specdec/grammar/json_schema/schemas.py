@@ -10,12 +10,12 @@ Schema = Any
 
 
 def alternatives(schema: Schema) -> list[Schema]:
-    """Return the alternatives of a schema that is nothing but `anyOf`; of any other, the schema itself."""
+    """Return the alternatives of a schema that consists only of `anyOf`; for any other, the schema itself."""
     return schema["anyOf"] if isinstance(schema, dict) and set(schema) == {"anyOf"} else [schema]
 
 
 def any_of(schemas: Iterable[Schema]) -> Schema:
-    """Return a schema that allows what at least one of these allows."""
+    """Return a schema that allows the values that at least one of these allows."""
     found = [part for schema in schemas for part in alternatives(schema) if part is not False]
     if True in found:
         return True
@@ -23,7 +23,7 @@ def any_of(schemas: Iterable[Schema]) -> Schema:
 
 
 def both(first: Schema, second: Schema) -> Schema:
-    """Return a schema that allows what both allow."""
+    """Return a schema that allows the values that both allow."""
     if False in (first, second):
         return False
     return first if second is True else second if first is True else {"allOf": [first, second]}

@@ -1,6 +1,6 @@
-"""Strings: `format` and `pattern`, the latter also for names of properties.
+"""Strings: `format` and `pattern`; the latter also applies to names of properties.
 
-Expressions are rewritten in the syntax of llguidance (`specdec.grammar.languages`).
+Expressions are rewritten in llguidance's syntax (`specdec.grammar.languages`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def name_pattern(rewriter: Rewriter, pattern: str, place: str) -> str:
 
 
 def _rewritten(rewriter: Rewriter, pattern: str, place: str, key: str, spelt: Callable[[int], list[str]]) -> list[str]:
-    """Return expressions that together match what one matches, `spelt` from its language. An expression that is not
-    read here stays, and so does one that is only too large, if it needs no rewriting."""
+    """Return expressions that together match what `pattern` matches, `spelt` from its language. An expression that is
+    unreadable here stays unchanged. So does one that is only too large, if it needs no rewriting."""
     rewriter.count(place, len(pattern))
     try:
         return spelt(rewriter.languages.of_pattern(pattern))

@@ -1,4 +1,4 @@
-"""`uniqueItems` of open values: no grammar remembers all items of an array, so the finished text is checked."""
+"""`uniqueItems` of unlisted values: no grammar can remember all items of an array, so the finished text is checked."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from specdec.grammar.json_schema.schemas import Schema
 from specdec.grammar.json_schema.values import list_of, object_of
 
 Select = Callable[[Any], Iterable[tuple[str, Any]]]
-"""Returns the parts of a value to which a subschema applies, each after its place in the value, a JSON pointer."""
+"""Returns the parts of a value that a subschema applies to, each after its place in the value, a JSON pointer."""
 
 KEYWORD = "uniqueItems"
 
 MAX_CHARACTERS = 1 << 18
-"""Most characters of a text that is checked: parsing takes some 10 ms."""
+"""Maximum characters of a checked text: parsing takes some 10 ms."""
 
 MAX_WORK, VISIT_WORK, ITEM_WORK = 500_000, 100, 30
-"""Limit on the work of a check, some 10 ms: 100 for each value visited, 30 for each item compared, and its characters.
-It runs on the event loop."""
+"""Limit on the work of a check, some 10 ms: 100 for each value visited, and for each item compared 30 plus its
+characters. The check runs on the event loop."""
 
 CONTAINERS = frozenset(["array", "object"])
-"""Types of values that may hold an array."""
+"""Types of values that may contain an array."""
 
 DEFINITIONS = frozenset(["$defs", "definitions"])
-"""Keywords with schemas that apply where they are referred to."""
+"""Keywords with schemas that apply only where they are referred to."""
 
 
 class UniquenessVerdict(NamedTuple):
     """The outcome of a check of a finished text."""
 
-    ok: bool | None  # None: it is no whole JSON value, or too large to check
-    path: str = ""  # of the value that does not fit, a JSON pointer
-    keyword: str = ""  # that it does not fit
+    ok: bool | None  # None: no complete JSON value, or too large to check
+    path: str = ""  # JSON pointer to the invalid value
+    keyword: str = ""  # the violated keyword
 
 
 class UniqueItems:
-    """The check of a text for what its grammar does not enforce of a schema. The rest of the schema holds already."""
+    """The check of a text for the parts of its schema that its grammar does not enforce. The other parts already
+    hold."""
 
     def __init__(self, root: Mapping[str, Any], document: Document, unenforced: Mapping[int, str]) -> None:
         """`unenforced`: places of the schemas of `document` whose uniqueItems is left to the check, by their identity.
@@ -57,7 +58,7 @@ class UniqueItems:
         self._steps = _leading_to(self._unenforced, steps)
 
     def of_text(self, text: str) -> UniquenessVerdict:
-        """Check a text that fits the grammar."""
+        """Check a text that matches the grammar."""
         if len(text) > MAX_CHARACTERS:
             return UniquenessVerdict(None)
         try:
@@ -87,11 +88,12 @@ class UniqueItems:
                 for select, inner in self._steps.get(id(schema), ())
                 for place, part in select(value)
             )
-            ahead += islice(parts, left // VISIT_WORK + 1)  # more than there is work for ends without a verdict
+            ahead += islice(parts, left // VISIT_WORK + 1)  # exceeding the work budget ends without a verdict
         return UniquenessVerdict(True)
 
     def _reached(self) -> tuple[dict[int, list[tuple[Select, Schema]]], set[int]]:
-        """Return, by the identity of schemas, the steps from those that certainly apply, and the others."""
+        """Return, by the identity of schemas, the steps from the schemas that certainly apply, and the other
+        schemas."""
         steps: dict[int, list[tuple[Select, Schema]]] = {}
         others, ahead = list[Any](), [self._root]
         while ahead:
@@ -113,8 +115,8 @@ class UniqueItems:
         return steps, uncertain
 
     def _steps_from(self, schema: Mapping[str, Any], others: list[Any]) -> Iterator[tuple[Select, Schema]]:
-        """Yield the steps to the subschemas that certainly apply to a part of the value; append what is left of the
-        schema to `others`."""
+        """Yield the steps to the subschemas that certainly apply to a part of the value; append the rest of the schema
+        to `others`."""
         certain = {*DEFINITIONS, "allOf", "$ref", "properties", "prefixItems", "items"}
         yield from ((_itself, part) for part in list_of(schema.get("allOf")))
         if "$ref" in schema:
@@ -154,7 +156,7 @@ class UniqueItems:
 def _leading_to(
     targets: frozenset[int], steps: Mapping[int, list[tuple[Select, Schema]]]
 ) -> dict[int, list[tuple[Select, Schema]]]:
-    """Return the steps that lead to one of these schemas: the others need no visit."""
+    """Return the steps that lead to one of these schemas; the others need no visit."""
     before: dict[int, list[int]] = {}
     for schema, own in steps.items():
         for _, inner in own:
@@ -169,7 +171,7 @@ def _leading_to(
 
 
 def _number(text: str) -> float | int:
-    """Return a number as JSON Schema compares it: 1.0 is 1."""
+    """Return a number as JSON Schema compares it: 1.0 equals 1."""
     number = float(text)
     return int(number) if number.is_integer() else number
 

@@ -1,4 +1,4 @@
-"""JSON values in schemas, which may have the wrong shape: tests of shapes, and parts of JSON pointers."""
+"""JSON values in schemas, which may have the wrong shape: tests of their shape, and parts of JSON pointers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, TypeGuard
 
 
 def are_objects(schema: Mapping[str, Any], *keys: str) -> bool:
-    """Return True if each of these keywords is missing or has an object as its value; compilation refuses the
-    others."""
+    """Return True if each of these keywords is missing or has an object as its value; compilation refuses other
+    values."""
     return all(isinstance(schema.get(key, {}), dict) for key in keys)
 
 
@@ -38,5 +38,5 @@ def object_of(value: Any) -> dict[str, Any]:
 
 
 def pointer_part(key: str) -> str:
-    """Return a key as part of a JSON pointer, cut to what an error can show."""
+    """Return a key as part of a JSON pointer, cut to the length that an error can show."""
     return key.replace("~", "~0").replace("/", "~1")[:40]

@@ -1,7 +1,7 @@
-"""The guard: closes or mutes connections that only waste calls, refused or reset at once.
+"""The guard: closes or mutes connections that only make wasted calls, which are refused or reset at once.
 
 A refused call still takes a sixth of a millisecond of the event loop, so a caller without a key could saturate it with
-some thousands a second. Each connection has a budget for such calls, and so has each address, because a caller may open
+some thousands per second. Each connection has a budget for such calls. So has each address, because a caller may open
 any number of connections. A connection that also carries calls of authorized callers is left alone: it may be a
 proxy's, with all kinds of callers behind it.
 
@@ -32,40 +32,40 @@ TRUSTED_SECONDS = 60.0
 """Seconds that a connection stays trusted after a served call: a proxy's callers come and go."""
 
 CONNECTION_BURST, CONNECTION_RATE = 100.0, 100.0
-"""Wasted calls that a connection may make at once, and per second in the long run. A server of the OpenAI API asks
-about at most fifty unknown keys a second, and must not be closed even while none of its callers has a key."""
+"""Wasted calls that a connection may make at once, and per second in the long run. A server of the OpenAI API checks at
+most about fifty unknown keys per second, and must not be closed even while none of its callers has a key."""
 
 ADDRESS_BURST, ADDRESS_RATE = 400.0, 200.0
-"""The same for all connections of an address: a thirtieth of a core. Beyond it every connection may waste `MIN_WASTED`
-calls."""
+"""The same for all connections of an address: a thirtieth of a core. Beyond it, every connection may still waste
+`MIN_WASTED` calls."""
 
 MAX_DEBT = 12_000.0
-"""Maximum debt of an address in calls: its budget is back a minute after it has stopped."""
+"""Maximum debt of an address in calls: its budget recovers within a minute after its calls stop."""
 
 MIN_WASTED = 1
 """Wasted calls that every connection may make, so that its caller can read the reason of the refusal."""
 
 MUTED_SECONDS = 20.0
-"""Seconds that a connection of an address beyond its budget stays open but unread before it is closed: a caller closed
-at once would be back at once, with a hundred calls on its new connection."""
+"""Seconds that a connection of an address beyond its budget stays open but unread before it is closed. If closed at
+once, the caller would return at once, with a hundred calls on its new connection."""
 
 MAX_MUTED = 512
 """Maximum number of muted connections; beyond it the oldest is closed."""
 
 MAX_CONNECTIONS = MAX_ADDRESSES = 8192
-"""Number of connections and addresses remembered, the latest ones; about 1 KB each."""
+"""Number of most recent connections and addresses remembered; about 1 KB each."""
 
 SWEEP_SECONDS = 0.01
 """Seconds between scans of this process's sockets; one scan closes all connections due."""
 
 LOOK_SECONDS = 1.0
-"""Maximum seconds between scans while connections are muted: some are due to be closed, others are gone."""
+"""Maximum seconds between scans while connections are muted, since some become due or disappear."""
 
 LOG_SECONDS = 10.0
 """Minimum seconds between log lines about wasted calls."""
 
 LOGGED_CALLS = 50
-"""Minimum number of wasted calls in that time for a log line: fewer are callers changing their minds, or retrying with
+"""Minimum number of wasted calls in that time for a log line: fewer come from callers that cancel, or that retry with
 an old key."""
 
 IPV6_HOST_BITS = 64
@@ -82,7 +82,7 @@ class CallerConnection:
     wasted: int = 0
     served_at: float | None = None  # last time a call was served or outlived EARLY_SECONDS
     closed: bool = False
-    inode: int | None = None  # of its socket; None: not scanned yet
+    inode: int | None = None  # of its socket; None before the first scan
     calls: dict[GuardedCall, None] = field(default_factory=dict)  # running calls, oldest first
 
     def is_trusted(self, now: float) -> bool:
@@ -115,7 +115,7 @@ class ConnectionGuard:
         self._clock = clock
         self._connections: OrderedDict[str, CallerConnection] = OrderedDict()  # by gRPC's peer name, latest last
         self._addresses = TokenBuckets(ADDRESS_RATE, ADDRESS_BURST, MAX_ADDRESSES, MAX_DEBT, clock)
-        # Health checks have separate budgets: other clients of an address must not mute a load balancer's probes.
+        # Health checks have separate budgets: other clients of an address must not get a load balancer's probes muted.
         self._open_addresses = TokenBuckets(ADDRESS_RATE, ADDRESS_BURST, MAX_ADDRESSES, MAX_DEBT, clock)
         self._closing: dict[Peer, None] = {}
         self._muting: dict[Peer, None] = {}
@@ -136,7 +136,7 @@ class ConnectionGuard:
         self._waste(peer, self._addresses)
 
     def answer_anybody(self, peer: str) -> None:
-        """Charge a call of an open service, which shows no authorization of its caller, to the budgets."""
+        """Charge a call of an open service, which does not show its caller's authorization, to the budgets."""
         self._waste(peer, self._open_addresses)
 
     def begin(self, peer: str) -> GuardedCall:
@@ -174,7 +174,7 @@ class ConnectionGuard:
         connection.wasted += 1
         address_has = addresses.of(_network(connection.peer[0])).spend()
         connection_has = connection.budget.spend()
-        # Beyond the address's budget, closing would only bring back the caller with a fresh connection budget: mute.
+        # Above the address's budget, mute: closing would only let the caller return with a fresh connection budget.
         if not address_has and connection.wasted > MIN_WASTED:
             self._end(connection, self._muting if mutes else self._closing)
         elif not connection_has or connection.closed:
@@ -216,7 +216,7 @@ class ConnectionGuard:
         return found
 
     def _end(self, connection: CallerConnection, manner: dict[Peer, None]) -> None:
-        """Schedule a connection to be closed or muted. It stays known, for its calls still to come."""
+        """Schedule a connection to be closed or muted. It stays on record for its further calls."""
         if connection.peer in self._muted:
             return
         if not connection.closed:
@@ -251,8 +251,8 @@ class ConnectionGuard:
             await asyncio.sleep(SWEEP_SECONDS)
 
     def _forget_gone(self, known: Sequence[tuple[str, CallerConnection]], sockets: Mapping[Peer, int]) -> None:
-        """Forget the connections that are gone, given those known before the scan of the open `sockets`: another
-        caller's connection may come from the same port, and deserves neither their trust nor their debt."""
+        """Forget closed connections, given the connections known before the scan of the open `sockets`. Another
+        caller's connection may reuse the port, and must inherit neither trust nor debt."""
         for name, connection in known:
             inode = sockets.get(connection.peer)
             if inode is not None and connection.inode in (None, inode):

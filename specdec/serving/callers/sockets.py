@@ -1,10 +1,10 @@
-"""Closes connections by their peer's address, or mutes them: the kernel drops the data that arrives. gRPC has no API
-for this, but the sockets are this process's own.
+"""Closes connections by their peer's address, or mutes them: the kernel then drops the data that arrives. gRPC has no
+API for this, but the sockets belong to this process.
 
 Shutting a socket down is enough: gRPC sees the end of the connection, as if the peer had closed it, and frees
 everything. A muted connection stays open and costs nothing: its peer waits for answers, as after a network failure.
-Resets pass, and so do the first packets of a new connection. They end a muted connection whose peer is gone, so that
-the next caller that gets its port can connect.
+Resets and the first packets of new connections still pass. They end a muted connection whose peer is gone, so that the
+next caller with the same port can connect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 DESCRIPTORS = "/proc/self/fd"
-"""Linux's list of a process's descriptors; without it no connection is found."""
+"""Linux's list of a process's descriptors; without it, no connection is found."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -30,7 +30,7 @@ Peer = tuple[Address, int]
 
 MAX_DISCARDS = 16
 _discarded = bytearray(1 << 19)
-"""Number and buffer of reads of half a MiB: Linux's default receive buffer holds at most 6 MiB."""
+"""Number and buffer size of reads, half a MiB each: Linux's default receive buffer holds at most 6 MiB."""
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 DROP_DATA = b"".join(
@@ -60,11 +60,12 @@ def parse_peer(name: str) -> Peer | None:
 
 
 def end_connections(closed: Mapping[Peer, int | None], muted: Collection[Peer] = ()) -> dict[Peer, int]:
-    """Close or mute these peers' connections to ports on which this process listens; return all such connections, as
-    the inode of their socket by peer. A peer's value in `closed` is the inode that it must have, None for any.
+    """Close or mute these peers' connections to ports on which this process listens. Return the socket inodes of all
+    connections to these ports, by peer. A peer's value in `closed` is the inode that its socket must have; None for
+    any.
 
-    A peer alone is not enough. A connection of ours to a pod may have the same remote end, and a peer's port may by now
-    belong to somebody else's connection.
+    A peer alone does not identify a connection. A connection from this process to a pod may have the same remote end,
+    and a peer's port may by now belong to another caller's connection.
     """
     try:
         descriptors = [int(name) for name in os.listdir(DESCRIPTORS)]
@@ -101,7 +102,7 @@ def end_connections(closed: Mapping[Peer, int | None], muted: Collection[Peer] =
         with connection.socket as duplicate, contextlib.suppress(OSError):
             if connection.port not in listening:
                 continue
-            inode = closed.get(connection.peer, 0)  # 0: no socket has it
+            inode = closed.get(connection.peer, 0)  # 0 matches no socket
             if inode is None or inode == connection.inode:
                 _close(duplicate)
                 _discard(duplicate)

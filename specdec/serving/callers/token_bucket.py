@@ -13,7 +13,7 @@ Clock = Callable[[], float]
 
 
 class TokenBucket:
-    """Refills at `rate` tokens a second, up to `burst`. It may go into debt, at most `max_debt`, since the cost of a
+    """Refills at `rate` tokens per second, up to `burst`. It may go into debt, up to `max_debt`, since the cost of a
     text is known only after the fact."""
 
     __slots__ = ("_clock", "_filled_at", "_min_tokens", "_tokens", "burst", "rate")
@@ -38,7 +38,7 @@ class TokenBucket:
         return max(0.0, (min(tokens, self.burst) - self._fill()) / self.rate)
 
     def change(self, rate: float, burst: float) -> None:
-        """Change rate and burst. Debt and savings stay, up to the new burst."""
+        """Change rate and burst. Debt and savings are kept, up to the new burst."""
         self._tokens = min(self._fill(), burst)
         self.rate, self.burst = rate, burst
 
@@ -74,7 +74,7 @@ class TokenBuckets:
         return found
 
     def wait(self, key: Hashable) -> float:
-        """Take a key's token and return 0.0; without one, take none and return the seconds until there is one."""
+        """Take a key's token and return 0.0. If it has none, return the seconds until it has one."""
         bucket = self.of(key)
         if seconds := bucket.seconds_until():
             return seconds

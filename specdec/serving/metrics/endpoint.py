@@ -54,7 +54,7 @@ class ServiceCollector(Collector):
 
 
 class LoopCollector(Collector):
-    """Collects a service's metrics for a scrape that is answered on its event loop."""
+    """Collects a service's metrics for a scrape answered on its event loop."""
 
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect
@@ -115,7 +115,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A server robust against any input: its port has no TLS, and anybody inside the network may connect."""
+    """A server that tolerates any input: its port has no TLS, and anyone in the network may connect."""
 
     daemon_threads = True
 

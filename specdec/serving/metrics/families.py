@@ -1,7 +1,7 @@
 """Prometheus metric families.
 
-Names begin with `specdec_` and the service's role, in base units: seconds, tokens, ratios from 0 to 1. Where vLLM has
-the same metric, the rest of the name is vLLM's.
+Names begin with `specdec_` and the service's role. Values are in base units: seconds, tokens, ratios from 0 to 1. If
+vLLM has the same metric, the rest of the name is vLLM's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Values = TypeVar("Values", bound=tuple[str, ...])
 
 
 class Families:
-    """Collects the metric families of a service in `made`."""
+    """Collects the metric families of a service in its list `made`."""
 
     def __init__(self, role: str) -> None:
         self._role = role
         self.made: list[Metric] = []
 
     def counter(self, name: str, help: str, value: float) -> None:
-        """Add a counter; Prometheus ends its name in `_total`."""
+        """Add a counter. Prometheus appends `_total` to its name."""
         self.made.append(CounterMetricFamily(self._name(name), help, value))
 
     def counters(self, name: str, help: str, labels: tuple[str, ...], values: Mapping[Values, float]) -> None:

@@ -22,12 +22,12 @@ CODES = {code.value[0]: code for code in grpc.StatusCode}
 class MuxChannel:
     """A channel to one service: the part of `grpc.aio.Channel` that generated stubs use.
 
-    Calls with a single request or response are plain gRPC calls. Bidirectional streams share a connection, opened with
-    the first of them; after it breaks or its service shuts down, the next stream opens another. To a service that does
-    not support connections, streams are plain gRPC calls too.
+    Calls with a single request or response are plain gRPC calls. Bidirectional streams share a connection, which the
+    first of them opens; after it breaks or its service shuts down, the next stream opens another. If a service does not
+    support connections, streams are plain gRPC calls too.
 
-    `renewed` returns a new channel when the current one should be replaced, as after a change of certificates, else
-    None; running calls stay on the old channel.
+    `renewed` returns a new channel when the current one should be replaced, as after a change of certificates;
+    otherwise None. Running calls stay on the old channel.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class MuxChannel:
             await carrier.close()
 
     def _renew(self) -> None:
-        """Switch to a new channel, if there is one. The old one's connections end with their last stream, and a later
-        renewal closes the channel: its plain calls, which last seconds, have ended by then. A channel that never had a
-        connection may carry plain streams, and stays open."""
+        """Switch to a new channel, if there is one. The old one's connections end with their last stream. A later
+        renewal closes the old channel; its plain calls, which last seconds, have ended by then. A channel that never
+        had a connection may carry plain streams, and stays open."""
         if (channel := self._renewed()) is None:
             return
         idle = [carrier for carrier in self._retired if carrier.connected and not carrier.connections]
@@ -87,13 +87,13 @@ class MuxChannel:
 
 
 class Carrier:
-    """A gRPC channel and its connections: new streams go to the last one, the others still carry older streams."""
+    """A gRPC channel and its connections: new streams use the last connection, the others carry older streams."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self.connected = False  # has ever had a connection
         self._connections: list[ClientConnection] = []
-        self._unknown = False  # True: the service does not support connections
+        self._unknown = False  # the service does not support connections
 
     @property
     def connections(self) -> Sequence[ClientConnection]:
@@ -130,8 +130,8 @@ class ClientConnection:
     def __init__(self, call: Any) -> None:
         self.broken = False
         self.accepted = False  # the service has answered
-        self.leaving = False  # takes no new streams, and ends once it carries none
-        self.unknown = False  # True: the service does not support connections
+        self.leaving = False  # accepts no new streams, and ends with its last one
+        self.unknown = False  # the service does not support connections
         self._call = call
         self._sending = SendQueue()
         self._calls: dict[int, MuxCall] = {}
@@ -154,7 +154,7 @@ class ClientConnection:
         return call
 
     def leave(self) -> None:
-        """Take no new streams, and end with the last one."""
+        """Accept no new streams, and end with the last one."""
         self.leaving = True
         self._end_if_idle()
 
@@ -174,8 +174,8 @@ class ClientConnection:
     async def _write(self) -> None:
         """Write batches of frames once the service has accepted the connection.
 
-        The first batch waits for the initial metadata: sent while the service answers that it does not support
-        connections, it would turn that answer into an internal error. Only `_read` handles the end of a connection.
+        The first batch waits for the initial metadata. If sent earlier, it would turn the service's answer that it does
+        not support connections into an internal error. Only `_read` handles the end of a connection.
         """
         try:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError):
@@ -186,7 +186,7 @@ class ClientConnection:
             self._call.cancel()
 
     async def _end_if_unread(self) -> None:
-        """End the connection once the service has left too much unread: it has stopped reading."""
+        """End the connection once too much is unread: the service has stopped reading."""
         await self._sending.overflowed.wait()
         self._call.cancel()
 

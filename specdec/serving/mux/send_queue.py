@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from specdec.v2 import mux_pb2
 
 BATCH_BYTES = 1 << 18
-"""Approximate bytes in a batch of frames: later frames, of any stream, wait while it is written."""
+"""Approximate bytes in a batch of frames. Later frames, of any stream, wait while it is written."""
 
 
 MAX_UNSENT_BYTES = 4 << 20
 """Approximate bytes of queued frames above which senders of messages wait."""
 
 MAX_UNSENT_FRAMES = 1 << 14
-"""Maximum number of queued frames. Some frames, such as an end, cannot be held back: if this many are queued, the peer
+"""Maximum number of queued frames. Some frames, such as an end, cannot be held back, so reaching it means that the peer
 has stopped reading."""
 
 
@@ -30,11 +30,11 @@ class QueuedFrame:
 
 
 class SendQueue:
-    """A FIFO queue of frames. Frames put while a batch is being written go into the next."""
+    """A FIFO queue of frames. Frames added while a batch is being written go into the next one."""
 
     def __init__(self) -> None:
         self.overflowed = asyncio.Event()
-        """Set once more than MAX_UNSENT_FRAMES frames are queued: the peer has stopped reading."""
+        """Set once more than MAX_UNSENT_FRAMES frames are queued, since the peer has stopped reading."""
         self._frames: deque[QueuedFrame] = deque()
         self._of: defaultdict[int, deque[QueuedFrame]] = defaultdict(deque)  # live frames by stream
         self._bytes = self._count = 0  # of live frames
@@ -81,7 +81,7 @@ class SendQueue:
         self._news.set()
 
     def abandon(self) -> None:
-        """Drop all queued frames and later ones; only the batch being written still goes out."""
+        """Drop all queued and later frames; only the batch being written is still sent."""
         self._abandoned = True
         self._frames.clear()
         self._of.clear()

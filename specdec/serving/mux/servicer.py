@@ -1,4 +1,4 @@
-"""The callee's end of multiplexed connections: serves their streams with the registered services' methods."""
+"""The callee's end of multiplexed connections: serves their streams by the methods of registered services."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specdec.v2 import mux_pb2, mux_pb2_grpc
 log = structlog.get_logger()
 
 FAREWELL_SECONDS = 5.0
-"""Seconds for a caller, when its connection ends, to read the batch being written and then the status."""
+"""Seconds for a caller to read, when its connection ends, the batch being written and then the status."""
 
 MAX_CONNECTIONS = 1024
 """Maximum number of connections to a service. An orchestrator opens one per worker process."""
@@ -34,11 +34,11 @@ MAX_STREAMS = 4096
 """Maximum number of concurrent streams on a connection."""
 
 MAX_BEGIN_BYTES = 1 << 13
-"""Maximum bytes of a stream's method and metadata together: gRPC's limit for headers."""
+"""Maximum bytes of a stream's method and metadata together; equals gRPC's limit for headers."""
 
 
 class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
-    """The servicer of connections; services register their methods with it as with a server."""
+    """The servicer of connections. Services register their methods with it as with a server."""
 
     def __init__(self) -> None:
         self.traffic = ByteCounters()
@@ -78,7 +78,7 @@ class MuxServicer(mux_pb2_grpc.MuxServiceServicer):
                 self._connections.remove(connection)
 
     def drain(self) -> None:
-        """Take no new streams; every connection ends with its last stream."""
+        """Accept no new streams; every connection ends with its last stream."""
         self._draining = True
         for connection in self._connections:
             connection.drain()
@@ -107,8 +107,7 @@ class ServerConnection:
             self._sending.finish()
 
     async def serve(self, requests: AsyncIterator[mux_pb2.ConnectRequest]) -> None:
-        """Serve until the connection is drained, its caller ends it or its caller stops reading; then end its
-        streams."""
+        """Serve until the connection is drained, or its caller ends it or stops reading; then end its streams."""
         reading = asyncio.create_task(self._read(requests))
         overflowing = asyncio.create_task(self._overflow())
         writing = asyncio.create_task(
@@ -135,7 +134,7 @@ class ServerConnection:
         await asyncio.wait(ending)
 
     async def _overflow(self) -> None:
-        """Raise OverloadedError once the caller has left too much unread."""
+        """Raise OverloadedError once too much is unread by the caller."""
         await self._sending.overflowed.wait()
         raise OverloadedError(f"{MAX_UNSENT_FRAMES} frames are unread, the limit is reached")
 
@@ -203,7 +202,7 @@ class ServedStream(MuxStream):
     def __init__(
         self, number: int, sending: SendQueue, begin: mux_pb2.Begin, method: Any, connection: Any, traffic: ByteCounters
     ) -> None:
-        """`connection` is the context of the connection's own call; the stream's messages are counted in `traffic`."""
+        """`connection` is the context of the connection's own call; `traffic` counts the stream's messages."""
         super().__init__(number, sending, begin.timeout_us / 1e6 if begin.HasField("timeout_us") else None)
         self.begin = begin
         self.method = method
@@ -239,7 +238,7 @@ class ServedStream(MuxStream):
         return str(self._connection.peer())
 
     def peer_identities(self) -> Any:
-        """Return the names in the caller's certificate, which holds for the whole connection."""
+        """Return the names in the caller's certificate, which are valid for the whole connection."""
         return self._connection.peer_identities()
 
     def auth_context(self) -> Any:

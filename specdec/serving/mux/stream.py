@@ -12,30 +12,30 @@ from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import mux_pb2
 
 WINDOW = 1 << 20
-"""Flow-control window in bytes: how far one end may send ahead of the other's reading (the message that exceeds it
-still goes). An unread stream blocks only its own sender."""
+"""Flow-control window in bytes: how far one end may send ahead of the other's reading. A message that exceeds the rest
+of the window is still sent. An unread stream blocks only its own sender."""
 
 OVERHEAD = 64
 """Flow-control overhead in bytes per message."""
 
 MAX_BYTES = MAX_MESSAGE_BYTES - 1024
-"""Maximum bytes of one message: below gRPC's limit, to leave room for the frame and the batch around it."""
+"""Maximum bytes of one message: below gRPC's limit, so that the frame and batch around it fit."""
 
 
 @dataclass
 class ByteCounters:
-    """Bytes of messages sent and received at one end, without their frames."""
+    """Bytes of messages, without frames, sent and received at one end."""
 
     sent: int = 0
     received: int = 0
 
 
 class TooLargeError(Exception):
-    """A message too large for the connection."""
+    """A message is too large for the connection."""
 
 
 def check_batch(frames: Sequence[mux_pb2.Frame]) -> None:
-    """Raise ProtocolError if a batch has more frames than may ever be queued: an empty frame is cheap to send, two
+    """Raise ProtocolError if a batch has more frames than a queue may hold. An empty frame costs its sender only two
     bytes, but blocks the receiver's event loop for longer."""
     if len(frames) > MAX_UNSENT_FRAMES:
         raise ProtocolError(f"a batch has {len(frames)} frames, must have at most {MAX_UNSENT_FRAMES}")
@@ -77,14 +77,14 @@ class MuxStream:
         self.send_frame(mux_pb2.Frame(message=message))
 
     async def receive(self) -> bytes | mux_pb2.End:
-        """Return the next message or, after the last one, the stream's end; then the same end on every call."""
+        """Return the next message. After the last one, return the stream's end, on every call."""
         item = await self._arrived.get()
         if isinstance(item, mux_pb2.End):
             self._arrived.put_nowait(item)
             return item
         self._waiting -= len(item) + OVERHEAD
         self._untold += len(item) + OVERHEAD
-        # Grant credit in quarters of the window: enough to keep the sender going, at few frames.
+        # Grant credit in quarters of the window: this keeps the sender going and needs few frames.
         if self._untold >= WINDOW // 4 and not self.closed:
             self.send_frame(mux_pb2.Frame(credit=self._untold))
             self._untold = 0

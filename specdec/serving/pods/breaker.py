@@ -1,8 +1,8 @@
 """A circuit breaker (Nygard, "Release It!"): decides whether to try a pod.
 
-Closed, it lets every session through. Failures open it; after a pause it is half-open and lets one session through, a
-trial: success closes the breaker, failure opens it for twice as long. The breaker knows only the pod's name: callers
-report outcomes to it.
+When closed, it lets every session through. Failures open it. After a pause it is half-open and lets one session through
+as a trial: success closes the breaker, failure opens it for twice as long. The breaker knows only the pod's name;
+callers report outcomes to it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ log = structlog.get_logger()
 
 FAILURES = 3
 """Consecutive failures that open the breaker: one or two may be the fault of their sessions. A conclusive failure opens
-it at once."""
+it immediately."""
 
 FIRST_OPEN_SECONDS = 0.25
 MAX_OPEN_SECONDS = 1.0
-"""Seconds that a breaker stays open: the first time, and at most. A trial costs one session one try, and a recovered
-pod should not idle for longer."""
+"""Seconds that a breaker stays open: the first time, and at most. A trial costs one attempt of one session, and a
+recovered pod should not idle for longer."""
 
 TRIAL_SECONDS = 1.0
-"""Timeout of a trial in seconds, equal to the longest pause after a failure. A trial without an outcome is followed by
-another."""
+"""Timeout of a trial in seconds, equal to the longest pause after a failure. After a trial without an outcome, another
+starts."""
 
 
 class Breaker:
@@ -63,7 +63,7 @@ class Breaker:
             self._open(min(2 * self._pause, MAX_OPEN_SECONDS))
         elif not self._pause and (conclusive or self._failures >= FAILURES):
             self._open(FIRST_OPEN_SECONDS)
-        # Otherwise it is open already, and sessions begun before now fail one after another.
+        # Otherwise it is already open, and sessions begun before fail one after another.
 
     def _open(self, pause: float) -> None:
         if not self._pause:

@@ -14,7 +14,7 @@ from specdec.wire.tls_files import TlsFiles, channel_credentials
 
 
 def connect(address: str) -> grpc.aio.Channel:
-    """Return a channel to a pod without TLS: all sessions there share one multiplexed connection."""
+    """Return a channel to a pod without TLS: all its sessions share one multiplexed connection."""
     channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS + PEER_OPTIONS)
     return cast("grpc.aio.Channel", MuxChannel(channel))
 
@@ -23,8 +23,8 @@ class SecureConnections:
     """Makes channels to pods with TLS; callable like `connect`.
 
     `files`: the authorities for pods' certificates, and our own certificate for pods that require one; TlsError if they
-    are unusable. A pod's certificate must be valid for `name` if given, otherwise for its host. `names` maps addresses
-    resolved by DNS back to host names.
+    are unusable. A pod's certificate must be valid for `name` if given, otherwise for the pod's host. `names` maps
+    addresses resolved by DNS back to host names.
     """
 
     def __init__(self, files: TlsFiles, name: str | None, names: Mapping[str, str]) -> None:

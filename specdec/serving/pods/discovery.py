@@ -1,6 +1,6 @@
 """Discovery: finds the pods of a role, at given addresses and by DNS names (`dns:`) with one record per pod.
 
-A headless service's name has a record for each of its pods. Pods come and go, so names are resolved periodically.
+A headless service's name has one record per pod. Pods come and go, so names are resolved periodically.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from specdec.wire.address import Address
 log = structlog.get_logger()
 
 AGAIN_SECONDS = 3.0
-"""Seconds between two resolutions of a name: a new pod takes longer to load its model, and the breaker notices a dead
-one."""
+"""Seconds between two resolutions of a name. It need not be short: a new pod takes longer to load its model, and the
+breaker notices a dead one."""
 
 
 class Resolve(Protocol):
@@ -47,7 +47,7 @@ class FoundPods(Protocol):
 
 
 class Discovery:
-    """Keeps the pods of a role in step with its addresses."""
+    """Keeps the pods of a role in sync with its addresses."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Discovery:
 
     async def _look_up(self) -> None:
         """Resolve all names and update the pods. A name that cannot be resolved now keeps its pods: the circuit
-        breakers know which are alive. While some name has never been resolved, no pod is removed."""
+        breakers know which are alive. Until every name has been resolved once, no pod is removed."""
         async with self._looking:
             for address in self._addresses:
                 try:

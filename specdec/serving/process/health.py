@@ -1,9 +1,9 @@
-"""Health checks (grpc.health.v1), proof against slow readers.
+"""Health checks (grpc.health.v1) that tolerate slow readers.
 
 grpcio-health-checking's servicer writes to watchers while holding a lock that every status change needs: one watcher
-that does not read would freeze the status, and the drain with it. Here a watcher waits for the next change by itself,
-and gets the status of that moment. Anybody may watch, so watches are limited in number and duration; a client whose
-watch has ended watches again. Watches beyond the limits get UNIMPLEMENTED, on which clients disable health checking.
+that does not read would freeze the status and the drain. Here each watcher waits for the next change on its own, and
+gets the status at that moment. Anyone may watch, so watches are limited in number and duration; a client whose watch
+has ended starts another. Watches above the limits get UNIMPLEMENTED, on which clients disable health checking.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 LIVE = "live"
-"""Service name for liveness checks: always SERVING, answered by the event loop that serves everything else, so that a
-stuck one does not answer."""
+"""Service name for liveness checks: always SERVING. The event loop that serves everything else answers them, so a stuck
+one does not answer."""
 
 MAX_WATCHES, MAX_WATCHES_OF_CONNECTION = 128, 4
-"""Number of watchers, in all and of one connection."""
+"""Maximum number of watchers, in total and per connection."""
 
 WATCH_SECONDS = 600.0
 """Seconds after which a watcher's call ends."""
 
 HEALTH_SECONDS = 0.25
-"""Seconds between checks of whether the service works."""
+"""Seconds between checks whether the service works."""
 
 
 class Judged(Protocol):
@@ -48,7 +48,7 @@ class Judged(Protocol):
 
     @property
     def needs(self) -> Mapping[str, bool]:
-        """Full names of the other services it needs, and whether it reaches one of each now."""
+        """Full names of the other services it needs, and whether it currently reaches one of each."""
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -68,8 +68,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             self._tell()
 
     def drain(self) -> None:
-        """Report all services as NOT_SERVING from now on, and end the watchers' calls, which the drain would wait
-        for."""
+        """Report all services as NOT_SERVING from now on, and end the watchers' calls, for which the drain would
+        wait."""
         self._draining = True
         self._tell()
 
@@ -94,7 +94,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Send the status of a service now, and when it has changed; for an unknown service, SERVICE_UNKNOWN."""
+        """Send the status of a service now and after each change; SERVICE_UNKNOWN for an unknown service."""
         peer = context.peer()
         if self._watches.total() >= MAX_WATCHES or self._watches[peer] >= MAX_WATCHES_OF_CONNECTION:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there are too many watchers: check the health instead")
@@ -122,7 +122,7 @@ async def report_health(service: Judged, checks: HealthServicer) -> None:
     while True:
         try:
             works, needs = service.works, service.needs
-        except Exception:  # a bug: it must not leave the last status standing
+        except Exception:  # a bug, which must not freeze the last status
             log.exception("health_unknown", service=service.name)
             works, needs = False, {}
         checks.report({service.name: works, "": works, **needs})

@@ -1,6 +1,6 @@
 """Listening sockets and their errors.
 
-Needs nothing but sockets, so that ports can be checked before anything heavy is loaded.
+It needs only sockets, so that ports can be checked before anything large is loaded.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class ListenError(Exception):
 
 
 ANY_HOST = frozenset({"0.0.0.0", "::", ""})
-"""Hosts that stand for all interfaces."""
+"""Hosts that mean all interfaces."""
 
 
 def check_apart(addresses: Mapping[str, tuple[str, int]]) -> None:
-    """Raise ListenError if two services are given one port. `addresses`: (host, port) by the option that sets the port;
-    0 takes a free one."""
+    """Raise ListenError if two services are given the same port. `addresses`: (host, port) by the option that sets the
+    port; port 0 means any free one."""
     for (option, (host, port)), (other, (other_host, other_port)) in itertools.combinations(addresses.items(), 2):
         if port and port == other_port and (host == other_host or ANY_HOST & {host, other_host}):
             raise ListenError(f"{option} {port} and {other} {port}: two services cannot have one port, change one")
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches a server that listens on this address."""
+    """Return True if a server that listens on this address is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
 def bound(host: str, port: int, *, shared: bool = False, option: str = "--port") -> socket.socket:
     """Return a socket bound to an address but not listening; ListenError if that fails.
 
-    A `shared` port may be bound by other processes that share it too, by SO_REUSEPORT.
+    Other processes may bind a `shared` port too, if they also share it, by SO_REUSEPORT.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,9 +1,9 @@
 """Structured logs on stderr: JSON lines, or readable ones on a terminal.
 
 Logging never raises, never blocks and has a bounded volume, so that no log line can fail a request. A line that cannot
-be written now, because of a full disk, a closed pipe or a stalled reader, is dropped and counted. The length of values
-and the rate of each event are limited, so the volume depends on the number of event kinds of a service, not on the
-number of requests. Library logs take the same path, as the event `library`.
+be written immediately, because of a full disk, a closed pipe or a stalled reader, is dropped and counted. The length of
+values and the rate of each event are limited, so the volume depends on the number of event kinds of a service, not on
+the number of requests. Library logs take the same path, as the event `library`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class _Allowance:
 
 
 class LimitRate:
-    """Drops lines of an event above its rate; the next line of it has their number as `suppressed`.
+    """Drops lines of an event above its rate; the event's next line reports their number as `suppressed`.
 
-    Critical lines always pass: a process logs one when it ends.
+    Critical lines always pass: a process logs one when it terminates.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -87,7 +87,7 @@ class LimitRate:
 
 
 MAX_LINE_BYTES = 1 << 16
-"""Maximum bytes of a line; longer ones are cut. Log values are bounded before, so a longer line is a bug here, which
+"""Maximum bytes of a line; longer ones are cut. Log values are limited before, so a longer line is a bug here, which
 must not fill a disk."""
 
 
@@ -125,8 +125,8 @@ class LossyStream(io.TextIOBase):
         return len(text)
 
     def _written(self, data: bytes) -> bool:
-        """Write all data, in pieces of PIPE_BUF bytes, which a pipe reported writable takes without blocking; return
-        False on failure."""
+        """Write all data in pieces of PIPE_BUF bytes, which never block on a pipe reported writable; return False on
+        failure."""
         view = memoryview(data)
         while view:
             try:
@@ -149,7 +149,7 @@ def guard_stderr() -> LossyStream:
 def _descriptor(stream: TextIO | None) -> int:
     """Return a non-blocking descriptor for a stream's target, leaving the target blocking for other writers.
 
-    A regular file never blocks and is not reopened: if stdout is the same file, both must share one write position.
+    A regular file never blocks and is not reopened: if it is also stdout's, both must share one write position.
     """
     fd = 2
     if stream is not None:
@@ -163,14 +163,14 @@ def _descriptor(stream: TextIO | None) -> int:
         pass
     try:
         return os.dup(fd)
-    except OSError:  # closed: the next file opened must not get number 2
+    except OSError:  # closed: the next opened file must not get number 2
         devnull_fd = os.open(os.devnull, os.O_WRONLY)
         return devnull_fd if devnull_fd == 2 else os.dup2(devnull_fd, 2)
 
 
 CHATTY = ("torchao", "torch.utils._pytree")
-"""Loggers of libraries that transformers imports if installed. Their warnings concern features unused here, such as
-kernels for other processors."""
+"""Loggers of libraries that transformers imports if installed. They warn about features unused here, such as kernels
+for other processors."""
 
 
 def configure(service: str, level: str = "info") -> None:
@@ -216,7 +216,7 @@ def _renderer(stream: LossyStream) -> structlog.typing.Processor:
 
 
 class _Lines:
-    """A logger that writes lines unbuffered. It has no lock: a thread logging while it logs would deadlock."""
+    """A logger that writes lines unbuffered. It has no lock: a thread that logs while logging would deadlock."""
 
     def __init__(self, stream: LossyStream) -> None:
         self._stream = stream
@@ -232,10 +232,10 @@ class _ToStructlog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError):
-            # gRPC logs this when a status or message meets a caller that has just left: not an error.
+            # gRPC logs this when a status or message reaches a caller that has just left: no error.
             log.debug("caller_left", message=_message(record))
             return
-        level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)  # libraries have levels in between
+        level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)  # libraries use levels in between
         log.log(level, "library", logger=record.name, message=_message(record), exc_info=record.exc_info)
 
 

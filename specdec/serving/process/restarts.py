@@ -1,7 +1,7 @@
 """The restart policy of a process that died.
 
-Back-off doubles with every death in a row. A process that was ready for CALM_SECONDS has shown that it can serve: its
-next death starts a new row. The policy touches no process; callers report events.
+Back-off doubles with every consecutive death. A process that was ready for CALM_SECONDS has shown that it can serve, so
+its next death counts as the first. The policy touches no process; callers report events.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ DEATHS = 5
 """Consecutive deaths after which the process is not restarted."""
 
 CALM_SECONDS = 30.0
-"""Seconds of being ready after which a death starts a new row."""
+"""Seconds of being ready after which a death counts as the first again."""
 
 FIRST_PAUSE_SECONDS = 0.25
-"""Seconds before the first restart: little compared to the start itself."""
+"""Seconds before the first restart: short compared to the start itself."""
 
 
 class Restarts:
@@ -33,7 +33,7 @@ class Restarts:
         self._ready_since = self._clock()
 
     def died(self) -> float | None:
-        """Record a death; return the seconds until the restart, None for no restart."""
+        """Record a death; return the seconds until the restart; None if the process is not to be restarted."""
         if self._ready_since is not None and self._clock() - self._ready_since >= CALM_SECONDS:
             self.deaths = 0
         self._ready_since = None

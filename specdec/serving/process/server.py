@@ -1,6 +1,6 @@
 """The life of a service process: load, serve, drain, exit.
 
-The port opens once the service is ready, so that a loading pod gets no calls.
+The port opens once the service is ready, so that a loading pod receives no calls.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ PEER_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 30_000),
 )
-"""Options of channels to other services. A service that comes back is found within a second instead of gRPC's two
-minutes, and a dead connection is dropped long before TCP's quarter of an hour."""
+"""Options of channels to other services. A returning service is found within a second instead of gRPC's two minutes,
+and a dead connection is dropped long before TCP's quarter of an hour."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -63,12 +63,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 MAX_STREAMS = 100
 """Maximum number of concurrent calls on a connection; RFC 9113 recommends at least 100. All of them may wait for the
-event loop, at a sixth of a millisecond each: this bounds the delay that one connection causes the others before it is
-closed. Our clients open further connections for more calls (`specdec/client/endpoint.py`)."""
+event loop, at a sixth of a millisecond each: this bounds how long one connection can delay others before it is closed.
+Our clients open further connections for more calls (`specdec/client/endpoint.py`)."""
 
 MAX_PENDING, MAX_PENDING_HARD = 8192, 16384
-"""Limits on calls of a method that wait for the event loop: above the first, gRPC refuses some with CANCELLED, above
-the second all, good ones included. Ten connections would use up gRPC's default of 1,000."""
+"""Limits on calls of a method that wait for the event loop. Above the first, gRPC refuses some with CANCELLED; above
+the second, all, including valid ones. Ten connections would use up gRPC's default of 1,000."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -76,14 +76,14 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.server.max_pending_requests", MAX_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_HARD),
-    # Silent connections, and violations of the protocol; gRPC's default is two minutes.
+    # Close silent connections, and ones that violate the protocol; gRPC's default is two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.http2.settings_timeout", 10_000),
-    # Idle connections; by default they are kept forever. Clients reconnect transparently.
+    # Close idle connections; by default they are kept forever. Clients reconnect transparently.
     ("grpc.max_connection_idle_ms", 300_000),
-    # Clients ping every 20 s; by default gRPC would close their connections for it.
+    # Clients ping every 20 s; with its default, gRPC would close their connections for that.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    # A caller that is frozen, or gone without a word, must not hold memory and slots for gRPC's two hours.
+    # A caller that freezes or vanishes must not hold memory and slots for gRPC's two hours.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),
@@ -91,13 +91,13 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 OPEN_SERVICES = (health.SERVICE_NAME, reflection.SERVICE_NAME)
-"""Services open to anybody, without an API key."""
+"""Services that anyone may call, without an API key."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StartError(Exception):
-    """The service cannot start; the message is one line for the operator."""
+    """The service cannot start; the message is a single line for the operator."""
 
 
 class Servicer(Protocol):
@@ -121,8 +121,8 @@ class Service(Servicer, Protocol):
 
     @property
     def connection_seconds(self) -> float | None:
-        """Seconds after which a client's connection takes no more calls, so that the client resolves servers again and
-        finds new ones. None: unlimited."""
+        """Seconds after which a client's connection accepts no more calls, so that the client resolves servers again
+        and finds new ones. None: unlimited."""
 
     @property
     def gates(self) -> Sequence[Gate]:
@@ -140,8 +140,8 @@ class Service(Servicer, Protocol):
 
     @property
     def needs(self) -> Mapping[str, bool]:
-        """Full names of the other services it needs, and whether it reaches one of each now; health checks report them
-        under these names."""
+        """Full names of the other services it needs, and whether it currently reaches one of each. Health checks report
+        them under these names."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +152,11 @@ class ServerSettings:
     port: int = 0
     drain_seconds: float = 30.0
     log_level: str = "info"
-    stop_with_stdin: bool = False  # stop when stdin closes, as a child's does when its parent ends
+    stop_with_stdin: bool = False  # stop when stdin closes, as it does when a parent process ends
     share_port: bool = False  # by SO_REUSEPORT, with other processes that set it too
     tls: TlsFiles | None = None  # None: no encryption
     tls_client_names: tuple[Name, ...] = ()  # a client's certificate must have one of them; (): any
-    reflection: bool = False  # describe services and messages to anybody
+    reflection: bool = False  # describe services and messages to anyone
     health_port: int | None = None  # of a server for health checks only, without encryption
     metrics_port: int | None = None  # of the Prometheus endpoint
     otlp_endpoint: Address | None = None  # of the OTLP collector; None: no traces are sent
@@ -166,12 +166,12 @@ class ServerSettings:
 async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]], service_name: str) -> None:
     """Run a service until SIGINT, SIGTERM or, if configured, the end of stdin.
 
-    Prints the line `ready HOST:PORT` on stdout when it takes calls.
+    Prints the line `ready HOST:PORT` on stdout once it accepts calls.
     """
     logs.configure(service_name, settings.log_level)
     stop = stop_asked_for(settings)
 
-    # 1. Check ports and certificates first, so that no model is loaded in vain.
+    # 1. Check ports and certificates first, before spending time on a model.
     bound(settings.host, settings.port, shared=settings.share_port).close()
     if settings.health_port:
         bound(settings.host, settings.health_port, shared=settings.share_port, option="--health-port").close()
@@ -180,7 +180,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     credentials = None if settings.tls is None else server_credentials(settings.tls)
     exporter = span_exporter(settings, service_name)
 
-    # 2. Load, then take calls.
+    # 2. Load, then accept calls.
     loading = asyncio.ensure_future(load())
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -190,7 +190,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     service = loading.result()
     if exporter is not None:
         service.timelines.exporter = exporter
-    log_settings()  # only now: a failed start prints only its reason
+    log_settings()  # not earlier: a failed start prints only its reason
     options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
     if service.connection_seconds is not None:  # running calls continue without limit
         options.append(("grpc.max_connection_age_ms", int(1e3 * service.connection_seconds)))
@@ -255,7 +255,7 @@ def listen(
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        # gRPC gives no reason, and the port was free a moment ago.
+        # gRPC gives no reason; the port was free a moment ago.
         raise ListenError.of(host, port, OSError(errno.EADDRINUSE, ""), option) from error
 
 
@@ -280,7 +280,7 @@ def serve_metrics(settings: ServerSettings, collect: Callable[[], Iterable[Metri
 
 
 def span_exporter(settings: ServerSettings, service_name: str) -> SpanExporter | None:
-    """Return the exporter of traces, None if none are to be sent; ModuleNotFoundError without the extra `otel`."""
+    """Return the exporter of traces; None if none are sent. ModuleNotFoundError without the extra `otel`."""
     if settings.otlp_endpoint is None:
         return None
     from specdec.serving.tracing.spans import SpanExporter  # imports OpenTelemetry
@@ -326,8 +326,8 @@ def registered(service: Servicer, server: grpc.aio.Server) -> MuxServicer:
 async def in_a_thread_of_its_own(load: Callable[[], Service]) -> Service:
     """Load a model in a thread that ends afterwards.
 
-    OpenMP keeps a team of threads for every thread that has computed, for the life of that thread, and none of these
-    threads spins once they outnumber the cores. So the stepping thread must be the only one with a team.
+    OpenMP keeps a team of threads for every thread that has computed, as long as that thread lives. Once these threads
+    outnumber the cores, none of them spins. So the stepping thread must be the only one with a team.
     """
     with ThreadPoolExecutor(1, "load") as thread:
         return await asyncio.wrap_future(thread.submit(load))

@@ -33,7 +33,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
         return self.told(self.find(request.request_id))
 
     def find(self, request_id: str) -> list[Timeline]:
-        """Return the timelines of a request; UnknownRequestError if there is none."""
+        """Return the timelines of a request; UnknownRequestError if none is recorded."""
         if found := self._timelines.find(request_id):
             return found
         raise UnknownRequestError(

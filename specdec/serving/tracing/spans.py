@@ -1,7 +1,7 @@
 """OpenTelemetry spans: one per timeline, sent to a collector by OTLP.
 
-Needs the extra `otel`; imported only where an endpoint is given. A slow or dead collector costs spans, never a request:
-they are sent from a separate thread, and dropped when too many wait.
+Needs the extra `otel`; imported only if an endpoint is given. A slow or dead collector costs spans, never a request: a
+separate thread sends them, and drops spans when too many wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GEN_AI = {
     "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
     "generated_tokens": "gen_ai.usage.output_tokens",
 }
-"""Attribute names of OpenTelemetry's conventions for generative AI. All others are our own, `specdec.…`."""
+"""Attribute names of OpenTelemetry's conventions for generative AI. All other names are our own, `specdec.…`."""
 
 
 class SpanExporter:
@@ -48,7 +48,7 @@ class SpanExporter:
 
     def __init__(self, service: str, endpoint: str, ratio: float = 1.0) -> None:
         """Send spans of `specdec-<service>` to this gRPC address, without TLS. `ratio` in [0, 1] is the sampling ratio
-        of traces for which the caller has not decided."""
+        of traces whose caller has not decided."""
         resource = Resource.create(
             {
                 "service.name": f"specdec-{service}",
@@ -106,7 +106,7 @@ class OpenSpan:
 
 
 def _request_attributes(timeline: Timeline) -> dict[str, Value]:
-    """Return a span's attributes; a request's have the conventions' names where these exist."""
+    """Return a span's attributes; a request's have the conventions' names, if there are any."""
     figures, known = dict(timeline.attributes), {}
     if "operation" in figures:
         known = {GEN_AI[key]: figures.pop(key) for key in GEN_AI if key in figures}
