@@ -1,4 +1,4 @@
-"""`specdec train-heads`: Medusa or EAGLE-3 heads for a target."""
+"""`specdec train-heads`: Medusa or EAGLE-3 heads, or a block draft, for a target."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def train_heads(
     text: Text = None,
     own_tokens: OwnTokens = None,
     kind: Annotated[
-        Literal["medusa", "eagle3"],
+        Literal["medusa", "eagle3", "dspark"],
         typer.Option(
             help="medusa: heads that guess from the last hidden state. eagle3: a decoder layer that reads features of "
-            "three of the target's layers, and its own guesses."
+            "three of the target's layers, and its own guesses. dspark: decoder layers that guess a block of tokens in "
+            "one pass, from features of five layers."
         ),
     ] = "medusa",
     heads: Annotated[
@@ -48,7 +49,8 @@ def train_heads(
         typer.Option(min=1, max=32, help="Number of Medusa heads: positions guessed ahead. Default: 5."),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=1, max=16, help="Residual blocks of a Medusa head. Default: 1.")
+        int | None,
+        typer.Option(min=1, max=16, help="Residual blocks of a Medusa head, or layers of dspark. Default: 1, or 3."),
     ] = None,
     own_outputs: Annotated[
         bool,
@@ -73,29 +75,48 @@ def train_heads(
             help="Token ids that eagle3 heads can guess: the most frequent ones of the text. Default: 32,000.",
         ),
     ] = None,
+    block: Annotated[
+        int | None, typer.Option(min=1, max=32, help="Tokens that dspark guesses in one pass. Default: 7.")
+    ] = None,
+    markov_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=4096,
+            help="Rank of the head by which a guess of dspark depends on the guess before; 0: none. Default: 256.",
+        ),
+    ] = None,
+    anchors: Annotated[
+        int | None,
+        typer.Option(min=1, max=4096, help="Blocks that dspark learns from in each window of a step. Default: 32."),
+    ] = None,
     steps: Steps = 2000,
     rows: Rows = 8,
     length: Length = 256,
     rate: Annotated[
-        float | None, number("Peak of the learning rate. Default: 0.001, of eagle3 0.0006.", min=1e-7, max=1.0)
+        float | None,
+        number("Peak of the learning rate. Default: 0.001, of eagle3 and dspark 0.0006.", min=1e-7, max=1.0),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the order of windows, and of eagle3's first weights.")
+        int,
+        typer.Option(min=0, max=2**31 - 1, help="Seed of the order of windows, and of first weights that are random."),
     ] = 0,
     device: Device = "cpu",
     minutes: Minutes = None,
     resume: Resume = False,
 ) -> None:
-    """Train Medusa or EAGLE-3 heads for a target, whose weights stay as they are. Ctrl-C keeps what was learned."""
+    """Train Medusa or EAGLE-3 heads, or a block draft, for a target, whose weights stay as they are. Ctrl-C keeps what
+    was learned."""
     check_begin(text, resume=resume)
     own: dict[str, dict[str, Any]] = {  # None: the plan's default
         "medusa": {"heads": heads, "layers": layers, "own_outputs": own_outputs or None},
         "eagle3": {"ttt_steps": ttt_steps, "draft_vocabulary": draft_vocabulary},
+        "dspark": {"block": block, "layers": layers, "markov_rank": markov_rank, "anchors": anchors},
     }
-    for its_kind, options in own.items():
-        for name, value in options.items():
-            if its_kind != kind and value is not None:
-                fail(f"--{name.replace('_', '-')}: is for --kind {its_kind}, not {kind}", ExitStatus.USAGE)
+    for name, value in {name: value for options in own.values() for name, value in options.items()}.items():
+        if value is not None and name not in own[kind]:
+            kinds = " or ".join(other for other, options in own.items() if name in options)
+            fail(f"--{name.replace('_', '-')}: is for --kind {kinds}, not {kind}", ExitStatus.USAGE)
     check_installed("numpy", "safetensors", "structlog", "torch", "transformers")  # they take seconds to import
     from specdec.engine.placement import Placement
     from specdec.engine.preflight.check import Wanted, check_model
@@ -110,14 +131,15 @@ def train_heads(
         from specdec.serving.process import logs
 
         logs.configure("train-heads", "warning")  # before the import of libraries that write to stderr
+        from specdec.training.block import BlockPlan
         from specdec.training.eagle3 import Eagle3Plan
         from specdec.training.heads_command import Wishes, prepared
         from specdec.training.medusa import MedusaPlan
+        from specdec.training.plan import Plan
 
         given = {"steps": steps, "rows": rows, "length": length, "rate": rate, "seed": seed, **own[kind]}
-        plan = (Eagle3Plan if kind == "eagle3" else MedusaPlan)(
-            **{name: value for name, value in given.items() if value is not None}
-        )
+        plans: dict[str, type[Plan]] = {"medusa": MedusaPlan, "eagle3": Eagle3Plan, "dspark": BlockPlan}
+        plan = plans[kind](**{name: value for name, value in given.items() if value is not None})
         until = math.inf if minutes is None else begin + 60 * minutes
         wishes = Wishes(text or [], own_tokens, device, until)
         training = prepared(directory, wishes, plan, out, resume=resume, say=say)

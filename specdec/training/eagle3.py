@@ -22,22 +22,26 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from specdec.engine.heads.decoder_layer import Rotary
 from specdec.engine.heads.eagle3 import Eagle3Heads, Eagle3Weights
 from specdec.engine.heads.eagle3_config import LAYER_IDS, Eagle3Shape, Eagle3Variant
 from specdec.engine.heads.eagle3_files import tensor_name
-from specdec.engine.heads.layer_config import USUAL_EPSILON, USUAL_THETA
-from specdec.engine.hf.hidden_states import Features, decoder_layers
-from specdec.engine.unsupported import UnsupportedModelError
+from specdec.engine.heads.layer_config import USUAL_EPSILON
+from specdec.engine.hf.hidden_states import decoder_layers
 from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining, as_stored
+from specdec.training.layers import (
+    LayerSizes,
+    Untrained,
+    check_features,
+    layer_fields,
+    layer_sizes,
+    read_features,
+    rotary_of,
+)
 from specdec.training.plan import EAGLE3, Origin, Plan
 from specdec.training.texts import Windows
 
 MAX_NORM = 0.5
 """Limit on the norm of a step's gradient, as in EAGLE."""
-
-SPREAD = 0.02
-"""Standard deviation of random weights."""
 
 MIN_LAYERS = 7
 """Minimum layers of a target for EAGLE's choice of features: of fewer, they are not three different ones."""
@@ -69,14 +73,14 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
         self._ids = most_frequent(windows.trained.flatten(), min(plan.draft_vocabulary, vocabulary)).to(model.device)
         self._is_known = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
         self._is_known[self._ids] = True
-        shape = _shape_for(model, len(self.layers), len(self._ids))
+        self._sizes = layer_sizes(model)
+        shape = _shape_for(self._sizes, len(self.layers), len(self._ids))
         self._weights = _untrained(shape, model, output.weight.detach()[self._ids], plan.seed)
-        frequencies = USUAL_THETA ** (-torch.arange(0, shape.width, 2, device=model.device).float() / shape.width)
         self.heads = Eagle3Heads(
             shape,
             Eagle3Variant(USUAL_EPSILON),
             self._weights,
-            Rotary(frequencies, 1.0),
+            rotary_of(shape.width, model.device),
             vocabulary=vocabulary,
             ids=None if shape.outputs == vocabulary else self._ids.cpu().numpy(),
         )
@@ -84,19 +88,10 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
 
     @classmethod
     def check(cls, model: PreTrainedModel) -> None:
-        """Raise UnsupportedModelError if a target's layers give no features, or its embeddings are not as wide."""
-        decoder_layers(model)
-        output: Any = model.get_output_embeddings()
-        table: Any = model.get_input_embeddings()
-        stream = model.config.get_text_config().hidden_size
-        if {output.weight.shape[1], table.weight.shape[1]} != {stream}:
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: has embeddings of {table.weight.shape[1]} and an output head of "
-                f"{output.weight.shape[1]} columns, must have {stream}, as its layers, to train EAGLE-3 heads"
-            )
+        check_features(model, cls.trains)
 
     def _learn_part(self, windows: Tensor, share: float) -> float:
-        features, logits = self._read(windows)
+        features, logits = read_features(self._model, windows, self.layers)
         is_counted = self._is_known[logits.argmax(-1)]
         targets = logits[..., self._ids].softmax(-1)  # restricted to the known tokens
         first = math.nan
@@ -117,7 +112,7 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
         return first
 
     def _guessed(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        features, logits = self._read(windows)
+        features, logits = read_features(self._model, windows, self.layers)
         best = logits.argmax(-1)
         for step, states in enumerate(self._states(windows, features)):
             guessed, _ = self.heads.outcome(states)
@@ -141,13 +136,6 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
             attended: Tensor = checkpoint(_attended, query, keys, values, use_reentrant=False)
             read = self.heads.state(residual, attended)  # without norm_output, guesses read the states themselves
             yield read
-
-    def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the target's features [rows * length, m, d], and its logits [rows, length, V], both float32."""
-        kept = Features(self.layers)
-        with torch.no_grad(), kept.of(self._model):
-            logits = self._model(tokens, use_cache=False).logits
-        return kept.stacked().float(), logits.float()
 
     def _stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, object]]:
         """Return the heads in EAGLE's layout."""
@@ -178,18 +166,8 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
         return stored, {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "hidden_size": shape.hidden,
+            **layer_fields(self._sizes, layers=1, context=self.plan.length, vocabulary=vocabulary),
             "target_hidden_size": shape.stream,
-            "intermediate_size": shape.inner,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.width,
-            "num_hidden_layers": 1,
-            "hidden_act": "silu",
-            "rms_norm_eps": USUAL_EPSILON,
-            "rope_theta": USUAL_THETA,
-            "max_position_embeddings": self.plan.length,
-            "vocab_size": vocabulary,
             "draft_vocab_size": shape.outputs,
             "eagle_config": {"use_aux_hidden_state": True, LAYER_IDS: list(self.layers)},
         }
@@ -228,51 +206,31 @@ def _attended(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -
     return output.flatten(2)
 
 
-def _shape_for(model: PreTrainedModel, features: int, outputs: int) -> Eagle3Shape:
+def _shape_for(sizes: LayerSizes, features: int, outputs: int) -> Eagle3Shape:
     """Return the shape of heads with the sizes of a target's layers."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Eagle3Shape(
-        stream=config.hidden_size,
-        features=features,
-        hidden=config.hidden_size,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        width=width + width % 2,  # rotary embeddings turn pairs
-        inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        outputs=outputs,
-    )
+    hidden, *others = sizes
+    return Eagle3Shape(hidden, features, hidden, *others, outputs)
 
 
 def _untrained(shape: Eagle3Shape, model: PreTrainedModel, output: Tensor, seed: int) -> Eagle3Weights:
-    """Return weights to begin with, float32: random ones, norms of ones, and a copy of the target's `output` rows. g
-    begins as the last feature, which that output head nearly reads: beside random weights alone, 40 steps on the demo
-    target ended 0.18 nats lower."""
-    random = torch.Generator().manual_seed(seed)
-
-    def product(rows: int, columns: int) -> Tensor:
-        return (SPREAD * torch.randn(rows, columns, generator=random)).to(model.device)
-
-    def norm(size: int) -> Tensor:
-        return torch.ones(size, device=model.device)
-
+    """Return weights to begin with, float32, and a copy of the target's `output` rows. g begins as the last feature,
+    which that output head nearly reads: beside random weights alone, 40 steps on the demo target ended 0.18 nats
+    lower."""
+    begun = Untrained(seed, model.device)
     table: Any = model.get_input_embeddings()
     hidden, queries = shape.hidden, shape.heads * shape.width
-    fusion = product(hidden, shape.features * shape.stream)
-    fusion[:, -hidden:] += torch.eye(hidden, device=model.device)
     return Eagle3Weights(
-        fusion=fusion,
+        fusion=begun.fusion(hidden, shape.features),
         fusion_norm=None,
         feature_norms=None,
-        embedding_norm=norm(hidden),
-        hidden_norm=norm(hidden),
-        project=product(queries + 2 * shape.kv_heads * shape.width, 2 * hidden),
-        project_back=product(hidden, queries),
-        mlp_norm=norm(hidden),
-        gate_and_up=product(2 * shape.inner, hidden),
-        down=product(hidden, shape.inner),
-        last_norm=norm(hidden),
+        embedding_norm=begun.norm(hidden),
+        hidden_norm=begun.norm(hidden),
+        project=begun.product(queries + 2 * shape.kv_heads * shape.width, 2 * hidden),
+        project_back=begun.product(hidden, queries),
+        mlp_norm=begun.norm(hidden),
+        gate_and_up=begun.product(2 * shape.inner, hidden),
+        down=begun.product(hidden, shape.inner),
+        last_norm=begun.norm(hidden),
         embeddings=table.weight.detach(),
         output=output.to(torch.float32, copy=True),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,21 @@ import torch
 from specdec.engine.model_directory import ModelDirectory
 from specdec.progress import ProgressLines
 from specdec.text.tokenizer import Tokenizer
+from specdec.training.block import BlockPlan, BlockTraining
 from specdec.training.eagle3 import Eagle3Plan, Eagle3Training
 from specdec.training.files import TEXTS, clear, read_tensors, write_texts
 from specdec.training.heads import HeadTraining, check_unfinished
 from specdec.training.medusa import MedusaPlan, MedusaTraining
 from specdec.training.models import load_target
-from specdec.training.plan import Origin
+from specdec.training.plan import Origin, Plan
 from specdec.training.texts import PROMPT_TOKENS, Windows, continued, digest_of, tokens_of
+
+TRAININGS: Mapping[type[Plan], type[HeadTraining[Any]]] = {
+    MedusaPlan: MedusaTraining,
+    Eagle3Plan: Eagle3Training,
+    BlockPlan: BlockTraining,
+}
+"""The kinds of training, by their plans."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Wishes:
 def prepared(
     directory: ModelDirectory,
     wishes: Wishes,
-    plan: MedusaPlan | Eagle3Plan,
+    plan: Plan,
     out: Path,
     *,
     resume: bool,
@@ -44,7 +52,7 @@ def prepared(
     """Return a training at its beginning, or where the one in `out` stopped. From now on, `out` has everything needed
     to resume. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text,
     `out` has nothing to resume, or the target cannot have heads of this kind."""
-    kind = Eagle3Training if isinstance(plan, Eagle3Plan) else MedusaTraining
+    kind = TRAININGS[type(plan)]
     text = digest_of(wishes.files) if wishes.files else None
     if resume:
         origin = check_unfinished(
@@ -74,11 +82,7 @@ def prepared(
             wrote=lambda texts: lines.heard(texts, f"{texts * written} tokens written"),
         )
         windows = Windows(torch.cat([windows.tokens, own]), plan.length)
-    training: HeadTraining[Any]
-    if isinstance(plan, Eagle3Plan):
-        training = Eagle3Training(model, windows, plan, origin)
-    else:
-        training = MedusaTraining(model, windows, plan, origin)
+    training = kind(model, windows, plan, origin)
     if resume:
         training.resume(out)
     else:

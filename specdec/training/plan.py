@@ -1,4 +1,4 @@
-"""The plan and the origin of a training, and whether an unfinished one goes on with them."""
+"""The plan and the origin of a training, and whether an unfinished one can be resumed with them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from specdec.engine.model_file import Fields, ModelDirectoryError, read_fields
 from specdec.training.files import PLAN, make_folder, replace_json
 
 TRAINS = "trains"
-"""Field of PLAN: what is trained. It may be missing for Medusa heads."""
+"""Field of PLAN: what is trained. Medusa heads may lack it."""
 
-MEDUSA, EAGLE3, DRAFT = "Medusa heads", "EAGLE-3 heads", "a draft"
+MEDUSA, EAGLE3, DSPARK, DRAFT = "Medusa heads", "EAGLE-3 heads", "a DSpark block draft", "a draft"
 
 MAX_TOKENS = 2**63
 
 
 class DivergedError(Exception):
-    """Raised, with a one-line message, if a step has no finite loss or gradient: it changes no weight."""
+    """Raised, with a one-line message, if a step has no finite loss or gradient. The step changes no weight."""
 
 
 class ResumeError(ModelDirectoryError):
-    """Raised, with a one-line message, if a training cannot go on."""
+    """Raised, with a one-line message, if a training cannot be resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The parameters of a training. On one machine, with one number of threads, the same plan and texts give the same
-    weights."""
+    """The parameters of a training. On one machine with the same number of threads, the same plan and texts give the
+    same weights."""
 
     steps: int = 2000
     rows: int = 8  # windows of a step
@@ -38,11 +38,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Origin:
-    """The target and the text that a training was begun with."""
+    """The target and the text that a training started with."""
 
     target: str  # its name
     text: str  # digest of the files of text
-    own_tokens: int  # written by the target, besides
+    own_tokens: int  # additional tokens, written by the target
 
 
 def write_plan(out: Path, plan: Plan, origin: Origin, **more: object) -> None:
@@ -52,8 +52,8 @@ def write_plan(out: Path, plan: Plan, origin: Origin, **more: object) -> None:
 
 
 def plan_begun(out: Path, trains: str, plan: Plan, *needed: str) -> Fields:
-    """Return what PLAN has of an unfinished training; ResumeError, naming the option, if there is none, or one of
-    something else or by another plan. `needed`: files that must be there besides."""
+    """Return the fields of PLAN of an unfinished training. ResumeError, naming the option, if there is none, or if it
+    trains something else or has another plan. `needed`: further files that must exist."""
     missing = [name for name in (PLAN, *needed) if not (out / name).is_file()]
     kept = read_fields(out / PLAN)
     if kept is None or missing:
@@ -69,8 +69,8 @@ def plan_begun(out: Path, trains: str, plan: Plan, *needed: str) -> Fields:
 
 
 def check_texts(out: Path, origin: Origin, *, text: str | None, own_tokens: int | None) -> None:
-    """Raise ResumeError unless a training goes on with the text that it was begun with. `text`: digest of the files;
-    None, like `own_tokens` None, stands for those of the beginning."""
+    """Raise ResumeError unless a training is resumed with the text that it started with. `text`: digest of the files.
+    `text` or `own_tokens` of None means the value at the beginning."""
     if text not in (None, origin.text):
         raise ResumeError(
             f"{out}: was begun with another --text, and keeps it: go on without --text, or begin elsewhere"

@@ -61,6 +61,9 @@ MISTAKES = (
         "specdec train-heads target new --text notes --kind eagle3 --layers 2", USAGE, "--layers: is for --kind medusa"
     ),
     Mistake("specdec train-heads target new --text notes --ttt-steps 3", USAGE, "--ttt-steps: is for --kind eagle3"),
+    Mistake(
+        "specdec train-heads target new --text notes --block 5", USAGE, "--block: is for --kind dspark, not medusa"
+    ),
     Mistake("specdec train-heads target new", USAGE, "--text: give the text to train on, or go on with --resume"),
     Mistake("specdec forget acme --draft 127.0.0.1:9", UNREACHABLE, "it may still keep the texts"),
     Mistake("specdec draft --model draft --learn-tokens 9", USAGE, "--learn-key-file: is needed with --learn-tokens"),

@@ -33,6 +33,7 @@ from specdec.training.eagle3 import Eagle3Plan, Eagle3Training, layers_read, mos
 from specdec.training.files import PLAN as PLAN_FILE
 from specdec.training.files import STATE, TEXTS
 from specdec.training.heads import DECAY
+from specdec.training.layers import read_features
 from specdec.training.models import load_target
 from specdec.training.plan import Origin
 from specdec.training.texts import PROMPT_TOKENS, Windows, continued, tokens_of
@@ -125,7 +126,7 @@ def test_a_row_sees_what_a_chain_of_guesses_below_its_text_sees(
     directory = ModelDirectory(make(architecture, tmp_path / architecture))
     training = unsettled(training_of(load_target(directory, "cpu"), windows))
     engine, texts = CpuEngine(directory, capacity=256, exact=False), windows.trained[:2]
-    features, _ = training._read(texts)
+    features, _ = read_features(training._model, texts, training.layers)
     steps = [training.heads.outcome(states)[0] for states in training._states(texts, features)]
     for number, text in enumerate(texts):
         served = features_in_service(engine, text.tolist(), training.layers)
@@ -146,7 +147,10 @@ def test_a_guess_sees_nothing_of_the_text_after_it(model: PreTrainedModel, windo
     for step in range(PLAN.ttt_steps):
         changed = text.clone()
         changed[:, row + 2 + step :] = (changed[:, row + 2 + step :] + 1) % VOCABULARY
-        one, other = (list(training._states(own, training._read(own)[0]))[step] for own in (text, changed))
+        one, other = (
+            list(training._states(own, read_features(training._model, own, training.layers)[0]))[step]
+            for own in (text, changed)
+        )
         torch.testing.assert_close(one[:, row], other[:, row])
         assert not torch.allclose(one[:, row + 1], other[:, row + 1], atol=1e-2)
 
@@ -159,7 +163,7 @@ def test_a_step_follows_the_gradient_of_its_formula(model: PreTrainedModel, wind
     texts = windows.trained[: PLAN.rows]
     first = training._learn(texts)
 
-    features, logits = other._read(texts)
+    features, logits = read_features(other._model, texts, other.layers)
     assert other.heads.ids is not None
     ids = other.heads.ids.tolist()
     total = torch.zeros(())
@@ -227,7 +231,7 @@ def test_heads_of_the_demo_target_learn_its_language(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_guesses_are_the_likeliest_of_the_tokens_they_know(model: PreTrainedModel, windows: Windows) -> None:
     training, texts = unsettled(training_of(model, windows)), windows.trained[:2]
-    features, logits = training._read(texts)
+    features, logits = read_features(training._model, texts, training.layers)
     states = list(training._states(texts, features))
     found = list(training._guessed(texts))
     assert len(found) == PLAN.ttt_steps

@@ -1,4 +1,4 @@
-"""`specdec train-heads` as a process, for both kinds of heads: stopped and gone on with."""
+"""`specdec train-heads` as a process, for all kinds of heads: stopped and gone on with."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("medusa", "EAGLE-3 heads", ("--heads", "2"), "head 2"),
         ("eagle3", "Medusa heads", ("--ttt-steps", "3"), "guess 3"),
+        ("dspark", "Medusa heads", ("--block", "3", "--layers", "1", "--anchors", "8"), "guess 3"),
     ],
 )
 def test_a_stopped_training_ends_with_the_same_heads(

@@ -10,8 +10,8 @@ In each layer the rows of the block ask; the keys and values are of the context 
 layer's own projections of c_t. So the context's are computed once, when the target computes the position. Row k
 guesses x_(a + k), or x_(a + k + 1) if the first row guesses, too (`from_anchor`).
 
-DSpark (DeepSeek 2026, arXiv:2607.05147) adds a Markov head, by which a guess depends on the one before it, and an estimate of
-the probability that a guess is accepted:
+DSpark (DeepSeek 2026, arXiv:2607.05147) adds a Markov head, by which a guess depends on the one before it, and an
+estimate of the probability that a guess is accepted:
 
     logits_k += W_2 W_1[x_(k-1)],    c_k = sigmoid(w [h_k; W_1[x_(k-1)]] + b)
 """
@@ -112,46 +112,63 @@ class BlockDraft:
         joined = features.to(self.device, self.dtype).flatten(1)
         return self._norm(F.linear(joined, self._weights.fusion), self._weights.context_norm)
 
-    def read(self, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
-        """Store the keys and values, in all layers, of n rows of texts: c [n, d'], positions int64 [n]. They depend on
-        nothing else, so the rows may be of any texts, in any order."""
+    def context(self, fused: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of a context in all layers, [..., layers * kv_heads, width], from c [..., d']
+        at these positions [...]."""
         shape, weights = self.shape, self._weights
-        keys = F.linear(fused, weights.keys).view(-1, shape.layers, shape.kv_heads, shape.width)
-        keys = self._norm(keys, weights.key_norms[:, None])
+        keys = in_heads(F.linear(fused, weights.keys), shape.width)
+        norms = weights.key_norms.repeat_interleave(shape.kv_heads, dim=0)
         values = in_heads(F.linear(fused, weights.values), shape.width)
-        memory.write(slots, self._rotary.rotated(keys.flatten(1, 2), positions), values)
+        return self._rotary.rotated(self._norm(keys, norms), positions), values
+
+    def read(self, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
+        """Store the keys and values of n rows of texts: c [n, d'], positions int64 [n]. They depend on nothing else, so
+        the rows may be of any texts, in any order."""
+        memory.write(slots, *self.context(fused, positions))
 
     def states(self, anchors: Tensor, positions: Tensor, texts: list[Slots], memory: TextMemory) -> Tensor:
         """Return h [n, depth, d'] of the guesses that follow the last tokens, int64 [n], of n texts at these positions
         [n]. `texts`: the slots of their contexts."""
-        shape, weights = self.shape, self._weights
         length = max(map(len, texts))
-        sizes = len(texts), length, shape.layers, shape.kv_heads, shape.width
-        keys, values = (part.view(sizes).permute(2, 0, 3, 1, 4) for part in memory.gathered(texts, length))
         lengths = torch.tensor([len(slots) for slots in texts], device=self.device)
         seen = torch.arange(length, device=self.device) < lengths[:, None]
-        visible = F.pad(seen, (0, shape.rows), value=True)[:, None, None]  # [n, 1, 1, length + rows]
-        tokens = torch.full((len(texts), shape.rows), self.variant.mask, device=self.device)
-        tokens[:, 0] = anchors
-        places = positions[:, None] + torch.arange(shape.rows, device=self.device)
+        visible = F.pad(seen, (0, self.shape.rows), value=True)[:, None, None]  # [n, 1, 1, length + rows]
+        found = self.passed(*self.blocks(anchors, positions), *memory.gathered(texts, length), visible)
+        return found[:, -self.depth :]
+
+    def blocks(self, anchors: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens and the positions of blocks, [..., rows], that begin with these tokens [...] at these
+        positions [...]."""
+        places = torch.arange(self.shape.rows, device=anchors.device)
+        tokens = torch.where(places == 0, anchors[..., None], self.variant.mask)
+        return tokens, positions[..., None] + places
+
+    def passed(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+        """Pass rows of blocks, with tokens and positions [n, r], through all layers. They see what is `visible`, bool
+        [n or 1, 1, r or 1, k + r]: of a context, with keys and values [n, k, layers * kv_heads, width], and of
+        themselves. Return h [n, r, d']."""
+        shape, weights = self.shape, self._weights
         x = F.embedding(tokens, weights.embeddings).to(self.dtype)
-        of_layers = (part.chunk(shape.layers) for part in (weights.keys, weights.values))
-        for number, (layer, key, value) in enumerate(zip(weights.layers, *of_layers, strict=True)):
+        # Layers' parts of the context [n, kv_heads, k, width], and their projections.
+        of_context = (part.transpose(1, 2).chunk(shape.layers, dim=1) for part in (keys, values))
+        projections = (part.chunk(shape.layers) for part in (weights.keys, weights.values))
+        for layer, norm, *own in zip(weights.layers, weights.key_norms, *of_context, *projections, strict=True):
+            of_layer_keys, of_layer_values, to_keys, to_values = own
             normal = self._norm(x, layer.norm)
             query = self._norm(in_heads(F.linear(normal, layer.query), shape.width), layer.query_norm)
-            own_keys = self._norm(in_heads(F.linear(normal, key), shape.width), weights.key_norms[number])
-            own_values = in_heads(F.linear(normal, value), shape.width)
+            own_keys = self._norm(in_heads(F.linear(normal, to_keys), shape.width), norm)
+            own_values = in_heads(F.linear(normal, to_values), shape.width)
             attended = F.scaled_dot_product_attention(
-                self._rotary.rotated(query, places).transpose(1, 2),
-                torch.cat([keys[number], self._rotary.rotated(own_keys, places).transpose(1, 2)], dim=2),
-                torch.cat([values[number], own_values.transpose(1, 2)], dim=2),
+                self._rotary.rotated(query, positions).transpose(1, 2),
+                torch.cat([of_layer_keys, self._rotary.rotated(own_keys, positions).transpose(1, 2)], dim=2),
+                torch.cat([of_layer_values, own_values.transpose(1, 2)], dim=2),
                 attn_mask=visible,
                 scale=shape.width**-0.5,
                 enable_gqa=shape.heads != shape.kv_heads,
             )
             x = x + F.linear(attended.transpose(1, 2).flatten(2), layer.project_back)
             x = x + gated_mlp(self._norm(x, layer.mlp_norm), layer.gate_and_up, layer.down)
-        return self._norm(x[:, -self.depth :], weights.last_norm)
+        return self._norm(x, weights.last_norm)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [..., outputs], float32, of h [..., d'], without the Markov head's part."""

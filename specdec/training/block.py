@@ -1,0 +1,270 @@
+"""Training block drafts, DSpark, beside a frozen target (DeepSeek 2026, arXiv:2607.05147).
+
+The target reads windows of text once. In each window, some positions are anchors: the draft sees the target's features
+at the positions before, the token at the anchor and masks, as when it guesses. Guess k learns the target's distribution
+p_k of the token at the anchor + k, with the tokens before it from the text. With q_k of the draft and c_k its
+confidence,
+
+    loss = mean over anchors of sum_k w_k (0.1 H(p_k, q_k) + 0.9 |p_k - q_k|_1 + H(1 - TV(p_k, q_k), c_k))
+    w_k = exp(-(k - 1) / 4)
+
+where TV is half of the L1 distance: a guess drawn from q_k is accepted with the probability 1 - TV.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.engine.heads.block import BlockDraft, BlockLayer, BlockWeights, MarkovWeights
+from specdec.engine.heads.block_config import LEFT, BlockShape, BlockVariant, Markov
+from specdec.engine.heads.block_files import tensor_name
+from specdec.engine.heads.layer_config import USUAL_EPSILON
+from specdec.engine.hf.hidden_states import decoder_layers
+from specdec.training.heads import TOLD_RANKS, HeadTraining, as_stored
+from specdec.training.layers import Untrained, check_features, layer_fields, layer_sizes, read_features, rotary_of
+from specdec.training.plan import DSPARK, Origin, Plan
+from specdec.training.texts import Windows
+
+FEATURES = 5
+"""Layers whose features are read, as by the published drafts, if the target has as many."""
+
+GAMMA = 4.0
+"""Decay of the guesses' weights, in positions: DFlash's."""
+
+CROSS_ENTROPY, DISTANCE = 0.1, 0.9
+"""DSpark's weights of the two losses of distributions."""
+
+MAX_NORM = 1.0
+"""Limit on the norm of a step's gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan(Plan):
+    """The parameters of a training of a block draft."""
+
+    block: int = 7  # tokens guessed in one pass
+    layers: int = 3
+    markov_rank: int = 256  # 0: no Markov head
+    anchors: int = 32  # of a window in a step
+    rate: float = 6e-4  # DeepSpec's
+
+
+class BlockTraining(HeadTraining[BlockPlan]):
+    """A training of a block draft: layers of the target's sizes, the target's token embeddings and output head, a
+    Markov head and a confidence head."""
+
+    trains = DSPARK
+    guess = "guess"
+    remedy = "use fewer --anchors or --rows, or a smaller --length"
+
+    def __init__(self, model: PreTrainedModel, windows: Windows, plan: BlockPlan, origin: Origin) -> None:
+        """UnsupportedModelError as in `check`, or if the device has no room. The plan's windows are longer than a
+        block."""
+        self.check(model)
+        self.layers = layers_read(len(decoder_layers(model)))
+        output: Any = model.get_output_embeddings()
+        vocabulary = output.weight.shape[0]
+        self._sizes = layer_sizes(model)
+        hidden, *others = self._sizes
+        shape = BlockShape(
+            hidden, len(self.layers), plan.layers, hidden, *others, vocabulary, plan.block, plan.markov_rank
+        )
+        markov = Markov.VANILLA if plan.markov_rank else None
+        mask = rarest(windows.trained.flatten(), vocabulary)
+        variant = BlockVariant(USUAL_EPSILON, mask, True, markov, True, markov is not None)
+        self._weights = _untrained(shape, model, plan.seed)
+        rotary = rotary_of(shape.width, model.device)
+        self.draft = BlockDraft(shape, variant, self._weights, rotary, vocabulary=vocabulary)
+        super().__init__(model, windows, plan, origin, _learning(self._weights), MAX_NORM)
+
+    @classmethod
+    def check(cls, model: PreTrainedModel) -> None:
+        check_features(model, cls.trains)
+
+    def _learn_part(self, windows: Tensor, share: float) -> float:
+        first = math.nan
+        total = torch.zeros((), device=windows.device)
+        for ahead, (logits, targets, confidence) in enumerate(self._guesses(windows, self._anchors(windows.shape[1]))):
+            likely, wanted = logits.log_softmax(-1), targets.softmax(-1)
+            entropy = -(wanted * likely).sum(-1)
+            distance = (wanted - likely.exp()).abs().sum(-1)
+            accepted = (1.0 - distance.detach() / 2.0).clamp(0.0, 1.0)  # rounding may exceed the range
+            is_taken = F.binary_cross_entropy(confidence, accepted, reduction="none")
+            loss = CROSS_ENTROPY * entropy + DISTANCE * distance + is_taken
+            total = total + math.exp(-ahead / GAMMA) * loss.mean()
+            if ahead == 0:
+                first = share * entropy.mean().item()
+        (share * total).backward()  # type: ignore[no-untyped-call]
+        return first
+
+    @torch.no_grad()
+    def _guessed(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        length, block = windows.shape[1], self.plan.block
+        anchors = torch.arange(1, length - block + 1, block, device=windows.device)
+        for logits, targets, _ in self._guesses(windows, anchors):
+            guesses = logits.topk(min(max(TOLD_RANKS), logits.shape[-1])).indices
+            yield guesses.flatten(0, 1), targets.argmax(-1).flatten()
+
+    def _anchors(self, length: int) -> Tensor:
+        """Return the positions of this step's anchors, in all of its windows: the same for the same seed and step."""
+        places = np.random.default_rng([self.plan.seed, self.done]).permutation(length - self.plan.block)
+        return torch.from_numpy(1 + np.sort(places[: self.plan.anchors])).to(self._model.device)
+
+    def _guesses(self, windows: Tensor, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield, for each guess of a block, its logits, the target's [rows, anchors, V], and its confidence [rows,
+        anchors]. The tokens before it are those of the windows [rows, length]."""
+        features, of_target = read_features(self._model, windows, self.layers)
+        states = self._states(windows, features, anchors)
+        logits = self.draft.logits(states)
+        for ahead in range(self.plan.block):
+            before, own = windows[:, anchors + ahead], states[:, :, ahead]
+            guessed = logits[:, :, ahead]
+            if self.draft.variant.markov is not None:
+                guessed = guessed + self.draft.markov(before, own, None)[0]
+            yield guessed, of_target[:, anchors + ahead], self.draft.confidence(before, own)
+
+    def _states(self, windows: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+        """Return h [rows, anchors, block, d'] of blocks at these anchors [n] of windows [rows, length], with the
+        target's features [rows * length, m, d]. A block sees the context before its anchor, and itself."""
+        rows, length = windows.shape
+        positions = torch.arange(length, device=windows.device)
+        fused = self.draft.fused(features).view(rows, length, -1)
+        keys, values = self.draft.context(fused, positions.expand(rows, -1))
+        tokens, places = self.draft.blocks(windows[:, anchors], anchors.expand(rows, -1))
+        of_block = torch.arange(len(anchors), device=windows.device).repeat_interleave(self.plan.block)
+        seen = positions < anchors[of_block][:, None]
+        visible = torch.cat([seen, of_block[:, None] == of_block], dim=1)[None, None]
+        states = self.draft.passed(tokens.flatten(1), places.flatten(1), keys, values, visible)
+        return states.view(*tokens.shape, -1)
+
+    def _stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, object]]:
+        """Return the draft in DeepSpec's layout, without copies of the target's embeddings and output head."""
+        weights, shape, variant = self._weights, self.draft.shape, self.draft.variant
+        parts = {
+            "fusion": weights.fusion,
+            "context_norm": weights.context_norm,
+            "last_norm": weights.last_norm,
+        }
+        of_layers = zip(
+            weights.layers,
+            weights.keys.chunk(shape.layers),
+            weights.values.chunk(shape.layers),
+            weights.key_norms,
+            strict=True,
+        )
+        for number, (layer, keys, values, key_norm) in enumerate(of_layers):
+            gate, up = layer.gate_and_up.chunk(2)
+            own = {
+                "norm": layer.norm,
+                "q": layer.query,
+                "q_norm": layer.query_norm,
+                "k": keys,
+                "k_norm": key_norm,
+                "v": values,
+                "o": layer.project_back,
+                "mlp_norm": layer.mlp_norm,
+                "gate": gate,
+                "up": up,
+                "down": layer.down,
+            }
+            parts |= {f"{part} {number}": tensor for part, tensor in own.items()}
+        if weights.markov is not None:
+            parts |= {"markov_w1": weights.markov.embeddings, "markov_w2": weights.markov.output}
+        assert weights.confidence is not None
+        parts |= dict(zip(("confidence weight", "confidence bias"), weights.confidence, strict=True))
+        stored = {tensor_name(part): as_stored(tensor) for part, tensor in parts.items()}
+        return stored, {
+            "architectures": ["Qwen3DSparkModel"],
+            "model_type": "qwen3",
+            **layer_fields(
+                self._sizes, layers=shape.layers, context=self.plan.length, vocabulary=self.draft.vocabulary
+            ),
+            "layer_types": ["full_attention"] * shape.layers,
+            "attention_bias": False,
+            "block_size": shape.rows,
+            "mask_token_id": variant.mask,
+            LEFT: [layer - 1 for layer in self.layers],
+            "markov_rank": shape.rank,
+            "markov_head_type": Markov.VANILLA.value,
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": variant.confidence_reads_markov,
+        }
+
+
+def layers_read(count: int) -> tuple[int, ...]:
+    """Return the layers of a target of `count` layers whose features are read: five, evenly spread from the third to
+    the third last, as in the published drafts; of a shallow target from the second to the last, or fewer."""
+    first, last = (2, count - 3) if count >= 2 * FEATURES else (min(1, count - 1), count - 1)
+    return tuple(sorted({round(layer) for layer in np.linspace(first, last, FEATURES).tolist()}))
+
+
+def rarest(tokens: Tensor, vocabulary: int) -> int:
+    """Return the id that is rarest among tokens [n], of equally rare ones the highest: the mask of a target that has
+    none."""
+    counts = torch.bincount(tokens, minlength=vocabulary)
+    return int((counts == counts.min()).nonzero()[-1])
+
+
+def _untrained(shape: BlockShape, model: PreTrainedModel, seed: int) -> BlockWeights:
+    """Return weights to begin with, float32. c begins as the last feature. The Markov head begins without effect, and
+    the confidence as one half."""
+    begun = Untrained(seed, model.device)
+    table: Any = model.get_input_embeddings()
+    output: Any = model.get_output_embeddings()
+    hidden, queries, keys = shape.hidden, shape.heads * shape.width, shape.kv_heads * shape.width
+
+    def layer() -> BlockLayer:
+        return BlockLayer(
+            norm=begun.norm(hidden),
+            query=begun.product(queries, hidden),
+            query_norm=begun.norm(shape.width),
+            project_back=begun.product(hidden, queries),
+            mlp_norm=begun.norm(hidden),
+            gate_and_up=begun.product(2 * shape.inner, hidden),
+            down=begun.product(hidden, shape.inner),
+        )
+
+    markov = None
+    if shape.rank:
+        markov = MarkovWeights(
+            begun.product(shape.outputs, shape.rank), torch.zeros(shape.outputs, shape.rank, device=model.device)
+        )
+    return BlockWeights(
+        fusion=begun.fusion(hidden, shape.features),
+        context_norm=begun.norm(hidden),
+        keys=begun.product(shape.layers * keys, hidden),
+        values=begun.product(shape.layers * keys, hidden),
+        key_norms=begun.norm(shape.layers, shape.width),
+        layers=[layer() for _ in range(shape.layers)],
+        last_norm=begun.norm(hidden),
+        embeddings=table.weight.detach(),
+        output=output.weight.detach().float(),
+        markov=markov,
+        confidence=(torch.zeros(1, hidden + shape.rank, device=model.device), torch.zeros(1, device=model.device)),
+    )
+
+
+def _learning(weights: BlockWeights) -> list[Tensor]:
+    """Return the weights that learn, in a fixed order: all but the target's."""
+    found = [
+        weights.fusion,
+        weights.context_norm,
+        weights.keys,
+        weights.values,
+        weights.key_norms,
+        *(tensor for layer in weights.layers for tensor in vars(layer).values()),
+        weights.last_norm,
+    ]
+    if weights.markov is not None:
+        found += [weights.markov.embeddings, weights.markov.output]
+    assert weights.confidence is not None
+    return [*found, *weights.confidence]
