@@ -148,7 +148,7 @@ class RandomBlock:
     stream: int = HIDDEN  # width of the target's features
     vocabulary: int = VOCABULARY
     hidden: int = HIDDEN
-    depth: int = 2  # layers of its own
+    own_layers: int = 2
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 12
@@ -175,7 +175,7 @@ class RandomBlock:
             "hidden_norm.weight": (hidden,),
             "norm.weight": (hidden,),
         }
-        for number in range(self.depth):
+        for number in range(self.own_layers):
             prefix = f"layers.{number}"
             found |= {
                 f"{prefix}.input_layernorm.weight": (hidden,),
@@ -196,7 +196,10 @@ class RandomBlock:
             found["lm_head.weight"] = (self.outputs, hidden)
         if self.rank:
             head, rank = "markov_head", self.rank
-            found |= {f"{head}.{name}.weight": (self.outputs, rank) for name in ("markov_w1", "markov_w2")}
+            found |= {
+                f"{head}.markov_w1.weight": (self.vocabulary, rank),
+                f"{head}.markov_w2.weight": (self.outputs, rank),
+            }
             if self.markov == "gated":
                 found |= {f"{head}.gate_proj.weight": (rank, hidden + rank), f"{head}.gate_proj.bias": (rank,)}
             if self.markov == "rnn":
@@ -228,8 +231,8 @@ class RandomBlock:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim,
-            "num_hidden_layers": self.depth,
-            "layer_types": ["full_attention"] * self.depth,
+            "num_hidden_layers": self.own_layers,
+            "layer_types": ["full_attention"] * self.own_layers,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
             "rope_theta": 1000.0,

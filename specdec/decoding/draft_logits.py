@@ -47,7 +47,12 @@ class HostDraftLogits:
         self._logits = logits
 
     def shortlists(self, rows: Sequence[int]) -> Shortlists:
-        return shortlists(self.whole(rows))
+        distinct = sorted(set(rows))
+        found = shortlists(self.whole(distinct))
+        if list(rows) == distinct:
+            return found
+        places = np.searchsorted(distinct, rows)
+        return Shortlists(found.values[places], found.ids[places])
 
     def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
         return [self._logits[row] for row in rows]

@@ -6,9 +6,10 @@ p_k of the token at the anchor + k, with the tokens before it from the text. Wit
 confidence,
 
     loss = mean over anchors of sum_k w_k (0.1 H(p_k, q_k) + 0.9 |p_k - q_k|_1 + H(1 - TV(p_k, q_k), c_k))
-    w_k = exp(-(k - 1) / 4)
+    w_k = exp(-(k - 1) / 4) / sum_j exp(-(j - 1) / 4)
 
-where TV is half of the L1 distance: a guess drawn from q_k is accepted with the probability 1 - TV.
+where TV is half of the L1 distance: a guess drawn from q_k is accepted with the probability 1 - TV. DeepSpec's first
+term is the cross-entropy of the text's tokens instead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from transformers import PreTrainedModel
 
 from specdec.engine.heads.block import BlockDraft, BlockLayer, BlockWeights, MarkovWeights
 from specdec.engine.heads.block_config import LEFT, BlockShape, BlockVariant, Markov
-from specdec.engine.heads.block_files import tensor_name
+from specdec.engine.heads.block_files import NAMES
+from specdec.engine.heads.feature_files import tensor_name
 from specdec.engine.heads.layer_config import USUAL_EPSILON
 from specdec.engine.hf.hidden_states import decoder_layers
 from specdec.training.heads import TOLD_RANKS, HeadTraining, as_stored
@@ -64,7 +66,7 @@ class BlockTraining(HeadTraining[BlockPlan]):
 
     trains = DSPARK
     guess = "guess"
-    remedy = "use fewer --anchors or --rows, or a smaller --length"
+    remedy = "use fewer --rows or --layers, or a smaller --length"
 
     def __init__(self, model: PreTrainedModel, windows: Windows, plan: BlockPlan, origin: Origin) -> None:
         """UnsupportedModelError as in `check`, or if the device has no room. The plan's windows are longer than a
@@ -78,8 +80,9 @@ class BlockTraining(HeadTraining[BlockPlan]):
         shape = BlockShape(
             hidden, len(self.layers), plan.layers, hidden, *others, vocabulary, plan.block, plan.markov_rank
         )
+        table: Any = model.get_input_embeddings()
         markov = Markov.VANILLA if plan.markov_rank else None
-        mask = rarest(windows.trained.flatten(), vocabulary)
+        mask = rarest(windows.trained.flatten(), table.weight)
         variant = BlockVariant(USUAL_EPSILON, mask, True, markov, True, markov is not None)
         self._weights = _untrained(shape, model, plan.seed)
         rotary = rotary_of(shape.width, model.device)
@@ -91,46 +94,51 @@ class BlockTraining(HeadTraining[BlockPlan]):
         check_features(model, cls.trains)
 
     def _learn_part(self, windows: Tensor, share: float) -> float:
-        first = math.nan
-        total = torch.zeros((), device=windows.device)
-        for ahead, (logits, targets, confidence) in enumerate(self._guesses(windows, self._anchors(windows.shape[1]))):
-            likely, wanted = logits.log_softmax(-1), targets.softmax(-1)
+        anchors, first = self._anchors(windows.shape[1]), math.nan
+        features, of_target = read_features(self._model, windows, self.layers)
+        states = self._states(windows, features, anchors)
+        # The gradient of each guess's state is computed at once: the logits of one guess are in memory, not of all.
+        leaf = states.detach().requires_grad_()
+        for ahead, weight in enumerate(guess_weights(self.plan.block)):
+            before = windows[:, anchors + ahead]
+            likely = self._guess(before, leaf[:, :, ahead]).log_softmax(-1)
+            wanted = of_target[:, anchors + ahead].softmax(-1)
             entropy = -(wanted * likely).sum(-1)
             distance = (wanted - likely.exp()).abs().sum(-1)
             accepted = (1.0 - distance.detach() / 2.0).clamp(0.0, 1.0)  # rounding may exceed the range
-            is_taken = F.binary_cross_entropy(confidence, accepted, reduction="none")
-            loss = CROSS_ENTROPY * entropy + DISTANCE * distance + is_taken
-            total = total + math.exp(-ahead / GAMMA) * loss.mean()
+            confidence = self.draft.confidence(before, leaf[:, :, ahead])
+            is_taken = F.binary_cross_entropy_with_logits(confidence, accepted, reduction="none")
+            loss = (CROSS_ENTROPY * entropy + DISTANCE * distance + is_taken).mean()
+            (share * weight * loss).backward()  # type: ignore[no-untyped-call]
             if ahead == 0:
                 first = share * entropy.mean().item()
-        (share * total).backward()  # type: ignore[no-untyped-call]
+        assert leaf.grad is not None
+        states.backward(leaf.grad)  # type: ignore[no-untyped-call]
         return first
 
-    @torch.no_grad()
     def _guessed(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """As in HeadTraining, but blocks follow one another instead of beginning at every place."""
         length, block = windows.shape[1], self.plan.block
         anchors = torch.arange(1, length - block + 1, block, device=windows.device)
-        for logits, targets, _ in self._guesses(windows, anchors):
+        features, of_target = read_features(self._model, windows, self.layers)
+        states = self._states(windows, features, anchors)
+        for ahead in range(block):
+            logits = self._guess(windows[:, anchors + ahead], states[:, :, ahead])
             guesses = logits.topk(min(max(TOLD_RANKS), logits.shape[-1])).indices
-            yield guesses.flatten(0, 1), targets.argmax(-1).flatten()
+            yield guesses.flatten(0, 1), of_target[:, anchors + ahead].argmax(-1).flatten()
 
     def _anchors(self, length: int) -> Tensor:
         """Return the positions of this step's anchors, in all of its windows: the same for the same seed and step."""
         places = np.random.default_rng([self.plan.seed, self.done]).permutation(length - self.plan.block)
         return torch.from_numpy(1 + np.sort(places[: self.plan.anchors])).to(self._model.device)
 
-    def _guesses(self, windows: Tensor, anchors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield, for each guess of a block, its logits, the target's [rows, anchors, V], and its confidence [rows,
-        anchors]. The tokens before it are those of the windows [rows, length]."""
-        features, of_target = read_features(self._model, windows, self.layers)
-        states = self._states(windows, features, anchors)
+    def _guess(self, before: Tensor, states: Tensor) -> Tensor:
+        """Return the logits [rows, anchors, V] of guesses with h [rows, anchors, d'] that follow these tokens [rows,
+        anchors]."""
         logits = self.draft.logits(states)
-        for ahead in range(self.plan.block):
-            before, own = windows[:, anchors + ahead], states[:, :, ahead]
-            guessed = logits[:, :, ahead]
-            if self.draft.variant.markov is not None:
-                guessed = guessed + self.draft.markov(before, own, None)[0]
-            yield guessed, of_target[:, anchors + ahead], self.draft.confidence(before, own)
+        if self.draft.variant.markov is None:
+            return logits
+        return logits + self.draft.markov(before, states, None)[0]
 
     def _states(self, windows: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """Return h [rows, anchors, block, d'] of blocks at these anchors [n] of windows [rows, length], with the
@@ -181,7 +189,7 @@ class BlockTraining(HeadTraining[BlockPlan]):
             parts |= {"markov_w1": weights.markov.embeddings, "markov_w2": weights.markov.output}
         assert weights.confidence is not None
         parts |= dict(zip(("confidence weight", "confidence bias"), weights.confidence, strict=True))
-        stored = {tensor_name(part): as_stored(tensor) for part, tensor in parts.items()}
+        stored = {tensor_name(part, NAMES): as_stored(tensor) for part, tensor in parts.items()}
         return stored, {
             "architectures": ["Qwen3DSparkModel"],
             "model_type": "qwen3",
@@ -202,15 +210,24 @@ class BlockTraining(HeadTraining[BlockPlan]):
 
 def layers_read(count: int) -> tuple[int, ...]:
     """Return the layers of a target of `count` layers whose features are read: five, evenly spread from the third to
-    the third last, as in the published drafts; of a shallow target from the second to the last, or fewer."""
-    first, last = (2, count - 3) if count >= 2 * FEATURES else (min(1, count - 1), count - 1)
+    the last but one, as in the published drafts; of a shallow target from the second to the last, or fewer."""
+    first, last = (2, count - 2) if count >= 2 * FEATURES else (min(1, count - 1), count - 1)
     return tuple(sorted({round(layer) for layer in np.linspace(first, last, FEATURES).tolist()}))
 
 
-def rarest(tokens: Tensor, vocabulary: int) -> int:
-    """Return the id that is rarest among tokens [n], of equally rare ones the highest: the mask of a target that has
-    none."""
-    counts = torch.bincount(tokens, minlength=vocabulary)
+def guess_weights(count: int) -> list[float]:
+    """Return the weights of a block's guesses, of sum 1."""
+    weights = np.exp(-np.arange(count) / GAMMA)
+    found: list[float] = (weights / weights.sum()).tolist()
+    return found
+
+
+def rarest(tokens: Tensor, embeddings: Tensor) -> int:
+    """Return the id that is rarest among tokens [n], the highest of equally rare ones: the mask of a target that has
+    none. An id whose embedding, of `embeddings` [ids, d], is zero is no mask: rows of nothing but masks would ask for
+    nothing."""
+    counts = torch.bincount(tokens, minlength=len(embeddings))[: len(embeddings)].to(embeddings.device)
+    counts = torch.where(embeddings.any(dim=1), counts, counts.max() + 1)
     return int((counts == counts.min()).nonzero()[-1])
 
 

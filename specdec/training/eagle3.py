@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from specdec.engine.heads.eagle3 import Eagle3Heads, Eagle3Weights
 from specdec.engine.heads.eagle3_config import LAYER_IDS, Eagle3Shape, Eagle3Variant
-from specdec.engine.heads.eagle3_files import tensor_name
+from specdec.engine.heads.eagle3_files import NAMES
+from specdec.engine.heads.feature_files import tensor_name
 from specdec.engine.heads.layer_config import USUAL_EPSILON
 from specdec.engine.hf.hidden_states import decoder_layers
 from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining, as_stored
@@ -159,7 +160,7 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
             "last_norm": weights.last_norm,
             "output": weights.output,
         }
-        stored = {tensor_name(part): as_stored(tensor) for part, tensor in parts.items()}
+        stored = {tensor_name(part, NAMES): as_stored(tensor) for part, tensor in parts.items()}
         if shape.outputs < vocabulary:
             ids = self._ids.cpu()
             stored |= {"d2t": ids - torch.arange(shape.outputs), "t2d": self._is_known.cpu()}

@@ -64,7 +64,7 @@ class HeadTraining(Training[P]):
     @abstractmethod
     def _guessed(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield, for each position ahead, the likeliest guesses [n, k], best first, with k = 10 unless fewer exist, and
-        the target's likeliest tokens [n], over all places of windows [rows, length]."""
+        the target's likeliest tokens [n], over places of windows [rows, length]."""
 
     @abstractmethod
     def _stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, object]]:

@@ -311,6 +311,7 @@ def test_another_seed_begins_with_other_weights(model: PreTrainedModel, windows:
     assert not torch.equal(one[0], other[0])
 
 
+@pytest.mark.verify
 async def test_trained_heads_guess_what_they_have_learned_and_change_no_token(tmp_path: Path) -> None:
     """They learn greedy texts of a target by heart, and guess them from their beginnings. The target has logits as
     sharp as a trained one: else no guess is likely enough to be offered."""

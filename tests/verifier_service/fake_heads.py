@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -172,7 +173,7 @@ class FakeBlock(FakeHeads):
     shape = SimpleNamespace(outputs=VOCABULARY)
     device = torch.device("cpu")
     ids: NDArray[np.int64] | None = None
-    depth = 6
+    guesses = 6
 
     def __init__(self, wrong: float = 0.0, *, markov: bool = False) -> None:
         super().__init__(wrong)
@@ -210,15 +211,14 @@ class FakeBlock(FakeHeads):
             ):
                 self.faults.append(f"a block at position {position} does not see its text")
             self.seen.append(len(read))
-            found.append([number] * self.depth if self.variant.markov else self._going_on(number))
-        return torch.tensor(found, dtype=torch.float32)[..., None]
+            numbers = [number] * self.guesses if self.variant.markov else self._going_on(number)
+            found.append([[number, depth] for depth, number in enumerate(numbers)])
+        return torch.tensor(found, dtype=torch.float32)
 
     def logits(self, states: Tensor) -> Tensor:
         if self.variant.markov:
             return torch.zeros(*states.shape[:-1], VOCABULARY)
-        found = [
-            [self.logits_of(int(number), depth) for depth, number in enumerate(own)] for own in states[..., 0].tolist()
-        ]
+        found = [[self.logits_of(int(number), int(depth)) for number, depth in own] for own in states.tolist()]
         return torch.from_numpy(np.array(found))
 
     def markov(self, tokens: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -228,16 +228,29 @@ class FakeBlock(FakeHeads):
                 [LANGUAGE.number(int(before), token) for before, token in zip(*own, strict=True)]
                 for own in zip(memory[..., 0].tolist(), tokens.tolist(), strict=True)
             ]
+        self._check(tokens, states, numbers)
         found = np.array([[self.logits_of(int(number)) for number in own] for own in numbers])
         return torch.from_numpy(found), torch.tensor(numbers, dtype=torch.float32)[..., None]
 
     def confidence(self, tokens: Tensor, states: Tensor) -> Tensor:
-        return torch.full(tokens.shape, 0.9)
+        """Return the log-odds of 0.9."""
+        return torch.full(tokens.shape, math.log(9.0))
+
+    def _check(self, tokens: Tensor, states: Tensor, numbers: list[list[float]]) -> None:
+        """Note if tokens are not the last ones of the texts of these numbers, or the states of another depth."""
+        for token, number, (begun, depth) in zip(
+            tokens.flatten().tolist(), np.ravel(numbers).tolist(), states.flatten(0, 1).tolist(), strict=True
+        ):
+            before = LANGUAGE.prefixes[int(number)]
+            if LANGUAGE.number(int(before[-2]), token) != int(number):
+                self.faults.append(f"{token} is not the token before the guess")
+            if len(before) != len(LANGUAGE.prefixes[int(begun)]) + depth:
+                self.faults.append(f"a guess at depth {depth} does not follow {depth} others")
 
     def _going_on(self, number: int) -> list[int]:
         """Return the number of a text, and of those that its likeliest tokens make of it."""
         found = [number]
-        while len(found) < self.depth:
+        while len(found) < self.guesses:
             allowed = LANGUAGE.logits(found[-1]).copy()
             allowed[BAD] = -np.inf
             found.append(LANGUAGE.number(found[-1], int(allowed.argmax())))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.decoding.candidates import Candidates
 from tests.verifier_service.fake_heads import FakeBlock, check_over, loop_of, memory_of, proposer_of, sources
 from tests.verifier_service.fakes import Client, run
 from tests.verifier_service.test_heads_proposers import BY_HEADS, WARM, client
@@ -43,7 +44,7 @@ def test_every_row_of_a_text_is_read_once() -> None:
     run(loop, one)
     check_over(loop, one)
     # Not the last token's, and of the last step's tokens none: the text is over.
-    assert 40 + 50 - 1 - draft.depth - 1 <= draft.read_rows <= 40 + 50 - 1
+    assert 40 + 50 - 1 - draft.guesses - 1 <= draft.read_rows <= 40 + 50 - 1
 
 
 def test_a_block_sees_the_latest_rows() -> None:
@@ -59,7 +60,7 @@ def test_a_block_sees_the_latest_rows() -> None:
 def test_a_tree_is_as_deep_as_the_block_where_the_draft_is_confident() -> None:
     draft = FakeBlock(markov=True)
     loop = loop_with(draft)
-    assert levels_of(loop, client(loop)) == draft.depth
+    assert levels_of(loop, client(loop)) == draft.guesses
 
 
 @pytest.mark.parametrize("markov", [False, True])
@@ -84,18 +85,31 @@ def test_a_markov_head_knows_the_guesses_before() -> None:
     assert steps[True] < steps[False]
 
 
+def children_of(probabilities: list[list[float]]) -> Candidates:
+    with np.errstate(divide="ignore"):
+        logprobs = np.log(np.array(probabilities))
+    tokens = np.arange(logprobs.size).reshape(logprobs.shape)
+    return Candidates(tokens, logprobs, np.ones(len(logprobs), dtype=bool))
+
+
 @given(
     st.lists(st.floats(0.01, 1.0), min_size=2, max_size=6).map(lambda weights: sorted(weights, reverse=True)),
     st.floats(0.0, 1.0),
 )
 def test_confidence_is_the_best_childs_probability(weights: list[float], confidence: float) -> None:
-    """The others keep their shares of the rest."""
+    """The others keep their shares of the rest, and the order is that of the new probabilities."""
     before = np.array(weights) / sum(weights)
-    found = np.exp(with_confidence(np.log(before)[None], np.array([confidence])))[0]
+    (tokens,), (logprobs,), _ = with_confidence(children_of([before.tolist()]), np.array([confidence]))
+    assert (np.diff(logprobs) <= 0).all()
+    found = np.exp(logprobs)[tokens.argsort()]
     assert found[0] == pytest.approx(confidence, abs=2e-6)
     assert found.sum() == pytest.approx(1.0, abs=1e-4)
     assert found[1:] / found[1:].sum() == pytest.approx(before[1:] / before[1:].sum(), rel=1e-6)
 
 
-def test_no_child_has_no_confidence() -> None:
-    assert with_confidence(np.array([[-np.inf, -np.inf]]), np.array([0.9])).tolist() == [[-np.inf, -np.inf]]
+def test_a_child_without_another_choice_needs_no_confidence() -> None:
+    given = children_of([[1.0, 0.0], [0.0, 0.0], [0.5, 0.4]])
+    found = with_confidence(given, np.array([0.1, 0.9, 0.1]))
+    assert np.array_equal(found.logprobs[:2], given.logprobs[:2])
+    assert found.tokens.tolist() == [[0, 1], [2, 3], [5, 4]]
+    assert np.exp(found.logprobs[2]) == pytest.approx([0.72, 0.1])

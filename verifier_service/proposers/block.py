@@ -30,8 +30,8 @@ class BlockProposer(FeatureHeadsProposer[BlockDraft]):
         *,
         context: int = CONTEXT,
     ) -> None:
-        row_logits = max(BEAM, draft.depth) * draft.shape.outputs
-        super().__init__(draft, layers, memory, tuning, depth=draft.depth, context=context, row_logits=row_logits)
+        row_logits = max(BEAM, draft.guesses) * draft.shape.outputs
+        super().__init__(draft, layers, memory, tuning, depth=draft.guesses, context=context, row_logits=row_logits)
 
     def _keep(self, rows: Rows, fused: Tensor, positions: Tensor) -> None:
         self._heads.read(fused, positions, np.concatenate(rows.slots), self._memory)
@@ -66,4 +66,4 @@ class _Growth(Growth):
             logits = logits + by_token
         if not draft.variant.confidence:
             return Level(logits)
-        return Level(logits, draft.confidence(tokens, states).double().cpu().numpy())
+        return Level(logits, draft.confidence(tokens, states).double().sigmoid().cpu().numpy())

@@ -24,15 +24,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.decoding.calibration import Calibration, corrected
-from specdec.decoding.candidates import AskedRow, draft_candidates
+from specdec.decoding.candidates import AskedRow, Candidates, draft_candidates
 from specdec.decoding.draft_logits import DraftLogits, MappedDraftLogits
 from specdec.decoding.level_tree import MAX_NODES, GrowingTrees
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine, Launch, launch_of
-from specdec.engine.heads.feature_files import MAX_CONTEXT_BYTES
-from specdec.engine.heads.files import MAX_LOGITS
+from specdec.engine.heads.feature_files import MAX_CONTEXT_BYTES, MAX_FEATURE_LOGITS
 from specdec.engine.heads.text_memory import TextMemory, TextSlots
 from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.backend.result import HEADS
@@ -48,6 +47,9 @@ BEAM = 8
 
 CONTEXT = 4096
 """Default of the rows that heads see: published ones are trained on texts of 2,048 to 4,096 tokens."""
+
+MIN_CONFIDENCE = 1e-6
+"""Minimum distance of a probability from 0 and 1, so that its logarithm and the rest's stay finite."""
 
 LEVEL_SMOOTHING = 0.1
 """Weight of the latest level in the moving average of a level's seconds."""
@@ -73,7 +75,7 @@ class Level(NamedTuple):
     """What the heads say of a level of trees."""
 
     logits: Tensor  # float32 [n, f, outputs] of the children of the frontier; [n, 1, outputs]: the same for all
-    confidence: NDArray[np.float64] | None = None  # [n, f], that the best child is right, if the heads estimate it
+    confidence: NDArray[np.float64] | None = None  # [n, f]: probability of the best child, if the heads estimate it
 
 
 class Growth(ABC):
@@ -114,7 +116,7 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"], Generic[Heads]):
         self._memory = memory
         self.depth = depth
         self.context = context
-        self._texts_at_once = max(1, MAX_LOGITS // row_logits)
+        self._texts_at_once = max(1, MAX_FEATURE_LOGITS // row_logits)
         self._rows_at_once = max(1, MAX_CONTEXT_BYTES // memory.row_bytes)
         self._level_seconds = 0.0  # of one level, moving average; 0: not known
 
@@ -239,8 +241,10 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"], Generic[Heads]):
                 if first[0] > -np.inf:
                     text.usefulness.observe_token(min(1.0, float(np.exp(first).sum())))
             trees.grow(guesses, logprobs)
-            seconds = time.monotonic() - started
-            self._level_seconds += LEVEL_SMOOTHING * (seconds - self._level_seconds) if self._level_seconds else seconds
+            if level:  # the first one waits for what `_growth` has launched
+                seconds = time.monotonic() - started
+                known = self._level_seconds
+                self._level_seconds += LEVEL_SMOOTHING * (seconds - known) if known else seconds
             if level + 1 == limits.max() or not self._pays(texts, trees, step, begin):
                 break
             paths = [
@@ -268,11 +272,10 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"], Generic[Heads]):
                     places.append((number, place))
         found = draft_candidates(self._draft_logits(level.logits), rows, BEAM)
         of_texts, of_places = np.array(places).T
-        likely = found.logprobs
         if level.confidence is not None:
-            likely = with_confidence(likely, level.confidence[of_texts, of_places])
+            found = with_confidence(found, level.confidence[of_texts, of_places])
         tokens[of_texts, of_places] = found.tokens
-        logprobs[of_texts, of_places] = corrected(shifts, likely)
+        logprobs[of_texts, of_places] = corrected(shifts, found.logprobs)
         for number, (session, _) in enumerate(group):
             if session.samples_candidates:
                 logprobs[number, :, 1:] = -np.inf
@@ -303,14 +306,19 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"], Generic[Heads]):
         return torch.as_tensor(numbers, dtype=torch.int64).to(self._heads.device)
 
 
-def with_confidence(logprobs: NDArray[np.float64], confidence: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the log-probabilities [n, width] of children, best first, where the best one has this probability [n]. The
-    others share the rest as before."""
-    best = np.clip(confidence, 1e-6, 1.0 - 1e-6)
-    before = np.clip(np.exp(logprobs[:, 0]), 0.0, 1.0 - 1e-6)
-    found: NDArray[np.float64] = logprobs + (np.log1p(-best) - np.log1p(-before))[:, None]
-    found[:, 0] = np.where(logprobs[:, 0] > -np.inf, np.log(best), -np.inf)
-    return found
+def with_confidence(children: Candidates, confidence: NDArray[np.float64]) -> Candidates:
+    """Return the children of n nodes where the best one has this probability [n], and the others share the rest as
+    before; best first again. An only child, such as a grammar leaves, keeps its probability."""
+    logprobs = children.logprobs.copy()
+    several = (logprobs > -np.inf).sum(axis=1) > 1
+    best = np.clip(confidence[several], MIN_CONFIDENCE, 1.0 - MIN_CONFIDENCE)
+    before = np.minimum(np.exp(logprobs[several, 0]), 1.0 - MIN_CONFIDENCE)
+    logprobs[several] += (np.log1p(-best) - np.log1p(-before))[:, None]
+    logprobs[several, 0] = np.log(best)
+    order = (-logprobs).argsort(axis=1, kind="stable")
+    return children._replace(
+        tokens=np.take_along_axis(children.tokens, order, axis=1), logprobs=np.take_along_axis(logprobs, order, axis=1)
+    )
 
 
 @dataclass

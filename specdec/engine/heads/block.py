@@ -13,7 +13,7 @@ guesses x_(a + k), or x_(a + k + 1) if the first row guesses, too (`from_anchor`
 DSpark (DeepSeek 2026, arXiv:2607.05147) adds a Markov head, by which a guess depends on the one before it, and an
 estimate of the probability that a guess is accepted:
 
-    logits_k += W_2 W_1[x_(k-1)],    c_k = sigmoid(w [h_k; W_1[x_(k-1)]] + b)
+    logits += W_2 W_1[y],    c = sigmoid(w [h; W_1[y]] + b)          y: the token before the guess
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BlockLayer:
 class MarkovWeights:
     """The weights of a Markov head."""
 
-    embeddings: Tensor  # W_1 [outputs, r]
+    embeddings: Tensor  # W_1 [V, r], of the token before
     output: Tensor  # W_2 [outputs, r]
     joint: Tensor | None = None  # gated: [r, d' + r] of [h; W_1 x]; rnn: [3 r, 2 r + d'] of [s; W_1 x; h]
     joint_bias: Tensor | None = None
@@ -58,7 +58,7 @@ class MarkovWeights:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """The weights of a block draft, of one dtype on one device."""
+    """The weights of a block draft, on one device, of one dtype but for embeddings and output head of the target."""
 
     fusion: Tensor  # [d', m d]
     context_norm: Tensor  # [d']
@@ -103,7 +103,7 @@ class BlockDraft:
         return self._weights.fusion.device
 
     @property
-    def depth(self) -> int:
+    def guesses(self) -> int:
         """The number of tokens that a block guesses."""
         return self.shape.rows if self.variant.from_anchor else self.shape.rows - 1
 
@@ -127,14 +127,14 @@ class BlockDraft:
         memory.write(slots, *self.context(fused, positions))
 
     def states(self, anchors: Tensor, positions: Tensor, texts: list[Slots], memory: TextMemory) -> Tensor:
-        """Return h [n, depth, d'] of the guesses that follow the last tokens, int64 [n], of n texts at these positions
-        [n]. `texts`: the slots of their contexts."""
+        """Return h [n, guesses, d'] of the guesses that follow the last tokens of n texts, int64 [n], at these
+        positions [n]. `texts`: the slots of their contexts."""
         length = max(map(len, texts))
         lengths = torch.tensor([len(slots) for slots in texts], device=self.device)
         seen = torch.arange(length, device=self.device) < lengths[:, None]
         visible = F.pad(seen, (0, self.shape.rows), value=True)[:, None, None]  # [n, 1, 1, length + rows]
         found = self.passed(*self.blocks(anchors, positions), *memory.gathered(texts, length), visible)
-        return found[:, -self.depth :]
+        return found[:, -self.guesses :]
 
     def blocks(self, anchors: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens and the positions of blocks, [..., rows], that begin with these tokens [...] at these
@@ -196,15 +196,15 @@ class BlockDraft:
         return F.linear(latent, weights.output).float(), memory
 
     def confidence(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Return the estimated probabilities [n, f], float32, that guesses with h [n, f, d'], which follow these tokens
-        [n, f], are accepted."""
+        """Return the estimated log-odds [n, f], float32, that guesses with h [n, f, d'], which follow these tokens [n,
+        f], are accepted."""
         assert self._weights.confidence is not None
         weight, bias = self._weights.confidence
         read = states
         if self.variant.confidence_reads_markov:
             assert self._weights.markov is not None
             read = torch.cat([states, F.embedding(tokens, self._weights.markov.embeddings)], dim=-1)
-        return F.linear(read, weight, bias).float().sigmoid().squeeze(-1)
+        return F.linear(read, weight, bias).float().squeeze(-1)
 
     @staticmethod
     def _joint(weights: MarkovWeights, *parts: Tensor) -> Tensor:

@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from specdec.engine.heads.files import MAX_SIZE, TargetShape
 from specdec.engine.heads.layer_config import MAX_FEATURES, SPECULATORS, LayerConfig, flag, layer_fields, outputs_of
-from specdec.engine.model_file import Fields
+from specdec.engine.model_file import Fields, shown
 
 MAX_LAYERS = 64
 """Maximum layers of a block draft. Published ones have three to six."""
@@ -79,34 +80,33 @@ class BlockConfig:
         own = config.fields("dflash_config") if config.has("dflash_config") else config
         layer, outputs = LayerConfig.of(fields, target), outputs_of(config, target)
         _check_attention(fields)
-        if own.has("projector_type") and own.text("projector_type") != "dflash":
-            raise own.refusal("projector_type", "dflash")
+        for part in (own, config):
+            _check_neutral(part)
         markov, rank = _markov(config)
-        if markov is not None and outputs != target.vocabulary:
-            raise config.refusal("draft_vocab_size", f"{target.vocabulary}, as the target's, with a Markov head")
         confidence = flag(config, "enable_confidence_head")
         reads_markov = confidence and flag(config, "confidence_head_with_markov")
         if reads_markov and markov is None:
             raise config.refusal("confidence_head_with_markov", "false without a Markov head")
         rows = (own if own.has("block_size") else config).integer("block_size", 1, MAX_BLOCK)
-        from_anchor = flag(config, "sample_from_anchor", default=_is_dspark(config))
+        field = "sample_from_anchor"
+        from_anchor = flag(own if own.has(field) else config, field, default=_is_dspark(config))
         if rows == 1 and not from_anchor:
             raise own.refusal("block_size", "2 or more, or sample_from_anchor true")
         layers = _layers(own if own.has(LEFT) else config, target)
         count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
         return cls(
             BlockShape(
-                target.stream,
-                len(layers),
-                count,
-                layer.hidden,
-                layer.heads,
-                layer.kv_heads,
-                layer.width,
-                layer.inner,
-                outputs,
-                rows,
-                rank,
+                stream=target.stream,
+                features=len(layers),
+                layers=count,
+                hidden=layer.hidden,
+                heads=layer.heads,
+                kv_heads=layer.kv_heads,
+                width=layer.width,
+                inner=layer.inner,
+                outputs=outputs,
+                rows=rows,
+                rank=rank,
             ),
             BlockVariant(
                 layer.epsilon,
@@ -139,10 +139,29 @@ def _check_attention(fields: Fields) -> None:
     kinds = fields.content.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise fields.refusal("layer_types", "full_attention in all layers: sliding windows are not supported")
+    if kinds is None and flag(fields, "use_sliding_window"):
+        raise fields.refusal("use_sliding_window", "false: sliding windows are not supported")
     if flag(fields, "is_causal"):
         raise fields.refusal("is_causal", "false")
     if flag(fields, "attention_bias"):
         raise fields.refusal("attention_bias", "false")
+
+
+NEUTRAL: Mapping[str, object] = {
+    "projector_type": "dflash",
+    "shift_label": False,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+}
+"""Fields of variants that are not computed, with the values of the usual draft."""
+
+
+def _check_neutral(config: Fields) -> None:
+    """Raise ModelDirectoryError if a field asks for a variant that is not computed."""
+    for name, usual in NEUTRAL.items():
+        if config.has(name) and config.content[name] != usual:
+            raise config.refusal(name, f"{shown(usual)} or missing: other block drafts are not supported")
 
 
 def _markov(config: Fields) -> tuple[Markov | None, int]:
@@ -158,10 +177,10 @@ def _markov(config: Fields) -> tuple[Markov | None, int]:
 
 def _layers(config: Fields, target: TargetShape) -> tuple[int, ...]:
     """Return the layers whose features are read, by those that they enter."""
-    if config.has(LEFT):
+    if config.has(LEFT) or not config.has(ENTERED):
         found = [layer + 1 for layer in config.integers(LEFT, -1, target.layers - 2, count=MAX_FEATURES)]
     else:
         found = config.integers(ENTERED, 0, target.layers - 1, count=MAX_FEATURES)
     if not found:
-        raise config.refusal(LEFT if config.has(LEFT) else ENTERED, "a list of layers, one at least")
+        raise config.refusal(ENTERED if config.has(ENTERED) else LEFT, "a list of layers, one at least")
     return tuple(found)

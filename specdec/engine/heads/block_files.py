@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.engine.heads.block_config import BlockConfig, Markov
-from specdec.engine.heads.feature_files import COMMON, FeatureFiles, parts_in
-from specdec.engine.heads.files import HeadsFilesError, Reader, TargetShape, stored_tensors
-from specdec.engine.model_file import read_fields
+from specdec.engine.heads.feature_files import COMMON, FeatureFiles, fields_beside, parts_in
+from specdec.engine.heads.files import Reader, TargetShape, stored_tensors
 
 if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without it
     import torch
@@ -25,32 +24,12 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
 CONTEXT_NORM = "hidden_norm.weight"
 """Name of a tensor that only block drafts have: EAGLE-3's is one of its layer."""
 
-LAYER = r"layers\.(\d+)\."
-PATTERNS: Mapping[str, str] = {
-    rf"{LAYER}self_attn\.([qkvo])_proj\.weight": r"\2 \1",
-    rf"{LAYER}self_attn\.([qk])_norm\.weight": r"\2_norm \1",
-    rf"{LAYER}mlp\.(gate|up|down)_proj\.weight": r"\2 \1",
-    rf"{LAYER}input_layernorm\.weight": r"norm \1",
-    rf"{LAYER}post_attention_layernorm\.weight": r"mlp_norm \1",
-    r"hidden_norm\.weight": "context_norm",
-    r"markov_head\.markov_w1\.weight": "markov_w1",
-    r"markov_head\.markov_w2\.weight": "markov_w2",
-    r"markov_head\.(gate|joint)_proj\.(weight|bias)": r"markov_\1 \2",
-    r"confidence_head\.proj\.(weight|bias)": r"confidence \1",
-    **COMMON,
-}
-"""Names of tensors, to the parts of a block draft."""
-
 NAMES: Mapping[str, str] = {
-    "fusion": "fc.weight",
+    **COMMON,
     "context_norm": CONTEXT_NORM,
-    "last_norm": "norm.weight",
-    "output": "lm_head.weight",
-    "embeddings": "embed_tokens.weight",
     "norm": "layers.{}.input_layernorm.weight",
     "mlp_norm": "layers.{}.post_attention_layernorm.weight",
-    "q_norm": "layers.{}.self_attn.q_norm.weight",
-    "k_norm": "layers.{}.self_attn.k_norm.weight",
+    **{part: f"layers.{{}}.self_attn.{part}.weight" for part in ("q_norm", "k_norm")},
     **{part: f"layers.{{}}.self_attn.{part}_proj.weight" for part in "qkvo"},
     **{part: f"layers.{{}}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
     "markov_w1": "markov_head.markov_w1.weight",
@@ -77,13 +56,9 @@ class BlockFiles(FeatureFiles[BlockConfig]):
     def of(cls, path: Path, target: TargetShape) -> BlockFiles:
         """Find the draft in a directory, or in a file of weights beside its config.json; ModelDirectoryError, naming
         the field, or the tensor and the sizes, if there is none for this target."""
-        folder = path if path.is_dir() else path.parent
-        fields = read_fields(folder / "config.json")
-        if fields is None:
-            raise HeadsFilesError(f"{folder}: has no config.json, which block drafts need")
-        config = BlockConfig.of(fields, target)
-        found = cls(path, config, parts_in(path, PATTERNS, "a DFlash or DSpark block draft"), target)
-        found._check(found._shapes(), tensor_name)
+        config = BlockConfig.of(fields_beside(path, "block drafts"), target)
+        found = cls(path, config, parts_in(path, [NAMES], "a DFlash or DSpark block draft"), target)
+        found._check(found._shapes(), NAMES)
         return found
 
     def load(
@@ -168,7 +143,7 @@ class BlockFiles(FeatureFiles[BlockConfig]):
                 f"down {number}": (hidden, shape.inner),
             }
         if variant.markov is not None:
-            wanted |= {"markov_w1": (shape.outputs, rank), "markov_w2": (shape.outputs, rank)}
+            wanted |= {"markov_w1": (self.target.vocabulary, rank), "markov_w2": (shape.outputs, rank)}
         if variant.markov is Markov.GATED:
             wanted |= {"markov_gate weight": (rank, hidden + rank), "markov_gate bias": (rank,)}
         if variant.markov is Markov.RNN:
@@ -177,9 +152,3 @@ class BlockFiles(FeatureFiles[BlockConfig]):
             inputs = hidden + rank if variant.confidence_reads_markov else hidden
             wanted |= {"confidence weight": (1, inputs), "confidence bias": (1,)}
         return wanted | self._shared_shapes(shape.outputs)
-
-
-def tensor_name(part: str) -> str:
-    """Return the name of a part's tensor."""
-    kind, _, place = part.partition(" ")
-    return NAMES.get(kind, kind).format(place)

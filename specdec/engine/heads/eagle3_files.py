@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.engine.heads.eagle3_config import Eagle3Config
-from specdec.engine.heads.feature_files import COMMON, FeatureFiles, parts_in
-from specdec.engine.heads.files import HeadsFilesError, Reader, TargetShape, stored_tensors
-from specdec.engine.model_file import read_fields
+from specdec.engine.heads.feature_files import COMMON, FeatureFiles, fields_beside, parts_in
+from specdec.engine.heads.files import Reader, TargetShape, stored_tensors
 
 if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without it
     import torch
@@ -26,18 +25,23 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
 
     from specdec.engine.heads.eagle3 import Eagle3Heads
 
-LAYER = r"(?:midlayer|layers\.0)\."
-PATTERNS: Mapping[str, str] = {
-    rf"{LAYER}self_attn\.([qkvo])_proj\.weight": r"\1",
-    rf"{LAYER}mlp\.(gate|up|down)_proj\.weight": r"\1",
-    rf"{LAYER}input_layernorm\.weight": "embedding_norm",
-    rf"{LAYER}hidden_norm\.weight": "hidden_norm",
-    rf"{LAYER}post_attention_layernorm\.weight": "mlp_norm",
-    r"input_norm\.weight": "fusion_norm",
-    r"fc_norm\.(\d+)\.weight": r"feature_norm \1",
-    **COMMON,
-}
-"""Names of tensors in both layouts, to the parts of heads."""
+
+def _names(layer: str) -> Mapping[str, str]:
+    """Return the names of the tensors of parts, {} being a number, where the decoder layer has this name."""
+    return {
+        **COMMON,
+        **{part: f"{layer}.self_attn.{part}_proj.weight" for part in "qkvo"},
+        **{part: f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+        "embedding_norm": f"{layer}.input_layernorm.weight",
+        "hidden_norm": f"{layer}.hidden_norm.weight",
+        "mlp_norm": f"{layer}.post_attention_layernorm.weight",
+        "fusion_norm": "input_norm.weight",
+        "feature_norm": "fc_norm.{}.weight",
+    }
+
+
+NAMES, OTHER_NAMES = _names("midlayer"), _names("layers.0")
+"""Names of the tensors of parts in EAGLE's layout, and in speculators'."""
 
 
 def is_eagle3(path: Path) -> bool:
@@ -55,13 +59,9 @@ class Eagle3Files(FeatureFiles[Eagle3Config]):
     def of(cls, path: Path, target: TargetShape) -> Eagle3Files:
         """Find the heads in a directory, or in a file of weights beside its config.json; ModelDirectoryError, naming
         the field, or the tensor and the sizes, if there are none for this target."""
-        folder = path if path.is_dir() else path.parent
-        fields = read_fields(folder / "config.json")
-        if fields is None:
-            raise HeadsFilesError(f"{folder}: has no config.json, which EAGLE-3 heads need")
-        config = Eagle3Config.of(fields, target)
-        found = cls(path, config, parts_in(path, PATTERNS, "EAGLE-3 heads of one layer"), target)
-        found._check(found._shapes(), tensor_name)
+        config = Eagle3Config.of(fields_beside(path, "EAGLE-3 heads"), target)
+        found = cls(path, config, parts_in(path, [NAMES, OTHER_NAMES], "EAGLE-3 heads of one layer"), target)
+        found._check(found._shapes(), NAMES)
         return found
 
     def load(
@@ -127,24 +127,3 @@ class Eagle3Files(FeatureFiles[Eagle3Config]):
         if self.config.norm_of_features:
             wanted |= {f"feature_norm {number}": (shape.stream,) for number in range(shape.features)}
         return wanted | self._shared_shapes(shape.outputs)
-
-
-def tensor_name(part: str) -> str:
-    """Return the name of a part's tensor in EAGLE's layout."""
-    kind, _, number = part.partition(" ")
-    names = {
-        "fusion": "fc.weight",
-        "fusion_norm": "input_norm.weight",
-        "feature_norm": f"fc_norm.{number}.weight",
-        "embedding_norm": "midlayer.input_layernorm.weight",
-        "hidden_norm": "midlayer.hidden_norm.weight",
-        "mlp_norm": "midlayer.post_attention_layernorm.weight",
-        "last_norm": "norm.weight",
-        "output": "lm_head.weight",
-        "embeddings": "embed_tokens.weight",
-    }
-    if kind in "qkvo":
-        return f"midlayer.self_attn.{kind}_proj.weight"
-    if kind in ("gate", "up", "down"):
-        return f"midlayer.mlp.{kind}_proj.weight"
-    return names.get(kind, kind)

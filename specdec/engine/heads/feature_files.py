@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from specdec.engine.heads.files import MAX_LOGITS, HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
+from specdec.engine.heads.files import HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
 from specdec.engine.heads.layer_config import LayerConfig
 from specdec.engine.memory import MIN_SLOTS
+from specdec.engine.model_file import Fields, read_fields
 from specdec.engine.placement import BYTES, Dtype
 from specdec.engine.preflight.memory_needed import MemoryNeeded
 
@@ -20,21 +21,23 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
     from numpy.typing import NDArray
     from torch import Tensor
 
-MAX_CONTEXT_BYTES = 1 << 26
-"""Approximate bytes of keys and values that heads gather from their memory at once: one text's at least."""
+MAX_CONTEXT_BYTES, MAX_FEATURE_LOGITS = 1 << 27, 1 << 24
+"""Approximate bytes of keys and values that heads gather from their memory at once, and logits that they compute at
+once: one text's at least. Further texts take another pass, which reads all weights again: 16 texts of 150,000 token ids
+and blocks of 7 fit."""
 
 BUFFER = "rotary_emb.inv_freq"
 """End of the name of a tensor that older files have, and config.json determines."""
 
 COMMON: Mapping[str, str] = {
-    r"fc\.weight": "fusion",
-    r"norm\.weight": "last_norm",
-    r"lm_head\.weight": "output",
-    r"embed_tokens\.weight": "embeddings",
-    r"d2t": "d2t",
-    r"t2d": "t2d",
+    "fusion": "fc.weight",
+    "last_norm": "norm.weight",
+    "output": "lm_head.weight",
+    "embeddings": "embed_tokens.weight",
+    "d2t": "d2t",
+    "t2d": "t2d",
 }
-"""Names of tensors, to the parts of all such heads."""
+"""Names of the tensors of parts that all such heads have."""
 
 
 class FeatureConfig(Protocol):
@@ -78,7 +81,7 @@ class FeatureFiles(ABC, Generic[Config]):
         numbers = sum(stored.numbers for part, stored in self.parts.items() if part not in ("d2t", "t2d"))
         tokens = kv_tokens or MIN_SLOTS
         kv = tokens * 2 * self.config.memory_heads * self.config.layer.width * BYTES[dtype]
-        working = 2 * MAX_LOGITS * BYTES["float32"] + 2 * min(kv, MAX_CONTEXT_BYTES)
+        working = 2 * MAX_FEATURE_LOGITS * BYTES["float32"] + 2 * min(kv, MAX_CONTEXT_BYTES)
         return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * BYTES[dtype], working, tokens, kv)
 
     def _table(self, reader: Reader, embeddings: Tensor, device: str, dtype: torch.dtype) -> Tensor:
@@ -122,13 +125,12 @@ class FeatureFiles(ABC, Generic[Config]):
             wanted["t2d"] = (target.vocabulary,)
         return wanted
 
-    def _check(self, wanted: Mapping[str, tuple[int, ...]], tensor_name: Callable[[str], str]) -> None:
-        """Raise HeadsFilesError unless the parts are these, of these shapes. `tensor_name`: returns the name of a
-        part's tensor."""
+    def _check(self, wanted: Mapping[str, tuple[int, ...]], names: Mapping[str, str]) -> None:
+        """Raise HeadsFilesError unless the parts are these, of these shapes. `names`: as in `tensor_name`."""
         target, config = self.target, self.config
         for part, size in wanted.items():
             if part not in self.parts:
-                raise HeadsFilesError(f"{self.path}: lacks {tensor_name(part)}, of the shape {list(size)}")
+                raise HeadsFilesError(f"{self.path}: lacks {tensor_name(part, names)}, of the shape {list(size)}")
             self.parts[part].check(
                 size,
                 f"heads of hidden size {config.layer.hidden} that read {len(config.layers)} features of a target of "
@@ -139,16 +141,38 @@ class FeatureFiles(ABC, Generic[Config]):
                 raise HeadsFilesError(f"{stored.file}: {stored.name} is not used by what config.json describes")
 
 
-def parts_in(path: Path, patterns: Mapping[str, str], kind: str) -> dict[str, Stored]:
+def fields_beside(path: Path, kind: str) -> Fields:
+    """Return the configuration of heads in a directory, or beside their file of weights; HeadsFilesError if there is
+    none. `kind`: of heads, for the message."""
+    folder = path if path.is_dir() else path.parent
+    fields = read_fields(folder / "config.json")
+    if fields is None:
+        raise HeadsFilesError(f"{folder}: has no config.json, which {kind} need")
+    return fields
+
+
+def tensor_name(part: str, names: Mapping[str, str]) -> str:
+    """Return the name of a part's tensor. `names`: of kinds of parts, where {} stands for what follows the kind in the
+    part: `q 3` is the tensor `q` of layer 3."""
+    kind, _, place = part.partition(" ")
+    return names[kind].format(place)
+
+
+def parts_in(path: Path, layouts: Sequence[Mapping[str, str]], kind: str) -> dict[str, Stored]:
     """Return the tensors of heads in a directory or file, by what they are; HeadsFilesError, naming it, if one is
-    unknown. `patterns`: of names, to parts; `kind`: of heads, for the message."""
+    unknown. `layouts`: names as in `tensor_name`; `kind`: of heads, for the message."""
+    patterns = {
+        re.escape(name).replace(r"\{\}", r"(\d+|weight|bias)"): part
+        for names in layouts
+        for part, name in names.items()
+    }
     found: dict[str, Stored] = {}
     for tensor in stored_tensors(path):
         if tensor.name.endswith(BUFFER):
             continue
         for pattern, part in patterns.items():
             if match := re.fullmatch(pattern, tensor.name):
-                name = match.expand(part)
+                name = " ".join([part, *match.groups()])
                 if name in found:
                     raise HeadsFilesError(f"{path}: {found[name].name} and {tensor.name} are the same part")
                 found[name] = tensor

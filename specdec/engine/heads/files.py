@@ -1,6 +1,6 @@
 """Files of heads: the tensors in a directory, by the headers of its weight files, and reading them.
 
-Nothing here knows the kinds of heads: `medusa_files.py` and `eagle3_files.py` do.
+Nothing here knows the kinds of heads: `medusa_files.py`, `eagle3_files.py` and `block_files.py` do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PICKLED = "pytorch_model.bin"
 """Name of EAGLE's first weight files."""
 
 MAX_LOGITS = 1 << 22
-"""Approximate number of logits that heads compute at once: one text's at least."""
+"""Approximate number of logits that Medusa heads compute at once: one text's at least."""
 
 HIDDEN_SIZE = "word_embed_proj_dim", "hidden_size", "n_embd"
 STREAM = "hidden_size", "n_embd"

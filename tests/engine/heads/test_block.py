@@ -47,7 +47,7 @@ SMALL = RandomBlock(
 DSPARK = replace(SMALL, from_anchor=True, rank=4, confidence=True, reads_markov=True)
 VARIANTS = {
     "dflash": SMALL,
-    "one layer": replace(SMALL, depth=1, rows=2),
+    "one layer": replace(SMALL, own_layers=1, rows=2),
     "five features": replace(SMALL, layers=(1, 4, 2, 3, 3)),
     "own vocabulary": replace(SMALL, hidden=12, outputs=9, own_embeddings=True, own_output=True),
     "dspark": DSPARK,
@@ -56,6 +56,7 @@ VARIANTS = {
     "confidence alone": replace(DSPARK, rank=0, reads_markov=False),
     "confidence of states": replace(DSPARK, reads_markov=False),
     "own copies": replace(DSPARK, own_embeddings=True, own_output=True),
+    "dspark of few ids": replace(DSPARK, outputs=9, own_output=True),
 }
 EMBEDDINGS = torch.randn(TOKENS, STREAM, generator=torch.Generator().manual_seed(8))
 OUTPUT = torch.randn(TOKENS, STREAM, generator=torch.Generator().manual_seed(9))
@@ -101,7 +102,7 @@ class Reference:
         """Return h [guesses, d'] behind a context, of c and a position each."""
         sizes = self.sizes
         rows = [self.weight("embed_tokens")[token] for token in [anchor] + [sizes.mask] * (sizes.rows - 1)]
-        for layer in range(sizes.depth):
+        for layer in range(sizes.own_layers):
             name = f"layers.{layer}"
             inputs = context + [
                 (self.norm(row, f"{name}.input_layernorm"), position + place) for place, row in enumerate(rows)
@@ -135,9 +136,10 @@ class Reference:
         return self.weight("markov_head.markov_w2") @ before, memory
 
     def confidence(self, token: int, state: Numbers) -> float:
+        """Return the log-odds."""
         read = [state] + [self.weight("markov_head.markov_w1")[token]] * self.sizes.reads_markov
         weight, bias = self.weight("confidence_head.proj")[0], self._tensors["confidence_head.proj.bias"][0]
-        return float(_sigmoid(weight @ np.concatenate(read) + bias))
+        return float(weight @ np.concatenate(read) + bias)
 
     def _joint(self, name: str, *parts: Numbers) -> Numbers:
         product = self.weight(f"markov_head.{name}_proj") @ np.concatenate(parts)
@@ -157,7 +159,7 @@ def close(got: Tensor, want: Any) -> None:
 
 
 def memory_for(sizes: RandomBlock) -> TextMemory:
-    return TextMemory(200, sizes.depth * sizes.kv_heads, sizes.head_dim, torch.float32, torch.device("cpu"))
+    return TextMemory(200, sizes.own_layers * sizes.kv_heads, sizes.head_dim, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("layout", ["authors", "speculators"])
@@ -167,9 +169,11 @@ def test_they_compute_the_formulas(tmp_path: Path, sizes: RandomBlock, layout: s
     if layout == "speculators":
         written(tmp_path, sizes.tensors(), sizes.speculators())
     elif sizes.outputs < TOKENS:
-        written(tmp_path, sizes.tensors(), sizes.z_lab() | {"draft_vocab_size": sizes.outputs})
+        config = sizes.deepspec() if sizes.from_anchor else sizes.z_lab()
+        written(tmp_path, sizes.tensors(), config | {"draft_vocab_size": sizes.outputs})
     else:
         make_block(tmp_path, sizes)
+    assert BlockFiles.of(tmp_path, TARGET).config.layers == sizes.layers
     draft, reference, random = loaded(tmp_path), Reference(sizes), np.random.default_rng(3)
     memory = memory_for(sizes)
     contexts: list[list[tuple[Numbers, int]]] = []
@@ -188,10 +192,20 @@ def test_they_compute_the_formulas(tmp_path: Path, sizes: RandomBlock, layout: s
     states = draft.states(torch.tensor(anchors), torch.tensor(places), slots, memory)
     want_states = [reference.states(*text) for text in zip(contexts, anchors, places, strict=True)]
     close(states, want_states)
-    assert draft.depth == states.shape[1] == sizes.rows - (not sizes.from_anchor)
+    assert draft.guesses == states.shape[1] == sizes.rows - (not sizes.from_anchor)
     logits = draft.logits(states)
     assert logits.dtype == torch.float32
     close(logits, [own @ reference.weight("lm_head").T for own in want_states])
+
+
+@pytest.mark.parametrize(("given", "guesses"), [(None, 4), (False, 4), (True, 5)])
+@pytest.mark.parametrize("within", ["dflash_config", "config"])
+def test_the_first_row_guesses_where_the_file_says_so(
+    tmp_path: Path, given: bool | None, guesses: int, within: str
+) -> None:
+    config = SMALL.z_lab()
+    (config["dflash_config"] if within == "dflash_config" else config)["sample_from_anchor"] = given
+    assert loaded(written(tmp_path, SMALL.tensors(), config)).guesses == guesses
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
@@ -270,17 +284,24 @@ def tensor(name: str, *shape: int) -> Change:
         (field("markov_head_type", "gated"), r"lacks markov_head.gate_proj.weight, of the shape \[4, 14\]"),
         (field("markov_head_type", "lstm"), 'markov_head_type is "lstm", must be vanilla, gated or rnn'),
         (field("markov_rank", 0), "confidence_head_with_markov is true, must be false without a Markov head"),
-        (field("draft_vocab_size", 9), "draft_vocab_size is 9, must be 23, as the target's, with a Markov head"),
+        (field("draft_vocab_size", 9), r"lacks lm_head.weight, of the shape \[9, 10\]"),
+        (field("input_embedding_scale", 2.0), "input_embedding_scale is 2.0, must be 1.0 or missing"),
+        (field("final_logit_softcapping", 30.0), "final_logit_softcapping is 30.0, must be 0.0 or missing"),
+        (field("shift_label", True), "shift_label is true, must be false or missing"),
+        (
+            lambda config, _: config.update(layer_types=None, use_sliding_window=True),
+            "use_sliding_window is true, must be false: sliding windows are not supported",
+        ),
         (field("mask_token_id", TOKENS), "mask_token_id is 23, must be an integer from 0 to 22"),
         (field("mask_token_id", None), "mask_token_id is null, must be an integer"),
         (field("block_size", 0), "block_size is 0, must be an integer from 1 to 64"),
         (field("target_layer_ids", [0, 5]), r"target_layer_ids\[1\] is 5, must be an integer from -1 to 4"),
         (field("target_layer_ids", []), "target_layer_ids is .*, must be a list of layers, one at least"),
-        (field("target_layer_ids", None), "aux_hidden_state_layer_ids is missing, must be an integer"),
+        (field("target_layer_ids", None), "target_layer_ids is null, must be an integer from -1 to 4"),
         (field("layer_types", ["sliding_attention"] * 2), "layer_types is .*, must be full_attention in all layers"),
         (field("is_causal", True), "is_causal is true, must be false"),
         (field("attention_bias", True), "attention_bias is true, must be false"),
-        (field("projector_type", "domino"), 'projector_type is "domino", must be dflash'),
+        (field("projector_type", "domino"), 'projector_type is "domino", must be "dflash" or missing'),
         (field("vocab_size", 24), "vocab_size is 24, must be 23, that of the target"),
         (field("speculators_model_type", "peagle"), 'speculators_model_type is "peagle", must be dflash or dspark'),
         (
