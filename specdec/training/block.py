@@ -76,9 +76,14 @@ class BlockTraining(HeadTraining[BlockPlan]):
         output: Any = model.get_output_embeddings()
         vocabulary = output.weight.shape[0]
         self._sizes = layer_sizes(model)
-        hidden, *others = self._sizes
         shape = BlockShape(
-            hidden, len(self.layers), plan.layers, hidden, *others, vocabulary, plan.block, plan.markov_rank
+            **self._sizes._asdict(),
+            stream=self._sizes.hidden,
+            features=len(self.layers),
+            layers=plan.layers,
+            outputs=vocabulary,
+            rows=plan.block,
+            rank=plan.markov_rank,
         )
         table: Any = model.get_input_embeddings()
         markov = Markov.VANILLA if plan.markov_rank else None

@@ -209,8 +209,7 @@ def _attended(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -
 
 def _shape_for(sizes: LayerSizes, features: int, outputs: int) -> Eagle3Shape:
     """Return the shape of heads with the sizes of a target's layers."""
-    hidden, *others = sizes
-    return Eagle3Shape(hidden, features, hidden, *others, outputs)
+    return Eagle3Shape(**sizes._asdict(), stream=sizes.hidden, features=features, outputs=outputs)
 
 
 def _untrained(shape: Eagle3Shape, model: PreTrainedModel, output: Tensor, seed: int) -> Eagle3Weights:

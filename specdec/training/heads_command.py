@@ -22,7 +22,7 @@ from specdec.training.models import load_target
 from specdec.training.plan import Origin, Plan
 from specdec.training.texts import PROMPT_TOKENS, Windows, continued, digest_of, tokens_of
 
-TRAININGS: Mapping[type[Plan], type[HeadTraining[Any]]] = {
+TRAININGS: Mapping[type[Plan], type[MedusaTraining] | type[Eagle3Training] | type[BlockTraining]] = {
     MedusaPlan: MedusaTraining,
     Eagle3Plan: Eagle3Training,
     BlockPlan: BlockTraining,
@@ -82,7 +82,8 @@ def prepared(
             wrote=lambda texts: lines.heard(texts, f"{texts * written} tokens written"),
         )
         windows = Windows(torch.cat([windows.tokens, own]), plan.length)
-    training = kind(model, windows, plan, origin)
+    its_plan: Any = plan  # of this kind
+    training = kind(model, windows, its_plan, origin)
     if resume:
         training.resume(out)
     else:

@@ -32,7 +32,7 @@ from specdec.text.tokenizer import Tokenizer
 from specdec.training.eagle3 import Eagle3Plan, Eagle3Training, layers_read, most_frequent
 from specdec.training.files import PLAN as PLAN_FILE
 from specdec.training.files import STATE, TEXTS
-from specdec.training.heads import DECAY
+from specdec.training.heads import DECAY, HeadTraining
 from specdec.training.layers import read_features
 from specdec.training.models import load_target
 from specdec.training.plan import Origin
@@ -75,11 +75,11 @@ def unsettled(training: Eagle3Training) -> Eagle3Training:
     return training
 
 
-def weights_of(training: Eagle3Training) -> list[Tensor]:
+def weights_of(training: HeadTraining[Any]) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in training._trained]
 
 
-def gradients_of(training: Eagle3Training) -> list[Tensor]:
+def gradients_of(training: HeadTraining[Any]) -> list[Tensor]:
     return [parameter.grad for parameter in training._trained if parameter.grad is not None]
 
 

@@ -284,7 +284,7 @@ def tensor(name: str, *shape: int) -> Change:
         (field("markov_head_type", "gated"), r"lacks markov_head.gate_proj.weight, of the shape \[4, 14\]"),
         (field("markov_head_type", "lstm"), 'markov_head_type is "lstm", must be vanilla, gated or rnn'),
         (field("markov_rank", 0), "confidence_head_with_markov is true, must be false without a Markov head"),
-        (field("draft_vocab_size", 9), r"lacks lm_head.weight, of the shape \[9, 10\]"),
+        (field("draft_vocab_size", 9), r"markov_w2.weight has the shape \[23, 4\], must have \[9, 4\]"),
         (field("input_embedding_scale", 2.0), "input_embedding_scale is 2.0, must be 1.0 or missing"),
         (field("final_logit_softcapping", 30.0), "final_logit_softcapping is 30.0, must be 0.0 or missing"),
         (field("shift_label", True), "shift_label is true, must be false or missing"),
