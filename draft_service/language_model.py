@@ -213,8 +213,9 @@ class LanguageModelDrafter(Drafter):
         forward: DraftPass | None = None,
     ) -> None:
         self.engine = engine
-        # Tokens that are not common have a draft probability of 0, and CONTRASTIVE divides by it.
-        self.rules = frozenset(Rule) if translation is None else frozenset(Rule) - {Rule.CONTRASTIVE}
+        # Tokens that are not common have a draft probability of 0, and CONTRASTIVE divides by it. Under TYPICAL drafts
+        # are asked to guess as under COUPLED.
+        self.rules = frozenset({Rule.COUPLED, Rule.REJECTION} if translation else {*Rule} - {Rule.TYPICAL})
         self._forward = forward or draft_pass_of(engine)
         self._translation = translation
         self._context = context

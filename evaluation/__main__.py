@@ -139,10 +139,10 @@ def _samples(pair: Pair, file: PromptFile, most: int, most_tokens: int) -> Itera
             sample = parse(build_request(prompt.text, **prompt.options), pair.model).samples[0]
         except ServiceError as error:
             raise PromptFileError(f"{file.path}:{prompt.line}: {error}") from None
-        if sample.rule is Rule.CONTRASTIVE:
+        if sample.rule in (Rule.CONTRASTIVE, Rule.TYPICAL):
             raise PromptFileError(
-                f"{file.path}:{prompt.line}: rule: is contrastive, must be coupled or rejection: contrastive "
-                "decoding is not for speed"
+                f"{file.path}:{prompt.line}: rule: is {sample.rule.value}, must be coupled or rejection: acceptance "
+                "is not measured under others"
             )
         longest = len(sample.prompt) + sample.max_tokens
         if longest > most_tokens:

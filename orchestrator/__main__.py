@@ -139,8 +139,8 @@ def main(
     trust_drafts: Annotated[
         bool,
         typer.Option(
-            help="Accept requests with the REJECTION and CONTRASTIVE rules, where the draft services influence which "
-            "tokens are chosen. Default: refuse them."
+            help="Accept requests with the REJECTION, CONTRASTIVE and TYPICAL rules, where draft services influence "
+            "which tokens are chosen. Default: refuse them."
         ),
     ] = False,
     share_port: Annotated[bool, typer.Option(hidden=True)] = False,  # these two are set by the supervisor of workers

@@ -62,6 +62,7 @@ from specdec.serving.validation import (
     text_violations,
     token_violations,
     too_many,
+    typicality_violations,
     weight_violations,
     window_violations,
 )
@@ -389,6 +390,7 @@ class VerifierServicer(
         end_tokens = frozenset(message.end_tokens)
         violations = sampling_violations(sampling, vocabulary, end_tokens if message.min_tokens else frozenset())
         violations += rule_violations(message.rule, message.contrast, sampling)
+        violations += typicality_violations(message.rule, message.typicality)
         violations += text_violations(prompt, generated, message.max_tokens, vocabulary=vocabulary, context=context)
         violations += token_violations("end_tokens", list(message.end_tokens), vocabulary)
         for name in ("top_logprobs", "prompt_logprobs"):

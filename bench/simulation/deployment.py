@@ -160,6 +160,7 @@ class Deployment:
             tenant="",
             rule=Rule.COUPLED,
             contrast=model_pb2.Contrast(),
+            typicality=model_pb2.Typicality(),
         )
         generation = Generation(sample, self._revision, self._peers, None, SampleTimeline(Timeline()))
         tokens: list[int] = []

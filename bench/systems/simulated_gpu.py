@@ -17,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.systems.long_steps import sleep_until
-from specdec.decoding import block_verification
+from specdec.decoding import block_verification, typical
 from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
 from specdec.decoding.choice import Tokens, choose, plausible
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, Shortlists
 from specdec.decoding.logprobs import TokenLogprobs, logprobs
 from specdec.decoding.processing import temperatures
 from specdec.decoding.query import SamplingQuery
+from specdec.decoding.typical import TypicalQuery
 from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.layout import SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.shortlist import RANKED, UNDECIDED, Greedy, Narrowing, Ranked, narrowing, of_largest
@@ -156,6 +157,9 @@ class SimulatedLogits:
 
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
         return [block_verification.verify(self._whole(chain.rows), chain.queries) for chain in chains]
+
+    def accept_typical(self, queries: Sequence[TypicalQuery]) -> list[list[int]]:
+        return [typical.accepted(list(self._whole(query.rows)), query) for query in queries]
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         return logprobs(self._whole(rows), tokens, tops)

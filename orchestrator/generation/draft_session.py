@@ -56,13 +56,14 @@ class DraftStream(PeerStream):
     async def open(self, policy: draft_pb2.DraftPolicy) -> None:
         """Open the session with the current text; UnfitError if the pod has another protocol or tokenizer."""
         sample = self._context.sample
-        learn = sample.learn and not sample.generated  # the start of a resumed text is unknown
+        # The start of a resumed text is unknown. Under TYPICAL many tokens are the draft's, not the target's choice.
+        learn = sample.learn and not sample.generated and sample.rule is not Rule.TYPICAL
         message = draft_pb2.DraftOpen(
             prompt_tokens=sample.prompt,
             generated_tokens=self._context.text.generated,
             sampling=sampling_message(sample.sampling),
-            rule=rule_message(sample.rule),
-            contrast=sample.contrast,
+            rule=rule_message(sample.draft_rule),
+            contrast=sample.contrast if sample.rule is Rule.CONTRASTIVE else None,
             max_tokens=sample.max_tokens,
             end_tokens=sorted(sample.end_tokens),
             min_tokens=sample.min_tokens,

@@ -9,6 +9,7 @@ from orchestrator.generation.sample_context import SampleContext
 from orchestrator.pods.errors import LostError, UnfitError
 from orchestrator.pods.fitness import check_verifier
 from orchestrator.pods.pods import Pod
+from specdec.decoding.sampling import Rule
 from specdec.serving import checksum
 from specdec.serving.errors import NotBuiltError, PeerLostError
 from specdec.serving.messages import rule_message, sampling_message
@@ -56,7 +57,8 @@ class VerifierStream(PeerStream):
             generated_tokens=self._context.text.generated,
             sampling=sampling_message(sample.sampling),
             rule=rule_message(sample.rule),
-            contrast=sample.contrast,
+            contrast=sample.contrast if sample.rule is Rule.CONTRASTIVE else None,
+            typicality=sample.typicality if sample.rule is Rule.TYPICAL else None,
             max_tokens=max(1, sample.max_tokens),  # 0: the session is closed after the prompt
             end_tokens=sorted(sample.end_tokens),
             min_tokens=sample.min_tokens,

@@ -39,6 +39,7 @@ from specdec.serving.validation import (
     speculation_limit_violations,
     token_violations,
     too_many,
+    typicality_violations,
     window_violations,
 )
 from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
@@ -111,6 +112,7 @@ def parse(
     sampling = _with_bans(sampling, message.sampling, model, violations)
     violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
     violations += rule_violations(message.rule, message.contrast, sampling)
+    violations += typicality_violations(message.rule, message.typicality)
 
     room = model.context - len(prompt)
     most = max(1, room) + 1  # one more than fits: such a text ends with CONTEXT, not LENGTH
@@ -156,6 +158,7 @@ def parse(
         priority=message.priority,
         rule=rule,
         contrast=message.contrast,
+        typicality=message.typicality,
         revision=message.model_fingerprint,
         coalesce_commits=not streamed and not message.stop,
         grammar=grammar,

@@ -34,6 +34,7 @@ class Sample:
     tenant: str
     rule: Rule
     contrast: model_pb2.Contrast
+    typicality: model_pb2.Typicality
     weight: float = 1.0  # of the tenant, relative to its competitors for a verifier
     priority: int = 0  # within the tenant: lower goes first
     revision: str = ""  # of the model at the start of the text; empty: any
@@ -54,6 +55,11 @@ class Sample:
     def cache_scope(self) -> bytes:
         """The scope of the text in prefix caches."""
         return cache_scope(self.tenant, self.cache_salt)
+
+    @property
+    def draft_rule(self) -> Rule:
+        """The rule by which drafts guess: under TYPICAL as under COUPLED."""
+        return Rule.COUPLED if self.rule is Rule.TYPICAL else self.rule
 
     @property
     def needs_draft(self) -> bool:

@@ -172,7 +172,7 @@ def generate(
         bool, typer.Option("--learn", help="Permit drafts to keep the text, prompt included, and to learn from it.")
     ] = False,
     rule: Annotated[
-        Literal["coupled", "rejection", "contrastive"],
+        Literal["coupled", "rejection", "contrastive", "typical"],
         typer.Option(help="Acceptance rule: how candidates become tokens."),
     ] = "coupled",
     alpha: Annotated[
@@ -180,6 +180,17 @@ def generate(
         typer.Option(
             help="For --rule contrastive: minimum probability of a plausible token, relative to the most probable "
             "one. Default: 0.1."
+        ),
+    ] = None,
+    typical_epsilon: Annotated[
+        float | None,
+        typer.Option(help="For --rule typical: accept a candidate above this probability. Default: 0.09."),
+    ] = None,
+    typical_delta: Annotated[
+        float | None,
+        typer.Option(
+            help="For --rule typical: accept a candidate above this times exp(-entropy) of the target's distribution. "
+            "Default: 0.3."
         ),
     ] = None,
     timeout: Annotated[
@@ -246,6 +257,8 @@ def generate(
         "learn": learn or None,
         "rule": rule,
         "alpha": alpha,
+        "typical_epsilon": typical_epsilon,
+        "typical_delta": typical_delta,
     }
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     if prompt_file is not None:
@@ -394,7 +407,7 @@ def without_draft(speculation: Speculation, options: Mapping[str, Any]) -> str:
     without any draft service is reported only if a draft was requested."""
     if not speculation.undrafted_reason or not speculation.undrafted_tokens:
         return ""
-    asked = options["speculation"] in ("always", "draft") or options["rule"] != "coupled"
+    asked = options["speculation"] in ("always", "draft") or options["rule"] in ("rejection", "contrastive")
     if speculation.undrafted_reason == "no_draft" and not asked:
         return ""
     return f"{speculation.undrafted_tokens} tokens without a draft ({speculation.undrafted_reason}); "

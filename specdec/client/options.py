@@ -136,11 +136,16 @@ class GenerateOptions(TypedDict, total=False):
         "The drafters that may propose candidates, in place of `speculation`.",
     ]
     forced: Annotated[bool | None, "With `drafters` or `speculation`: use them even if they do not pay."]
-    rule: Annotated[Literal["coupled", "rejection", "contrastive"] | None, "How candidates become tokens."]
+    rule: Annotated[Literal["coupled", "rejection", "contrastive", "typical"] | None, "How candidates become tokens."]
     alpha: Annotated[
         float | None, "contrastive: minimum probability of a token, relative to the most probable one. Default: 0.1."
     ]
     amateur_temperature: Annotated[float | None, "contrastive: divides the draft's logits. Default: 1."]
+    typical_epsilon: Annotated[float | None, "typical: accept a candidate above this probability. Default: 0.09."]
+    typical_delta: Annotated[
+        float | None,
+        "typical: accept a candidate above this times exp(-entropy) of the target's distribution. Default: 0.3.",
+    ]
     max_candidates: Annotated[int | None, "Maximum candidates per step; 0: the server's default."]
     max_depth: Annotated[
         int | None, "Maximum tokens verified ahead of the last committed one; 0: the server's default."

@@ -80,6 +80,7 @@ _RULES = {
     "coupled": model_pb2.ACCEPTANCE_RULE_COUPLED,
     "rejection": model_pb2.ACCEPTANCE_RULE_REJECTION,
     "contrastive": model_pb2.ACCEPTANCE_RULE_CONTRASTIVE,
+    "typical": model_pb2.ACCEPTANCE_RULE_TYPICAL,
 }
 # Options stored in a field of the same name, by message.
 _PLAIN = {
@@ -91,6 +92,7 @@ _PLAIN = {
 _SAMPLING = set(pb.SamplingParameters.DESCRIPTOR.fields_by_name)
 _ENDS = ("add_generation_prompt", "continue_final_message")
 _CONTRAST = {"alpha", "amateur_temperature"}
+_TYPICALITY = {"typical_epsilon", "typical_delta"}
 _SPECULATION = {
     "forced", "max_candidates", "max_depth", "max_branches", "max_nodes", "min_path_probability", "expansion",
 }  # fmt: skip
@@ -133,6 +135,8 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
             put(request.sampling, name, name, value)
         elif name in _CONTRAST:
             put(request.contrast, name, name, value)
+        elif name in _TYPICALITY:
+            put(request.typicality, name, name, value)
         elif name in _SPECULATION:
             put(request.speculation, name, name, value)
         elif name in _GRAMMARS:

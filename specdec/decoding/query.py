@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from specdec.decoding.banned_sequences import BannedSequences
 from specdec.decoding.noise import request_state
 from specdec.decoding.proposal import Proposal
-from specdec.decoding.sampling import DEFAULT_CONTRAST, Contrast, Rule, Sampling
+from specdec.decoding.sampling import DEFAULT_CONTRAST, DEFAULT_TYPICALITY, Contrast, Rule, Sampling, Typicality
 from specdec.decoding.token_mask import TokenMask
 
 
@@ -57,6 +57,7 @@ class RequestSampler:
     first_end_position: int = 0
     rule: Rule = Rule.COUPLED
     contrast: Contrast = DEFAULT_CONTRAST
+    typicality: Typicality = DEFAULT_TYPICALITY
 
     @cached_property
     def state(self) -> int:

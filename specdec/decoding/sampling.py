@@ -20,6 +20,8 @@ class Rule(Enum):
     """A sampled candidate is accepted with probability min(1, p/q), or replaced by a draw from the residual."""
     CONTRASTIVE = "contrastive"
     """The target takes the token with the largest log p - log q among those it finds plausible."""
+    TYPICAL = "typical"
+    """A candidate is accepted if the target finds it typical; otherwise the target chooses, as under COUPLED."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,20 @@ class Contrast:
 
 
 DEFAULT_CONTRAST = Contrast()
+
+
+@dataclass(frozen=True)
+class Typicality:
+    """Parameters of the TYPICAL rule (Cai et al. 2024, "Medusa", section 3.3.1): a candidate is accepted if its
+    probability is above min(epsilon, delta * exp(-entropy)). The defaults are those of Medusa."""
+
+    epsilon: float = 0.09
+    """In (0, 1]."""
+    delta: float = 0.3
+    """Above 0."""
+
+
+DEFAULT_TYPICALITY = Typicality()
 
 
 @dataclass(frozen=True)

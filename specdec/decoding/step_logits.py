@@ -13,12 +13,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding import block_verification
+from specdec.decoding import block_verification, typical
 from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
 from specdec.decoding.choice import BLOCK, Tokens, choose, plausible, sound
 from specdec.decoding.logprobs import TokenLogprobs, logprobs
 from specdec.decoding.processing import Logits
 from specdec.decoding.query import SamplingQuery
+from specdec.decoding.typical import TypicalQuery
 
 
 class RowFeatures(NamedTuple):
@@ -44,6 +45,9 @@ class StepLogits(Protocol):
 
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
         """Return the accepted prefixes of chains of draws, as `block_verification.verify` does."""
+
+    def accept_typical(self, queries: Sequence[TypicalQuery]) -> list[list[int]]:
+        """Return the tokens of the accepted paths of trees, as `typical.accepted` does."""
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         """Return the log-probabilities of these rows, as `logprobs.logprobs` does."""
@@ -84,6 +88,9 @@ class HostLogits:
 
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
         return [block_verification.verify((self._logits[row] for row in chain.rows), chain.queries) for chain in chains]
+
+    def accept_typical(self, queries: Sequence[TypicalQuery]) -> list[list[int]]:
+        return [typical.accepted([self._logits[row] for row in query.rows], query) for query in queries]
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         blocks = self._blocks(len(rows))

@@ -24,7 +24,7 @@ from specdec.client import (
 MAX_MESSAGE_CHARACTERS = 1024
 """Maximum characters of an error message, which may quote input."""
 
-_GROUP = re.compile(r"^(sampling|speculation|contrast|chat)\.")
+_GROUP = re.compile(r"^(sampling|speculation|contrast|typicality|chat)\.")
 """gRPC message prefixes of fields that are top-level in these APIs."""
 
 _MESSAGE = re.compile(r"messages\[(\d{1,9})\]")

@@ -60,6 +60,8 @@ OWN = frozenset(
         "speculation",
         "split_reasoning",
         "tenant",
+        "typical_delta",
+        "typical_epsilon",
     }
 )
 """Client options allowed in the field `specdec`, without counterparts in other servers."""

@@ -13,7 +13,15 @@ from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.proposal import MAX_PARTIAL_IDS, NO_DISTRIBUTION, DistributionSizes, DraftDistribution
 from specdec.decoding.query import RequestSampler
-from specdec.decoding.sampling import DEFAULT_CONTRAST, NUMBERS, Contrast, Rule, Sampling
+from specdec.decoding.sampling import (
+    DEFAULT_CONTRAST,
+    DEFAULT_TYPICALITY,
+    NUMBERS,
+    Contrast,
+    Rule,
+    Sampling,
+    Typicality,
+)
 from specdec.decoding.speculation import (
     ALL_DRAFTERS,
     NO_DRAFTERS,
@@ -78,11 +86,20 @@ def contrast_from(message: model_pb2.Contrast) -> Contrast:
     )
 
 
+def typicality_from(message: model_pb2.Typicality) -> Typicality:
+    default = DEFAULT_TYPICALITY
+    return Typicality(
+        message.typical_epsilon if message.HasField("typical_epsilon") else default.epsilon,
+        message.typical_delta if message.HasField("typical_delta") else default.delta,
+    )
+
+
 RULES = {
     model_pb2.ACCEPTANCE_RULE_UNSPECIFIED: Rule.COUPLED,
     model_pb2.ACCEPTANCE_RULE_COUPLED: Rule.COUPLED,
     model_pb2.ACCEPTANCE_RULE_REJECTION: Rule.REJECTION,
     model_pb2.ACCEPTANCE_RULE_CONTRASTIVE: Rule.CONTRASTIVE,
+    model_pb2.ACCEPTANCE_RULE_TYPICAL: Rule.TYPICAL,
 }
 
 
@@ -134,9 +151,9 @@ def rule_message(rule: Rule) -> model_pb2.AcceptanceRule.ValueType:
 
 
 def rule_of(rule: model_pb2.AcceptanceRule.ValueType, sampling: Sampling) -> Rule:
-    """Return the effective rule: at temperature 0, REJECTION equals COUPLED."""
+    """Return the effective rule: at temperature 0, REJECTION and TYPICAL equal COUPLED."""
     found = RULES[rule]
-    return Rule.COUPLED if found is Rule.REJECTION and sampling.greedy else found
+    return Rule.COUPLED if found in (Rule.REJECTION, Rule.TYPICAL) and sampling.greedy else found
 
 
 def sampler_from(
@@ -147,7 +164,10 @@ def sampler_from(
 ) -> RequestSampler:
     """Return the sampler of a validated session."""
     rule = rule_of(message.rule, sampling)
-    return RequestSampler(sampling, end_tokens, first_end_position, rule, contrast_from(message.contrast))
+    typicality = DEFAULT_TYPICALITY  # drafts guess as under COUPLED
+    if isinstance(message, verifier_pb2.VerifyOpen):
+        typicality = typicality_from(message.typicality)
+    return RequestSampler(sampling, end_tokens, first_end_position, rule, contrast_from(message.contrast), typicality)
 
 
 def paths_message(base: int, paths: Paths) -> model_pb2.Extend:

@@ -12,7 +12,7 @@ from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.sampling import NUMBERS, PENALTIES, Rule, Sampling
 from specdec.decoding.speculation import CandidateSource, Scorer, SpeculationOptions
 from specdec.grammar.grammar import Kind, source_violation
-from specdec.serving.messages import RULES, contrast_from
+from specdec.serving.messages import RULES, contrast_from, typicality_from
 from specdec.serving.target_logprobs import MAX_TOP
 from specdec.v2 import draft_pb2, generation_pb2, model_pb2, verifier_pb2
 
@@ -144,6 +144,22 @@ def rule_violations(
         ]
     elif contrast.ByteSize():
         found.append(("contrast", "is set, must be unset unless the rule is CONTRASTIVE"))
+    return found
+
+
+def typicality_violations(
+    rule: model_pb2.AcceptanceRule.ValueType, typicality: model_pb2.Typicality
+) -> list[tuple[str, str]]:
+    """Return violations of the parameters of the TYPICAL rule."""
+    if rule != model_pb2.ACCEPTANCE_RULE_TYPICAL:
+        is_set = bool(typicality.ByteSize())
+        return [("typicality", "is set, must be unset unless the rule is TYPICAL")] if is_set else []
+    found: list[tuple[str, str]] = []
+    t = typicality_from(typicality)
+    if not 0 < t.epsilon <= 1:
+        found.append(("typicality.typical_epsilon", f"is {t.epsilon:g}, must be in (0, 1]"))
+    if not 0 < t.delta < math.inf:
+        found.append(("typicality.typical_delta", f"is {t.delta:g}, must be a finite number above 0"))
     return found
 
 
@@ -302,7 +318,9 @@ def window_violations(
     elif rule is Rule.REJECTION and (options.jacobi or (size is not None and size.ngram == 2)):
         # The row below a token of the chain would use its noise twice: to draw the target's token, and for the next
         # guess. Under REJECTION a guess must not depend on the noise that tests it.
-        found.append((asked, "asks for Jacobi decoding, which tests its own choices: needs temperature 0 or COUPLED"))
+        found.append(
+            (asked, "asks for Jacobi decoding, which tests its own choices: needs temperature 0 or another rule")
+        )
     elif rule is Rule.REJECTION and CandidateSource.REMOTE in options.drafters:
         found.append((asked, "is set, needs drafters without REMOTE under REJECTION: only one may draw at a place"))
     return found

@@ -91,6 +91,7 @@ class GenerateRequest(google.protobuf.message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     LEARN_FIELD_NUMBER: builtins.int
+    TYPICALITY_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served. NAME@REVISION selects a revision; otherwise one is drawn by traffic
     share, the same one for the same prompt and seed as long as the shares do not change.
@@ -206,6 +207,10 @@ class GenerateRequest(google.protobuf.message.Message):
         none. To resume a text, send the value of `resolved`.
         """
 
+    @property
+    def typicality(self) -> specdec.v2.model_pb2.Typicality:
+        """Parameters of the TYPICAL rule."""
+
     def __init__(
         self,
         *,
@@ -242,9 +247,10 @@ class GenerateRequest(google.protobuf.message.Message):
         truncate_prompt_tokens: builtins.int = ...,
         cache_salt: builtins.str = ...,
         learn: builtins.bool = ...,
+        typicality: specdec.v2.model_pb2.Typicality | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "include_stop", b"include_stop", "json_schema", b"json_schema", "learn", b"learn", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rejected_candidates", b"rejected_candidates", "return_prompt_token_ids", b"return_prompt_token_ids", "rule", b"rule", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "sampling", b"sampling", "speculation", b"speculation", "text", b"text", "tokens", b"tokens", "typicality", b"typicality"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_fallback_temperature", b"_fallback_temperature", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "contrast", b"contrast", "fallback_temperature", b"fallback_temperature", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "ignore_end_token", b"ignore_end_token", "ignore_generation_config", b"ignore_generation_config", "include_stop", b"include_stop", "json_schema", b"json_schema", "learn", b"learn", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "n", b"n", "priority", b"priority", "prompt", b"prompt", "prompt_digest", b"prompt_digest", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "rejected_candidates", b"rejected_candidates", "return_prompt_token_ids", b"return_prompt_token_ids", "rule", b"rule", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_tokens", b"stop_tokens", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "truncate_prompt_tokens", b"truncate_prompt_tokens", "typicality", b"typicality"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_fallback_temperature", b"_fallback_temperature"]) -> typing.Literal["fallback_temperature"] | None: ...
     @typing.overload
@@ -915,7 +921,8 @@ class Finish(google.protobuf.message.Message):
     """Numerics fingerprint of the verifier."""
     reproducible: builtins.bool
     """Whether the same request gives the same tokens again: false if the text moved between pods with different numerics,
-    and under rules with tokens that depend on the draft (REJECTION with temperature, CONTRASTIVE).
+    and under rules with tokens that depend on the draft (CONTRASTIVE, and with temperature
+    REJECTION and TYPICAL).
     """
     numerics_mode: specdec.v2.model_pb2.NumericsMode.ValueType
     """Whether the tokens may depend on the other sessions in the steps."""

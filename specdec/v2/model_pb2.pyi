@@ -59,9 +59,13 @@ class _AcceptanceRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     """Accept with min(1, p/q), else draw from the residual (Leviathan et al. 2023)."""
     ACCEPTANCE_RULE_CONTRASTIVE: _AcceptanceRule.ValueType  # 3
     """Maximise log p - log q among tokens plausible to the target (Li et al. 2023)."""
+    ACCEPTANCE_RULE_TYPICAL: _AcceptanceRule.ValueType  # 4
+    """Accept what the target finds typical, else take its own choice (Medusa's typical acceptance, Cai et al. 2024). The
+    text does not follow the target's distribution.
+    """
 
 class AcceptanceRule(_AcceptanceRule, metaclass=_AcceptanceRuleEnumTypeWrapper):
-    """How candidates become tokens. Fixed for a request and known to both sides."""
+    """How candidates become tokens. Fixed for a request."""
 
 ACCEPTANCE_RULE_UNSPECIFIED: AcceptanceRule.ValueType  # 0
 """Treated as COUPLED."""
@@ -73,6 +77,10 @@ ACCEPTANCE_RULE_REJECTION: AcceptanceRule.ValueType  # 2
 """Accept with min(1, p/q), else draw from the residual (Leviathan et al. 2023)."""
 ACCEPTANCE_RULE_CONTRASTIVE: AcceptanceRule.ValueType  # 3
 """Maximise log p - log q among tokens plausible to the target (Li et al. 2023)."""
+ACCEPTANCE_RULE_TYPICAL: AcceptanceRule.ValueType  # 4
+"""Accept what the target finds typical, else take its own choice (Medusa's typical acceptance, Cai et al. 2024). The
+text does not follow the target's distribution.
+"""
 global___AcceptanceRule = AcceptanceRule
 
 class _Drafter:
@@ -296,6 +304,35 @@ class Contrast(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_amateur_temperature", b"_amateur_temperature"]) -> typing.Literal["amateur_temperature"] | None: ...
 
 global___Contrast = Contrast
+
+@typing.final
+class Typicality(google.protobuf.message.Message):
+    """Parameters of the TYPICAL rule: a candidate is accepted if its probability is above min(epsilon, delta exp(-H)), H
+    being the entropy of the target's distribution in nats.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TYPICAL_EPSILON_FIELD_NUMBER: builtins.int
+    TYPICAL_DELTA_FIELD_NUMBER: builtins.int
+    typical_epsilon: builtins.float
+    """In (0, 1]; unset: 0.09."""
+    typical_delta: builtins.float
+    """Above 0; unset: 0.3."""
+    def __init__(
+        self,
+        *,
+        typical_epsilon: builtins.float | None = ...,
+        typical_delta: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_typical_delta", b"_typical_delta", "_typical_epsilon", b"_typical_epsilon", "typical_delta", b"typical_delta", "typical_epsilon", b"typical_epsilon"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_typical_delta", b"_typical_delta"]) -> typing.Literal["typical_delta"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_typical_epsilon", b"_typical_epsilon"]) -> typing.Literal["typical_epsilon"] | None: ...
+
+global___Typicality = Typicality
 
 @typing.final
 class Lookahead(google.protobuf.message.Message):

@@ -126,6 +126,7 @@ class VerifyOpen(google.protobuf.message.Message):
     SCORED_TOKENS_FIELD_NUMBER: builtins.int
     REJECTED_CANDIDATES_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    TYPICALITY_FIELD_NUMBER: builtins.int
     rule: specdec.v2.model_pb2.AcceptanceRule.ValueType
     """The acceptance rule of the request."""
     max_tokens: builtins.int
@@ -192,6 +193,10 @@ class VerifyOpen(google.protobuf.message.Message):
     def grammar(self) -> specdec.v2.model_pb2.Grammar:
         """Grammar of the generated text."""
 
+    @property
+    def typicality(self) -> specdec.v2.model_pb2.Typicality:
+        """Parameters of the TYPICAL rule."""
+
     def __init__(
         self,
         *,
@@ -216,9 +221,10 @@ class VerifyOpen(google.protobuf.message.Message):
         scored_tokens: builtins.int = ...,
         rejected_candidates: builtins.bool = ...,
         cache_salt: builtins.str = ...,
+        typicality: specdec.v2.model_pb2.Typicality | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "checksum", b"checksum", "contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "top_logprobs", b"top_logprobs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "cache_salt", b"cache_salt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "rejected_candidates", b"rejected_candidates", "rule", b"rule", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "top_logprobs", b"top_logprobs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "checksum", b"checksum", "contrast", b"contrast", "grammar", b"grammar", "policy", b"policy", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "top_logprobs", b"top_logprobs", "typicality", b"typicality"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "_prompt_logprobs", b"_prompt_logprobs", "_top_logprobs", b"_top_logprobs", "attempt", b"attempt", "cache_salt", b"cache_salt", "checksum", b"checksum", "coalesce_commits", b"coalesce_commits", "contrast", b"contrast", "end_tokens", b"end_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "policy", b"policy", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "rejected_candidates", b"rejected_candidates", "rule", b"rule", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "tenant", b"tenant", "tenant_weight", b"tenant_weight", "top_logprobs", b"top_logprobs", "typicality", b"typicality"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
     @typing.overload

@@ -54,6 +54,8 @@ EVERY_OPTION: dict[str, Any] = {
     "lookahead": (5, 4, 3),
     "alpha": 0.25,
     "amateur_temperature": 0.5,
+    "typical_epsilon": 0.125,
+    "typical_delta": 0.75,
     "tenant": "t",
     "cache_salt": "s",
     "learn": True,
@@ -122,6 +124,7 @@ def test_every_option_has_its_place() -> None:
         grammar=model_pb2.Grammar(regex="a+", after_token=12),
         rule=model_pb2.ACCEPTANCE_RULE_REJECTION,
         contrast=model_pb2.Contrast(alpha=0.25, amateur_temperature=0.5),
+        typicality=model_pb2.Typicality(typical_epsilon=0.125, typical_delta=0.75),
         generated_tokens=[1, 2],
         tenant="t",
         cache_salt="s",
@@ -150,12 +153,19 @@ def test_a_prompt_may_end_with_the_last_message() -> None:
 def test_every_field_has_its_option() -> None:
     fields = {
         field.name
-        for message in (pb.GenerateRequest, pb.SamplingParameters, pb.Speculation, model_pb2.Contrast)
+        for message in (
+            pb.GenerateRequest,
+            pb.SamplingParameters,
+            pb.Speculation,
+            model_pb2.Contrast,
+            model_pb2.Typicality,
+        )
         for field in message.DESCRIPTOR.fields
     }
     without_option = {
         "sampling",
         "contrast",
+        "typicality",
         "grammar",
         "json_schema",
         "speculation",

@@ -210,6 +210,12 @@ ASKED = (
         "specdec generate 'def' --alpha 0.5", REFUSED, "contrast: is set, must be unset unless the rule is CONTRASTIVE"
     ),
     Mistake("specdec generate 'def' --rule contrastive --alpha 2", REFUSED, "--alpha: is 2, must be in (0, 1]"),
+    Mistake("specdec generate 'def' --typical-delta 0.5", REFUSED, "typicality: is set, must be unset unless the rule"),
+    Mistake(
+        "specdec generate 'def' --rule typical --typical-epsilon 2",
+        REFUSED,
+        "--typical-epsilon: is 2, must be in (0, 1]",
+    ),
     Mistake("specdec generate 'def' --rule contrastive", UNREACHABLE, "needs a draft: there is no draft service"),
     Mistake("specdec generate 'def' --timeout 0.001", TRY_AGAIN, "the timeout has passed"),
 )

@@ -37,6 +37,7 @@ def sample(**fields: Any) -> Sample:
         "tenant": "",
         "rule": Rule.COUPLED,
         "contrast": model_pb2.Contrast(),
+        "typicality": model_pb2.Typicality(),
     }
     return Sample(**(usual | fields))
 

@@ -292,6 +292,8 @@ def test_only_who_names_neither_drafters_nor_a_window_leaves_them_to_the_verifie
             False,
         ),
         ("CONTRASTIVE", {}, True),
+        ("TYPICAL", {"sampling": sampling(temperature=1)}, True),
+        ("TYPICAL", {"sampling": sampling(temperature=0)}, False),
     ],
 )
 def test_drafts_that_are_not_trusted_influence_no_token(

@@ -17,9 +17,11 @@ import pytest
 from specdec.client.errors import from_rpc
 from specdec.decoding.choice import choose
 from specdec.decoding.contrastive import amateur_distribution
+from specdec.decoding.noise import sample_seed
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.query import RequestSampler, SamplingQuery
-from specdec.decoding.sampling import Contrast, Rule, Sampling
+from specdec.decoding.sampling import Contrast, Rule, Sampling, Typicality
+from specdec.decoding.typical import threshold
 from specdec.v2 import generation_pb2, model_pb2
 from tests.margins import Oracle
 from tests.services.conftest import Directories
@@ -28,6 +30,7 @@ from tests.stack import ALWAYS, Stack, request_of, stack, until
 
 CONTRASTIVE = model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
 REJECTION = model_pb2.ACCEPTANCE_RULE_REJECTION
+TYPICAL = model_pb2.ACCEPTANCE_RULE_TYPICAL
 PROMPT = [50, 60, 70, 80, 90]
 TOKENS = 24
 
@@ -159,6 +162,10 @@ async def test_waiting_for_a_draft_holds_up_nobody_else(directories: Directories
         ({"contrast": {"amateur_temperature": -1.0}}, "contrast.amateur_temperature"),
         ({"plain": True}, "speculation.off"),
         ({"rule": REJECTION, "contrast": {"alpha": 0.5}}, "contrast"),
+        ({"typicality": {"typical_delta": 0.5}}, "typicality"),
+        ({"rule": TYPICAL, "typicality": {"typical_epsilon": 0.0}}, "typicality.typical_epsilon"),
+        ({"rule": TYPICAL, "typicality": {"typical_epsilon": 1.5}}, "typicality.typical_epsilon"),
+        ({"rule": TYPICAL, "typicality": {"typical_delta": -1.0}}, "typicality.typical_delta"),
     ],
 )
 async def test_what_does_not_go_together_is_refused(
@@ -230,3 +237,52 @@ async def test_rejection_goes_on_without_its_draft(directories: Directories) -> 
         responses += await rest_of(call)
     assert sum(len(r.tokens) for r in responses) == 100
     assert responses[-1].finish.speculation.undrafted_reason == "draft_lost"
+
+
+# --- TYPICAL ----------------------------------------------------------------------------------------
+
+
+async def test_typical_tokens_are_chosen_or_typical(directories: Directories) -> None:
+    """Each token is the target's own choice, or exceeds the threshold of the target's distribution there; the draft
+    guesses as under COUPLED. With a low threshold nearly all guesses are accepted."""
+    oracle = directories.oracle
+    sampling, others, accepted = {"temperature": 1.0, "seed": 4}, 0, 0
+    coupled = RequestSampler(Sampling(temperature=1.0, seed=sample_seed(4, 0)))
+    async with stack(directories.target, directories.near, target_delay=slow_target) as services:
+        for first in range(6):
+            prompt = [*PROMPT, 20 + first]
+            found = await services.generate(
+                prompt,
+                sampling=sampling,
+                rule=TYPICAL,
+                typicality={"typical_epsilon": 0.02, "typical_delta": 0.2},
+                max_tokens=60,
+                ignore_end_token=True,
+                speculation=ALWAYS,
+            )
+            assert not found.finish.reproducible
+            accepted += found.finish.speculation.accepted
+            text = list(prompt)
+            for token in found.tokens:
+                z = oracle.logits(text)
+                own = int(choose(z[None], [SamplingQuery(coupled, len(text))])[0])
+                weights = np.exp((z - z.max()).astype(np.float64))
+                p = weights / weights.sum()
+                if token != own:
+                    others += 1
+                    assert p[token] > threshold(p, Typicality(0.02, 0.2)) - CONTRAST_MARGIN / len(p)
+                text.append(token)
+    assert 0 < others < accepted
+
+
+async def test_without_drafts_or_temperature_typical_is_coupled(directories: Directories) -> None:
+    sampling = {"temperature": 0.9, "seed": 7}
+    async with stack(directories.target, directories.near, target_delay=slow_target) as services:
+        want = await services.generate(PROMPT, sampling=sampling, max_tokens=TOKENS, plain=True)
+        got = await services.generate(PROMPT, sampling=sampling, max_tokens=TOKENS, plain=True, rule=TYPICAL)
+        assert list(got.tokens) == list(want.tokens)
+        greedy = await services.generate(PROMPT, max_tokens=TOKENS, plain=True)
+        few = {"typical_delta": 0.5}
+        typical = await services.generate(PROMPT, max_tokens=TOKENS, rule=TYPICAL, typicality=few, speculation=ALWAYS)
+        directories.oracle.same(PROMPT, list(greedy.tokens), list(typical.tokens), RequestSampler(Sampling()))
+        assert typical.finish.reproducible

@@ -48,8 +48,13 @@ def test_value_and_limit_are_named() -> None:
         (SpeculationOptions(NGRAM, jacobi=True), Rule.COUPLED, "jacobi", "needs the drafter LOOKAHEAD"),
         (options(), Rule.CONTRASTIVE, "lookahead", "needs a rule other than CONTRASTIVE"),
         (options(drafters=ALL_DRAFTERS), Rule.REJECTION, "lookahead", "needs drafters without REMOTE under REJECTION"),
-        (options(JACOBI), Rule.REJECTION, "lookahead", "needs temperature 0 or COUPLED"),
-        (SpeculationOptions(OWN_DRAFTERS, jacobi=True), Rule.REJECTION, "jacobi", "needs temperature 0 or COUPLED"),
+        (options(JACOBI), Rule.REJECTION, "lookahead", "needs temperature 0 or another"),
+        (
+            SpeculationOptions(OWN_DRAFTERS, jacobi=True),
+            Rule.REJECTION,
+            "jacobi",
+            "needs temperature 0 or another",
+        ),
         (replace(options(), jacobi=True), Rule.COUPLED, "lookahead.ngram", "is 3, must be 2 with jacobi"),
     ],
 )

@@ -84,7 +84,7 @@ class SessionNgrams:
         # A proposal is deterministic: under a rule with randomness of its own, the most probable token is the best
         # guess.
         likeliest = replace(sampler.sampling, temperature=0.0)
-        self._sampler = sampler if sampler.rule is Rule.COUPLED else RequestSampler(likeliest)
+        self._sampler = sampler if sampler.rule in (Rule.COUPLED, Rule.TYPICAL) else RequestSampler(likeliest)
         self.lookup_confidence, self.lookahead_confidence = Confidence(tuning), Confidence(tuning)
         self._proposed = 0  # text length at the last `propose`
         self._fruitless = self._skipped = 0  # consecutive steps

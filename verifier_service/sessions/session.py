@@ -272,7 +272,8 @@ class VerifierSession:
         """True if the session may have candidates of proposers. Under REJECTION with a remote draft they would displace
         better ones; under CONTRASTIVE nothing can be chosen below them."""
         rule = self.request.sampler.rule
-        return self.policy.own and (rule is Rule.COUPLED or (rule is Rule.REJECTION and not self.policy.remote))
+        chosen = rule in (Rule.COUPLED, Rule.TYPICAL)
+        return self.policy.own and (chosen or (rule is Rule.REJECTION and not self.policy.remote))
 
     def propose_ngrams(self, break_even: float, shared: Tokens | None) -> None:
         """Add n-gram proposals to the tree, once for each length of the text; `shared`: finished texts of the

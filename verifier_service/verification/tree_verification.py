@@ -3,11 +3,11 @@
 Start at the root, take the target's own choice, move to the child with that token, and stop where there is none. All
 sessions advance together, one level at a time, so that one vectorised call makes all their choices (`verify_trees`).
 Where a session verifies blocks (REJECTION), a chain of draws is tested as a whole, down to the next node with several
-children or the last row of the step. `TreeVerification` holds one session's part, `VerifiedStep` the outcome of a whole
-step.
+children or the last row of the step. Under TYPICAL, the accepted path below a node is found as a whole.
+`TreeVerification` holds one session's part, `VerifiedStep` the outcome of a whole step.
 
-This file and `choice.py`, `rejection.py`, `block_verification.py` and `contrastive.py` in `specdec/decoding`, which
-choose tokens under each acceptance rule, are the whole of speculative decoding.
+This file and `choice.py`, `rejection.py`, `block_verification.py`, `contrastive.py` and `typical.py` in
+`specdec/decoding`, which choose tokens under each acceptance rule, are the whole of speculative decoding.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.proposal import Proposal
 from specdec.decoding.query import RequestSampler, SamplingQuery
-from specdec.decoding.sampling import Sampling
+from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node
+from specdec.decoding.typical import TypicalCandidate, TypicalQuery
 from specdec.engine.engine import Pass
 from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import GrammarFailureError
@@ -264,6 +265,33 @@ class TreeVerification:
             return None
         return ChainQuery(rows, queries)
 
+    def typical(self) -> TypicalQuery | None:
+        """Return the query about the candidates of the step below the current node; None if there are none, or the rule
+        is not TYPICAL."""
+        tree = self.planned.tree
+        if tree is None or self.session.request.sampler.rule is not Rule.TYPICAL:
+            return None
+        rows, queries, candidates = list[int](), list[SamplingQuery](), list[TypicalCandidate]()
+        waiting: list[tuple[Node, list[int], int, int | None]] = [(self._node, self._path, self.row, None)]
+        for node, path, row, place in waiting:  # grows by the children of each
+            below = [child for child in node.children.values() if id(child) in tree.results]
+            if not below:
+                continue
+            query = self._asked.get(row)
+            try:
+                query = query or self._query(node, path, self.session.allowed(path))
+            except GrammarError:
+                continue  # raised again if verification gets there
+            number = len(rows)
+            rows.append(row)
+            queries.append(query)
+            if place is not None:
+                candidates[place] = candidates[place]._replace(node=number)
+            for child in below:
+                waiting.append((child, [*path, child.token], tree.results[id(child)], len(candidates)))
+                candidates.append(TypicalCandidate(number, child.token, None))
+        return TypicalQuery(rows, queries, candidates) if candidates else None
+
     @property
     def lookahead_count(self) -> int:
         """The number of the window's sampling queries."""
@@ -400,6 +428,9 @@ class TreeWalker(Protocol):
     def chain(self) -> ChainQuery | None:
         """Return the query about a chain below the current node; None if the node is decided alone."""
 
+    def typical(self) -> TypicalQuery | None:
+        """Return the query about the candidates below the current node (TYPICAL); None if there is none."""
+
     def query(self) -> SamplingQuery:
         """Return the sampling query below the current node; GrammarError if the grammar is too complex for one."""
 
@@ -418,7 +449,7 @@ def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
     """Verify the trees of all walkers, each until it ends or fails. The node that a chain leads to is decided alone: it
     has several children, or its row is broken."""
     while walkers:
-        walkers = _at_one_level(_past_chains(walkers, rows), rows)
+        walkers = _at_one_level(_past_typical(_past_chains(walkers, rows), rows), rows)
 
 
 def _past_chains(walkers: Sequence[TreeWalker], rows: StepLogits) -> Sequence[TreeWalker]:
@@ -440,6 +471,19 @@ def _past_chains(walkers: Sequence[TreeWalker], rows: StepLogits) -> Sequence[Tr
         else:  # also without a chain: one level at a time
             remaining.append(walker)
     return remaining
+
+
+def _past_typical(walkers: Sequence[TreeWalker], rows: StepLogits) -> Sequence[TreeWalker]:
+    """Take what is typical below the current nodes (TYPICAL); return the walkers that go on."""
+    queries = [walker.typical() for walker in walkers]
+    asked = [query for query in queries if query is not None]
+    if not asked:
+        return walkers
+    found = iter(rows.accept_typical(asked))
+    accepted = [[] if query is None else next(found) for query in queries]
+    return [
+        walker for walker, tokens in zip(walkers, accepted, strict=True) if all(walker.take(token) for token in tokens)
+    ]
 
 
 def _at_one_level(walkers: Sequence[TreeWalker], rows: StepLogits) -> list[TreeWalker]:

@@ -4,7 +4,8 @@ Copying rows of the whole vocabulary to the host for every token costs too much,
 differ from one made elsewhere, because logarithms of different libraries differ in their last bits. So the GPU makes a
 shortlist and the host decides. The few ids of each row that can be the choice are fetched in one copy for the step, and
 the host chooses among them with the same arithmetic as everywhere. A step waits for the GPU once. Rows are fetched
-whole if a shortlist is not enough: broken ones, very flat ones, and rows under rules other than COUPLED.
+whole if a shortlist is not enough: broken ones, very flat ones, rows under REJECTION and CONTRASTIVE, and rows that
+TYPICAL accepts candidates by.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.decoding import block_verification
+from specdec.decoding import block_verification, typical
 from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
 from specdec.decoding.choice import Tokens, choose, plausible, sound
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.processing import Logits
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import RowFeatures
+from specdec.decoding.typical import TypicalQuery
 from specdec.engine.gpu.logprobs import LogprobParts
 from specdec.engine.gpu.shortlist import UNDECIDED, Narrowing, narrowing
 from specdec.engine.gpu.staging import upload
@@ -59,6 +61,10 @@ class GpuLogits:
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
         whole = iter(self._whole([row for chain in chains for row in chain.rows]))
         return [block_verification.verify(list(islice(whole, len(chain.rows))), chain.queries) for chain in chains]
+
+    def accept_typical(self, queries: Sequence[TypicalQuery]) -> list[list[int]]:
+        whole = iter(self._whole([row for query in queries for row in query.rows]))
+        return [typical.accepted(list(islice(whole, len(query.rows))), query) for query in queries]
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
         found = LogprobParts(self._of(rows), tokens, tops)

@@ -1,4 +1,4 @@
-"""Shortlists: the part of GPU logits that the host needs to choose tokens by the COUPLED rule.
+"""Shortlists: the part of GPU logits that the host needs to choose tokens under COUPLED and TYPICAL.
 
 The constructor of each kind launches its work on the GPU; `parts` are the tensors [n, ...] to fetch, and `decided`
 chooses from them.
@@ -58,7 +58,7 @@ class Narrowing(Protocol):
 
 def narrowing(query: SamplingQuery) -> type[Narrowing] | None:
     """Return the kind of shortlist for a sampling query; None if the whole row is needed."""
-    if query.sampler.rule is not Rule.COUPLED:
+    if query.sampler.rule not in (Rule.COUPLED, Rule.TYPICAL):
         return None
     if query.sampler.sampling.greedy:
         return Greedy

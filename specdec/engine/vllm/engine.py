@@ -25,6 +25,7 @@ from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
 from specdec.decoding.choice import Tokens
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.query import SamplingQuery
+from specdec.decoding.typical import TypicalQuery
 from specdec.engine.batch import PackedBatch
 from specdec.engine.batch_independence import long_rows_are_independent, rows_are_independent
 from specdec.engine.kv.blocks import BLOCK
@@ -258,6 +259,10 @@ class WorkerLogits:
 
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
         accepted: list[AcceptedPrefix] = self._call("specdec_verify_chains", list(chains))
+        return accepted
+
+    def accept_typical(self, queries: Sequence[TypicalQuery]) -> list[list[int]]:
+        accepted: list[list[int]] = self._call("specdec_accept_typical", list(queries))
         return accepted
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:

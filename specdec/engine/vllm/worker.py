@@ -29,6 +29,7 @@ from specdec.decoding.choice import Tokens
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import HostLogits, StepLogits
+from specdec.decoding.typical import TypicalQuery
 from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.staging import upload
 from specdec.engine.kv.blocks import BLOCK
@@ -106,6 +107,11 @@ class Passes:
     def specdec_verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix] | None:
         """Return the accepted prefixes of chains of draws, from the last pass's logits."""
         return None if get_tp_group().rank_in_group else self._specdec_rows.verify_chains(chains)
+
+    @on_the_stream
+    def specdec_accept_typical(self, queries: Sequence[TypicalQuery]) -> list[list[int]] | None:
+        """Return the tokens of the accepted paths of trees, from the last pass's logits."""
+        return None if get_tp_group().rank_in_group else self._specdec_rows.accept_typical(queries)
 
     @on_the_stream
     def specdec_logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs] | None:

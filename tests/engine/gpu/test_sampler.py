@@ -19,6 +19,7 @@ from specdec.decoding.proposal import DraftDistribution, Proposal
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Contrast, Rule, Sampling
 from specdec.decoding.step_logits import HostLogits
+from specdec.decoding.typical import TypicalCandidate, TypicalQuery
 from specdec.engine.gpu import shortlist
 from specdec.engine.gpu.sampler import GpuLogits
 from tests.choices import mask_of
@@ -128,6 +129,20 @@ def test_chains_of_draws_are_verified_by_whole_rows() -> None:
         chains.append(ChainQuery(rows, queries))
     want = HostLogits(logits).verify_chains(chains)
     assert GpuLogits(torch.from_numpy(logits).to(DEVICE), {}).verify_chains(chains) == want
+
+
+def test_typical_candidates_are_accepted_by_whole_rows() -> None:
+    random = np.random.default_rng(1)
+    logits = random.normal(size=(4, 50)).astype(np.float32)
+    sampler = RequestSampler(Sampling(temperature=0.8), rule=Rule.TYPICAL)
+    likely = [int(row.argmax()) for row in logits]
+    candidates = [TypicalCandidate(0, likely[2], 1), TypicalCandidate(1, likely[3], None)]
+    queries = [
+        TypicalQuery([2, 3], [SamplingQuery(sampler, 7), SamplingQuery(sampler, 8)], candidates),
+        TypicalQuery([0], [SamplingQuery(sampler, 9)], [TypicalCandidate(0, int(logits[0].argmin()), None)]),
+    ]
+    assert HostLogits(logits).accept_typical(queries) == [[likely[2], likely[3]], []]
+    assert GpuLogits(torch.from_numpy(logits).to(DEVICE), {}).accept_typical(queries) == [[likely[2], likely[3]], []]
 
 
 @settings(max_examples=50, deadline=None)
