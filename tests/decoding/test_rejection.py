@@ -418,6 +418,7 @@ def test_each_rule_has_rows_of_its_own() -> None:
         Rule.COUPLED: [False] * 5,
         Rule.REJECTION: [True, False, False, False, False],
         Rule.CONTRASTIVE: [False, True, False, False, True],
+        Rule.TYPICAL: [False] * 5,
     }
 
 

@@ -61,4 +61,5 @@ def gated_mlp(x: Tensor, gate_and_up: Tensor, down: Tensor) -> Tensor:
 
 def in_heads(projected: Tensor, width: int) -> Tensor:
     """Return projections [..., heads * width] as [..., heads, width]."""
-    return projected.reshape(*projected.shape[:-1], -1, width)
+    *rows, columns = projected.shape
+    return projected.reshape(*rows, columns // width, width)  # there may be no rows
