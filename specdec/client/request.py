@@ -27,6 +27,8 @@ def put(message: Message, field: str, option: str, value: object) -> None:
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
     if is_number and any(isinstance(item, bool) for item in values):  # protobuf would accept True and False as 1 and 0
         raise TypeError(f"{option} = {_shown(value)}: must be a number")
+    if isinstance(value, Mapping) and descriptor.is_repeated and descriptor.message_type is None:
+        raise TypeError(f"{option} = {_shown(value)}: {_wanted(descriptor)}")  # protobuf would take its keys
     try:
         message.MergeFrom(type(message)(**{field: value}))
     except (ValueError, TypeError, OverflowError) as error:
@@ -182,7 +184,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "speculation":
             request.speculation.MergeFrom(_named(SPECULATIONS, name, value))
         elif name == "drafters":
-            if isinstance(value, str) or not isinstance(value, Iterable):
+            if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
                 raise ValueError(f"drafters = {_shown(value)}: not a list of names")
             found = [_named(DRAFTERS, name, drafter) for drafter in value]
             if not found:
