@@ -26,7 +26,7 @@ from specdec.openai_api.anthropic_answer import error_body
 from specdec.openai_api.bodies import BODY_SECONDS, Bodies, Unread
 from specdec.openai_api.callers import Callers, network_of
 from specdec.openai_api.endpoints import Messages, Responses
-from specdec.openai_api.errors import ApiError, overloaded, too_many
+from specdec.openai_api.errors import ApiError, overloaded, shutting_down, too_many
 from specdec.openai_api.event_stream import IGNORED_HEADER, MISTAKE, EventStream, ignored_header
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.json_text import Json
@@ -274,8 +274,7 @@ class _Outermost:
             except asyncio.CancelledError:  # by the server, at the drain's deadline
                 log.warning("cut_off", path=scope["path"])
                 if not begun:
-                    error = overloaded("the server is shutting down: use another one")
-                    await _answered(Request(scope), error)(scope, body.receive, naming)
+                    await _answered(Request(scope), shutting_down())(scope, body.receive, naming)
             except Exception:  # already answered, where possible
                 log.exception("request_failed", path=scope["path"])
 

@@ -83,6 +83,10 @@ def overloaded(message: str) -> ApiError:
     return ApiError(503, message, "overloaded_error", code="overloaded", retry_after=1)
 
 
+def shutting_down() -> ApiError:
+    return overloaded("the server is shutting down: use another one")
+
+
 def too_many(message: str, seconds: float = 1.0) -> ApiError:
     """Return the error for a caller at its limit; `seconds`: how long to wait before a retry."""
     wait = max(1, math.ceil(seconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -12,7 +13,7 @@ from urllib.parse import quote
 import structlog
 from starlette.types import Receive, Scope, Send
 
-from specdec.openai_api.errors import ApiError
+from specdec.openai_api.errors import ApiError, shutting_down
 from specdec.openai_api.json_text import as_bytes, encoded
 from specdec.openai_api.presence import CallerLeftError, while_present
 
@@ -75,8 +76,12 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self._headers})
-            with contextlib.suppress(CallerLeftError):
-                await while_present(receive, self._send(scope, send))
+            try:
+                with contextlib.suppress(CallerLeftError):
+                    await while_present(receive, self._send(scope, send))
+            except asyncio.CancelledError:  # by the server, at the drain's deadline
+                await self._end_failed(shutting_down(), scope, send)
+                raise
 
     async def _send(self, scope: Scope, send: Send) -> None:
         try:
@@ -86,7 +91,12 @@ class EventStream:
             failure = error if isinstance(error, ApiError) else MISTAKE
             if failure is MISTAKE:
                 log.exception("request_failed", path=scope["path"])
-            scope[FAILED] = failure.status
-            for event in self._failed(failure):
-                await send({"type": "http.response.body", "body": self._encode(event), "more_body": True})
+            await self._end_failed(failure, scope, send)
+        else:
+            await send({"type": "http.response.body", "body": self._end, "more_body": False})
+
+    async def _end_failed(self, error: ApiError, scope: Scope, send: Send) -> None:
+        scope[FAILED] = error.status
+        for event in self._failed(error):
+            await send({"type": "http.response.body", "body": self._encode(event), "more_body": True})
         await send({"type": "http.response.body", "body": self._end, "more_body": False})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -169,6 +170,40 @@ async def test_what_a_drain_cuts_off_is_told_to_ask_elsewhere() -> None:
         writer.close()
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"use another one" in answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "events"),
+    [
+        (
+            "/v1/completions",
+            {"model": "fake", "prompt": "def"},
+            [b'data: {"error":{"message":"the server is shutting down: use another one"', b"data: [DONE]"],
+        ),
+        (
+            "/v1/messages",
+            {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+            [b"event: error\n", b"the server is shutting down: use another one"],
+        ),
+    ],
+)
+async def test_a_stream_that_a_drain_cuts_off_ends_with_an_error_event(
+    path: str, body: dict[str, Any], events: list[bytes]
+) -> None:
+    async with FakeServer(Act(tokens=3, then="hold")) as orchestrator, front(orchestrator.address) as http:
+        host, _, port = http.address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        content = json.dumps(body | {"stream": True}).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+        writer.write(head.encode() + content)
+        await asyncio.wait_for(orchestrator.held.wait(), 10)
+        await http.server.stop()
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    for event in events:
+        assert event in answer
+    assert answer.endswith(b"\r\n0\r\n\r\n")  # the last chunk: the answer is complete
 
 
 @pytest.mark.parametrize(

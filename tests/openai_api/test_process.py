@@ -63,6 +63,23 @@ async def test_it_drains() -> None:
     assert process.returncode == 0, complained
 
 
+async def test_a_stream_that_a_drain_cuts_off_ends_with_an_error() -> None:
+    async with (
+        FakeServer(Act(tokens=3, then="hold")) as server,
+        running("--orchestrator", server.address, "--drain-seconds", "1") as (process, address),
+        openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="key", max_retries=0) as client,
+    ):
+        stream = await client.completions.create(model="fake", prompt="def", stream=True)
+        await asyncio.wait_for(server.held.wait(), PATIENCE)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="the server is shutting down: use another one"):
+            async for _ in stream:
+                pass
+        _, complained = await asyncio.wait_for(process.communicate(), PATIENCE)
+    assert process.returncode == 0
+    assert "without completing response" not in str(complained)
+
+
 async def test_it_is_healthy_while_an_orchestrator_is() -> None:
     async with running("--orchestrator", "127.0.0.1:1") as (_, address), httpx2.AsyncClient() as client:
         answer = await client.get(f"http://{address}/health")
