@@ -44,6 +44,7 @@ REASONS: Mapping[str, str] = {
     "heads_slower": "plain decoding is as fast as heads",
     "local_model_slower": "plain decoding is as fast as the local draft",
     "plain_faster": "plain decoding is as fast",
+    "probed": "plain decoding was tried, to measure it",
     ROW_COST: "no candidate is worth its row",
     "nothing_proposed": "nothing was proposed",
     "draft_gains_nothing": "the draft brings this text next to nothing",

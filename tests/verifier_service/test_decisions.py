@@ -17,7 +17,13 @@ from verifier_service.servicer import response
 from verifier_service.sessions.draft_timing import DraftGain
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS
-from verifier_service.speculation.controller import Controllers, Mode, ModeStats
+from verifier_service.speculation.controller import (
+    BatchProfile,
+    Controllers,
+    Mode,
+    ModeStats,
+    SpeculationController,
+)
 from verifier_service.speculation.eligibility import LOCAL_MODELS, Eligibility
 
 HEADS, LOCAL_MODEL, NGRAM = (
@@ -97,6 +103,36 @@ def test_a_session_without_drafters_says_who_left_them_out(
     run(loop, client)
     assert set(reasons(client)) == {without}
     assert {decision.mode for decision in decisions(client)} == {told}
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    [
+        (Policy(OWN_DRAFTERS, 8, 0.0), Mode.OFF),
+        (Policy(REMOTE, 8, 0.0), Mode.NGRAM),
+    ],
+)
+def test_a_mode_that_is_only_tried_is_not_told_as_faster(policy: Policy, mode: Mode) -> None:
+    controller = Decided(mode)
+    loop = step_loop(TextEngine(40), FREE, controller=controller)
+    session = Client(loop, [3], 6, policy=policy).session
+    eligibility = Eligibility(Controllers(shared=controller), None)
+    assert eligibility.why_plain(session) is Without.PLAIN_FASTER
+    controller.probing = True
+    assert eligibility.why_plain(session) is Without.PROBED
+
+
+def test_the_controller_says_which_modes_it_only_tries() -> None:
+    """The first window is of the likeliest mode, the next one of another."""
+    controller, batch = SpeculationController(), BatchProfile(1, True, True, False)
+    seen = list[tuple[bool, Mode]]()
+    for step in range(2000):
+        controller.select(batch, step * 0.01)
+        seen.append((controller.probing, controller.mode))
+        controller.update(batch, speculated=True, tokens=2, seconds=0.01, plain_rate=100.0)
+    assert seen[0] == (False, Mode.REMOTE_DRAFT)
+    assert {mode for probing, mode in seen if probing} >= {Mode.NGRAM}
+    assert {mode for probing, mode in seen if not probing} == {Mode.REMOTE_DRAFT}
 
 
 @pytest.mark.parametrize(

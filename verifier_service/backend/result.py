@@ -69,6 +69,8 @@ class Without(StrEnum):
     """A local draft alone proposes for it, and its mode excludes it: it was measured to be as fast without it."""
     PLAIN_FASTER = "plain_faster"
     """Its mode permits none of its drafters: it was measured to be as fast without them."""
+    PROBED = "probed"
+    """Its mode permits none of its drafters, and is tried to measure it."""
     ROW_COST = "row_cost"
     """No candidate was worth its row."""
     NOTHING_PROPOSED = "nothing_proposed"

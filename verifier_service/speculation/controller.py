@@ -188,6 +188,8 @@ class SpeculationController:
         self._tuning = tuning
         self._stats: dict[BatchProfile, ModeStats] = {}
         self._mode = Mode.REMOTE_DRAFT
+        self.probing = False
+        """True if the mode is tried to measure it, not because it is the best one so far."""
         self.rates: Mapping[str, float] | None = None
         """Tokens a second by mode, as last measured for batches like the last one; replaced as a whole."""
         # Recent session counts, as exponents of `_kind`.
@@ -236,7 +238,7 @@ class SpeculationController:
     def _use(self, kind: BatchProfile) -> None:
         """Use the mode of this kind of batch."""
         stats = self._of(kind)
-        self._mode, self.rates = stats.mode, stats.told_rates
+        self._mode, self.rates, self.probing = stats.mode, stats.told_rates, stats.probing is not None
 
     def _at_least(self, kind: BatchProfile) -> BatchProfile:
         """Return the kind of batch counting just departed sessions."""

@@ -97,13 +97,18 @@ class Eligibility:
             return session.policy.why_none
         if (why := self._why_no_model(session)) is not None:
             return why
+        by_mode = self._or_probed(session, Without.PLAIN_FASTER)
         if not session.policy.remote or session.takes_own_candidates:
-            return Without.PLAIN_FASTER  # proposers cost nothing but rows: only the mode excludes them
+            return by_mode  # proposers cost nothing but rows: only the mode excludes them
         if not session.draft_gain.helps:
             return Without.DRAFT_GAINS_NOTHING
         if self._controllers.of(session).mode is not Mode.REMOTE_DRAFT:
-            return Without.PLAIN_FASTER
+            return by_mode
         return Without.PROMPTS_FIRST if self.prefilling else Without.ROW_COST
+
+    def _or_probed(self, session: VerifierSession, measured: Without) -> Without:
+        """Return the reason why a session's mode excludes its drafters: `measured`, or that the mode is probed."""
+        return Without.PROBED if self._controllers.of(session).probing else measured
 
     def why_nothing(self, session: VerifierSession) -> Without:
         """Return why a session that uses drafters has no candidate."""
@@ -122,7 +127,7 @@ class Eligibility:
         if not model.works:
             return Without.HEADS_FAILED if by_heads else Without.LOCAL_MODEL_FAILED
         if not session.policy.forced and self._controllers.of(session).mode not in LOCAL_MODELS.values():
-            return Without.HEADS_SLOWER if by_heads else Without.LOCAL_MODEL_SLOWER
+            return self._or_probed(session, Without.HEADS_SLOWER if by_heads else Without.LOCAL_MODEL_SLOWER)
         return None
 
     def rates(self, session: VerifierSession) -> Mapping[str, float] | None:
