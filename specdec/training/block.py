@@ -122,7 +122,7 @@ class BlockTraining(HeadTraining[BlockPlan]):
         return first
 
     def _guessed(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """As in HeadTraining, but blocks follow one another instead of beginning at every place."""
+        """Yield guesses as in HeadTraining, at every block-th place: blocks follow one another."""
         length, block = windows.shape[1], self.plan.block
         anchors = torch.arange(1, length - block + 1, block, device=windows.device)
         features, of_target = read_features(self._model, windows, self.layers)

@@ -56,7 +56,7 @@ LEVEL_SMOOTHING = 0.1
 
 
 class FeatureHeads(Protocol):
-    """What the proposer knows of its heads."""
+    """The interface of heads that read features."""
 
     vocabulary: int
     ids: NDArray[np.int64] | None  # [outputs]; None: the same numbers
@@ -72,19 +72,19 @@ Heads = TypeVar("Heads", bound=FeatureHeads)
 
 
 class Level(NamedTuple):
-    """What the heads say of a level of trees."""
+    """The logits for a level of trees, and the confidence of the heads."""
 
     logits: Tensor  # float32 [n, f, outputs] of the children of the frontier; [n, 1, outputs]: the same for all
     confidence: NDArray[np.float64] | None = None  # [n, f]: probability of the best child, if the heads estimate it
 
 
 class Growth(ABC):
-    """The trees of n texts, from the heads' side."""
+    """The state of heads while the trees of n texts grow."""
 
     @abstractmethod
     def level(self, tokens: Tensor, origins: Tensor) -> Level:
         """Return what follows the frontier's tokens, int64 [n, f], whose parents were at the places `origins` [n, f] in
-        the frontier before. The first frontier are the last tokens of the texts."""
+        the frontier before. At first the frontier is the last token of each text."""
 
 
 Asked = Sequence[tuple[VerifierSession, "FeatureText"]]

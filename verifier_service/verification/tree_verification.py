@@ -188,6 +188,7 @@ class TreeVerification:
         "_is_undecided",
         "_node",
         "_path",
+        "_typical",
         "error",
         "kv_copies",
         "lacks",
@@ -216,6 +217,7 @@ class TreeVerification:
         self._path: list[int] = []
         self._asked: dict[int, SamplingQuery] = {}  # queries made in advance, by row
         self._blocks = session.verifies_blocks
+        self._typical = session.request.sampler.rule is Rule.TYPICAL
 
     def query(self) -> SamplingQuery:
         asked = self._asked.get(self.row)
@@ -269,7 +271,7 @@ class TreeVerification:
         """Return the query about the candidates of the step below the current node; None if there are none, or the rule
         is not TYPICAL."""
         tree = self.planned.tree
-        if tree is None or self.session.request.sampler.rule is not Rule.TYPICAL:
+        if tree is None or not self._typical:
             return None
         rows, queries, candidates = list[int](), list[SamplingQuery](), list[TypicalCandidate]()
         waiting: list[tuple[Node, list[int], int, int | None]] = [(self._node, self._path, self.row, None)]

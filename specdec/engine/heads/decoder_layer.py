@@ -1,4 +1,4 @@
-"""What decoder layers of heads compute: RMS norms, rotary embeddings and the gated MLP, as in Llama and Qwen3."""
+"""Parts of the decoder layers of heads: RMS norms, rotary embeddings and the gated MLP, as in Llama and Qwen3."""
 
 from __future__ import annotations
 
