@@ -109,13 +109,15 @@ def test_the_check_of_a_schema_is_told(check: Json | None, told: Json | None) ->
 @pytest.mark.parametrize("chat", [False, True])
 def test_log_probabilities_are_encoded_as_they_come(chat: bool) -> None:
     """Encoding all of them at the end would stall the event loop."""
-    choice = a_choice(chat=chat)
-    begin = time.process_time()
-    for number in range(2000):
-        choice.gather(chunk(last=number == 1999), None)
-    gathered = time.process_time()
-    text = choice.whole()
-    assert time.process_time() - gathered < (gathered - begin) / 10
+    for pieces in (1, 2000):  # the first answer loads what the second is measured with
+        choice = a_choice(chat=chat)
+        begin = time.process_time()
+        for number in range(pieces):
+            choice.gather(chunk(last=number == pieces - 1), None)
+        gathered = time.process_time()
+        text = choice.whole()
+        ended = time.process_time()
+    assert ended - gathered < (gathered - begin) / 10
     logprobs = json.loads(text)["logprobs"]
     assert len(logprobs["content" if chat else "tokens"]) == 2000
     if not chat:
@@ -140,15 +142,17 @@ def test_a_token_may_be_told_without_what_it_stands_for(chat: bool) -> None:
 def test_the_last_events_of_a_response_are_not_encoded_again() -> None:
     """Four of them have all log-probabilities: encoding them there would stall the event loop for a second."""
     fields = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": TOP}
-    answer = ResponseAnswer(ResponsesReader(fields, strict=False).request(), "resp_1", stored=False)
-    begin = time.process_time()
-    for _ in range(1000):
-        for event in answer.add(TextPart("a", tuple(chunk().logprobs))):
-            typed_event_of(event)
-    written = time.process_time()
-    told = [typed_event_of(event) for event in answer.add(EndPart(finish_of(chunk(last=True))))]
-    told.append(typed_event_of(answer.end(stored=False)))
-    assert time.process_time() - written < (written - begin) / 10
+    for pieces in (1, 1000):  # the first answer loads what the second is measured with
+        answer = ResponseAnswer(ResponsesReader(fields, strict=False).request(), "resp_1", stored=False)
+        begin = time.process_time()
+        for _ in range(pieces):
+            for event in answer.add(TextPart("a", tuple(chunk().logprobs))):
+                typed_event_of(event)
+        written = time.process_time()
+        told = [typed_event_of(event) for event in answer.add(EndPart(finish_of(chunk(last=True))))]
+        told.append(typed_event_of(answer.end(stored=False)))
+        ended = time.process_time()
+    assert ended - written < (written - begin) / 10
     contents = [json.loads(event.partition(b"data: ")[2]) for event in told]
     assert [content["type"] for content in contents] == [
         "response.output_text.done",

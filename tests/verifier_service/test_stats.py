@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from verifier_service.backend.result import VerifyResult
-from verifier_service.backend.stats import VerifierStats
+from verifier_service.backend.stats import INTERVAL_SMOOTHING, OUTLIER, VerifierStats
 
 
 def test_the_pace_counts_all_that_texts_wait_for() -> None:
@@ -20,3 +22,16 @@ def test_the_pace_counts_all_that_texts_wait_for() -> None:
     assert stats.interval == 0.0
     stats.observe_pace(0.05, three, sat_out=False)
     assert stats.interval == pytest.approx(0.15)
+
+
+def test_a_pod_that_stood_still_takes_texts_again() -> None:
+    """One step of half a minute says nothing of the next ones; ten slow steps do."""
+    stats = VerifierStats(running=1, usual_tokens=100)
+    one = [VerifyResult(9, 0, [5])]
+    stats.observe_pace(0.02, one)
+    stats.observe_pace(30.0, one)
+    assert stats.interval == pytest.approx(0.02 * (1 + INTERVAL_SMOOTHING * (OUTLIER - 1)))
+    assert stats.too_late(100, time.monotonic() + 60, 0) is None
+    for _ in range(10):
+        stats.observe_pace(1.0, one)
+    assert stats.too_late(100, time.monotonic() + 20, 0)

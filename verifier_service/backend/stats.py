@@ -17,6 +17,10 @@ LAST_BIN = 16
 INTERVAL_SMOOTHING = 0.1
 """Weight of the last step in the moving average of intervals."""
 
+OUTLIER = 4.0
+"""Largest interval counted, relative to the moving average: a pod that stood still for a while is not a slow one, and a
+pod that became slow is known within some ten steps."""
+
 SLOWER = 1.25
 """Expected duration of a text relative to the current pace: later arrivals will share its steps."""
 
@@ -88,7 +92,8 @@ class VerifierStats:
         if results:
             tokens = max(1, sum(len(result.tokens) for result in results))
             interval = held_up * (len(results) + in_turn) / tokens
-            self.interval += INTERVAL_SMOOTHING * (interval - self.interval) if self.interval else interval
+            usual = self.interval or interval
+            self.interval = usual + INTERVAL_SMOOTHING * (min(interval, OUTLIER * usual) - usual)
 
     def forget_pace(self) -> None:
         """Reset the waiting time of texts; called when there is no work."""
