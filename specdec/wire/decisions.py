@@ -46,6 +46,7 @@ REASONS: Mapping[str, str] = {
     "plain_faster": "plain decoding is as fast",
     "probed": "plain decoding was tried, to measure it",
     ROW_COST: "no candidate is worth its row",
+    "no_room": "the step had no room for candidates",
     "nothing_proposed": "nothing was proposed",
     "draft_gains_nothing": "the draft brings this text next to nothing",
     "prompts_first": "the draft pauses while prompts are computed",

@@ -27,9 +27,11 @@ class Selection(NamedTuple):
 
     nodes: list[list[Node]]
     """The candidates of each session, best first; always a connected tree."""
+    estimate: float
+    """The break-even probability: minimum probability of another candidate to pay, by the estimated row costs."""
     break_even: float
-    """The break-even probability: minimum probability of another candidate to pay. Where row costs are uncertain, it is
-    the optimistic one, so that there are candidates to try."""
+    """The break-even probability for drafters. Where row costs are uncertain, it is the optimistic one, so that there
+    are candidates to try."""
     exploring: float | None = None
     """In a step exploring more or fewer rows than pay by the current estimate: the seconds in which a step of the
     paying rows would bring the same number of tokens."""
@@ -66,7 +68,7 @@ def select_candidates(
         taken += 1
         expected += gain
         break_even = expected * (seconds[taken + 1] - seconds[taken]) / (seconds[taken] + spent)
-    paying = taken
+    paying, estimate = taken, break_even
     if explore:
         least = _optimistic_break_even(expected, latency, rows + paying, spent)
         if paying < len(gains) and latency.may_explore and least <= gains[paying]:
@@ -80,8 +82,8 @@ def select_candidates(
         counts[index] += 1
     chosen = [offer.nodes[:count] for offer, count in zip(offers, counts, strict=True)]
     if taken == paying:
-        return Selection(chosen, break_even)
-    return Selection(chosen, break_even, seconds[paying] * (rows + sum(gains[:taken])) / expected)
+        return Selection(chosen, estimate, break_even)
+    return Selection(chosen, estimate, break_even, seconds[paying] * (rows + sum(gains[:taken])) / expected)
 
 
 def _optimistic_break_even(expected: float, latency: StepLatency, rows: int, spent: float) -> float:

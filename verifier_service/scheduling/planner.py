@@ -11,6 +11,7 @@ plan is made in this order:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,7 @@ from verifier_service.costs.token_budget import select_candidates
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.foreseen_step import ForeseenStep
 from verifier_service.scheduling.run_queue import RunQueue
-from verifier_service.scheduling.step_candidates import CandidateChoice
+from verifier_service.scheduling.step_candidates import CandidateChoice, StepCandidates
 from verifier_service.scheduling.step_prompts import StepPrompts
 from verifier_service.scheduling.step_shares import Division, StepShares
 from verifier_service.sessions.ngram import LookaheadRows
@@ -113,11 +114,11 @@ class Planner:
         choice = CandidateChoice(latency, self._eligibility, spent, len(self._tree_slots))
         if division is None or not speculating:
             sessions = [entry.session for entry in speculating]
-            chosen, windows, break_even = choice.for_all(sessions, decoding, may_explore=not prompts)
+            chosen = choice.for_all(sessions, decoding, may_explore=not prompts)
         else:
-            chosen, windows, break_even = choice.by_tenant(speculating, decoding, division)
+            chosen = choice.by_tenant(speculating, decoding, division)
         if decoding:
-            self._eligibility.observe_break_even(break_even, self._tuning.break_even_smoothing)
+            self._eligibility.observe_break_even(chosen.break_even, self._tuning.break_even_smoothing)
         for entry in (*plain, *prompts):
             entry.session.ngrams.close_window()
         # 3. The batch: the one packed ahead, or a new one with chunks of prompts.
@@ -125,12 +126,12 @@ class Planner:
         written: Sequence[int] | Slots
         foreseen = self._foreseen.take([*speculating, *plain])
         # The foreseen batch has one row a text: usable only if nothing else has joined the step.
-        if foreseen is not None and not (prompts or any(chosen) or any(windows)):
+        if foreseen is not None and not (prompts or any(chosen.nodes) or any(chosen.windows)):
             batch, entries = foreseen
             pack, written, taken = lambda: batch, batch.slots, len(entries)
         else:
             packer = self._packer()
-            entries = self._schedule(packer, zip(speculating, chosen, windows, strict=True), plain)
+            entries = self._schedule(packer, zip(speculating, chosen.nodes, chosen.windows, strict=True), plain)
             candidates = len(packer.wanted) - decoding
             chunks = self._prompts.chunks(
                 prompts, urgent, decoding, len(packer.tokens), candidates, division, goes_first=goes_first
@@ -141,7 +142,7 @@ class Planner:
         for entry, rows in entries[: len(speculating)]:
             rows.undrafted = self._eligibility.lacks_remote_draft(entry.session)
             rows.drafted = not rows.undrafted and self._eligibility.uses_remote_draft(entry.session)
-        self._explain(entries, len(speculating), decoding, taken, break_even)
+        self._explain(entries, chosen, decoding, taken)
         expected = latency.of(taken) + sum(entry.grammar for entry, _ in entries)
         plan = StepPlan(pack, written, entries, taken, expected, sitting_out, division)
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prompts.slowdown.factor)
@@ -175,7 +176,7 @@ class Planner:
         self._waited = 0
         break_even = select_candidates([], self._threads.latency, plan.rows, 0, explore=True).break_even
         self._eligibility.observe_break_even(break_even, self._tuning.break_even_smoothing)
-        self._explain(entries, 0, len(entries), plan.rows, break_even)
+        self._explain(entries, StepCandidates([], [], [], break_even), len(entries), plan.rows)
         return replace(plan, entries=entries)
 
     def idle(self) -> None:
@@ -212,29 +213,33 @@ class Planner:
     def _explain(
         self,
         entries: Sequence[tuple[RunningSession, ScheduledRows]],
-        speculating: int,
+        chosen: StepCandidates,
         decoding: int,
         taken: int,
-        break_even: float,
     ) -> None:
         """Record the decision on each session's candidates in its rows. The first `decoding` entries are decoding, and
-        the first `speculating` of these may have candidates; the step has `taken` rows."""
+        the first of these may have the candidates `chosen`; the step has `taken` rows."""
         eligibility, row = self._eligibility, 0.0
         for place, (entry, rows) in enumerate(entries):
-            session = entry.session
+            session, estimate = entry.session, 1.0
+            why: Without | None = None
             if rows.root_row is None:
                 continue
             if rows.tree is not None:
-                rows.decision = eligibility.decision(session)
+                pass  # it has candidates
             elif place >= decoding:
-                rows.decision = eligibility.decision(session, Without.PROMPT)
-            elif place < speculating and not session.candidates().nodes:
-                rows.decision = eligibility.decision(session, eligibility.why_nothing(session))
-            elif place >= speculating and (why := eligibility.why_plain(session)) is not Without.ROW_COST:
-                rows.decision = eligibility.decision(session, why)
+                why = Without.PROMPT
+            elif place >= len(chosen.nodes):
+                why = eligibility.why_plain(session)  # ROW_COST: not even a certain candidate pays
+            elif best := session.candidates().logprobs:
+                why, estimate = chosen.why_none(place, math.exp(best[0])), chosen.estimates[place]
             else:
+                why = eligibility.why_nothing(session)
+            if why is Without.ROW_COST:
                 row = row or self._threads.latency.of(taken + 1) - self._threads.latency.of(taken)
-                rows.decision = eligibility.row_cost(session, row, break_even)
+                rows.decision = eligibility.row_cost(session, row, estimate)
+            else:
+                rows.decision = eligibility.decision(session, why)
 
     def _schedule(
         self,

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.decoding.tree import Node
+from verifier_service.backend.result import Without
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.ngrams import open_windows, window_rows
@@ -37,7 +38,15 @@ class StepCandidates(NamedTuple):
 
     nodes: list[list[Node]]
     windows: list[LookaheadRows | None]
-    break_even: float  # probability
+    estimates: list[float]  # break-even probabilities by which a session's candidates were chosen
+    break_even: float  # probability; the one for drafters
+    exploring: bool = False  # fewer or more candidates than pay, to learn the cost of rows
+
+    def why_none(self, place: int, best: float) -> Without:
+        """Return why a session has none of its candidates, the best one with probability `best`."""
+        if best < self.estimates[place]:
+            return Without.ROW_COST
+        return Without.PROBED if self.exploring else Without.NO_ROOM
 
 
 @dataclass
@@ -47,6 +56,7 @@ class Alone:
     places: list[int]  # of its sessions among the speculating ones
     roots: int
     nodes: list[list[Node]]
+    estimate: float
     break_even: float
     rows: int = 0  # of lookahead windows
 
@@ -100,7 +110,8 @@ class CandidateChoice:
         windows = open_windows(
             sessions, found.nodes, decoding, left, self.latency, self.eligibility, may_explore=may_explore
         )
-        return StepCandidates(found.nodes, windows, found.break_even)
+        estimates = [found.estimate] * len(sessions)
+        return StepCandidates(found.nodes, windows, estimates, found.break_even, found.exploring is not None)
 
     def by_tenant(self, speculating: Sequence[RunningSession], decoding: int, division: Division) -> StepCandidates:
         """Choose for `speculating` sessions in a step with `decoding` decoding sessions, divided among tenants. This
@@ -123,7 +134,7 @@ class CandidateChoice:
             # No more windows than the tenants would open apart: `is_fair` counted these.
             left = min(self.free - sum(map(len, joint.nodes)), windowed)
             windows = open_windows(sessions, joint.nodes, decoding, left, self.latency, self.eligibility)
-            return StepCandidates(joint.nodes, windows, joint.break_even)
+            return StepCandidates(joint.nodes, windows, [joint.estimate] * len(sessions), joint.break_even)
         return self._within_parts(sessions, own, division)
 
     def _alone(self, sessions: Sequence[VerifierSession], places: list[int], roots: int) -> Alone:
@@ -131,7 +142,7 @@ class CandidateChoice:
         offers = [session.candidates() for session in sessions]
         found = select_candidates(offers, self.latency, roots, self.free, self.spent)
         _insist(sessions, found.nodes, self.free)
-        alone = Alone(places, roots, found.nodes, found.break_even)
+        alone = Alone(places, roots, found.nodes, found.estimate, found.break_even)
         left = self.free - alone.count
         alone.rows = window_rows(sessions, alone.nodes, roots, left, self.latency, self.eligibility)
         return alone
@@ -143,6 +154,7 @@ class CandidateChoice:
         allowed = division.candidates({tenant: alone.extra for tenant, alone in own.items()})
         chosen: list[list[Node]] = [[] for _ in sessions]
         windows: list[LookaheadRows | None] = [None] * len(sessions)
+        estimates = [1.0] * len(sessions)
         free = self.free
         for tenant, alone in own.items():
             most, some, nodes = min(free, allowed[tenant]), [sessions[i] for i in alone.places], alone.nodes
@@ -155,8 +167,8 @@ class CandidateChoice:
             opened = open_windows(some, nodes, alone.roots, most - count, self.latency, self.eligibility)
             free -= count + sum(len(window.nodes) for window in opened if window is not None)
             for i, of_session, window in zip(alone.places, nodes, opened, strict=True):
-                chosen[i], windows[i] = of_session, window
-        return StepCandidates(chosen, windows, min(alone.break_even for alone in own.values()))
+                chosen[i], windows[i], estimates[i] = of_session, window, alone.estimate
+        return StepCandidates(chosen, windows, estimates, min(alone.break_even for alone in own.values()))
 
 
 def _insist(sessions: Sequence[VerifierSession], chosen: list[list[Node]], most: int) -> None:
