@@ -11,6 +11,9 @@ from specdec.serving.process.listening import ListenError, bound
 
 LISTENING = {"orchestrator": ports.ORCHESTRATOR, "verifier": ports.VERIFIER, "draft": ports.DRAFT}
 
+OPTIONS = {"orchestrator": "--port", "verifier": "--verifier-port", "draft": "--draft-port"}
+"""Options of `specdec up` that set these ports."""
+
 
 class Cache(NamedTuple):
     """The cache folder."""
@@ -29,7 +32,7 @@ def taken_ports(host: str = "127.0.0.1") -> dict[str, str]:
     found = {}
     for role, port in LISTENING.items():
         try:
-            bound(host, port).close()
+            bound(host, port, option=f"specdec up {OPTIONS[role]}").close()
             found[role] = ""
         except ListenError as error:
             found[role] = str(error)

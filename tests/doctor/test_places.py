@@ -19,7 +19,8 @@ def test_a_port_that_is_taken_is_told_by_its_role() -> None:
             other.listen()
         found = taken_ports()
     assert set(found) == {"orchestrator", "verifier", "draft"}
-    assert f"another program listens on 127.0.0.1:{LISTENING['verifier']}" in found["verifier"]
+    listens = f"another program listens on 127.0.0.1:{LISTENING['verifier']}"
+    assert found["verifier"].startswith(f"specdec up --verifier-port {LISTENING['verifier']}: {listens}: ")
 
 
 def test_a_cache_folder_is_made_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
