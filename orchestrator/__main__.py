@@ -73,6 +73,10 @@ def main(
             "metrics and in answers to requests without a name. Default: the name of its directory.",
         ),
     ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="Jinja file of a chat template that replaces the model's own. Read once, at start."),
+    ] = None,
     verifier: Annotated[
         list[Address] | None,
         typer.Option(
@@ -94,7 +98,7 @@ def main(
         Path | None,
         typer.Option(
             help="YAML file of models and revisions with their directories, pods and traffic shares, in place of "
-            "--model, --served-model-name, --verifier and --draft. Reloaded when it changes."
+            "--model, --served-model-name, --chat-template, --verifier and --draft. Reloaded when it changes."
         ),
     ] = None,
     workers: Annotated[
@@ -153,7 +157,13 @@ def main(
     server = replace(server, share_port=share_port)
     _check_models(
         models,
-        {"--model": model, "--served-model-name": served_model_name, "--verifier": verifier, "--draft": draft},
+        {
+            "--model": model,
+            "--served-model-name": served_model_name,
+            "--chat-template": chat_template,
+            "--verifier": verifier,
+            "--draft": draft,
+        },
     )
     peers_tls = _peer_tls(peer_tls_cert, peer_tls_key, peer_tls_ca, peer_tls_name)
 
@@ -162,7 +172,7 @@ def main(
         async def start() -> None:
             # Report start errors once, not from every worker.
             if models is None:
-                check_text(await asyncio.to_thread(open_model, Path(model or "")))
+                check_text(await asyncio.to_thread(open_model, Path(model or "")), chat_template)
             else:
                 logs.configure("orchestrator", server.log_level)
                 try:
@@ -197,7 +207,8 @@ def main(
                 catalog = FollowedCatalog(ModelsFile(models), peers)
             else:
                 assert model is not None
-                served = ServedModel.of(await asyncio.to_thread(open_model, model), *served_model_name or ())
+                directory = await asyncio.to_thread(open_model, model)
+                served = ServedModel.of(directory, *served_model_name or (), chat_template=chat_template)
                 entry = RevisionEntry(served.name, "", model, tuple(verifier or ()), tuple(draft or ()))
                 revision = Revision.of(LoadedRevision(entry, served), peers)
                 await revision.look(entry)

@@ -52,6 +52,10 @@ READ = (".json", ".jinja")
 """Suffixes of the files that an orchestrator reads from a model directory."""
 
 
+_Key = tuple[str, Path, Path | None, Version]
+"""A model's name, directory, chat template, and the version of the files read from these."""
+
+
 class ModelsFileError(Exception):
     """A file of models cannot be used. The message is one line: the file, the entry and the problem."""
 
@@ -66,6 +70,7 @@ class RevisionEntry:
     verifiers: tuple[Address, ...]
     drafts: tuple[Address, ...] = ()
     share: float = 1.0  # of the model's requests, relative to its other revisions
+    chat_template: Path | None = None  # a file that replaces the model's own templates
 
     @property
     def label(self) -> str:
@@ -100,7 +105,7 @@ class ModelsFile:
     """The reasons, in words; empty if none was skipped."""
     what: ClassVar[str] = "models"
     unusable: ClassVar[type[Exception]] = ModelsFileError
-    _loaded: dict[tuple[str, Path, Version], ServedModel] = field(default_factory=dict)
+    _loaded: dict[_Key, ServedModel] = field(default_factory=dict)
 
     @property
     def all(self) -> tuple[Path]:
@@ -109,22 +114,26 @@ class ModelsFile:
     def version(self) -> Version:
         """Return the current version of the file and its directories; OSError if there is no file."""
         try:
-            named = {entry.directory for entry in self.entries()}
+            named = {(entry.directory, entry.chat_template) for entry in self.entries()}
         except ModelsFileError:
             named = set()
-        return sum((_directory_version(directory) for directory in sorted(named)), version_of(self.path))
+        return sum((_text_version(*files) for files in sorted(named, key=str)), version_of(self.path))
 
     def read(self) -> tuple[LoadedRevision, ...]:
         """Read the file and its new or changed directories; ModelsFileError if the file or a directory cannot be used
         (on the first call: if no directory can)."""
         entries, first = self.entries(), not self._loaded
         loaded: list[LoadedRevision] = []
-        used: dict[tuple[str, Path, Version], ServedModel] = {}
+        used: dict[_Key, ServedModel] = {}
         problems: dict[RevisionEntry, ModelsFileError] = {}
         for entry in entries:
-            key = entry.model, entry.directory, _directory_version(entry.directory)
+            files = entry.directory, entry.chat_template
+            key = entry.model, *files, _text_version(*files)
             try:
-                model = self._loaded.get(key) or ServedModel.of(open_model(entry.directory), entry.model)
+                model = self._loaded.get(key)
+                if model is None:
+                    directory = open_model(entry.directory)
+                    model = ServedModel.of(directory, entry.model, chat_template=entry.chat_template)
             except ModelDirectoryError as error:
                 problem = ModelsFileError(f"--models {self.path}: {entry.label}: directory: {error}")
                 if not first:
@@ -160,13 +169,14 @@ class ModelsFile:
         return tuple(found)
 
 
-def _directory_version(directory: Path) -> Version:
-    """Return the version of the files an orchestrator reads from a model directory, or of a GGUF file; empty if it is
-    unreadable."""
+def _text_version(directory: Path, chat_template: Path | None) -> Version:
+    """Return the version of the files an orchestrator reads from a model directory, or of a GGUF file, and of a chat
+    template; empty if one is unreadable."""
+    template = () if chat_template is None else (chat_template,)
     try:
         if directory.is_file():
-            return version_of(directory)
-        return version_of(*sorted(file for file in directory.iterdir() if file.suffix in READ))
+            return version_of(directory, *template)
+        return version_of(*sorted(file for file in directory.iterdir() if file.suffix in READ), *template)
     except OSError:
         return ()
 
@@ -216,11 +226,20 @@ def _revision(name: str, revision: str, values: Any, *, alone: bool) -> Revision
     share = values.get("share", 1.0)
     if type(share) not in (int, float) or not 0 <= share <= MAX_SHARE:
         raise ValueError(f"share: is {share!r}, must be a number from 0 to {MAX_SHARE:g}")
+    template = values.get("chat_template")
+    if template is not None and (not isinstance(template, str) or not template):
+        raise ValueError("chat_template: must be the path of a Jinja file")
     verifiers = _addresses("verifiers", values.get("verifiers"))
     if not verifiers:
         raise ValueError("verifiers: must be a list of at least one address")
     return RevisionEntry(
-        name, revision, Path(directory), verifiers, _addresses("drafts", values.get("drafts", [])), float(share)
+        name,
+        revision,
+        Path(directory),
+        verifiers,
+        _addresses("drafts", values.get("drafts", [])),
+        float(share),
+        None if template is None else Path(template),
     )
 
 

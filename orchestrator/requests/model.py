@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Self
 
 from orchestrator.requests.reasoning import Reasoning, marks_of
@@ -31,13 +32,13 @@ class ServedModel:
     aliases: tuple[str, ...] = ()  # further names in requests
 
     @classmethod
-    def of(cls, directory: ModelDirectory, *names: str) -> Self:
+    def of(cls, directory: ModelDirectory, *names: str, chat_template: Path | None = None) -> Self:
         """Read a model directory; ModelDirectoryError if its tokenizer, chat template or generation defaults cannot be
-        used. Without `names`, the model has the directory's."""
+        used. Without `names`, the model has the directory's. `chat_template`: a file that replaces its templates."""
         name, *aliases = dict.fromkeys(names or (directory.name,))
         model = cls(
             name=name,
-            tokenizer=Tokenizer(directory),
+            tokenizer=Tokenizer(directory, chat_template),
             tokenizer_fingerprint=directory.tokenizer_fingerprint,
             context=directory.context,
             vocabulary=directory.vocabulary,

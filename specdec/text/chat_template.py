@@ -108,9 +108,15 @@ def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
     return turn if reasoning is None else {"thinking": reasoning, **turn, "reasoning_content": reasoning}
 
 
-def templates_of(directory: Path, settings: Fields) -> ChatTemplates | None:
+def templates_of(directory: Path, settings: Fields, given: Path | None = None) -> ChatTemplates | None:
     """Read the templates of a model with this tokenizer_config.json; None if it has none. As in transformers, separate
-    template files override tokenizer_config.json; a processor's template has the lowest priority."""
+    template files override tokenizer_config.json; a processor's template has the lowest priority. The file `given`
+    replaces all of them."""
+    if given is not None:
+        source = read_text(given)
+        if source is None:
+            raise ModelDirectoryError(f"{given}: no such file")
+        return ChatTemplates({DEFAULT: source}, {DEFAULT: given})
     found = _own_files(directory) or _of_field(settings)
     for name in PROCESSOR_FILES:
         found = found or _of_processor(directory / name)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from specdec.engine.model_directory import ModelDirectory
 from specdec.text.generation_defaults import GenerationDefaults
 from specdec.text.tokenizer import Tokenizer
 
 
-def check_text(directory: ModelDirectory) -> None:
-    """Raise ModelDirectoryError unless the tokenizer works, the chat template compiles, and a request could set the
-    values of the generation defaults. Configuration and files were checked with the directory."""
-    Tokenizer(directory)
+def check_text(directory: ModelDirectory, chat_template: Path | None = None) -> None:
+    """Raise ModelDirectoryError unless the tokenizer works, the chat template, the model's or this one, compiles, and a
+    request could set the values of the generation defaults. Configuration and files were checked with the directory."""
+    Tokenizer(directory, chat_template)
     GenerationDefaults.of(directory)

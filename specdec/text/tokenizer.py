@@ -57,7 +57,8 @@ class TooManyTokensError(Exception):
 class Tokenizer:
     """The tokenizer of a model directory."""
 
-    def __init__(self, directory: ModelDirectory) -> None:
+    def __init__(self, directory: ModelDirectory, chat_template: Path | None = None) -> None:
+        """`chat_template`: a file that replaces the model's own templates."""
         adding = directory.tokenizer_files.to_add()
         self._tokenizer = _loaded(directory.path / TOKENIZER, adding)
         resize_cache: Callable[[int], None] | None = getattr(self._tokenizer.model, "_resize_cache", None)
@@ -68,7 +69,7 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._added_ids = {entry.content: token for token, entry in added.items()}
         self._special_ids = {entry.content: token for token, entry in added.items() if entry.special}
-        self.chat_templates = templates_of(directory.path, settings)
+        self.chat_templates = templates_of(directory.path, settings, chat_template)
         """The chat templates; None if there is none."""
         sources = None if self.chat_templates is None else self.chat_templates.sources
         decides = hashlib.sha256((directory.path / TOKENIZER).read_bytes())

@@ -35,7 +35,7 @@ from tests.deploy.chart_values import COMBINATIONS, COMMANDS, EVERYTHING, WHOLE
 SET_BY_THE_CHART = {
     *("config", "host", "port", "health_port", "metrics_port", "drain_seconds", "stop_with_stdin"),
     *("tls_cert", "tls_key", "tls_client_ca", "tls_client_name"),
-    *("model", "models", "served_model_name", "verifier", "draft", "orchestrator", "tenants"),
+    *("model", "models", "served_model_name", "chat_template", "verifier", "draft", "orchestrator", "tenants"),
     *("peer_tls_ca", "peer_tls_cert", "peer_tls_key", "peer_tls_name"),
     *("orchestrator_tls_ca", "orchestrator_tls_cert", "orchestrator_tls_key"),
     *("workers", "share_port", "sibling_socket"),  # one process per pod: replicas scale instead

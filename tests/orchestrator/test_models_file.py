@@ -35,6 +35,7 @@ models:
         verifiers: ["dns:///a:50051", "b:1", "b:1"]
         drafts: ["c:2"]
         share: 95
+        chat_template: /templates/a.jinja
       "2026-11": {directory: /models/b, verifiers: ["d:3"], share: 0.5}
   small:
     revisions: {only: {directory: /models/c, verifiers: ["e:4"]}}
@@ -49,6 +50,7 @@ models:
             (addresses["dns:///a:50051"], addresses["b:1"]),
             (addresses["c:2"],),
             95.0,
+            Path("/templates/a.jinja"),
         ),
         RevisionEntry("big", "2026-11", Path("/models/b"), (addresses["d:3"],), (), 0.5),
         RevisionEntry("small", "only", Path("/models/c"), (addresses["e:4"],), (), 1.0),
@@ -92,6 +94,10 @@ models:
         (
             "models: {big: {revisions: {a: {directory: /a, verifiers: ['a:1'], drafts: [http://b:1]}}}}",
             "drafts[0]: 'http://b:1': the scheme http: is not supported",
+        ),
+        (
+            "models: {big: {revisions: {a: {directory: /a, verifiers: ['a:1'], chat_template: 5}}}}",
+            "chat_template: must be the path of a Jinja file",
         ),
         (
             "models: {big: {revisions: {a: {directory: /a, verifiers: ['a:1'], share: -1}}}}",
@@ -164,6 +170,24 @@ def test_a_directory_may_come_file_by_file(tmp_path: Path) -> None:
     assert watched.contents[1].model.text_fingerprint != before.text_fingerprint
 
 
+def test_a_chat_template_of_ones_own_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    target, template = make("llama", tmp_path / "target"), tmp_path / "mine.jinja"
+    revision = {"directory": str(target), "verifiers": ["a:1"], "chat_template": str(template)}
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump({"models": {"big": {"revisions": {"a": revision}}}}))
+    with pytest.raises(ModelsFileError, match=r"big@a: directory: .*mine.jinja: no such file"):
+        ModelsFile(tmp_path / "models.yaml").read()
+    template.write_text("one: {{ messages[0].content }}")
+    watched = Watched(ModelsFile(tmp_path / "models.yaml"))
+    templates = watched.contents[0].model.tokenizer.chat_templates
+    assert templates is not None
+    assert templates.sources == {"default": "one: {{ messages[0].content }}"}
+    template.write_text("another: {{ messages[0].content }}")
+    assert watched.changed()
+    templates = watched.contents[0].model.tokenizer.chat_templates
+    assert templates is not None
+    assert templates.sources == {"default": "another: {{ messages[0].content }}"}
+
+
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     written(tmp_path, a=tmp_path / "nothing")
     with pytest.raises(ModelsFileError, match=r"models.yaml: big@a: directory: .*nothing"):
@@ -201,5 +225,5 @@ def test_what_was_read_of_a_refused_file_is_not_read_again(tmp_path: Path) -> No
     for _ in range(2):
         with pytest.raises(ModelsFileError, match="late"):
             file.read()
-        kept.append([model for (_, directory, _), model in file._loaded.items() if directory == other])
+        kept.append([model for (_, directory, *_), model in file._loaded.items() if directory == other])
     assert kept[0] == kept[1] != []

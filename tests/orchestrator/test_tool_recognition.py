@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.requests.model import ServedModel
+from specdec.engine.model_directory import ModelDirectory
 from specdec.wire.tool_formats import GRANITE, HERMES, LLAMA, MISTRAL_ARGS, ToolFormat
 from tests.models import make
 from tests.text.conversations import model_with
@@ -32,6 +33,12 @@ def found(source: Path, directory: Path, **templates: str) -> ToolFormat | None:
 @pytest.mark.parametrize("tool_format", list(TEMPLATES), ids=lambda each: each.name)
 def test_each_format_is_recognised(source: Path, tmp_path: Path, tool_format: ToolFormat) -> None:
     assert found(source, tmp_path / "m", default=TEMPLATES[tool_format]) == tool_format
+
+
+def test_the_template_of_the_examples_calls_tools(source: Path) -> None:
+    template = Path(__file__).parents[2] / "examples" / "tools.jinja"
+    assert ServedModel.of(ModelDirectory(source)).tool_format is None
+    assert ServedModel.of(ModelDirectory(source), chat_template=template).tool_format == HERMES
 
 
 FORMS: dict[str, tuple[str, ToolFormat | None]] = {

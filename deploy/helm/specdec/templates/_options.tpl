@@ -8,6 +8,7 @@
 {{- $revisions := dict }}
 {{- range $revision, $values := $given.revisions }}
 {{- $entry := dict "directory" $values.path "share" (include "specdec.share" $values | float64) }}
+{{- with $values.chatTemplate }}{{ $_ := set $entry "chat_template" . }}{{ end }}
 {{- range $role := list "verifier" "draft" }}
 {{- $addresses := list }}
 {{- range index $values (printf "%ss" $role) }}
