@@ -227,7 +227,7 @@ async def test_a_text_moves_to_another_verifier_in_the_midst(directories: Direct
     ("fields", "problem"),
     [
         ({"grammar": model_pb2.Grammar()}, "grammar: is set and empty"),
-        ({"json_schema": '{"type": "strin"}'}, "json_schema: cannot be used: Invalid type: strin"),
+        ({"json_schema": '{"type": "strin"}'}, 'json_schema: /type: is "strin", must be one of array, boolean'),
         ({"json_schema": "{}", "grammar": GRAMMARS["regex"]}, "grammar: is set together with json_schema"),
         ({"grammar": model_pb2.Grammar(regex="(")}, "grammar.regex: cannot be used: error: unclosed group"),
         ({"grammar": model_pb2.Grammar(json_schema='{"type": "strin"}')}, "Invalid type: strin"),

@@ -14,6 +14,7 @@ from specdec.grammar.json_schema.numbers import rewrite_bounds, rewrite_listed_v
 from specdec.grammar.json_schema.objects import rewrite_object
 from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, Work, refused
 from specdec.grammar.json_schema.schemas import Schema, alternatives
+from specdec.grammar.json_schema.shapes import check_shapes
 from specdec.grammar.json_schema.strings import rewrite_string
 from specdec.grammar.json_schema.unique_items import UniqueItems
 from specdec.grammar.json_schema.values import list_of, object_of
@@ -117,6 +118,7 @@ class _SchemaRewriter(Rewriter):
             if isinstance(schema, bool):
                 return schema
             raise GrammarError(f"{place or '/'}: must be an object, true or false")
+        check_shapes(schema, place)
         part = Rewrite(schema, place, {key: schema[key] for key in COPIED if key in schema})
         rewrite_listed_values(self, part)
         rewrite_bounds(part)
