@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.openai_api.errors import ApiError, refused, renamed, unknown, unsupported
+from specdec.openai_api.errors import ApiError, refused, renamed, unknown, unsupported, wrong
 from specdec.openai_api.fields import READ as CHAT_READ
 from specdec.openai_api.fields import (
     RENAMED,
@@ -118,17 +118,17 @@ def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[J
         made.append(({"role": "system", "content": _text(system, "system", "\n")}, "system"))
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise refused("messages", "must be a list of at least one message")
+        raise wrong("messages", messages, "a list of at least one message")
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
         if not isinstance(message, dict):
-            raise refused(place, "must be an object")
+            raise wrong(place, message, "an object")
         others = [field for field in message if field not in ("role", "content", "cache_control", "id")]
         ignored += [f"{place}.{field}" for field in others]
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list):
-            raise refused(f"{place}.content", "must be text or a list of blocks")
+            raise wrong(f"{place}.content", content, "text or a list of blocks")
         match message.get("role"):
             case "user":
                 made += [(turn, place) for turn in _of_user(blocks, place, ignored)]
@@ -137,7 +137,7 @@ def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[J
             case "system":
                 made.append(({"role": "system", "content": _text(content, f"{place}.content")}, place))
             case role:
-                raise refused(f"{place}.role", f"is {role!r}, must be user or assistant")
+                raise wrong(f"{place}.role", role, "user or assistant")
     return [message for message, _ in made], [place for _, place in made]
 
 
@@ -166,7 +166,7 @@ def _of_assistant(blocks: Sequence[Any], place: str, ignored: list[str]) -> Json
         if kind == "thinking":
             _check_fields(block, name, "thinking", "signature")
             if not isinstance(block.get("thinking"), str):
-                raise refused(f"{name}.thinking", "must be text")
+                raise wrong(f"{name}.thinking", block.get("thinking"), "text")
             reasoning += block["thinking"]
         elif kind == "redacted_thinking":  # only the server that wrote it can read it
             ignored.append(name)
@@ -189,7 +189,7 @@ def _text(given: object, place: str, joint: str = "") -> str:
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
-        raise refused(place, "must be text or a list of blocks of text")
+        raise wrong(place, given, "text or a list of blocks of text")
     return joint.join(_block(block, f"{place}[{index}]") for index, block in enumerate(given))
 
 
@@ -203,7 +203,7 @@ def _block(block: object, place: str) -> str:
     if block.get("citations"):
         raise unsupported(f"{place}.citations")
     if not isinstance(block.get("text"), str):
-        raise refused(f"{place}.text", "must be text")
+        raise wrong(f"{place}.text", block.get("text"), "text")
     return str(block["text"])
 
 
@@ -217,7 +217,7 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> Json:
     """Return the tools of a chat, and how they may be called."""
     tools, made = given.get("tools", []), []
     if not isinstance(tools, list):
-        raise refused("tools", "must be a list")
+        raise wrong("tools", tools, "a list")
     for index, tool in enumerate(tools):
         place = f"tools[{index}]"
         kind = tool.get("type", "custom") if isinstance(tool, dict) else None
@@ -229,11 +229,13 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> Json:
         made.append({"type": "function", "function": function | {"parameters": tool.get("input_schema")}})
     choice = given.get("tool_choice", {"type": "auto"})
     kind = choice.get("type") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict):
+        raise wrong("tool_choice", choice, "an object")
     if not isinstance(kind, str) or (kind != "tool" and kind not in CHOICES):
-        raise refused("tool_choice", "must be an object of the type auto, any, tool or none")
+        raise wrong("tool_choice.type", kind, "auto, any, tool or none")
     single = choice.get("disable_parallel_tool_use") or False
     if not isinstance(single, bool):
-        raise refused("tool_choice.disable_parallel_tool_use", "must be true or false")
+        raise wrong("tool_choice.disable_parallel_tool_use", single, "true or false")
     named = {"type": "function", "function": {"name": choice.get("name")}}
     if not made and kind in ("auto", "none"):
         return {}
@@ -247,8 +249,10 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> Json:
 def _thinking(given: Mapping[str, Any], ignored: list[str]) -> Json:
     """Return whether the answer includes the reasoning: yes, unless it is disabled or omitted."""
     thinking = given.get("thinking", {})
-    if not isinstance(thinking, dict) or thinking.get("type", "enabled") not in list(THINKING):
-        raise refused("thinking", f"must be an object of the type {', '.join(THINKING)}")
+    if not isinstance(thinking, dict):
+        raise wrong("thinking", thinking, "an object")
+    if (kind := thinking.get("type", "enabled")) not in list(THINKING):
+        raise wrong("thinking.type", kind, f"one of {', '.join(THINKING)}")
     others = [field for field, value in thinking.items() if field not in ("type", "display") and value is not None]
     ignored += [f"thinking.{field}" for field in others]
     return {"include_reasoning": thinking.get("type") != "disabled" and thinking.get("display") != "omitted"}
@@ -258,12 +262,12 @@ def _output(given: Mapping[str, Any], ignored: list[str]) -> Json:
     """Return the `response_format` and the `reasoning_effort` of a chat."""
     config = given.get("output_config", {})
     if not isinstance(config, dict):
-        raise refused("output_config", "must be an object")
+        raise wrong("output_config", config, "an object")
     ignored += [f"output_config.{field}" for field in config if field not in ("format", "effort")]
     effort, wanted = config.get("effort"), config.get("format")
     if wanted is None:
         return {"reasoning_effort": effort}
     if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
-        raise refused("output_config.format", "must be an object of the type json_schema")
+        raise wrong("output_config.format", wanted, 'an object with "type": "json_schema"')
     schema = {"name": "answer", "schema": wanted.get("schema")}
     return {"reasoning_effort": effort, "response_format": {"type": "json_schema", "json_schema": schema}}

@@ -11,7 +11,7 @@ from specdec.grammar.ebnf import in_lark, is_ebnf
 from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError
 from specdec.grammar.json_schema.rewriting import supported
 from specdec.grammar.json_schema.unique_items import KEYWORD
-from specdec.openai_api.errors import refused, unknown
+from specdec.openai_api.errors import refused, unknown, wrong
 from specdec.openai_api.fields import flag
 from specdec.openai_api.structural_tags import tags_in_lark
 
@@ -30,7 +30,7 @@ def constraint(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     kind = wanted.get("type") if isinstance(wanted, dict) else None
     own = given.get("structured_outputs", {})
     if not isinstance(own, dict):
-        raise refused("structured_outputs", "must be an object")
+        raise wrong("structured_outputs", own, "an object")
     own = {name: value for name, value in own.items() if value is not None}
     layout = _layout(own)
     for name in own:
@@ -47,7 +47,10 @@ def constraint(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "lark", tags_in_lark(wanted, "response_format")
         return
     if kind not in ("text", "json_object", "json_schema"):
-        raise refused("response_format", "must be an object whose type is text, json_object or json_schema")
+        kinds = "text, json_object, json_schema or structural_tag"
+        if isinstance(wanted, dict):
+            raise wrong("response_format.type", kind, kinds)
+        raise wrong("response_format", wanted, f"an object whose type is {kinds}")
     if kind == "text":
         _check_format(wanted, "response_format", "type")
         yield from (_constraint(name, value, layout) for name, value in own.items())
@@ -68,7 +71,7 @@ def _layout(own: dict[str, Any]) -> dict[str, str]:
     if pattern is None:
         return {}
     if not isinstance(pattern, str):
-        raise refused("structured_outputs.whitespace_pattern", "must be a regular expression")
+        raise wrong("structured_outputs.whitespace_pattern", pattern, "a regular expression")
     return {"whitespace_pattern": pattern, "item_separator": ",", "key_separator": ":"}
 
 
@@ -78,16 +81,16 @@ def _constraint(name: str, value: object, layout: Mapping[str, str]) -> tuple[st
         case "structural_tag":
             tags = _parsed(value, "structured_outputs.structural_tag")
             if not isinstance(tags, dict):
-                raise refused("structured_outputs.structural_tag", "must be an object, or the JSON of one")
+                raise wrong("structured_outputs.structural_tag", tags, "an object, or the JSON of one")
             return "lark", tags_in_lark(tags, "structured_outputs.structural_tag")
         case "json_object":
             return "json_schema", {"type": "object", **({"x-guidance": layout} if layout else {})}
         case "json" if layout:
             schema = _parsed(value, "structured_outputs.json")
             if not isinstance(schema, dict):
-                raise refused("structured_outputs.json", "must be an object with whitespace_pattern")
+                raise wrong("structured_outputs.json", schema, "an object with whitespace_pattern")
             if not isinstance(guidance := schema.get("x-guidance", {}), dict):
-                raise refused("structured_outputs.json", "x-guidance must be an object")
+                raise wrong("structured_outputs.json.x-guidance", guidance, "an object")
             return "json_schema", {**schema, "x-guidance": {**guidance, **layout}}
         case "grammar" if isinstance(value, str) and is_ebnf(value):
             try:
@@ -112,7 +115,7 @@ def _of_tgi(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `response_format` of TGI, as huggingface_hub sends it, converted to OpenAI's form."""
     _check_format(wanted, "response_format", "type", "value")
     if not isinstance(schema := wanted.get("value"), dict):
-        raise refused("response_format.value", "must be a schema, an object")
+        raise wrong("response_format.value", schema, "a schema, an object")
     return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
@@ -124,12 +127,14 @@ def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
         _check_format(wanted, "response_format", "type", field)
         schema = wanted.get(field)
         if schema is not None and not isinstance(schema, dict):
-            raise refused(f"response_format.{field}", "must be an object")
+            raise wrong(f"response_format.{field}", schema, "an object")
         return {"type": "object"} if schema is None else schema
     _check_format(wanted, "response_format", "type", "json_schema")
     inner = wanted.get("json_schema")
-    if not isinstance(inner, dict) or not isinstance(schema := inner.get("schema"), dict):
-        raise refused("response_format.json_schema", "must be an object with a schema")
+    if not isinstance(inner, dict):
+        raise wrong("response_format.json_schema", inner, "an object with a schema")
+    if not isinstance(schema := inner.get("schema"), dict):
+        raise wrong("response_format.json_schema.schema", schema, "an object")
     _check_format(inner, "response_format.json_schema", "name", "description", "schema", "strict")
     if inner.get("strict") is not None and flag(inner, "strict", where="response_format.json_schema."):
         _check_enforced(schema)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specdec.openai_api.errors import refused, unsupported
+from specdec.openai_api.errors import refused, unsupported, wrong
 from specdec.openai_api.fields import MAX_NAME_CHARACTERS
 
 OF_TURN = ("name", "tool_call_id", "tool_calls")
@@ -35,10 +35,10 @@ def conversation(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]
     ignored fields to `ignored`."""
     arguments = given.get("chat_template_kwargs", {})
     if not isinstance(arguments, dict):
-        raise refused("chat_template_kwargs", "must be an object")
+        raise wrong("chat_template_kwargs", arguments, "an object")
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise refused("messages", "must be a list of at least one message")
+        raise wrong("messages", messages, "a list of at least one message")
     _check_number("messages", "messages", len(messages), MAX_MESSAGES)
     _check_number("messages", "tool_calls", sum(map(_calls, messages)), MAX_CALLS)
     turns = [
@@ -68,7 +68,7 @@ def _end(given: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[tuple[st
     flags = {name: given[name] for name in ("add_generation_prompt", "continue_final_message") if name in given}
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise refused(name, "must be true or false")
+            raise wrong(name, value, "true or false")
     if last.get("prefix") or flags.get("continue_final_message"):
         if flags.get("add_generation_prompt"):
             raise refused("add_generation_prompt", "is true, must be false with continue_final_message")
@@ -91,25 +91,25 @@ def _message(message: object, name: str, ignored: list[str], *, last: bool) -> d
     """Return a message of the conversation. Text parts are joined; other kinds of parts are refused. The content of an
     assistant's message may be empty."""
     if not isinstance(message, dict):
-        raise refused(name, "must be an object")
+        raise wrong(name, message, "an object")
     role, content = message.get("role"), message.get("content")
     for key, value in message.items():
         if key in {"role", "content", "refusal", *OF_TURN, *REASONING} or value in (None, [], "", False):
             continue
         if key == PREFIX and last and role == "assistant":
             if value is not True:
-                raise refused(f"{name}.{key}", "must be true or false")
+                raise wrong(f"{name}.{key}", value, "true or false")
             continue
         if key in MEANT:
             raise unsupported(f"{name}.{key}")
         ignored.append(f"{name}.{key}"[:MAX_NAME_CHARACTERS])
     if not isinstance(role, str):
-        raise refused(f"{name}.role", "must be text")
+        raise wrong(f"{name}.role", role, "text")
     if role == "function":
         raise unsupported(f"{name}.role", "belongs to an older API: use the role tool for results of calls")
     refusal = message.get("refusal")
     if refusal is not None and not isinstance(refusal, str):
-        raise refused(f"{name}.refusal", "must be text")
+        raise wrong(f"{name}.refusal", refusal, "text")
     if isinstance(content, list):
         content = "".join(_part(part, f"{name}.content[{index}]", ignored) for index, part in enumerate(content))
     if role == "assistant" and (content is None or content == ""):  # only tool calls, only reasoning, or a refusal
@@ -117,7 +117,7 @@ def _message(message: object, name: str, ignored: list[str], *, last: bool) -> d
     elif refusal:
         raise refused(f"{name}.refusal", "is given together with content")
     if not isinstance(content, str):
-        raise refused(f"{name}.content", "must be text, or a list of parts of text")
+        raise wrong(f"{name}.content", content, "text, or a list of parts of text")
     own = {key: message[key] for key in OF_TURN if message.get(key) is not None}
     return {"role": ROLES.get(role, role), "content": content, **own, **dict(_reasoning(message, name))}
 
@@ -147,8 +147,10 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> Iterator[tuple[str, 
             tools = [_tool(tool, f"tools[{index}]", ignored) for index, tool in enumerate(tools)]
         yield "tools", tools
         yield from ((name, given[name]) for name in ("tool_choice", "parallel_tool_calls") if name in given)
-    elif given.get("tool_choice", "none") not in ("none", "auto"):
+    elif isinstance(choice := given.get("tool_choice", "none"), dict) or choice == "required":
         raise refused("tool_choice", "needs tools")
+    elif choice not in ("none", "auto"):
+        raise wrong("tool_choice", choice, "auto, none, required, or a function")
 
 
 def _tool(tool: Any, name: str, ignored: list[str]) -> Any:

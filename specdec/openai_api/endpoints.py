@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from specdec.openai_api.anthropic_answer import MessageAnswer
 from specdec.openai_api.anthropic_request import NAMES, MessagesRequest, parse_count, parse_messages
 from specdec.openai_api.bodies import MAX_BODY_BYTES, Bodies
-from specdec.openai_api.errors import ApiError, refused, unsupported
+from specdec.openai_api.errors import ApiError, refused, unsupported, wrong
 from specdec.openai_api.event_stream import EventStream, ignored_header, typed_event_of
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.json_text import Json, as_bytes, encoded
@@ -122,7 +122,7 @@ class Responses:
         found, asked = await self._stored(http, ResponseStore.items), http.query_params
         items = [_listed(item, f"in_{http.path_params['response']}_{number}") for number, item in enumerate(found)]
         if (order := asked.get("order", "desc")) not in ("asc", "desc"):
-            raise refused("order", "must be asc or desc")
+            raise wrong("order", order, "asc or desc")
         if order == "desc":
             items.reverse()
         ids = [item["id"] for item in items]
@@ -132,7 +132,7 @@ class Responses:
             items = items[ids.index(after) + 1 :]
         limit = asked.get("limit", "20")
         if len(limit) > 3 or not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
-            raise refused("limit", f"must be a number from 1 to {MAX_LISTED}")
+            raise wrong("limit", limit, f"a number from 1 to {MAX_LISTED}")
         shown = items[: int(limit)]
         first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
         told = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,9 @@ from specdec.client import (
 
 MAX_MESSAGE_CHARACTERS = 1024
 """Maximum characters of an error message, which may quote input."""
+
+MAX_VALUE_CHARACTERS = 100
+"""Maximum characters of a value in an error message."""
 
 _GROUP = re.compile(r"^(sampling|speculation|contrast|typicality|chat)\.")
 """gRPC message prefixes of fields that are top-level in these APIs."""
@@ -55,6 +59,11 @@ class ApiError(Exception):
 def refused(param: str, problem: str) -> ApiError:
     """Return the error for an invalid field."""
     return ApiError(400, f"{param}: {problem}", param=param, code="invalid_value")
+
+
+def wrong(param: str, value: object, wanted: str) -> ApiError:
+    """Return the error for a field whose value, None if it is missing, is not `wanted`."""
+    return refused(param, f"is {_shown(value)}, must be {wanted}")
 
 
 def unsupported(param: str, problem: str = "is not supported") -> ApiError:
@@ -147,6 +156,20 @@ def _placed(text: str, places: Sequence[str]) -> str:
     found = _MESSAGE.match(text)
     known = found is not None and int(found[1]) < len(places)
     return places[int(found[1])] + text[found.end() :] if found is not None and known else ""
+
+
+def _shown(value: object) -> str:
+    """Return a value for an error. Lists and objects are only named: encoding a large one would hold up others."""
+    match value:
+        case None:
+            return "missing"
+        case dict():
+            return "an object" if value else "an empty object"
+        case list():
+            return "a list" if value else "an empty list"
+        case str() if len(value) > MAX_VALUE_CHARACTERS:
+            value = value[:MAX_VALUE_CHARACTERS] + "..."
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _wait(error: SpecdecError) -> int:

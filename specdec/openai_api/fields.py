@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from specdec.openai_api.errors import refused, unsupported
+from specdec.openai_api.errors import unsupported, wrong
 
 SAMPLING = frozenset({"min_p", "repetition_penalty", "temperature", "top_p", "typical_p"})
 """Sampling parameters that every API here accepts, besides `top_k`."""
@@ -219,7 +219,7 @@ def flag(given: Mapping[str, Any], name: str, *, default: bool = False, where: s
     """Return a field that is true or false; ApiError, with `where` before its name, for another value."""
     value = given.get(name, default)
     if not isinstance(value, bool):
-        raise refused(where + name, "must be true or false")
+        raise wrong(where + name, value, "true or false")
     return value
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from specdec.client import build_request
 from specdec.openai_api.constraints import GRAMMARS, constraint
 from specdec.openai_api.conversation import conversation, tool_schemas
-from specdec.openai_api.errors import ApiError, refused, unknown, unsupported
+from specdec.openai_api.errors import ApiError, refused, unknown, unsupported, wrong
 from specdec.openai_api.fields import (
     FLAGS,
     LEAST,
@@ -199,14 +199,13 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
     for name, value in options.items():
         field = names.get(name, name)
         if name in FLAGS and not isinstance(value, bool):  # protobuf would accept 1 as true, and true as 1
-            raise refused(field, "must be true or false")
+            raise wrong(field, value, "true or false")
         if isinstance(value, bool) and name not in FLAGS:
-            wanted = "text" if name in ("model", "stop") else "a number"
-            raise refused(field, f"is {json.dumps(value)}, must be {wanted}")
+            raise wrong(field, value, "text" if name in ("model", "stop") else "a number")
         # a max_tokens of 0 is refused later, with other invalid values
         least = LEAST.get(name, 0)
         if name in LEAST and isinstance(value, int) and (value < 0 or (value < least and name != "max_tokens")):
-            raise refused(field, f"is {value}, must be at least {least}")
+            raise wrong(field, value, f"at least {least}")
     if not (chat or given.get("n_predict") == UNLIMITED):
         options.setdefault("max_tokens", COMPLETION_TOKENS)
     for read in (_seed, _top_k, _logit_bias, _special_tokens, _cache_salt, constraint):
@@ -312,8 +311,9 @@ def _built(options: Mapping[str, Any], names: Mapping[str, str]) -> GenerateRequ
         if (found := _OPTION.match(message)) is None:  # about several options
             raise ApiError(400, message, code="invalid_value") from None
         option = found[1]
-        name = names.get(option, option)
-        raise ApiError(400, name + message[len(option) :], param=name, code="invalid_value") from None
+        name, path = names.get(option, option), found[0].removesuffix(" = ")
+        param = name + path[len(option) :]
+        raise ApiError(400, name + message[len(option) :], param=param, code="invalid_value") from None
 
 
 def _seed(given: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -322,7 +322,7 @@ def _seed(given: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     if "seed" in given:
         seed = given["seed"]
         if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
-            raise refused("seed", "must be a whole number from -2^63 to 2^64 - 1")
+            raise wrong("seed", seed, "a whole number from -2^63 to 2^64 - 1")
         if seed != -1:
             yield "seed", seed % (1 << 64)
 
@@ -332,7 +332,7 @@ def _cache_salt(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "cache_salt" in given:
         salt = given["cache_salt"]
         if not isinstance(salt, str) or not salt:
-            raise refused("cache_salt", "must be text that is not empty")
+            raise wrong("cache_salt", salt, "text that is not empty")
         yield "cache_salt", salt
 
 
@@ -340,7 +340,7 @@ def _top_k(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield top_k, with vLLM's -1 (keep all) mapped to 0."""
     if "top_k" in given:
         if type(given["top_k"]) is not int:
-            raise refused("top_k", "must be a whole number")
+            raise wrong("top_k", given["top_k"], "a whole number")
         yield "top_k", 0 if given["top_k"] == -1 else given["top_k"]
 
 
@@ -349,7 +349,7 @@ def _logit_bias(given: Mapping[str, Any]) -> Iterator[tuple[str, dict[int, float
     if "logit_bias" in given:
         bias = given["logit_bias"]
         if not isinstance(bias, dict):
-            raise refused("logit_bias", "must be an object of token ids and biases")
+            raise wrong("logit_bias", bias, "an object of token ids and biases")
         for token in bias:
             if not (token.isascii() and token.isdecimal() and len(token) < 11):
                 raise refused("logit_bias", f"{token[:20]!r} is not a token id")
@@ -368,7 +368,7 @@ def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, in
     name = "top_logprobs" if chat else "logprobs"
     top = given.get(name, 0)
     if type(top) is not int:
-        raise refused(name, "must be a whole number")
+        raise wrong(name, top, "a whole number" + (": false or true is for chats" if isinstance(top, bool) else ""))
     if not chat:
         if name in given:
             yield "logprobs", top
@@ -386,7 +386,7 @@ def _prompt_logprobs(given: Mapping[str, Any], options: Mapping[str, Any]) -> It
     wanted: list[int] = []
     if (top := given.get("prompt_logprobs")) is not None:
         if type(top) is not int or top < 0:
-            raise refused("prompt_logprobs", "must be a whole number, at least 0")
+            raise wrong("prompt_logprobs", top, "a whole number, at least 0")
         if flag(given, "stream"):
             raise refused("prompt_logprobs", "is not available in streams")
         wanted.append(top)
@@ -403,7 +403,7 @@ def _own(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options in the field `specdec`."""
     own = given.get("specdec", {})
     if not isinstance(own, dict):
-        raise refused("specdec", "must be an object")
+        raise wrong("specdec", own, "an object")
     known = OWN | {CHUNKS}
     for name in own:
         if name not in known:
@@ -417,7 +417,7 @@ def _chunks(given: Mapping[str, Any]) -> bool:
     chunks, rejected = own.get(CHUNKS), own.get("rejected_candidates")
     for name, value in ((CHUNKS, chunks), ("rejected_candidates", rejected)):
         if not isinstance(value, bool | None):
-            raise refused(f"specdec.{name}", "must be true or false")
+            raise wrong(f"specdec.{name}", value, "true or false")
     if rejected and not chunks:
         raise refused("specdec.rejected_candidates", f"needs specdec.{CHUNKS}: true")
     return bool(chunks)
@@ -427,7 +427,7 @@ def _stream_options(given: Mapping[str, Any]) -> dict[str, bool]:
     """Return which usage the stream reports, by attribute of ParsedRequest."""
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
-        raise refused("stream_options", "must be an object")
+        raise wrong("stream_options", options, "an object")
     if options and not given.get("stream"):
         raise refused("stream_options", "is for streams only: set stream")
     wanted = {name: value for name, value in options.items() if value is not None}
@@ -444,19 +444,19 @@ def _stream_options(given: Mapping[str, Any]) -> dict[str, bool]:
 
 def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the prompts: a text, a list of texts, a list of token ids, or a list of lists of token ids."""
-    prompt = given.get("prompt")
-    wrong = refused("prompt", "must be text, a list of token ids, or a list of either")
+    prompt, forms = given.get("prompt"), "text, a list of token ids, or a list of either"
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
-    if not isinstance(prompt, list) or not prompt:
-        raise wrong
+    if not isinstance(prompt, list):
+        raise wrong("prompt", prompt, forms)
+    mixed = refused("prompt", f"is {'a list of different kinds' if prompt else 'empty'}, must be {forms}")
     kinds = set(map(type, prompt))
     if kinds == {int}:
         return [{"tokens": prompt}]
     if kinds not in ({str}, {list}):
-        raise wrong
+        raise mixed
     if len(prompt) > MAX_PROMPTS:
         raise refused("prompt", f"has {len(prompt)} prompts, must have at most {MAX_PROMPTS}")
     if kinds == {list} and not all(set(map(type, tokens)) <= {int} for tokens in prompt):
-        raise wrong
+        raise mixed
     return [{"prompt" if kinds == {str} else "tokens": item} for item in prompt]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.openai_api.errors import ApiError, refused, renamed, unknown, unsupported
+from specdec.openai_api.errors import ApiError, refused, renamed, unknown, unsupported, wrong
 from specdec.openai_api.fields import (
     MAX_NAME_CHARACTERS,
     RENAMED,
@@ -181,9 +181,9 @@ class ResponsesReader:
         self.previous = self.fields.get("previous_response_id", "")
         """The id of the response to continue; "" for none."""
         if not isinstance(self.previous, str):
-            raise refused("previous_response_id", "must be text")
-        if self.fields.get("truncation", "disabled") not in TRUNCATIONS:
-            raise refused("truncation", f"must be one of {', '.join(TRUNCATIONS)}")
+            raise wrong("previous_response_id", self.previous, "text")
+        if (truncation := self.fields.get("truncation", "disabled")) not in TRUNCATIONS:
+            raise wrong("truncation", truncation, f"one of {', '.join(TRUNCATIONS)}")
         if self.ignored and strict:
             raise unknown(self.ignored[0])
 
@@ -192,7 +192,7 @@ class ResponsesReader:
         for field, known in NESTED.items():
             given = self.fields.get(field, {})
             if not isinstance(given, dict):
-                raise refused(field, "must be an object")
+                raise wrong(field, given, "an object")
             self.ignored += [f"{field}.{name}"[:MAX_NAME_CHARACTERS] for name in given if name not in known]
         if (self.fields.get("text") or {}).get("verbosity", "medium") not in (None, "medium"):
             raise unsupported("text.verbosity")
@@ -246,7 +246,7 @@ def _doubled(most: int) -> Iterator[int]:
 def _flag(given: Mapping[str, Any], name: str) -> bool | None:
     value = given.get(name)
     if value is not None and not isinstance(value, bool):
-        raise refused(name, "must be true or false")
+        raise wrong(name, value, "true or false")
     return value
 
 
@@ -254,10 +254,10 @@ def _input_items(given: object) -> list[Json]:
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
     if not isinstance(given, list):
-        raise refused("input", "must be text or a list of items")
+        raise wrong("input", given, "text or a list of items")
     for index, item in enumerate(given):
         if not isinstance(item, dict):
-            raise refused(f"input[{index}]", "must be an object")
+            raise wrong(f"input[{index}]", item, "an object")
     return given
 
 
@@ -271,7 +271,7 @@ class _Turns:
         self._reasoning = ""  # of the next assistant message
         if instructions is not None:
             if not isinstance(instructions, str):
-                raise refused("instructions", "must be text")
+                raise wrong("instructions", instructions, "text")
             self.messages.append({"role": "system", "content": instructions})
             self.places.append("instructions")
 
@@ -306,7 +306,7 @@ class _Turns:
         if isinstance(given, str):
             return given
         if not isinstance(given, list):
-            raise refused(place, "must be text or a list of parts of text")
+            raise wrong(place, given, "text or a list of parts of text")
         texts = [_part(part, f"{place}[{index}]") for index, part in enumerate(given)]
         self.ignored += [
             f"{place}[{index}].{field}" for index, part in enumerate(given) for field in part if field not in OF_A_PART
@@ -338,7 +338,7 @@ def _part(part: object, place: str) -> str:
         raise unsupported(f"{place}.type", f"{kind!r} is not supported: models are text-only here")
     assert isinstance(part, dict)
     if not isinstance(part.get(field), str):
-        raise refused(f"{place}.{field}", "must be text")
+        raise wrong(f"{place}.{field}", part.get(field), "text")
     return str(part[field])
 
 
@@ -349,7 +349,7 @@ def _reasoning_text(item: Json, place: str) -> str | None:
         return decoded(carried)
     content = item.get("content") or []
     if not isinstance(content, list):
-        raise refused(f"{place}.content", "must be a list of parts of text")
+        raise wrong(f"{place}.content", content, "a list of parts of text")
     texts = [part.get("text") if isinstance(part, dict) else None for part in content]
     if not all(isinstance(text, str) for text in texts):
         raise refused(f"{place}.content", "must be a list of parts of text")
@@ -375,7 +375,7 @@ def _format(text: Json) -> Json | None:
     if wanted is None:
         return None
     if not isinstance(wanted, dict):
-        raise refused("text.format", "must be an object")
+        raise wrong("text.format", wanted, "an object")
     if wanted.get("type") != "json_schema":
         return wanted
     return {"type": "json_schema", "json_schema": {name: value for name, value in wanted.items() if name != "type"}}
@@ -384,7 +384,7 @@ def _format(text: Json) -> Json | None:
 def _logprobs(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     include = given.get("include", [])
     if not isinstance(include, list):
-        raise refused("include", "must be a list")
+        raise wrong("include", include, "a list")
     for value in include:
         if not isinstance(value, str) or value not in INCLUDED:
             raise unsupported("include", f"{value!r} is not supported, must be one of {', '.join(INCLUDED)}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.openai_api.errors import ApiError, refused, unsupported
+from specdec.openai_api.errors import ApiError, refused, unsupported, wrong
 from specdec.openai_api.json_text import Json
 
 CUSTOM_INPUT = "input"
@@ -54,7 +54,7 @@ def offered(given: object, choice: object, ignored: list[str]) -> list[OfferedTo
     """Return the tools that the caller runs. An optional web search is left out, and its place appended to `ignored`;
     other tools that OpenAI runs are refused."""
     if not isinstance(given, list):
-        raise refused("tools", "must be a list")
+        raise wrong("tools", given, "a list")
     found, searches = list[OfferedTool](), list[tuple[str, str]]()
     for index, tool in enumerate(given):
         place, kind = f"tools[{index}]", _kind(tool)
@@ -75,7 +75,7 @@ def chosen(given: object, tools: Sequence[OfferedTool]) -> object:
     """Return the tool choice of a chat."""
     if not isinstance(given, dict):
         if given is not None and not isinstance(given, str):
-            raise refused("tool_choice", "must be text or an object")
+            raise wrong("tool_choice", given, "text or an object")
         return given
     if given.get("type") not in ("function", "custom"):
         raise unsupported("tool_choice.type", f"{given.get('type')!r} is not supported")
@@ -106,11 +106,11 @@ def _of_namespace(tool: Json, place: str) -> Iterator[OfferedTool]:
     _check_fields(tool, place, "namespace")
     namespace, words, inner = tool.get("name"), tool.get("description") or "", tool.get("tools")
     if not isinstance(namespace, str) or not namespace:
-        raise refused(f"{place}.name", "must be text that is not empty")
+        raise wrong(f"{place}.name", namespace, "text that is not empty")
     if not isinstance(words, str):
-        raise refused(f"{place}.description", "must be text")
+        raise wrong(f"{place}.description", words, "text")
     if not isinstance(inner, list):
-        raise refused(f"{place}.tools", "must be a list")
+        raise wrong(f"{place}.tools", inner, "a list")
     for index, member in enumerate(inner):
         where = f"{place}.tools[{index}]"
         made = _of_caller(member, where, namespace)

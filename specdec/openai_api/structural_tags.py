@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specdec.grammar.grammar import MAX_RULES, lark_string
-from specdec.openai_api.errors import refused, unknown
+from specdec.openai_api.errors import refused, unknown, wrong
 
 MAX_TAGS = MAX_RULES // 2
 """Maximum triggers, and maximum structures: each structure is two rules of a grammar."""
@@ -28,7 +28,7 @@ def tags_in_lark(given: Mapping[str, Any], field: str) -> str:
     if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
         raise refused(f"{field}.triggers", "must be a list of texts")
     if not isinstance(structures, list) or not structures:
-        raise refused(f"{field}.structures", "must be a list of objects with begin, schema and end")
+        raise wrong(f"{field}.structures", structures, "a list of objects with begin, schema and end")
     for name, texts in (("triggers", triggers), ("structures", structures)):
         if len(texts) > MAX_TAGS:
             raise refused(f"{field}.{name}", f"has {len(texts)} entries, must have at most {MAX_TAGS}")
@@ -48,7 +48,7 @@ def _trigger(structure: Any, triggers: list[str], field: str) -> str:
         if name not in ("begin", "schema", "end"):
             raise unknown(f"{field}.{name}")
         if name != "schema" and not isinstance(value, str):
-            raise refused(f"{field}.{name}", "must be a text")
+            raise wrong(f"{field}.{name}", value, "text")
         if name != "schema" and len(value) > MAX_CHARACTERS:
             raise refused(f"{field}.{name}", f"has {len(value)} characters, must have at most {MAX_CHARACTERS}")
     begin = structure.get("begin", "")

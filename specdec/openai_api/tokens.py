@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specdec.client.tokenized import Tokenized
-from specdec.openai_api.errors import refused, unknown, unsupported
+from specdec.openai_api.errors import refused, unknown, unsupported, wrong
 from specdec.openai_api.event_stream import ignored_header
 from specdec.openai_api.fields import MAX_IGNORED, check_names
 from specdec.openai_api.gateway import Gateway
@@ -74,7 +74,7 @@ def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedT
     values = {name: given.get(name, default) for name, default in flags.items()}
     for name, value in values.items():
         if not isinstance(value, bool):
-            raise refused(name, "must be true or false")
+            raise wrong(name, value, "true or false")
         if value is not flags[name] and (form, name) in FIXED:
             raise unsupported(name, f"must be {encoded(flags[name])}: {FIXED[form, name]}")
     pieces = values["with_pieces" if form == "content" else "return_token_strs"]
@@ -87,7 +87,7 @@ def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedT
         message.chat.CopyFrom(parsed.message(0).chat)
     else:
         if not isinstance(given[form], str):
-            raise refused(form, "must be text")
+            raise wrong(form, given[form], "text")
         message.text = _encodable(form, given[form])
         message.add_special = values["add_special_tokens" if form == "prompt" else "add_special"]
     return AskedTokens(message, form, _told(ignored, strict=strict))
@@ -109,7 +109,7 @@ def parse_detokenize(fields: Mapping[str, Any], *, strict: bool = False) -> Aske
 def _model(given: Mapping[str, Any]) -> str:
     model = given.get("model", "")
     if not isinstance(model, str):
-        raise refused("model", "must be text")
+        raise wrong("model", model, "text")
     return _encodable("model", model)
 
 
