@@ -67,10 +67,8 @@ def prompt_tokens(
     except ChatTemplateError as error:
         violations.append(("chat", str(error)))
     except TooManyTokensError as error:
-        problem = f"has {error}, the context of {model.context} leaves no room"
-        if kept:
-            problem = f"has {error}, must have at most {most} to be truncated"
-        raise PromptTooLongError([("prompt", problem)]) from None
+        why = " to be truncated" if kept else f": the context of {model.context} leaves no room"
+        raise PromptTooLongError([("prompt", f"has {error}, must have at most {most}{why}")]) from None
     return []
 
 

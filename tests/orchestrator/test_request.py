@@ -163,7 +163,7 @@ def test_as_many_biases_as_may_be(model: ServedModel) -> None:
 def test_a_prompt_that_leaves_no_room(model: ServedModel, fields: dict[str, Any]) -> None:
     ((field, problem),) = violations(model, **fields)
     assert field == "prompt"
-    assert problem.endswith(f"tokens, the context of {CONTEXT} leaves no room")
+    assert problem.endswith(f"tokens, must have at most {CONTEXT - 1}: the context of {CONTEXT} leaves no room")
 
 
 @pytest.mark.parametrize("text", ["", "a", "hello world\n" * 20, "é∞😀" * 10, " " * 100])
