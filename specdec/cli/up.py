@@ -31,7 +31,7 @@ ANSWER_SECONDS = 5.0
 
 def description(stack: Stack) -> dict[str, Any]:
     """Return the address for clients, the addresses of all services, and for each pod its model, placement and
-    memory."""
+    memory; for the orchestrator the names of its models."""
     pods = {role: _pod(role, address, stack.children[role].process.pid) for role, address in stack.addresses.items()}
     return {"address": stack.address, "services": stack.addresses, "pods": pods}
 
@@ -47,6 +47,8 @@ def _pod(role: str, address: str, process: int) -> dict[str, Any]:
             found["model"] = identity["model"]
             found |= {name: seen["pod"][name] for name in ("device", "dtype", "threads")}
             found["kv_tokens"] = seen["kv_tokens"]
+        if models := seen.get("models"):
+            found["models"] = [model["name"] for model in models]
     return found
 
 
@@ -64,7 +66,10 @@ def lines(found: Mapping[str, Any], *, https: bool = False) -> Iterator[str]:
     asked = "" if found["address"] == usual else f" --address {found['address']}"
     yield f'Try it: {program()} generate "def main("{asked}'
     if openai := found["services"].get("openai"):
-        yield f"With any OpenAI client: OPENAI_BASE_URL=http{'s' * https}://{openai}/v1"
+        # With tenants, it takes a key to be told of models.
+        models = found["pods"]["orchestrator"].get("models", [])
+        known = f" OPENAI_API_KEY=none, model {models[0]}" if models else ""
+        yield f"With any OpenAI client: OPENAI_BASE_URL=http{'s' * https}://{openai}/v1{known}"
     at = "" if found["address"] == usual else f" {found['address']}"
     yield f"Who proposes tokens, and why or why not: {program()} stats{at}"
     yield "Ctrl-C stops all services."
@@ -206,7 +211,7 @@ def up(
         given_heads: Path | None = of_verifier.get("heads")
         heads = None if given_heads is None else partial(memory_of_heads, given_heads, of_verifier.get("kv_tokens"))
         opened = dict(zip(wanted, check(*wanted.values(), beside=heads), strict=True))  # converts GGUF files
-        check_text(opened["target"])
+        check_text(opened["target"], of_orchestrator.get("chat_template"))
         for option, (values, at) in listening.items():
             values["port"] = at
             bound(values.get("host", "127.0.0.1"), at, option=option).close()

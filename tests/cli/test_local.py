@@ -125,7 +125,8 @@ def test_up_tells_what_each_service_runs(up: Up, pair: Pair) -> None:
     assert [line.split()[:2] for line in services] == [[role, pod["address"]] for role, pod in pods.items()]
     assert f"{pair.target.name} on cpu in float32" in services[list(pods).index("verifier")]
     assert ask.endswith(f"--address {up.address}")
-    assert openai_too.endswith(f"http://{up.described['services']['openai']}/v1")
+    address = up.described["services"]["openai"]
+    assert openai_too.endswith(f"http://{address}/v1 OPENAI_API_KEY=none, model {NAME}")
     assert why.endswith(f"stats {up.address}")
 
 

@@ -49,7 +49,7 @@ class Watch {
         this.#drafted = true;
         this.#silent = 0;
       } else if ((this.#silent += 1) === LOST_STEPS && this.#drafted) {
-        event(`no token of a draft service in ${LOST_STEPS} steps`, true);
+        event(`no token of the draft service in ${LOST_STEPS} steps: it is late, of no use here, or gone`);
       }
     }
   }
