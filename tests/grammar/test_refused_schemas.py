@@ -71,11 +71,24 @@ def test_what_has_no_equivalent_is_refused_with_its_place(schema: dict[str, Any]
 @pytest.mark.parametrize(
     "schema",
     [
+        {"type": "string", "required": True, "minimum": "1"},  # draft 3's, beside the type of a field
+        {"type": ["array", "null"], "properties": ["a"], "pattern": 5, "multipleOf": "2"},
+    ],
+    ids=json.dumps,
+)
+def test_a_keyword_without_effect_on_the_type_may_have_any_value(schema: dict[str, Any]) -> None:
+    supported(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
         {"type": 5, "properties": 5, "required": 5, "enum": 5, "allOf": 5, "pattern": 5, "format": 5},
         {"patternProperties": [], "dependencies": 5, "dependentRequired": {"a": 5}, "items": 5},
         {"minimum": "5", "maxItems": True, "prefixItems": {}, "contains": 5, "$ref": 5},
         {"propertyNames": 5, "unevaluatedProperties": 5, "not": 5},
         {"if": 5, "then": 5},
+        {"type": "string", "contains": {"const": 1}, "maxItems": float("nan")},
         {"type": "object", "allOf": ["an if", 5]},
         {"$id": 5, "$anchor": 5, "$ref": "#x"},
         {"$id": "http://[", "$ref": "http://["},

@@ -230,7 +230,7 @@ async def test_a_text_moves_to_another_verifier_in_the_midst(directories: Direct
         ({"json_schema": '{"type": "strin"}'}, 'json_schema: /type: is "strin", must be one of array, boolean'),
         ({"json_schema": "{}", "grammar": GRAMMARS["regex"]}, "grammar: is set together with json_schema"),
         ({"grammar": model_pb2.Grammar(regex="(")}, "grammar.regex: cannot be used: error: unclosed group"),
-        ({"grammar": model_pb2.Grammar(json_schema='{"type": "strin"}')}, "Invalid type: strin"),
+        ({"grammar": model_pb2.Grammar(json_schema='{"type": "strin"}')}, 'grammar.json_schema: /type: is "strin"'),
         ({"grammar": model_pb2.Grammar(json_schema='{"$ref": "#"}')}, "grammar.json_schema: matches no text"),
         ({"grammar": model_pb2.Grammar(choice=model_pb2.Choice())}, "grammar.choice: has 0 texts"),
         ({"grammar": model_pb2.Grammar(regex="a", after_token=9999)}, "grammar.after_token: is 9999"),

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.values import are_texts, is_number
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+NUMBERS = ("integer", "number")
+MAX_SHOWN_CHARACTERS = 40
+
+
+class Shape(NamedTuple):
+    """What the value of a keyword must be. The keyword says nothing about values of a type that is not in `types`."""
+
+    fits: Callable[[Any], bool]
+    wanted: str
+    types: Sequence[str] = TYPES
 
 
 def check_shapes(schema: Mapping[str, Any], place: str) -> None:
-    """Refuse a schema that has a keyword with a value of the wrong shape, not looking into the schemas inside."""
-    for key, (fits, wanted) in SHAPES.items():
-        value = schema.get(key)
-        if value is not None and not fits(value):
-            told = f"is {json.dumps(value[:40])}, " if isinstance(value, str) else ""
-            raise GrammarError(f"{place}/{key}: {told}must be {wanted}")
+    """Refuse a schema that has a keyword with a value of the wrong shape, not looking into the schemas inside.
+
+    A keyword that the schema's own type leaves without effect is not checked: published schemas have many of draft 3's
+    `"required": true` beside the type of a field."""
+    allowed: Sequence[str] = TYPES
+    for key, shape in SHAPES.items():
+        if key not in schema or not set(shape.types).intersection(allowed):
+            continue
+        value = schema[key]
+        if not shape.fits(value):
+            told = f"is {json.dumps(value[:MAX_SHOWN_CHARACTERS])}, " if isinstance(value, str) else ""
+            raise GrammarError(f"{place}/{key}: {told}must be {shape.wanted}")
+        if key == "type":
+            allowed = (value,) if isinstance(value, str) else tuple(value)
 
 
 def _are_types(value: Any) -> bool:
-    return value in TYPES if isinstance(value, str) else are_texts(value) and set(value) <= set(TYPES)
+    return value in TYPES if isinstance(value, str) else are_texts(value) and {*value} <= {*TYPES} and bool(value)
 
 
 def _is_size(value: Any) -> bool:
@@ -33,20 +51,21 @@ def _is_bound(value: Any) -> bool:
     return isinstance(value, int | float)  # draft 4's exclusive bounds are true or false
 
 
-_OBJECT = (lambda value: isinstance(value, dict)), "an object"
-_LIST = (lambda value: isinstance(value, list)), "a list"
+def _each(shape: Shape, *keys: str) -> dict[str, Shape]:
+    return dict.fromkeys(keys, shape)
 
-SHAPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "type": (_are_types, f"one of {', '.join(TYPES)}, or a list of these"),
-    "pattern": ((lambda value: isinstance(value, str)), "text"),
-    "required": (are_texts, "a list of names"),
-    **dict.fromkeys(("properties", "patternProperties"), _OBJECT),
-    **dict.fromkeys(("allOf", "anyOf", "enum", "oneOf", "prefixItems"), _LIST),
-    **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"), (_is_bound, "a number")),
-    **dict.fromkeys(
-        ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties", "multipleOf"),
-        (_is_size, "a number, at least 0"),
-    ),
+
+SHAPES: Mapping[str, Shape] = {
+    "type": Shape(_are_types, f"one of {', '.join(TYPES)}, or a list of these"),
+    "pattern": Shape(lambda value: value is None or isinstance(value, str), "text", ("string",)),
+    "required": Shape(are_texts, "a list of names", ("object",)),
+    "prefixItems": Shape(lambda value: value is None or isinstance(value, list), "a list", ("array",)),
+    **_each(Shape(lambda value: isinstance(value, dict), "an object", ("object",)), "properties", "patternProperties"),
+    **_each(Shape(lambda value: isinstance(value, list), "a list"), "allOf", "anyOf", "enum", "oneOf"),
+    **_each(Shape(_is_bound, "a number", NUMBERS), "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"),
+    "multipleOf": Shape(is_number, "a number", NUMBERS),
+    **_each(Shape(_is_size, "a number, at least 0"), "maxItems", "minItems"),  # read for `contains` of any type
+    **_each(Shape(_is_size, "a number, at least 0", ("object",)), "maxProperties", "minProperties"),
+    **_each(Shape(_is_size, "a number, at least 0", ("string",)), "maxLength", "minLength"),
 }
-"""Keywords whose values are copied for llguidance, with the test of a value's shape and its description. The rewriting
-itself refuses values of other keywords."""
+"""`type` comes first. Keywords that are not listed are refused where they are rewritten."""
