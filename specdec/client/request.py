@@ -277,7 +277,8 @@ def put_tools(chat: pb.ChatPrompt, tools: object) -> None:
         for field in ("name", "description", "strict"):
             put(message, field, f"{option}.function.{field}", function.get(field))
         if function.get("parameters") is not None:
-            put(message, "parameters", f"{option}.function.parameters", _json(function["parameters"], option))
+            where = f"{option}.function.parameters"
+            put(message, "parameters", where, _json(function["parameters"], where))
 
 
 def put_tool_choice(chat: pb.ChatPrompt, choice: object) -> None:

@@ -59,6 +59,7 @@ NAMES = {
     "stop": "stop_sequences",
     "json_schema": "output_config.format",
     "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice",
 }
@@ -66,6 +67,9 @@ NAMES = {
 
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 """Thinking modes. The chat template decides when a model thinks; "disabled" only leaves its thoughts out."""
+
+SCHEMAS = ("function.parameters", "parameters")
+"""Names of a tool's schema in errors about a chat."""
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -93,14 +97,15 @@ def parse_messages(fields: Mapping[str, Any], *, strict: bool = False, counts: b
         raise refused(places[-1], "ends with calls, which must be followed by their results")
     chat |= {"messages": messages, "stop": given.get("stop_sequences"), **_tools(given, ignored)}
     chat |= {**_thinking(given, ignored), **_output(given, ignored)}
+    names = {**NAMES, **_names_of_tools(len(chat.get("tools", ())))}
     try:
         parsed = parse_fields(chat, chat=True)
     except ApiError as error:
-        raise renamed(error, places, NAMES) from None
+        raise renamed(error, places, names) from None
     ignored += parsed.ignored
     if ignored and strict:
         raise unknown(ignored[0])
-    return MessagesRequest(parsed.renamed(NAMES, places), cut_names(ignored))
+    return MessagesRequest(parsed.renamed(names, places), cut_names(ignored))
 
 
 def parse_count(fields: Mapping[str, Any], *, strict: bool = False) -> tuple[TokenizeRequest, tuple[str, ...]]:
@@ -213,6 +218,12 @@ def _check_fields(block: Mapping[str, Any], place: str, *known: str) -> None:
             raise unsupported(f"{place}.{field}")
 
 
+def _names_of_tools(number: int) -> dict[str, str]:
+    """Return names of a chat's tools in errors, and their names in this API."""
+    schema = {f"tools[{index}].{field}": f"tools[{index}].input_schema" for index in range(number) for field in SCHEMAS}
+    return {f"tools[{index}].function": f"tools[{index}]" for index in range(number)} | schema
+
+
 def _tools(given: Mapping[str, Any], ignored: list[str]) -> Json:
     """Return the tools of a chat, and how they may be called."""
     tools, made = given.get("tools", []), []
@@ -267,7 +278,9 @@ def _output(given: Mapping[str, Any], ignored: list[str]) -> Json:
     effort, wanted = config.get("effort"), config.get("format")
     if wanted is None:
         return {"reasoning_effort": effort}
-    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
-        raise wrong("output_config.format", wanted, 'an object with "type": "json_schema"')
+    if not isinstance(wanted, dict):
+        raise wrong("output_config.format", wanted, "an object")
+    if (kind := wanted.get("type")) != "json_schema":
+        raise wrong("output_config.format.type", kind, "json_schema")
     schema = {"name": "answer", "schema": wanted.get("schema")}
     return {"reasoning_effort": effort, "response_format": {"type": "json_schema", "json_schema": schema}}

@@ -32,7 +32,7 @@ _GROUP = re.compile(r"^(sampling|speculation|contrast|typicality|chat)\.")
 """gRPC message prefixes of fields that are top-level in these APIs."""
 
 _MESSAGE = re.compile(r"messages\[(\d{1,9})\]")
-_NAME = re.compile(r"^\w+")
+_PART_END = re.compile(r"(?=[.\[])|$")
 
 
 @dataclass(eq=False)
@@ -62,8 +62,9 @@ def refused(param: str, problem: str) -> ApiError:
 
 
 def wrong(param: str, value: object, wanted: str) -> ApiError:
-    """Return the error for a field whose value, None if it is missing, is not `wanted`."""
-    return refused(param, f"is {_shown(value)}, must be {wanted}")
+    """Return the error for a field or an entry whose value, None if there is no such field, is not `wanted`."""
+    missing = value is None and not param.endswith("]")  # an entry of a list is null
+    return refused(param, f"is {'missing' if missing else _shown(value)}, must be {wanted}")
 
 
 def unsupported(param: str, problem: str = "is not supported") -> ApiError:
@@ -79,12 +80,10 @@ def unknown(param: str, problem: str = "unknown parameter") -> ApiError:
 def renamed(error: ApiError, places: Sequence[str], names: Mapping[str, str]) -> ApiError:
     """Return an error about a chat with another API's names: `places` are its names of the messages, `names` maps other
     fields."""
-
-    def told(text: str) -> str:
-        placed = _placed(text, places)
-        return placed or _NAME.sub(lambda name: names.get(name[0], name[0]), text, count=1)
-
-    return replace(error, message=told(error.message), param=None if error.param is None else told(error.param))
+    if error.param is None or not error.message.startswith(error.param):
+        return error
+    param = _placed(error.param, places) or _field(error.param, names)
+    return replace(error, message=param + error.message[len(error.param) :], param=param)
 
 
 def overloaded(message: str) -> ApiError:
@@ -142,13 +141,13 @@ def from_specdec(
 
 
 def _field(name: str, names: Mapping[str, str]) -> str:
-    """Return the caller's name of a field: `sampling.top_p` is `top_p`, `stop_tokens[3]` may be `stop_token_ids[3]`."""
+    """Return the caller's name of a field: `sampling.top_p` is `top_p`, `stop_tokens[3]` may be `stop_token_ids[3]`.
+    `names` may have a field's beginning; the longest one counts."""
     bare = _GROUP.sub("", name)
-    entry = bare[: bare.find("]") + 1]
-    if entry in names:
-        return names[entry] + bare[len(entry) :]
-    plain, bracket, index = bare.partition("[")
-    return names.get(plain, plain) + bracket + index
+    for end in sorted((part.start() for part in _PART_END.finditer(bare)), reverse=True):
+        if bare[:end] in names:
+            return names[bare[:end]] + bare[end:]
+    return bare
 
 
 def _placed(text: str, places: Sequence[str]) -> str:
@@ -161,15 +160,17 @@ def _placed(text: str, places: Sequence[str]) -> str:
 def _shown(value: object) -> str:
     """Return a value for an error. Lists and objects are only named: encoding a large one would hold up others."""
     match value:
-        case None:
-            return "missing"
         case dict():
             return "an object" if value else "an empty object"
         case list():
             return "a list" if value else "an empty list"
-        case str() if len(value) > MAX_VALUE_CHARACTERS:
-            value = value[:MAX_VALUE_CHARACTERS] + "..."
-    return json.dumps(value, ensure_ascii=False)
+        case str():
+            return json.dumps(_cut(value), ensure_ascii=False)
+    return _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_VALUE_CHARACTERS else text[:MAX_VALUE_CHARACTERS] + "..."
 
 
 def _wait(error: SpecdecError) -> int:

@@ -148,7 +148,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     # vLLM's
     "add_special_tokens": Unsupported(),
     "bad_words_token_ids": Unsupported(([],), "use specdec.banned_tokens"),
-    "chat_template": Unsupported(instead="the model's own is used"),
+    "chat_template": Unsupported(instead="the model's own is used, or the server's --chat-template"),
     "documents": Unsupported(([],)),
     "guided_choice": _GUIDED,
     "guided_decoding_backend": _GUIDED,

@@ -127,7 +127,8 @@ class ParsedRequest:
 
     def renamed(self, names: Mapping[str, str], places: Sequence[str]) -> ParsedRequest:
         """Return the request with the caller's names of further options, gRPC fields, and messages."""
-        return replace(self, names={**self.names, **names}, places=places)
+        here = {field: names.get(name, name) for field, name in self.names.items()}
+        return replace(self, names={**here, **names}, places=places)
 
     @property
     def samples(self) -> int:
@@ -292,7 +293,7 @@ def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
         names |= dict.fromkeys(("off", "drafters", "forced", "jacobi"), "specdec.speculation")
     names |= {name: f"specdec.{name}" for name in own_options}
     if "jacobi" in own_options:  # the size of a window
-        names["lookahead"] = "specdec.jacobi"
+        names |= dict.fromkeys(("lookahead", "lookahead.window"), "specdec.jacobi")
     own = given.get("structured_outputs")
     for name, option in GRAMMARS.items():
         here = f"structured_outputs.{name}" if isinstance(own, dict) and own else "response_format"
@@ -368,7 +369,8 @@ def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, in
     name = "top_logprobs" if chat else "logprobs"
     top = given.get(name, 0)
     if type(top) is not int:
-        raise wrong(name, top, "a whole number" + (": false or true is for chats" if isinstance(top, bool) else ""))
+        of_chats = isinstance(top, bool) and not chat
+        raise wrong(name, top, "a whole number" + (": false or true is for chats" if of_chats else ""))
     if not chat:
         if name in given:
             yield "logprobs", top
@@ -449,7 +451,7 @@ def _prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [{"prompt": prompt}]
     if not isinstance(prompt, list):
         raise wrong("prompt", prompt, forms)
-    mixed = refused("prompt", f"is {'a list of different kinds' if prompt else 'empty'}, must be {forms}")
+    mixed = refused("prompt", f"{'has other values' if prompt else 'is empty'}, must be {forms}")
     kinds = set(map(type, prompt))
     if kinds == {int}:
         return [{"tokens": prompt}]

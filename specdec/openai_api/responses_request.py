@@ -126,6 +126,7 @@ NAMES = {
     "prompt": "input",
     "json_schema": "text.format",
     "response_format": "text.format",
+    "response_format.json_schema": "text.format",
     "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
     "tool_name": "tool_choice",
@@ -221,15 +222,16 @@ class ResponsesReader:
         chat["tool_choice"] = chosen(given.get("tool_choice"), tools)
         chat |= {"response_format": _format(given.get("text", {})), **dict(_logprobs(given))}
         chat["reasoning_effort"] = given.get("reasoning", {}).get("effort")
+        names = {**NAMES, **places_of(tools)}
         try:
             parsed = parse_fields(chat, chat=True)
         except ApiError as error:
-            raise renamed(error, turns.places, NAMES) from None
+            raise renamed(error, turns.places, names) from None
         ignored = (*self.ignored, *left_out, *turns.ignored, *parsed.ignored)
         if ignored and self._strict:
             raise unknown(ignored[0])
         by_name = {tool.function_name: tool for tool in tools}
-        chat_request = parsed.renamed({**NAMES, **places_of(tools)}, turns.places)
+        chat_request = parsed.renamed(names, turns.places)
         return ResponsesRequest(chat_request, given, self.items, by_name, cut_names(ignored))
 
 

@@ -88,7 +88,7 @@ def chosen(given: object, tools: Sequence[OfferedTool]) -> object:
 
 def places_of(tools: Sequence[OfferedTool]) -> Mapping[str, str]:
     """Return the names of a chat's tools in errors, mapped to their places in the request."""
-    return {f"tools[{index}]": tool.place for index, tool in enumerate(tools)}
+    return {f"tools[{index}]{part}": tool.place for index, tool in enumerate(tools) for part in ("", ".function")}
 
 
 def _kind(tool: object) -> str:

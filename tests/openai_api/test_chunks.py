@@ -90,10 +90,10 @@ async def test_rejected_candidates_are_told(chat: bool) -> None:
 @pytest.mark.parametrize(
     ("own", "problem"),
     [
-        ({"chunks": "yes"}, r"specdec.chunks: must be true or false"),
+        ({"chunks": "yes"}, r'specdec.chunks: is "yes", must be true or false'),
         ({"rejected_candidates": True}, "specdec.rejected_candidates: needs specdec.chunks: true"),
         ({"chunks": False, "rejected_candidates": True}, "specdec.rejected_candidates: needs specdec.chunks: true"),
-        ({"chunks": True, "rejected_candidates": 1}, "specdec.rejected_candidates: must be true or false"),
+        ({"chunks": True, "rejected_candidates": 1}, "specdec.rejected_candidates: is 1, must be true or false"),
         ({"chunk": True}, r"specdec.chunk: unknown parameter, must be one of .*chunks"),
     ],
 )

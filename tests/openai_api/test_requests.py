@@ -41,9 +41,13 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"tools": [TOOL], "parallel_tool_calls": 5}, "parallel_tool_calls", "parallel_tool_calls = "),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": "maybe"}, "tool_choice", 'is "maybe", must be auto, none, required, or a function'),
-        ({"response_format": {"type": "yaml"}}, "response_format.type", 'is "yaml", must be text, json_object, json_sc'),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", 'is "yaml", must be text, json_object, json'),
         ({"response_format": "json_object"}, "response_format", 'is "json_object", must be an object whose type is'),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+            "is missing, must be an object",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "an object with a schema"),
         ({"structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml", "one of choice, grammar, json, json_object"),
         ({"response_format": {"type": "json"}}, "response_format.value", "must be a schema"),
@@ -196,7 +200,7 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"chat_template_kwargs": {"a": 10**400}}, "chat_template_kwargs", "chat_template_kwargs = "),
         ({"messages": []}, "messages", "is an empty list, must be a list of at least one message"),
         ({"messages": [{"role": "assistant", "refusal": 0}]}, "messages[0].refusal", "must be text"),
-        ({"messages": [{"role": "assistant", "reasoning_content": {}}]}, "messages[0].reasoning", "messages[0].reasoning = {}"),
+        ({"messages": [{"role": "assistant", "reasoning_content": {}}]}, "messages[0].reasoning", "reasoning = {}"),
         ({"tools": [TOOL | {"strict": True}]}, "tools[0].strict", "tools[0].strict = true: not one of type, function"),
         ({"tools": {}}, "tools", "must be a list"),
         ({"tools": [TOOL], "tool_choice": TOOL_F | {"x": 1}}, "tool_choice.x", "x = 1: not one of type, function"),
@@ -315,7 +319,7 @@ def test_an_answer_that_says_nothing_can_be_sent_back() -> None:
 def test_what_is_empty_is_not_silence_if_it_is_of_another_type(field: str, value: object) -> None:
     with pytest.raises(ApiError) as caught:
         chat(messages=[{"role": "user", "content": "a", field: value}])
-    assert caught.value.param == "messages"
+    assert caught.value.param == f"messages[0].{field}"
     assert f"messages[0].{field} = " in caught.value.message
 
 

@@ -180,13 +180,13 @@ def test_items_become_messages() -> None:
         ({"previous_response_id": 5}, "previous_response_id"),
         ({"reasoning": "low"}, "reasoning"),
         ({"store": "yes"}, "store"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format.json_schema"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"uniqueItems": True}, "strict": True}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": 5}, "text"),
         ({"include": [{}]}, "include"),
         ({"tool_choice": []}, "tool_choice"),
-        ({"tools": [{**CUSTOM, "name": 5}], "tool_choice": "none"}, "tools"),
+        ({"tools": [{**CUSTOM, "name": 5}], "tool_choice": "none"}, "tools[0]"),
         ({"temperature": "messages[9]"}, "temperature"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -459,7 +459,7 @@ async def test_the_tokens_of_a_prompt_are_counted(models: Models, tmp_path: Path
                 found = await responses.create(**asked, max_output_tokens=9)
                 assert (counted.object, counted.input_tokens) == ("response.input_tokens", found.usage.input_tokens)
                 asked["previous_response_id"] = found.id
-            with pytest.raises(openai.BadRequestError, match=r"input\[0\].content: must be text"):
+            with pytest.raises(openai.BadRequestError, match=r"input\[0\].content: is 5, must be text"):
                 await responses.input_tokens.count(**asked | {"input": [{"role": "user", "content": 5}]})
 
 

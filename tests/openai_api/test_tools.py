@@ -154,7 +154,7 @@ async def test_refusals(called: tuple[ToolFormat, Path, Path], directories: Dire
         text = {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
         guided = {"type": "function", "function": {"name": "f", "parameters": {"x-guidance": 5}}}
         for options, param in (
-            ({"tools": [wrong], "tool_choice": "required"}, "tools"),
+            ({"tools": [wrong], "tool_choice": "required"}, "tools[0].parameters"),
             ({"tools": [text]}, "tools[0].parameters"),
             ({"tools": [guided], "tool_choice": "required"}, "tools[0].parameters"),
             ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
