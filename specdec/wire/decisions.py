@@ -44,7 +44,7 @@ REASONS: Mapping[str, str] = {
     "heads_slower": "plain decoding is as fast as heads",
     "local_model_slower": "plain decoding is as fast as the local draft",
     "plain_faster": "plain decoding is as fast",
-    "probed": "plain decoding was tried, to measure it",
+    "probed": "tried without candidates, to measure it",
     ROW_COST: "no candidate is worth its row",
     "no_room": "the step had no room for candidates",
     "nothing_proposed": "nothing was proposed",

@@ -13,6 +13,7 @@ from tests.verifier_service.fakes import DEAR, FREE, Client, Decided, TextEngine
 from tests.verifier_service.step_loop.helpers import NO_BAD, REMOTE
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import Decision, StepTimes, VerifyResult, Without
+from verifier_service.costs.token_budget import RowPrice
 from verifier_service.scheduling.step_candidates import StepCandidates
 from verifier_service.servicer import response
 from verifier_service.sessions.draft_timing import DraftGain
@@ -85,7 +86,8 @@ def test_a_candidate_that_is_not_worth_its_row_is_told_with_its_price() -> None:
 @pytest.mark.parametrize("exploring", [False, True])
 def test_a_candidate_that_was_worth_its_row_is_not_told_as_too_dear(exploring: bool) -> None:
     """Drafters are told of 0.1, so that there are candidates to try; that says nothing of this step's choice."""
-    step = StepCandidates([[], []], [None, None], [0.3, 0.9], 0.1, exploring)
+    prices = [RowPrice(1e-3, 0.3), RowPrice(1e-3, 0.9)]
+    step = StepCandidates([[], []], [None, None], prices, 0.1, exploring)
     assert step.why_none(0, 0.82) is (Without.PROBED if exploring else Without.NO_ROOM)
     assert step.why_none(1, 0.82) is Without.ROW_COST
 

@@ -58,10 +58,10 @@ class Machine:
     def run(self, until: float, delay: Callable[[], float] = lambda: 1.0) -> float:
         """Make steps; return the final choice's goodput as a fraction of the optimum."""
         while self.clock < until:
-            nodes, estimate, _, exploring = select_candidates([self._offers()], self.latency, 1, 64, explore=True)
+            nodes, price, _, exploring = select_candidates([self._offers()], self.latency, 1, 64, explore=True)
             rows = 1 + len(nodes[0])
             if exploring is None:  # the estimate by which candidates were left out is the one returned
-                assert all(probability < estimate for probability in self._chain[len(nodes[0]) :])
+                assert all(probability < price.break_even for probability in self._chain[len(nodes[0]) :])
             taken = self.seconds(rows) * delay()
             if exploring is not None:
                 self.latency.explore(exploring)

@@ -99,8 +99,8 @@ class TestCandidates:
         self, batch: Batch, latency: StepLatency, rows: int, most: int
     ) -> None:
         offers = [BestNodes.of(tree.by_path_logprob(), limit) for tree, limit in batch]
-        chosen, estimate, break_even, _ = select_candidates(offers, latency, rows, most)
-        assert estimate == break_even  # without exploration
+        chosen, price, break_even, _ = select_candidates(offers, latency, rows, most)
+        assert price.break_even == break_even  # without exploration
         left = [
             math.exp(node.path_logprob())
             for (tree, limit), nodes in zip(batch, chosen, strict=True)

@@ -22,13 +22,21 @@ EXPLORED_PROBABILITY = 0.1
 """Minimum probability of candidates requested for exploration, where it is uncertain whether they pay."""
 
 
+class RowPrice(NamedTuple):
+    """What a row costs a step, by the latency model's estimate."""
+
+    seconds: float
+    break_even: float
+    """Candidates with a lower probability are left out because of this cost."""
+
+
 class Selection(NamedTuple):
     """The candidates of a step."""
 
     nodes: list[list[Node]]
     """The candidates of each session, best first; always a connected tree."""
-    estimate: float
-    """The break-even probability: minimum probability of another candidate to pay, by the estimated row costs."""
+    price: RowPrice
+    """The price of another row, by which candidates were left out."""
     break_even: float
     """The break-even probability for drafters. Where row costs are uncertain, it is the optimistic one, so that there
     are candidates to try."""
@@ -68,7 +76,7 @@ def select_candidates(
         taken += 1
         expected += gain
         break_even = expected * (seconds[taken + 1] - seconds[taken]) / (seconds[taken] + spent)
-    paying, estimate = taken, break_even
+    paying, price = taken, RowPrice(seconds[taken + 1] - seconds[taken], break_even)
     if explore:
         least = _optimistic_break_even(expected, latency, rows + paying, spent)
         if paying < len(gains) and latency.may_explore and least <= gains[paying]:
@@ -82,8 +90,10 @@ def select_candidates(
         counts[index] += 1
     chosen = [offer.nodes[:count] for offer, count in zip(offers, counts, strict=True)]
     if taken == paying:
-        return Selection(chosen, estimate, break_even)
-    return Selection(chosen, estimate, break_even, seconds[paying] * (rows + sum(gains[:taken])) / expected)
+        return Selection(chosen, price, break_even)
+    if taken < paying:  # some were worth their rows; the break-even probability rose above theirs with the tokens
+        price = price._replace(break_even=min(price.break_even, gains[paying - 1]))
+    return Selection(chosen, price, break_even, seconds[paying] * (rows + sum(gains[:taken])) / expected)
 
 
 def _optimistic_break_even(expected: float, latency: StepLatency, rows: int, spent: float) -> float:

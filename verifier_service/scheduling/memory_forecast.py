@@ -24,7 +24,7 @@ from specdec.engine.kv.blocks import BLOCK
 from verifier_service.sessions.session import VerifierSession
 
 REMEMBERED = 256
-"""Finished texts with a remembered length."""
+"""Maximum finished texts whose lengths are kept."""
 
 MOMENTS = 64
 """Limit on the values of m examined, spread over the expected ends. A peak missed between two of them may cost

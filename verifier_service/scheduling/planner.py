@@ -21,7 +21,7 @@ from specdec.decoding.tree import Node
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots
 from verifier_service.backend.result import VerifyResult, Without
-from verifier_service.costs.token_budget import select_candidates
+from verifier_service.costs.token_budget import RowPrice, select_candidates
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.foreseen_step import ForeseenStep
 from verifier_service.scheduling.run_queue import RunQueue
@@ -88,7 +88,7 @@ class Planner:
 
     def plan(self, ready: Sequence[RunningSession], spent: float, division: Division | None = None) -> StepPlan:
         """Plan a step. Sessions that yield to urgent prompts are left out. `spent`: seconds the proposers took for
-        these sessions; `division`: the one that chose `ready`; None: not divided among tenants."""
+        these sessions; `division`: the division among tenants that selected `ready`; None: no division."""
         self.shares.begin(division)
         # 1. Who yields to urgent prompts.
         prompts, plain, speculating = self._sorted(ready)
@@ -152,15 +152,15 @@ class Planner:
         self._certain = False
         try:
             self._foreseen.prepare(self._packer(), plan.entries)
-            # Decided here, while the device computes: once the tokens are known, the device idles.
+            # Decide now, while the device computes: when the tokens are known, the device is already idle.
             self._certain = self._continues(plan)
         except Exception as error:  # must not fail the pass in progress
             log.error("next_step_not_packed", exc_info=error)
             self._foreseen.forget()
 
     def plan_early(self, results: Sequence[tuple[RunningSession, VerifyResult]]) -> StepPlan | None:
-        """Return the plan of the next step before the current one's `results` are committed; None if the plan depends
-        on more than these."""
+        """Plan the next step before the `results` of the current one are committed. None if the plan depends on more
+        than `results`."""
         foreseen = self._foreseen.take_early(results) if self._certain else None
         if foreseen is None:
             return None
@@ -180,12 +180,12 @@ class Planner:
         return replace(plan, entries=entries)
 
     def idle(self) -> None:
-        """Note that no step follows: drop the foreseen step, which keeps ended sessions in memory."""
+        """Drop the foreseen step, because no step follows: it would keep ended sessions in memory."""
         self._foreseen.forget()
 
     def _continues(self, plan: StepPlan) -> bool:
-        """Return whether the next step depends on this step's tokens alone: this step has all sessions, none may have
-        or needs candidates, none is about to be throttled, and no tenant sits out for another."""
+        """Return True if the next step depends only on this step's tokens: all sessions are in this step, none of them
+        uses or needs a drafter or is about to be throttled, and no tenant sits out for another."""
         entries, eligibility = [entry for entry, _ in plan.entries], self._eligibility
         self._division = self.shares.divide(entries, self._threads.latency)
         if self._division is not None and not (plan.decodes_only and self._division.takes_all):
@@ -217,12 +217,13 @@ class Planner:
         decoding: int,
         taken: int,
     ) -> None:
-        """Record the decision on each session's candidates in its rows. The first `decoding` entries are decoding, and
-        the first of these may have the candidates `chosen`; the step has `taken` rows."""
-        eligibility, row = self._eligibility, 0.0
+        """Record the decision on each session's candidates in its rows. The first `decoding` entries are decoding
+        sessions; those that may have candidates come first, in the order of `chosen`. The step has `taken` rows."""
+        eligibility, latency = self._eligibility, self._threads.latency
         for place, (entry, rows) in enumerate(entries):
-            session, estimate = entry.session, 1.0
+            session = entry.session
             why: Without | None = None
+            price: RowPrice | None = None
             if rows.root_row is None:
                 continue
             if rows.tree is not None:
@@ -230,14 +231,15 @@ class Planner:
             elif place >= decoding:
                 why = Without.PROMPT
             elif place >= len(chosen.nodes):
-                why = eligibility.why_plain(session)  # ROW_COST: not even a certain candidate pays
+                why = eligibility.why_plain(session)
             elif best := session.candidates().logprobs:
-                why, estimate = chosen.why_none(place, math.exp(best[0])), chosen.estimates[place]
+                why, price = chosen.why_none(place, math.exp(best[0])), chosen.prices[place]
             else:
                 why = eligibility.why_nothing(session)
             if why is Without.ROW_COST:
-                row = row or self._threads.latency.of(taken + 1) - self._threads.latency.of(taken)
-                rows.decision = eligibility.row_cost(session, row, estimate)
+                # Without a price, no drafter was asked: not even a certain candidate would pay.
+                price = price or RowPrice(latency.of(taken + 1) - latency.of(taken), 1.0)
+                rows.decision = eligibility.row_cost(session, price)
             else:
                 rows.decision = eligibility.decision(session, why)
 

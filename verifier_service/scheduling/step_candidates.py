@@ -24,7 +24,7 @@ from typing import NamedTuple
 from specdec.decoding.tree import Node
 from verifier_service.backend.result import Without
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.costs.token_budget import select_candidates
+from verifier_service.costs.token_budget import RowPrice, select_candidates
 from verifier_service.proposers.ngrams import open_windows, window_rows
 from verifier_service.scheduling.step_shares import Division
 from verifier_service.sessions.ngram import LookaheadRows
@@ -38,13 +38,13 @@ class StepCandidates(NamedTuple):
 
     nodes: list[list[Node]]
     windows: list[LookaheadRows | None]
-    estimates: list[float]  # break-even probabilities by which a session's candidates were chosen
+    prices: list[RowPrice]  # by which a session's candidates were left out
     break_even: float  # probability; the one for drafters
     exploring: bool = False  # fewer or more candidates than pay, to learn the cost of rows
 
     def why_none(self, place: int, best: float) -> Without:
-        """Return why a session has none of its candidates, the best one with probability `best`."""
-        if best < self.estimates[place]:
+        """Return why none of a session's candidates is in the step. `best`: the probability of the best one."""
+        if best < self.prices[place].break_even:
             return Without.ROW_COST
         return Without.PROBED if self.exploring else Without.NO_ROOM
 
@@ -56,7 +56,7 @@ class Alone:
     places: list[int]  # of its sessions among the speculating ones
     roots: int
     nodes: list[list[Node]]
-    estimate: float
+    price: RowPrice
     break_even: float
     rows: int = 0  # of lookahead windows
 
@@ -87,7 +87,7 @@ class CandidateChoice:
 
     def for_all(self, sessions: Sequence[VerifierSession], decoding: int, *, may_explore: bool) -> StepCandidates:
         """Choose for `sessions` in a step with `decoding` decoding sessions. `may_explore`: allow an experiment on the
-        cost of rows, for which neither a prompt nor another tenant may have to wait."""
+        cost of rows. Callers allow it only if no prompt and no other tenant has to wait for it."""
         offers = [session.candidates() for session in sessions]
         # The end of a block must not depend on draws beyond it (`block_verification.py`). So no experiment leaves draws
         # out, and the proposers' time, which depends on how far they drew, does not count.
@@ -110,8 +110,8 @@ class CandidateChoice:
         windows = open_windows(
             sessions, found.nodes, decoding, left, self.latency, self.eligibility, may_explore=may_explore
         )
-        estimates = [found.estimate] * len(sessions)
-        return StepCandidates(found.nodes, windows, estimates, found.break_even, found.exploring is not None)
+        prices = [found.price] * len(sessions)
+        return StepCandidates(found.nodes, windows, prices, found.break_even, found.exploring is not None)
 
     def by_tenant(self, speculating: Sequence[RunningSession], decoding: int, division: Division) -> StepCandidates:
         """Choose for `speculating` sessions in a step with `decoding` decoding sessions, divided among tenants. This
@@ -131,10 +131,10 @@ class CandidateChoice:
         }
         # The joint choice has the highest total goodput: keep it where no tenant pays for it.
         if division.is_fair(rows, got, {tenant: (alone.extra, alone.tokens) for tenant, alone in own.items()}):
-            # No more windows than the tenants would open apart: `is_fair` counted these.
+            # Open no more window rows than in steps of one tenant each: `is_fair` counted these.
             left = min(self.free - sum(map(len, joint.nodes)), windowed)
             windows = open_windows(sessions, joint.nodes, decoding, left, self.latency, self.eligibility)
-            return StepCandidates(joint.nodes, windows, [joint.estimate] * len(sessions), joint.break_even)
+            return StepCandidates(joint.nodes, windows, [joint.price] * len(sessions), joint.break_even)
         return self._within_parts(sessions, own, division)
 
     def _alone(self, sessions: Sequence[VerifierSession], places: list[int], roots: int) -> Alone:
@@ -142,7 +142,7 @@ class CandidateChoice:
         offers = [session.candidates() for session in sessions]
         found = select_candidates(offers, self.latency, roots, self.free, self.spent)
         _insist(sessions, found.nodes, self.free)
-        alone = Alone(places, roots, found.nodes, found.estimate, found.break_even)
+        alone = Alone(places, roots, found.nodes, found.price, found.break_even)
         left = self.free - alone.count
         alone.rows = window_rows(sessions, alone.nodes, roots, left, self.latency, self.eligibility)
         return alone
@@ -154,11 +154,11 @@ class CandidateChoice:
         allowed = division.candidates({tenant: alone.extra for tenant, alone in own.items()})
         chosen: list[list[Node]] = [[] for _ in sessions]
         windows: list[LookaheadRows | None] = [None] * len(sessions)
-        estimates = [1.0] * len(sessions)
+        prices = [RowPrice(0.0, 0.0)] * len(sessions)
         free = self.free
         for tenant, alone in own.items():
             most, some, nodes = min(free, allowed[tenant]), [sessions[i] for i in alone.places], alone.nodes
-            # Room for fewer than alone: choose the best again.
+            # Less room than in a step of its own: choose the best candidates again.
             if most < alone.count:
                 offers = [session.candidates() for session in some]
                 nodes = select_candidates(offers, self.latency, alone.roots, most, self.spent).nodes
@@ -166,9 +166,10 @@ class CandidateChoice:
             count = sum(map(len, nodes))
             opened = open_windows(some, nodes, alone.roots, most - count, self.latency, self.eligibility)
             free -= count + sum(len(window.nodes) for window in opened if window is not None)
-            for i, of_session, window in zip(alone.places, nodes, opened, strict=True):
-                chosen[i], windows[i], estimates[i] = of_session, window, alone.estimate
-        return StepCandidates(chosen, windows, estimates, min(alone.break_even for alone in own.values()))
+            for i, of_session, window, paying in zip(alone.places, nodes, opened, alone.nodes, strict=True):
+                chosen[i], windows[i] = of_session, window
+                prices[i] = alone.price._replace(break_even=0.0) if paying and not of_session else alone.price
+        return StepCandidates(chosen, windows, prices, min(alone.break_even for alone in own.values()))
 
 
 def _insist(sessions: Sequence[VerifierSession], chosen: list[list[Node]], most: int) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from specdec.decoding.speculation import CandidateSource
 from verifier_service.backend.result import FORCED, Decision, Without
+from verifier_service.costs.token_budget import RowPrice
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.speculation.controller import BatchProfile, Controllers, Mode
 
@@ -84,12 +85,11 @@ class Eligibility:
         """Return the decision on a step of the session. `without`: why it has no candidates; None: it has some."""
         return Decision(self._mode_name(session), without)
 
-    def row_cost(self, session: VerifierSession, row: float, break_even: float) -> Decision:
-        """Return the decision on a step of the session without candidates because of their cost: one more row takes
-        `row` seconds and must bring `break_even` tokens to pay."""
+    def row_cost(self, session: VerifierSession, price: RowPrice) -> Decision:
+        """Return the decision on a step of the session without candidates because of the price of a row."""
         best = session.candidates().logprobs
         expected = math.exp(best[0]) if best else 0.0
-        return Decision(self._mode_name(session), Without.ROW_COST, row, min(break_even, 1.0), expected)
+        return Decision(self._mode_name(session), Without.ROW_COST, price.seconds, min(price.break_even, 1.0), expected)
 
     def why_plain(self, session: VerifierSession) -> Without:
         """Return why a session that uses neither a remote draft nor proposers uses none."""
