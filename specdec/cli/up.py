@@ -66,9 +66,9 @@ def lines(found: Mapping[str, Any], *, https: bool = False) -> Iterator[str]:
     asked = "" if found["address"] == usual else f" --address {found['address']}"
     yield f'Try it: {program()} generate "def main("{asked}'
     if openai := found["services"].get("openai"):
-        # With tenants, it takes a key to be told of models.
+        # With tenants, only the holder of a key is told of models.
         models = found["pods"]["orchestrator"].get("models", [])
-        known = f" OPENAI_API_KEY=none, model {models[0]}" if models else ""
+        known = f" OPENAI_API_KEY=none (model {models[0]})" if models else ""
         yield f"With any OpenAI client: OPENAI_BASE_URL=http{'s' * https}://{openai}/v1{known}"
     at = "" if found["address"] == usual else f" {found['address']}"
     yield f"Who proposes tokens, and why or why not: {program()} stats{at}"

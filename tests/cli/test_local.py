@@ -126,7 +126,7 @@ def test_up_tells_what_each_service_runs(up: Up, pair: Pair) -> None:
     assert f"{pair.target.name} on cpu in float32" in services[list(pods).index("verifier")]
     assert ask.endswith(f"--address {up.address}")
     address = up.described["services"]["openai"]
-    assert openai_too.endswith(f"http://{address}/v1 OPENAI_API_KEY=none, model {NAME}")
+    assert openai_too.endswith(f"http://{address}/v1 OPENAI_API_KEY=none (model {NAME})")
     assert why.endswith(f"stats {up.address}")
 
 

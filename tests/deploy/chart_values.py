@@ -26,7 +26,7 @@ EVERYTHING = merged(
         "models": {
             "tiny": {
                 "revisions": {
-                    "1": {"share": 95},
+                    "1": {"share": 95, "chatTemplate": "/models/tools.jinja"},
                     "2": {"path": "/models/other", "verifiers": ["large"], "drafts": ["b"], "share": 5},
                 }
             }

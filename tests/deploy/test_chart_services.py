@@ -88,6 +88,7 @@ class TestServices:
         for each in entries:
             told = revisions[each.model, each.revision]
             assert (str(each.directory), each.share) == (told["path"], told.get("share", 1))
+            assert str(each.chat_template or "") == told.get("chatTemplate", "")
             assert (len(each.verifiers), len(each.drafts)) == (len(told["verifiers"]), len(told.get("drafts", ())))
 
     def test_pods_are_found_by_the_names_of_their_services(self) -> None:

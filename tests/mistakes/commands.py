@@ -174,6 +174,7 @@ MISTAKES = (
         CANNOT,
         "bad-template/chat_template.jinja: the chat template cannot be compiled",
     ),
+    Mistake("specdec up --target target --chat-template none.jinja", CANNOT, "none.jinja: no such file"),
     Mistake("specdec up --target bad-template", CANNOT, "chat_template.jinja: the chat template cannot be compiled"),
     Mistake("specdec up --target too-cold", CANNOT, "too-cold/generation_config.json: temperature is -1, must be"),
     Mistake("specdec up --target target-1", CANNOT, "target-1: no such directory"),
