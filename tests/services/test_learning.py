@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from specdec.local import DEMO
 from specdec.local.child import Child, stop
 from specdec.serving.target_logprobs import MAX_TOP, places_of
 from specdec.v2 import draft_pb2, draft_pb2_grpc, learning_pb2, learning_pb2_grpc, verifier_pb2
+from tests.searched import holders
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, Stack, long_steps, stack, until
 from verifier_service.backend.session_backend import BackendSession
@@ -70,6 +72,30 @@ async def test_consent_decides_what_is_kept(directories: Directories, tmp_path: 
         done = await run(*command)
         assert done.returncode == ExitStatus.REFUSED
         assert "it may still keep the texts" in done.stderr
+
+
+def planted(tenant: str) -> list[int]:
+    """Return a prompt that no other text begins with."""
+    return [10 + (7 * ord(tenant) + 11 * place) % 97 for place in range(24)]
+
+
+async def test_a_text_without_consent_is_nowhere_once_it_is_over(directories: Directories) -> None:
+    """All three services run in this process, and a text that one of them keeps as a list, array, bytes or message is
+    found. The texts are shorter than a block of the verifier's prefix cache, which keeps whole blocks."""
+    options: dict[str, Any] = {"traffic": Traffic(10_000), "learning_key": KEY, "target_delay": long_steps}
+    async with stack(directories.target, directories.near, **options) as services:
+        for tenant in "ab":
+            fields: dict[str, Any] = {"speculation": ALWAYS, "tenant": tenant, "learn": tenant == "a"}
+            await services.generate(planted(tenant), max_tokens=16, ignore_end_token=True, **fields)
+        await until(lambda: services.idle)
+        await until(lambda: bool(holders(partial(planted, "a"))))
+        await until(lambda: not holders(partial(planted, "b")))
+        async with grpc.aio.insecure_channel(services.drafts[0].address) as channel:
+            stub: Any = learning_pb2_grpc.LearningServiceStub(channel)
+            key = (("authorization", f"Bearer {KEY}"),)
+            told = await stub.Forget(learning_pb2.ForgetRequest(tenant="a"), metadata=key)
+        assert told.texts == 1
+        await until(lambda: not holders(partial(planted, "a")), seconds=30.0)
 
 
 class Listening(VerifierServicer):

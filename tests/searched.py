@@ -1,0 +1,68 @@
+"""A search of this process for the holders of a sequence of tokens."""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+from numpy.typing import NDArray
+
+WIDTHS = ("<u2", "<u4", "<u8")
+"""Integers that tokens may be packed as."""
+
+
+def holders(tokens: Callable[[], Sequence[int]]) -> list[Any]:
+    """Return the live objects that hold these tokens in a row: lists, tuples and arrays of numbers, packed bytes, and
+    messages. `tokens` is called here, so that no caller holds them. Takes seconds."""
+    wanted = np.asarray(tokens(), dtype=np.int64)
+    packed = [wanted.astype(width).tobytes() for width in WIDTHS] + [varints(wanted)]
+    own = {id(wanted), id(packed), *map(id, packed)}
+    gc.collect()
+    found, seen = list[Any](), set(own)
+    for container in gc.get_objects():
+        for candidate in (container, *gc.get_referents(container)):
+            if id(candidate) not in seen:
+                seen.add(id(candidate))
+                with suppress(ReferenceError, IndexError, RuntimeError):  # dead, or changed by another thread
+                    if _holds(candidate, wanted, packed):
+                        found.append(candidate)
+    return found
+
+
+def varints(numbers: NDArray[np.int64]) -> bytes:
+    """Return numbers as messages pack them."""
+    packed = bytearray()
+    for number in numbers.tolist():
+        while number > 0x7F:
+            packed.append(number & 0x7F | 0x80)
+            number >>= 7
+        packed.append(number)
+    return bytes(packed)
+
+
+def _holds(candidate: Any, wanted: NDArray[np.int64], packed: Sequence[bytes]) -> bool:
+    if isinstance(candidate, Message):
+        candidate = candidate.SerializeToString()
+    if isinstance(candidate, array):
+        candidate = candidate.tobytes()
+    if isinstance(candidate, bytes | bytearray):
+        return any(form in candidate for form in packed)
+    if isinstance(candidate, np.ndarray):
+        return candidate.ndim == 1 and candidate.dtype.kind in "iu" and _runs(candidate.astype(np.int64), wanted)
+    if isinstance(candidate, list | tuple | deque) and len(candidate) >= len(wanted) and type(candidate[0]) is int:
+        return all(type(item) is int for item in candidate) and _runs(np.asarray(candidate, dtype=object), wanted)
+    return False
+
+
+def _runs(numbers: NDArray[Any], wanted: NDArray[np.int64]) -> bool:
+    """Return whether the wanted numbers stand in a row somewhere in `numbers`."""
+    if len(numbers) < len(wanted):
+        return False
+    starts = np.flatnonzero(numbers[: len(numbers) - len(wanted) + 1] == wanted[0])
+    return any(np.array_equal(numbers[start : start + len(wanted)], wanted) for start in starts)
