@@ -1,4 +1,4 @@
-"""Children of the nodes computed by a pass, under their sessions' acceptance rules: chosen first, then added.
+"""Chooses children for the nodes of a pass by each session's acceptance rule, then adds them to the token trees.
 
 Choosing changes no session, so a device error while rows are being read costs one pass only.
 """
@@ -27,8 +27,11 @@ class Computed(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The children chosen after a pass: draws (REJECTION) and distributions (CONTRASTIVE), or the error that ends a
-    session; and candidates for the nodes of COUPLED and CONTRASTIVE sessions."""
+    """The children chosen after a pass.
+
+    `by_whole_rows`: a node's draws (REJECTION) or distribution (CONTRASTIVE), or the error that ends its session.
+    `candidates`: the children of the `expanded` nodes, in COUPLED and CONTRASTIVE sessions.
+    """
 
     by_whole_rows: list[tuple[Computed, Proposal | DraftDistribution | Exception | None]]
     expanded: list[Computed]
@@ -36,7 +39,7 @@ class Chosen(NamedTuple):
 
 
 def chosen(computed: Sequence[Computed], logits: DraftLogits) -> Chosen:
-    """Choose children from a pass's logits; candidates for all nodes in one call."""
+    """Choose children from a pass's logits, with one `draft_candidates` call for all nodes."""
     whole = [node for node in computed if node.session.request.sampler.rule is not Rule.COUPLED]
     rows = logits.whole([node.row.number for node in whole]) if whole else []
     by_whole_rows = [(node, _by_whole_row(node, row)) for node, row in zip(whole, rows, strict=True)]

@@ -1,5 +1,5 @@
-"""The forgotten tenants, with the times of forgetting: their texts are not kept, and versions that learned from them
-are not served.
+"""The forgotten tenants, and when each was forgotten: their texts up to that time are not kept, and versions that
+learned from these texts are not served.
 
 With a folder of versions, each tenant is recorded there in a small file of its own. So services that share the folder
 know the same tenants without a lock, and a restart loses none.
@@ -28,15 +28,16 @@ from specdec.wire.file_version import version_of
 log = structlog.get_logger()
 
 FOLDER = ".forgotten"
-"""Sub-folder of the folder of versions. It has a file for each tenant, named by its digest, with the Unix seconds."""
+"""Sub-folder of the folder of versions, with one file per tenant. The file's name is the tenant's digest, its content
+the time of forgetting in Unix seconds."""
 
 MAX_FORGOTTEN = 10_000
-"""Maximum tenants that are remembered. Without a folder, the tenant forgotten first is dropped first. A full folder
-refuses more, since every record counts for versions that may still come."""
+"""Maximum number of records. Without a folder, the oldest record is dropped first. A full folder refuses new records
+instead: a dropped tenant could no longer exclude future versions."""
 
 CLOCKS_APART_SECONDS = 300.0
-"""Permitted difference of the clocks of trainers and draft services. Texts that begin within this time after their
-tenant was forgotten are not kept, and versions that learned from texts kept within it are refused."""
+"""Maximum clock skew between trainers and draft services. Texts that begin up to this long after their tenant was
+forgotten are not kept, and versions that learned from texts kept up to this long after it are refused."""
 
 
 class Forgotten:
@@ -61,8 +62,8 @@ class Forgotten:
             raise ModelDirectoryError(f"{self._folder}: cannot be read: {error.strerror or error}") from error
 
     def add(self, tenant: str) -> None:
-        """Record a tenant as forgotten, with its texts so far. NotRememberedError if the record cannot be written: this
-        process still has it until it ends."""
+        """Record a tenant as forgotten, with its texts so far. NotRememberedError if the record cannot be written: only
+        this process then knows it, until the process ends."""
         self.look()  # another service's clock may be ahead: the later time counts
         digest = tenant_digest(tenant)
         with self._lock:
@@ -78,8 +79,8 @@ class Forgotten:
             raise NotRememberedError(f"{self._folder}: {error.strerror or error}") from error
 
     def look(self) -> bool:
-        """Read the records of other services in the folder; return whether there was anything new. As long as a file
-        cannot be read or parsed, it counts for all texts of its tenant, whenever they were kept."""
+        """Read the records of other services in the folder; return whether there was anything new. While a file cannot
+        be read or parsed, all texts of its tenant count as forgotten, whenever they were kept."""
         try:
             is_new = self._take_names()
         except OSError as error:
@@ -128,7 +129,7 @@ class Forgotten:
         return True
 
     def keeps_out(self, tenant: str, begun: float) -> bool:
-        """Return whether a text of this tenant, begun at these Unix seconds, must not be kept."""
+        """Return True if a text of this tenant that began at `begun`, in Unix seconds, must not be kept."""
         digest = tenant_digest(tenant)
         with self._lock:
             since = math.inf if digest in self._doubtful else self._since.get(digest)

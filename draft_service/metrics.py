@@ -36,7 +36,7 @@ def metrics(told: draft_pb2.DraftServiceGetStatsResponse) -> list[Metric]:
     found.counter("committed_tokens", "Tokens committed in sessions.", told.committed_tokens)
     found.counter("guessed_tokens", "Committed tokens that were in the draft's token tree.", told.guessed_tokens)
     found.counter("sent_candidates", "Candidates sent, repeated ones included.", told.sent_candidates)
-    found.counter("sent_messages", "Messages of candidates.", told.sent_messages)
+    found.counter("sent_messages", "Candidate messages sent.", told.sent_messages)
     found.gauge("kept_texts", "Texts kept to learn from.", told.kept_texts)
     found.gauge("kept_tokens", "Tokens of texts kept to learn from.", told.kept_tokens)
     found.gauge("kept_age_seconds", "Age of the oldest text kept to learn from.", told.kept_age_us / 1e6)
@@ -53,7 +53,7 @@ def _versions(found: Families, told: draft_pb2.DraftServiceGetStatsResponse) -> 
     label = ("version",)
     found.gauges(
         "version_state",
-        "1 for the state of a version of the draft's model.",
+        "1 for the current state of a version of the draft's model.",
         ("version", "state"),
         {(version.name, state_name(version.state)): 1.0 for version in told.versions},
     )

@@ -55,14 +55,14 @@ from specdec.serving.validation import (
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 MAX_COMMIT_TOKENS = 4096
-"""Maximum tokens of a commit, which all sessions wait for: a target commits some hundred at once at most."""
+"""Maximum tokens of a commit, since all sessions wait for it. A target commits at most a few hundred tokens at once."""
 
 MAX_AGE_US = 2**32 - 1
-"""Largest `base_age_us`, 71 minutes; a session may wait longer for its reader."""
+"""Maximum of `base_age_us` (uint32), 71 minutes. Larger ages, as when a reader is slow, are sent as this value."""
 
 
 def version_message(version: Version) -> draft_pb2.DraftVersion:
-    """Return a version's state and figures as a message."""
+    """Return a version's state and statistics as a message."""
     return draft_pb2.DraftVersion(
         name=version.name,
         state=draft_pb2.DraftVersionState.Value(f"DRAFT_VERSION_STATE_{version.state.name}"),
@@ -108,11 +108,13 @@ class DraftServicer(
         learning: Learning | None = None,
         versions: VersionFollower | None = None,
     ) -> None:
-        """Serve a draft loop. `info`: the pod's part of statistics, besides its identity; without `grammars`, texts
-        with a grammar are refused; `trials` tries grammars before they are compiled. `translation`: of the drafter's
-        texts, if its tokenizer is not the target's; `identity` and `grammars` are then the target's. `learning`:
-        for LearningService; None: it is not served. `versions`: the follower of the folder of versions, if there is
-        one."""
+        """Serve a draft loop.
+
+        `info`: the `PodInfo` in statistics. Without `grammars`, texts with a grammar are refused; `trials` tries
+        grammars before they are compiled. `translation`: between the target's tokens and the draft's, if they use
+        different tokenizers; `identity` and `grammars` are then the target's. `learning`: the key and the tenants of
+        LearningService; None: it is not served. `versions`: the follower of the folder of versions, if there is one.
+        """
         super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
         self.gates = () if learning is None else (key_gate(learning.key),)
         self._started = time.monotonic()

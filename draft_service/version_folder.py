@@ -41,11 +41,11 @@ class FoundVersion(NamedTuple):
     name: str
     path: Path
     marked: FileVersion
-    """Version of its marker file; a change requests another trial."""
+    """File version of the marker (`version_of`). When it changes, the model version is tried again."""
 
 
 class VersionsFolder:
-    """The folder's complete versions, the oldest marker first (`Watched`)."""
+    """The folder's complete versions, oldest marker first, as the files of a `Watched`."""
 
     what: ClassVar[str] = "versions"
     unusable: ClassVar[type[Exception]] = VersionsError
@@ -59,8 +59,8 @@ class VersionsFolder:
         return (self.path,)
 
     def version(self) -> FileVersion:
-        """Return the current version of the folder, its directories and their markers; OSError if it cannot be
-        read."""
+        """Return the file versions of the folder, its directories and their markers, to detect changes. OSError if the
+        folder cannot be read."""
         found = version_of(self.path)
         for directory in self._directories():
             for file in (directory, directory / COMPLETE, directory / DESCRIPTION):
@@ -105,7 +105,7 @@ class VersionsFolder:
 
 
 def _marked(directory: Path) -> FileVersion | None:
-    """Return the version of a directory's marker; None if it is not complete."""
+    """Return the file version of a directory's marker; None if the directory has none."""
     for name in (COMPLETE, DESCRIPTION):
         try:
             return version_of(directory / name)

@@ -1,15 +1,17 @@
 """A drafter that holds several versions of its model, each with a drafter of its own.
 
 One version *serves* new sessions. A new version starts as a *canary*: it drafts for a random share of the sessions
-opened from then on, and a trial compares the two (`version_trial.py`). If it is better, it serves, and the previous
-version is *retired*: it keeps its sessions, and is freed after the last. If it is not better, or fails, its sessions
-move to the serving version between two passes. There is at most one canary or retired version at a time.
+opened from then on, and a trial compares the two (`version_trial.py`). A better canary
+becomes the serving version, and the previous one is *retired*: it keeps its sessions, and is freed after the last one.
+If the canary fails or is not better, its sessions move to the serving version between two passes. There is at most one
+canary or retired version at a time.
 
-Once a tenant is forgotten, versions that have learned from it are rolled back. A serving version drafts on until an
-earlier one is loaded in its place, in the worst case the first one, which always stays.
+Once a tenant is forgotten, versions that have learned from it are rolled back. A serving version keeps
+drafting until an earlier one is loaded in its place. The last resort is the first version, which is never removed.
 
-A move neither loses nor changes a text. The nodes of the session's tree stay, and the verifier still judges them by the
-distributions that they were drawn from (REJECTION); only nodes without children get children from another version.
+Moving a session to another version neither loses nor changes its text. The nodes of its tree stay, and the verifier
+still judges them by the distributions that they were drawn from (REJECTION). The other version adds children only to
+nodes that have none.
 CONTRASTIVE is not served: there the draft's distribution decides on tokens.
 
 In a step, each version that has sessions to expand runs one pass. All get the same number of passes, so the comparison
@@ -40,7 +42,7 @@ from specdec.engine.model_file import in_one_line
 log = structlog.get_logger()
 
 MAX_KNOWN = 96
-"""Maximum versions with figures, more than a folder may have; beyond it, ended versions are dropped, the first ones
+"""Maximum versions with statistics, more than a folder may have. Beyond it, ended versions are dropped, oldest
 first."""
 
 
@@ -86,7 +88,7 @@ ROLLED_BACK: Mapping[Outcome, State] = {
 
 @dataclass(eq=False)
 class Version:
-    """A version of the model, with its figures. Written by the draft loop's thread, read by any."""
+    """A version of the model, with its statistics. Written by the draft loop's thread, read by any thread."""
 
     name: str
     state: State = State.WAITING
@@ -107,7 +109,7 @@ class Version:
 
 
 def _stop_checks(version: Version) -> None:
-    """Stop the checks of a version that now serves: it fails as any draft does."""
+    """Stop the checks of a version that now serves: its errors are handled like those of any draft."""
     if version.loaded is not None and version.loaded.watched is not None:
         version.loaded.watched.checks = False
 
@@ -125,7 +127,7 @@ class VersionedDrafter(Drafter):
         draw: Callable[[], float] = random.random,
     ) -> None:
         """Serve a first version; `draw` returns numbers in [0, 1) that decide which sessions a canary gets.
-        `forgotten`: tenants whose versions are refused; None: no tenants."""
+        `forgotten`: tenants; versions that have learned from them are refused; None: no tenants."""
         self.rules = loaded.drafter.rules - {Rule.CONTRASTIVE}
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         """Ended trials and refused versions, by outcome."""
@@ -145,7 +147,7 @@ class VersionedDrafter(Drafter):
         self._retired: Version | None = None
         self._known = {name: self._serving}
         self._of: dict[DrafterSession, Version] = {}
-        self._homeless: dict[DrafterSession, None] = {}  # moved, still without memory of the serving version
+        self._homeless: dict[DrafterSession, None] = {}  # moved, waiting for memory at the serving version
 
     # --- read by any thread ---------------------------------------------------------------------------
 
@@ -172,7 +174,7 @@ class VersionedDrafter(Drafter):
 
     @property
     def known(self) -> list[Version]:
-        """The versions with figures: the first, then in the order in which they were found."""
+        """The versions with statistics: the first version, then the others in the order of discovery."""
         return list(self._known.values())
 
     @property
@@ -188,7 +190,7 @@ class VersionedDrafter(Drafter):
 
     @property
     def expected(self) -> Callable[[int], float] | None:
-        """A function from the nodes of a pass to the serving version's seconds for it; None if unknown."""
+        """A function from the number of nodes of a pass to its seconds in the serving version; None if unknown."""
         loaded = self._serving.loaded
         return None if loaded is None or loaded.times is None else loaded.times.of
 
@@ -210,7 +212,7 @@ class VersionedDrafter(Drafter):
             log.warning("version_refused", version=name, why=reason)
 
     def _forget_some(self) -> None:
-        """Drop the first ended versions beyond MAX_KNOWN."""
+        """Drop ended versions, oldest first, while more than MAX_KNOWN versions are known."""
         for name in [name for name, version in self._known.items() if version.state in OVER]:
             if len(self._known) <= MAX_KNOWN:
                 break
@@ -246,8 +248,9 @@ class VersionedDrafter(Drafter):
     # --- forgotten tenants ----------------------------------------------------------------------------
 
     def forget(self) -> list[str]:
-        """Roll back the versions that have learned from forgotten tenants; return their names. The serving version
-        drafts on until `go_back` replaces it, unless the version before it is still in memory."""
+        """Roll back the versions that have learned from forgotten tenants; return their names. If one of them is
+        serving, the retired version replaces it at once, if it is still in memory. Otherwise the serving version keeps
+        drafting until `go_back` replaces it."""
         found = [version for version in (self._canary, self._retired) if version is not None and self._is_out(version)]
         for version in found:
             self._roll_back(version, State.FORGOTTEN, HAS_LEARNED)
@@ -375,7 +378,7 @@ class VersionedDrafter(Drafter):
         except PoolFullError:
             if not is_new:
                 raise
-            self._open(session, self._serving)  # drawn for the other one: not part of the trial
+            self._open(session, self._serving)  # drawn for the canary, so not part of the trial
         else:
             self._trial.opened(session, is_new=is_new)
 
@@ -434,7 +437,7 @@ class VersionedDrafter(Drafter):
                 continue
             if version is self._serving:
                 failed = lost
-            elif lost:  # it may be the session's fault: then it fails with the serving version, too
+            elif lost:  # if a session is at fault, the serving version will fail on it, too
                 self._fail(version, next(iter(lost.values())))
                 continue
             self._passed(version, time.monotonic() - begin)

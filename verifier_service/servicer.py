@@ -98,14 +98,14 @@ class Queue(NamedTuple):
     """Numbers of sessions waiting for memory; negative: free room."""
 
     new: int
-    """Sessions never admitted: the waiting room. Preempted ones take no places in it; otherwise those of a flooding
-    tenant would cause refusals for others."""
+    """Sessions never admitted: the waiting room. Preempted sessions do not count: if they did, a flooding tenant's
+    preempted sessions would cause refusals for other tenants."""
 
     ahead: int
     """Sessions before one arriving now: preempted ones as well, but not throttled ones."""
 
     coming: int
-    """Sessions on their way to the loop, counted as waiting."""
+    """Sessions not yet taken by the step loop, less those that would get memory at once."""
 
 
 class VerifierServicer(
@@ -124,8 +124,8 @@ class VerifierServicer(
         grammars: GrammarCompiler | None = None,
         trials: GrammarTrials | None = None,
     ) -> None:
-        """Serve a backend. `info`: the pod's part of statistics, besides its identity; without `grammars`, texts with a
-        grammar are refused; `trials` tries grammars before they are compiled."""
+        """Serve a backend. `info`: the `PodInfo` in statistics; without `grammars`, texts with a grammar are refused;
+        `trials` tries grammars before they are compiled."""
         super().__init__(backend, limits.max_sessions, limits.max_sessions_per_client)
         self._info = info or pod_info()
         self._started = time.monotonic()
@@ -193,8 +193,8 @@ class VerifierServicer(
         return model_pb2.PodCapacity(sessions=self._sessions, room=room, wait_us=int(1e6 * wait))
 
     def _queue(self, tokens: float) -> Queue:
-        """Return the numbers of waiting sessions. Those on their way to the loop count, with texts of `tokens` tokens
-        each."""
+        """Return the numbers of waiting sessions. Sessions not yet taken by the step loop count as texts of `tokens`
+        tokens each."""
         load = self._backend.stats
         waiting = load.waiting - load.throttled
         coming = len(self.arriving) - (0 if waiting else self._backend.fitting(tokens))
@@ -329,7 +329,7 @@ class VerifierServicer(
     def _policy(self, message: verifier_pb2.VerifyPolicy, rule: Rule) -> Policy:
         most = self._limits.max_candidates
         options = _options(message)
-        if message.unspecified and rule is not Rule.CONTRASTIVE:  # that needs a remote draft and nothing else
+        if message.unspecified and rule is not Rule.CONTRASTIVE:  # CONTRASTIVE needs a remote draft and nothing else
             options = self._by_default(options, rule)
         return Policy(
             drafters=options.drafters,
@@ -345,15 +345,16 @@ class VerifierServicer(
 
     @property
     def _why_none(self) -> Without:
-        """The reason why a session that gets this verifier's default has no drafters, if it has none."""
+        """The reason to report if a session with this verifier's default speculation has no drafters."""
         default = self._limits.speculation.drafters
         if not default:
             return Without.OFF_BY_DEFAULT
         return Without.NO_DRAFT_SERVICE if default == {CandidateSource.REMOTE} else Without.NO_DRAFTER
 
     def _by_default(self, available: SpeculationOptions, rule: Rule) -> SpeculationOptions:
-        """Return this verifier's default, limited to the `available` drafters and heads: orchestrators name heads only
-        on request. A window that the rule excludes is left out, since the request did not ask for it."""
+        """Return this verifier's default, limited to the `available` drafters. Heads are available if any drafter is:
+        orchestrators name heads only on request. A window that the rule excludes is left out, since the request did
+        not ask for it."""
         default, named = self._limits.speculation, available.drafters
         options = replace(default, drafters=default.drafters & (named | {CandidateSource.HEADS} if named else named))
         if not window_violations("", options, rule):

@@ -1,4 +1,4 @@
-"""The orchestrator's end of a session at a verifier or a draft: how it opens, is read and ends."""
+"""The orchestrator's side of a session's stream to a verifier or draft service: opening, reading, writing, ending."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ DEADLINE_SLACK_SECONDS = 0.1
 the two machines start one network delay apart."""
 
 MAX_LOGGED_BYTES = 1024
-"""Limit in bytes on a peer's reason for ending a session, as logged: no service of ours gives a longer one."""
+"""Maximum bytes logged of a peer's reason for ending a session. The reasons given by our own services fit."""
 
 MAX_OPENED_BYTES = 1 << 14
-"""Size limit of `opened`. A sub-message is kept for the session and pins the whole buffer; real ones have a few hundred
-bytes."""
+"""Maximum size of `opened` in bytes. A sub-message of `opened` is kept for the whole session and pins the whole buffer
+in memory. Our own services send a few hundred bytes."""
 
 MAX_HEARTBEATS = 64
 HEARTBEATS_A_SECOND = 16
-"""Token bucket for heartbeats: burst and rate, four times the rate a peer should have."""
+"""Token bucket for heartbeats: burst, and rate per second. Our own services send at most a quarter of this rate."""
 
 log = structlog.get_logger()
 
@@ -55,7 +55,7 @@ class PeerStream:
         self._call: Call | None = None
         self._aborted_by: Exception | None = None
         self._clock = clock or (lambda: time.monotonic())  # looked up at each call: `evaluation` replaces it
-        # Heartbeats left in the token bucket, as of the last one.
+        # Heartbeats left in the token bucket after the last heartbeat.
         self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), self._clock()
         self._writing = asyncio.Lock()  # gRPC allows one write at a time; waiters go in order
 
@@ -144,8 +144,8 @@ class PeerStream:
         return left is not None and left < DEADLINE_SLACK_SECONDS
 
     def _count_heartbeat(self) -> None:
-        """Count a heartbeat; LostError if heartbeats come faster than any peer of ours sends them. Nothing else limits
-        them, and they cost a hostile peer nothing."""
+        """Count a heartbeat. Raise LostError if heartbeats arrive faster than our own services send them: they have no
+        other limit, and sending them costs a hostile peer nothing."""
         now = self._clock()
         # A token bucket with one exception: heartbeats that queued up while the stream was not read arrive at once, so
         # the credit of that pause (`since`) may exceed the burst.

@@ -1,8 +1,7 @@
 """Traffic splitting: picks the revision of a model for a request, by shares.
 
 Requests without a seed are split at random. A seeded request always gets the same revision while the shares stay the
-same: another revision would give it other tokens, for no visible reason. Speculation options do not affect the choice
-either.
+same: another revision would give it other tokens, for no visible reason. The choice ignores speculation options.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from specdec.v2 import generation_pb2
 
 PART = 4096
 TURNS = 16
-"""Characters or tokens at each end of a prompt, and turns at each end of a conversation: these are hashed to place a
-seeded request."""
+"""Hashed to place a seeded request: up to PART characters or tokens at each end of a prompt or chat turn, and up to
+TURNS turns at each end of a conversation."""
 
 
 class TrafficTarget(Protocol):
@@ -26,7 +25,7 @@ class TrafficTarget(Protocol):
 
     @property
     def share(self) -> float:
-        """Relative to others; 0: never chosen."""
+        """The target's traffic relative to that of other targets. A target with share 0 is never chosen."""
 
     @property
     def ready(self) -> bool:
@@ -46,8 +45,8 @@ def point_of(request: generation_pb2.GenerateRequest) -> float:
 
 
 def _ends(request: generation_pb2.GenerateRequest) -> bytes:
-    """Return the beginning, the end and the length of a prompt, as bytes. The prompt is not validated yet, and may have
-    megabytes."""
+    """Return the beginning, the end and the length of a prompt, as bytes. The prompt is not validated yet, and may be
+    megabytes long."""
     match request.WhichOneof("prompt"):
         case "text":
             length, part = len(request.text), (request.text[:PART] + request.text[-PART:]).encode()
@@ -65,7 +64,7 @@ def _ends(request: generation_pb2.GenerateRequest) -> bytes:
 
 def choose(revisions: Sequence[Chosen], point: float) -> Chosen:
     """Return the revision at a point of [0, 1), which is divided among the revisions by share. Revisions that are not
-    ready are skipped, unless none is ready; at least one must have a share."""
+    ready are skipped, unless none is ready. At least one revision must have a share above 0."""
     left = [revision for revision in revisions if revision.share > 0]
     first = chosen = _at(left, point)
     while not chosen.ready and len(left) > 1:

@@ -1,4 +1,4 @@
-"""The model of an orchestrator, as far as requests depend on it."""
+"""The properties of an orchestrator's served model that requests depend on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class ServedModel:
     @classmethod
     def of(cls, directory: ModelDirectory, *names: str, chat_template: Path | None = None) -> Self:
         """Read a model directory; ModelDirectoryError if its tokenizer, chat template or generation defaults cannot be
-        used. Without `names`, the model has the directory's. `chat_template`: a file that replaces its templates."""
+        used. Without `names`, the model is named after the directory. `chat_template`: a file that replaces the model's
+        chat templates."""
         name, *aliases = dict.fromkeys(names or (directory.name,))
         model = cls(
             name=name,
@@ -69,7 +70,7 @@ class ServedModel:
 
     @cached_property
     def tool_tokens(self) -> Mapping[str, int]:
-        """Special tokens among the marks of the tool format, to be shown in texts with calls."""
+        """Special tokens among the marks of the tool format, by mark. The text shows them if the request has tools."""
         marks = () if self.tool_format is None else self.tool_format.marks
         found = {mark: self.tokenizer.special_token(mark) for mark in marks}
         return {mark: token for mark, token in found.items() if token is not None}
@@ -86,7 +87,7 @@ class ServedModel:
 
     @property
     def most_request(self) -> int:
-        """Upper bound in bytes on a valid request: its text, or tokens of 5 bytes each (four contexts to truncate, one
-        to resume), some 10 bytes around each chat turn, a ban and a permission of every token, and 512 KiB for the
-        rest."""
+        """Upper bound in bytes on a valid request. It is the sum of the longest text; 5 bytes for each prompt token (up
+        to four contexts before truncation) and each resumed token (up to one context); about 10 bytes around each chat
+        turn; 10 bytes for each token id, which may be both banned and allowed; and 512 KiB for all other fields."""
         return self.most_text + 30 * self.context + 10 * self.vocabulary + (512 << 10)

@@ -24,7 +24,7 @@ from specdec.serving.validation import MAX_TENANT_CHARACTERS, MAX_WEIGHT, MIN_WE
 from specdec.wire.file_version import Version, version_of
 
 MAX_LIMIT = 10**12
-"""Largest limit. To have no limit, leave it out."""
+"""Maximum value of a limit. A tenant without the field has no limit."""
 
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
 CLASS = re.compile(r"[a-z0-9_-]{1,32}")
@@ -45,7 +45,7 @@ class Tenant:
     weight: float = 1.0  # share of the verifiers relative to other tenants, when several compete
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None  # of prompts and of texts
+    tokens_per_minute: int | None = None  # prompt tokens and generated tokens
     learn: bool = False  # drafts may learn from texts whose requests permit it too
 
 
@@ -65,7 +65,7 @@ class TenantsFile:
 
     path: Path
     what: ClassVar[str] = "tenants"
-    left_out: ClassVar[str] = ""  # a bad entry refuses the whole file
+    left_out: ClassVar[str] = ""  # a bad entry makes the whole file unusable
     unusable: ClassVar[type[Exception]] = TenantsFileError
 
     @property

@@ -1,6 +1,6 @@
 """The statistics of a pod of any of the three services.
 
-Each service has its own `GetStats`, and answers UNIMPLEMENTED to the others'.
+Each service implements its own `GetStats`, and answers UNIMPLEMENTED to that of another service.
 """
 
 from __future__ import annotations

@@ -50,13 +50,13 @@ def train_heads(
     ] = None,
     layers: Annotated[
         int | None,
-        typer.Option(min=1, max=16, help="Residual blocks of a Medusa head, or layers of dspark. Default: 1, or 3."),
+        typer.Option(min=1, max=16, help="Residual blocks per Medusa head, or dspark layers. Default: 1; dspark: 3."),
     ] = None,
     own_outputs: Annotated[
         bool,
         typer.Option(
-            help="Give each Medusa head an output head of its own, as the paper does: better guesses, and as many "
-            "weights as that many copies of the target's output head. Default: all heads use the target's."
+            help="Give each Medusa head its own output head, as in the paper. This improves guesses, and adds as many "
+            "weights per Medusa head as the target's output head has. Default: all heads use the target's."
         ),
     ] = False,
     ttt_steps: Annotated[
@@ -83,7 +83,7 @@ def train_heads(
         typer.Option(
             min=0,
             max=4096,
-            help="Rank of the head by which a guess of dspark depends on the guess before; 0: none. Default: 256.",
+            help="Rank of dspark's Markov head, which conditions a guess on the previous one; 0: none. Default: 256.",
         ),
     ] = None,
     anchors: Annotated[
@@ -95,18 +95,18 @@ def train_heads(
     length: Length = 256,
     rate: Annotated[
         float | None,
-        number("Peak of the learning rate. Default: 0.001, of eagle3 and dspark 0.0006.", min=1e-7, max=1.0),
+        number("Peak learning rate. Default: 0.001; eagle3 and dspark: 0.0006.", min=1e-7, max=1.0),
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(min=0, max=2**31 - 1, help="Seed of the order of windows, and of first weights that are random."),
+        typer.Option(min=0, max=2**31 - 1, help="Seed for the order of windows and for random initial weights."),
     ] = 0,
     device: Device = "cpu",
     minutes: Minutes = None,
     resume: Resume = False,
 ) -> None:
-    """Train Medusa or EAGLE-3 heads, or a block draft, for a target, whose weights stay as they are. Ctrl-C keeps what
-    was learned."""
+    """Train Medusa or EAGLE-3 heads, or a block draft, for a target. The target's weights do not change. Ctrl-C keeps
+    what was learned."""
     check_begin(text, resume=resume)
     own: dict[str, dict[str, Any]] = {  # None: the plan's default
         "medusa": {"heads": heads, "layers": layers, "own_outputs": own_outputs or None},

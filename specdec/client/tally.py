@@ -20,7 +20,8 @@ class Tally:
         self._begun = False  # the current part has responses
 
     def take(self, response: GenerateResponse) -> None:
-        """Count a response. The last one's statistics, plus the interrupted parts, become those of the whole stream."""
+        """Count a response. The statistics of the interrupted parts are added to those in the last response, which then
+        cover the whole stream."""
         if response.HasField("finish"):
             _add(response.finish.speculation, self._broken)
         else:

@@ -1,7 +1,7 @@
 """Pruning for Gumbel-max: finds the few ids of every row that can win. Only these need float64 noise.
 
-Over whole vocabularies this dominates the time of sampling, so it is compiled: importing this module needs Numba, which
-only a verifier has.
+Over whole vocabularies, pruning dominates the sampling time, so it is compiled: importing this module needs Numba,
+which only a verifier has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from specdec.decoding.noise import GAMMA, MULTIPLY_1, MULTIPLY_2
 
 BOUND_ERROR = 1e-4
-"""Maximum shortfall of an upper bound of the noise: float32 rounding of numbers up to 179 (127 + 52), and a margin."""
+"""Maximum amount by which a computed upper bound can fall below the noise: float32 rounding of numbers up to 179
+(127 + 52), and a margin."""
 
 ROUNDING = 1e-6
 """Relative slack: more than the error of a few float32 operations (6e-8 each)."""
@@ -34,8 +35,9 @@ def possible_winners(
     """Return the ids that can win: ascending indices into the flattened z [n, V], including the winner of every row of
     z / temperature.
 
-    An id is kept if its upper bound of logit plus noise reaches the actual sum of the id with its row's highest bound:
-    mostly one or two ids per row. The largest logit of each row must be finite; -inf elsewhere rules an id out.
+    An id is kept if its upper bound on logit plus noise is at least the actual logit plus noise of the id with the
+    highest bound in the row: one or two ids in most rows. The largest logit of each row must be finite; -inf elsewhere
+    rules an id out.
     """
     z = np.ascontiguousarray(z)
     room = ROOM * len(z)
@@ -49,23 +51,23 @@ def possible_winners(
 
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def bounds(z: Any, temperature: Any, stream: Any, out: Any) -> None:
-    """Write to `out` [V] an upper bound of z / temperature + noise, up to BOUND_ERROR and rounding.
+    """Write an upper bound on z / temperature + noise to `out` [V]. It may be too low by BOUND_ERROR and rounding.
 
-    It fuses `noise.token_words` with a bound of the noise, keeping all numbers in registers. Since -log(u) >= 1 - u,
+    Fusing `noise.token_words` with a bound on the noise keeps all numbers in registers. Since -log(u) >= 1 - u,
     the noise is at most -log(1 - u), and 1 - u comes exactly from the word's complement. The binary logarithm of
     2**e * (1 + m) is at least e + m and at most 0.09 more (Mitchell 1962), and e + m, scaled and biased, is the integer
     value of a float's bits.
     """
     for token in range(len(z)):
         complement = np.float32(np.float32(np.int64(~_word(stream, token) >> np.uint64(12))) + np.float32(0.5))
-        logarithm = np.float32(complement.view(np.int32)) * np.float32(2.0**-23)  # binary, of (1 - u) * 2**52, plus 127
+        logarithm = np.float32(complement.view(np.int32)) * np.float32(2.0**-23)  # about log2((1 - u) * 2**52) + 127
         out[token] = z[token] / temperature + (np.float32(127 + 52) - logarithm) * np.float32(math.log(2))
 
 
 @numba.njit(nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
 def collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
-    """Write the ids that can win to `found`, as far as they fit; return their number. A row's bounds stay in the
-    core's cache."""
+    """Write the ids that can win to `found`, as many as fit, and return how many can win in total. A row's bounds stay
+    in the core's cache."""
     count, vocabulary = 0, z.shape[1]
     bound = np.empty(vocabulary, dtype=np.float32)
     for row in range(len(z)):
@@ -75,7 +77,7 @@ def collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
             promising += 1
         uniform = (np.float64(_word(streams[row], promising) >> np.uint64(12)) + 0.5) * 2.0**-52
         reached = z[row, promising] / temperatures[row] - math.log(-math.log(uniform))
-        # A winner's bound lies between `reached` and `highest`, up to its own rounding, which their size limits.
+        # A winner's bound lies between `reached` and `highest`, except for rounding relative to their magnitude.
         slack = BOUND_ERROR + ROUNDING * max(abs(highest), abs(reached))
         least = np.float32(reached - slack)
         for start in range(0, vocabulary, STRIDE):

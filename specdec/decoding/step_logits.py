@@ -1,7 +1,7 @@
 """Step logits: the logits of one forward pass, from which the sampling queries of sessions are answered.
 
-Only the class knows where its logits are: in this file, in host memory; a device keeps its own
-(`specdec.engine.gpu.sampler`).
+Only the implementing class knows where the logits are: those of `HostLogits` are in host memory, those of
+`specdec.engine.gpu.sampler` on a device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RowFeatures(NamedTuple):
     wanted: NDArray[np.int64]  # [n] rows of the pass, by row of the step logits
 
     def places(self, rows: Sequence[int], others: Sequence[int]) -> NDArray[np.int64]:
-        """Return rows of the pass: those behind `rows` of the step logits, then the `others`."""
+        """Return row indices in the pass: first those of the step logits' `rows`, then the `others` unchanged."""
         return np.concatenate([self.wanted[np.asarray(rows, dtype=np.int64)], np.asarray(others, dtype=np.int64)])
 
 
@@ -53,13 +53,12 @@ class StepLogits(Protocol):
         """Return the log-probabilities of these rows, as `logprobs.logprobs` does."""
 
     def hidden(self, rows: Sequence[int]) -> Any:
-        """Return the hidden states of these rows, [n, d], where the pass keeps them: a float32 array, or a tensor on
-        its device. Only for passes launched with hidden states."""
+        """Return the hidden states of these rows, [n, d]: a float32 array in host memory, or a tensor on the device of
+        the pass. Only for passes launched with hidden states."""
 
     def features(self, rows: Sequence[int], others: Sequence[int] = ()) -> Any:
-        """Return the features of these rows, then those of `others`, which are rows of the whole pass numbered as in
-        its batch: [n, m, d], where the pass keeps them, as in `hidden`. Only for passes launched with features of m
-        layers."""
+        """Return the features [n, m, d] of these rows, then those of `others`, which are row indices in the batch of
+        the pass: an array or a tensor, as in `hidden`. Only for passes launched with features of m layers."""
 
 
 class HostLogits:

@@ -71,7 +71,7 @@ class Packer(ABC):
 
     def add_leaves(self, text: Slots, branches: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Add rows that each see a text and then the slots of their own branch, which ends with the row's slot.
-        Branches may share a beginning."""
+        Branches may share a prefix."""
         for branch, row in zip(branches, rows, strict=True):
             self.add_branch(text, branch, [row])
 

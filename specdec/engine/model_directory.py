@@ -40,8 +40,8 @@ MIN_CONTEXT = 64
 
 MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 30
-"""Maximum context in tokens, and (MAX_VOCABULARY) maximum number of token ids. Both far exceed every known model, and
-fit into the 32 bits used for positions and token ids."""
+"""Maximum number of token ids, and maximum context in tokens. Both far exceed those of every known model, and fit into
+the 32 bits used for token ids and positions."""
 
 MAX_END_TOKENS = 1000
 """Maximum number of a model's end tokens, since every request carries them."""
@@ -63,8 +63,8 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
         "head_dim": 256,
     }
 }
-"""`model_type` of a multimodal model to fields that the `text_config` of published models lacks, with transformers'
-defaults."""
+"""transformers' defaults for fields that are missing from the `text_config` of published multimodal models, by
+`model_type`."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class ModelDirectory:
 
     @cached_property
     def name(self) -> str:
-        """The served name of the model: the last part of its path. A symbolic link keeps its own name, because a hash
-        may be the name of its target."""
+        """The served name of the model: the last part of its path. A symbolic link is not resolved, because the
+        directory that it points to may be named after a hash."""
         name = os.path.basename(os.path.abspath(self.path))
         try:
             name.encode()  # it is sent in messages
@@ -197,8 +197,8 @@ class ModelDirectory:
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Ids that end a text (docs/text.md). If no file names any, the tokenizer's own end token, since a text must be
-        able to end."""
+        """Ids that end a text (docs/text.md). If no file names any, the tokenizer's own end token is used, since a text
+        must be able to end."""
         if self._named_end_tokens:
             return self._named_end_tokens
         text = self.tokenizer_files.end_token
@@ -208,7 +208,7 @@ class ModelDirectory:
     @cached_property
     def _named_end_tokens(self) -> frozenset[int]:
         """End tokens of generation_config.json, else of config.json (top level before text part). Only the first source
-        that has any counts, because models are corrected in generation_config.json alone."""
+        with end tokens is used, because models are corrected in generation_config.json alone."""
         for source in (self.generation_config, self._whole_config, self._text_config):
             if source.has("eos_token_id"):
                 return frozenset(source.integers("eos_token_id", 0, self.vocabulary - 1, count=MAX_END_TOKENS))
@@ -275,8 +275,9 @@ class ModelDirectory:
         return self._safetensors(sorted(os.listdir(self.path)))
 
     def _safetensors(self, names: list[str]) -> tuple[Path | None, list[Path]]:
-        """Return the directory's safetensors that belong to the model, by transformers' rule: the file or index named
-        in config.json, else the single file, else the files of the index. Without any of these: all, as in vLLM."""
+        """Return the index, if any, and the safetensors that belong to the model, by transformers' rule: the file or
+        index named in config.json, else the single file, else the files of the index. If there are none of these, all
+        safetensors in the directory belong to the model, as in vLLM."""
         source = self._whole_config.text(WEIGHTS_FIELD) if self._whole_config.has(WEIGHTS_FIELD) else None
         if source is not None and not (_is_plain(source) and source.endswith((".safetensors", INDEX_SUFFIX))):
             raise self._whole_config.refusal(

@@ -21,8 +21,8 @@ TRIAL_STACK_BYTES = 2 << 20
 and 9.2 kB per level, as measured with llguidance 1.9)."""
 
 SERVICE_STACK_BYTES = 16 << 20
-"""Stack of every service thread that compiles, follows or frees a grammar. The margin of eight covers differences
-between the processes: Python frames and thread-local storage."""
+"""Stack of every service thread that compiles, follows or frees a grammar. This is eight times the trial's stack, to
+cover differences between the processes: Python frames and thread-local storage."""
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

@@ -280,8 +280,8 @@ class _Outermost:
 
 
 def _caller(request: Request) -> Caller:
-    """Return the caller. Header values that gRPC metadata cannot carry are dropped: they are no valid key or trace
-    context."""
+    """Return the caller. Header values that gRPC metadata cannot carry are dropped: they cannot be a valid key or
+    trace context."""
     headers = [(name, request.headers[name]) for name in CARRIED if name in request.headers]
     headers = [(name, bearer(value) if name == "authorization" else value) for name, value in headers]
     keys = [request.headers[name] for name in KEY_HEADERS if name in request.headers]
@@ -292,8 +292,8 @@ def _caller(request: Request) -> Caller:
 
 
 def bearer(authorization: str) -> str:
-    """Return an `authorization` header in normal form, under which its caller is counted: orchestrators accept any case
-    of the scheme, and white space around the key."""
+    """Return the normal form of an `authorization` header, so that all its spellings count as one caller: orchestrators
+    accept any case of the scheme, and white space around the key."""
     scheme, _, key = authorization.partition(" ")
     return f"Bearer {key.strip()}" if scheme.lower() == "bearer" else authorization
 

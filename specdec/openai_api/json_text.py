@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 _PLACE = f"encoded {uuid4().hex}"
-"""Placeholder for an encoded list until its text replaces it; no caller can guess it."""
+"""Placeholder that is later replaced by the text of an encoded list. It is random, so no caller can guess it."""
 
 
 class EncodedList:

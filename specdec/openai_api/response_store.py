@@ -63,7 +63,7 @@ DELETE FROM responses WHERE id IN (
     ) WHERE before < :excess
 )
 """
-"""Deletes the oldest responses of a caller, until their bytes reach the excess."""
+"""Deletes the oldest responses of a caller, until the deleted bytes reach `excess`."""
 
 Result = TypeVar("Result")
 
@@ -85,7 +85,7 @@ class ResponseStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the file, which several servers on one machine may share; None: keep the responses in memory.
-        ResponseStoreError if the file cannot be used."""
+        Raise ResponseStoreError if the file cannot be used."""
         self._most_bytes = most_bytes
         self._seconds = seconds
         self._clock = clock
@@ -103,7 +103,7 @@ class ResponseStore:
         if storing fails, which is logged."""
         try:
             return await self._thread.run(lambda: self._put(caller, items, response), caller, WAIT_SECONDS)
-        except (sqlite3.Error, OverloadedError) as error:  # a full disk, or locked by another server for long
+        except (sqlite3.Error, OverloadedError) as error:  # e.g. a full disk, or a long lock by another server
             log.warning("response_not_stored", why=str(error))
             return False
 
@@ -120,8 +120,8 @@ class ResponseStore:
         await self._run(caller, lambda: self._delete(caller, response_id))
 
     async def chain(self, caller: str, response_id: str) -> tuple[list[str], int]:
-        """Return the ids of a response and of all that it continues, earliest first, and their total bytes; ApiError if
-        one is missing."""
+        """Return the ids of a response and of all responses that it continues, earliest first, and their total bytes.
+        Raise ApiError if one of them is missing."""
         return await self._run(caller, lambda: self._chain(caller, response_id))
 
     async def conversation(self, caller: str, chain: Sequence[str]) -> list[Json]:

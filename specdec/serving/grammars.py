@@ -41,11 +41,11 @@ MAX_WAITING = 64
 
 class Grammars:
     """The grammars of a service's sessions. A grammar that is not cached is tried in a separate process, then compiled
-    in one of THREADS dedicated threads, once for all sessions that need it. Sessions with cached grammars or long
-    prompts do not wait for it."""
+    in one of THREADS dedicated threads, once for all sessions that need it. Compilation therefore does not
+    delay sessions with cached grammars or long prompts."""
 
     def __init__(self, compiler: GrammarCompiler | None, trials: GrammarTrials | None = None) -> None:
-        """Without a `compiler` no grammar is accepted; without `trials` grammars are compiled untried."""
+        """Without a `compiler` no grammar is accepted; without `trials` grammars are compiled without a trial."""
         self._compiler = compiler
         self._trials = trials
         self._threads = BoundedThreads(
@@ -55,8 +55,9 @@ class Grammars:
 
     async def prepare(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
         """Try and compile a grammar for an owner and return it; it stays compiled while the caller holds it.
-        GrammarPendingError if this cannot be done now, TenantLimitError at a limit of the owner, InvalidRequestError if
-        the grammar is unusable. Return None for oversized fields, which the checks of the whole message reject."""
+        Raise GrammarPendingError if this cannot be done now, TenantLimitError at a limit of the owner, and
+        InvalidRequestError if the grammar is unusable. Return None for oversized fields, which message validation
+        rejects."""
         grammar = grammar_from(message)
         if grammar is None or self._compiler is None:
             return None
@@ -100,8 +101,8 @@ class Grammars:
             compiling.exception()  # mark as retrieved: all its waiters may be gone
 
     def compiled(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
-        """Return the compiled grammar of a prepared message; None if the message has none. InvalidRequestError if it
-        cannot be compiled, NotBuiltError without a compiler."""
+        """Return the compiled grammar of a prepared message; None if the message has none. Raise InvalidRequestError if
+        the grammar cannot be compiled, NotBuiltError without a compiler."""
         grammar = grammar_from(message)
         if grammar is None:
             return None

@@ -22,8 +22,8 @@ class Openings:
         self._ended: set[asyncio.Timeout] = set()  # evicted for later calls
 
     async def first(self, requests: AsyncIterator[Any]) -> Any:
-        """Return the first message; None if the caller ends its side without one. DeadlineError on timeout,
-        OverloadedError if the call is evicted for later ones."""
+        """Return the first message; None if the caller ends its side without one. Raise DeadlineError on timeout,
+        OverloadedError if the call is evicted for later calls."""
         if len(self._waiting) >= MAX_UNOPENED:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]

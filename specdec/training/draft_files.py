@@ -33,10 +33,10 @@ TOKENIZER_FILES = (
 GENERATION = "generation_config.json"
 
 LEFT_OUT = frozenset({WEIGHTS_FIELD, "auto_map"})
-"""Fields of config.json that name other files, which are not copied."""
+"""Fields that are left out of config.json, because they name files that are not copied."""
 
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Names of dtypes in the headers of weights."""
+"""Dtypes by their names in the headers of weight files."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class DraftFiles:
     dtype: torch.dtype
 
     def write(self, model: PreTrainedModel, out: Path) -> None:
-        """Write all files. WriteError if one cannot be written; the previous file is kept."""
+        """Write all files. Raise WriteError if one cannot be written; its previous version is kept."""
         for source, names in ((self.tokenizer.path, TOKENIZER_FILES), (self.draft.path, (GENERATION,))):
             for name in names:
                 if (source / name).is_file() and not (out / name).is_file():
@@ -60,8 +60,8 @@ class DraftFiles:
 
 
 def _write_weights(model: PreTrainedModel, dtype: torch.dtype, file: Path) -> None:
-    """Write a model's weights in `dtype`. transformers does it, because it knows each architecture's names in files;
-    its other files are discarded."""
+    """Write a model's weights in `dtype`. The file is written by transformers, which knows the stored names of each
+    architecture's tensors; other files that transformers writes are discarded."""
     copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights stay one tensor, stored once
     state = {
         name: copies.setdefault((tensor.data_ptr(), tensor.shape), _as_stored(tensor, dtype))

@@ -22,7 +22,7 @@ HELD_OUT = 20
 """One window in HELD_OUT is held out: no step trains on it."""
 
 PROMPT_TOKENS = 32
-"""Tokens of a text that the target continues."""
+"""Length in tokens of a prompt that the target continues."""
 
 CONTINUED_ROWS = 32
 """Texts continued at a time."""
@@ -33,11 +33,11 @@ class TextError(ModelDirectoryError):
 
 
 class Windows:
-    """Windows of `length` tokens, in random order; the same seed and number give the same windows. `tokens`: the tokens
+    """Windows of `length` tokens, drawn at random; the same seed and step give the same windows. `tokens`: the tokens
     of all windows, one after the other."""
 
     def __init__(self, tokens: Tensor, length: int, *, all_held_out: bool = False) -> None:
-        """`tokens`: int64 [n]. TextError if they make fewer than two windows."""
+        """`tokens`: int64 [n]. Raise TextError if they fill fewer than two windows."""
         count = len(tokens) // length
         if count < 2:
             raise TextError(f"the texts have {len(tokens)} tokens, must have at least {2 * length}: two windows")
@@ -66,7 +66,7 @@ class Mixture:
     """Windows of new text mixed with older ones, so that a model that learns the new text does not forget the old."""
 
     def __init__(self, new: Windows, old: Windows | None = None, share: float = 0.0) -> None:
-        """`share`: expected part of older windows in a batch."""
+        """`share`: expected fraction of older windows in a batch."""
         self.new, self.old = new, old
         self._share = share
 
@@ -92,8 +92,8 @@ def tokens_of(files: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> T
 
 
 def digest_of(files: Sequence[Path]) -> str:
-    """Return a digest of files as `tokens_of` reads them: their bytes, kinds and order. TextError if one cannot be
-    read."""
+    """Return a digest of files as `tokens_of` reads them: their bytes, kinds and order. Raise TextError if one
+    cannot be read."""
     digest = hashlib.sha256()
     for file in files:
         try:
@@ -106,7 +106,7 @@ def digest_of(files: Sequence[Path]) -> str:
 
 
 def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
-    """Yield the texts of a file, each with whether special tokens are still to be added."""
+    """Yield the texts of a file, each with a flag: True if the tokenizer must add special tokens."""
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -143,7 +143,7 @@ def continued(
     wrote: Callable[[int], None] = lambda rows: None,
 ) -> Tensor:
     """Return `rows` texts of `length` tokens from `continuations`, one after the other, int64 [rows * length]; fewer if
-    `time.monotonic` reaches `until` meanwhile. `wrote` is called with the number of texts so far, now and then."""
+    `time.monotonic` reaches `until` meanwhile. `wrote` is called after each part, with the number of texts so far."""
     found = tokens.new_empty(0, length)
     parts = continuations(model, tokens, length, rows, seed)
     while len(found) < rows and time.monotonic() < until:
@@ -155,11 +155,11 @@ def continued(
 def continuations(
     model: PreTrainedModel, tokens: Tensor, length: int, rows: int, seed: int, *, begin: int = 0
 ) -> Iterator[Tensor]:
-    """Yield `rows` texts in parts, int64 [n, length] each. A text is PROMPT_TOKENS from a random place in `tokens`, and
-    the target's continuation: greedy in every other part, else sampled at temperature 0.8. `begin`: number of existing
-    texts, in whole parts, which are skipped without changing the others.
+    """Yield `rows` texts in parts, int64 [n, length] each. A text is PROMPT_TOKENS tokens from a random place in
+    `tokens`, and the target's continuation: greedy in every other part, else sampled at temperature 0.8. `begin`:
+    number of texts that already exist, in whole parts. They are skipped, and the other texts stay the same.
 
-    Heads and drafts draft for text that the target writes, which differs from text by others.
+    Heads and drafts guess text that the target writes, which differs from text by other authors.
     """
     at_once = min(CONTINUED_ROWS, max(1, rows // 2))
     generator = torch.Generator().manual_seed(seed)
@@ -180,4 +180,4 @@ def continuations(
                 pad_token_id=0,
                 **sampled,
             )
-        yield texts[: rows - written].cpu().clone()  # a clone that gradients may pass
+        yield texts[: rows - written].cpu().clone()  # autograd rejects tensors made in inference mode

@@ -52,40 +52,43 @@ class Without(StrEnum):
     """The reason why a step of a session had no candidates; names as in specdec.v2.SpeculationDecisions."""
 
     NO_DRAFTER = "no_drafter"
-    """No drafter permitted by the session is available. Its orchestrator knows whether the request permits any."""
+    """No drafter is available to the session. Only its orchestrator knows whether the request permits any."""
     OFF_BY_DEFAULT = "off_by_default"
     """The request leaves the choice to the verifier, whose default permits none."""
     NO_DRAFT_SERVICE = "no_draft_service"
-    """Draft services alone are permitted, and none is available."""
+    """Only draft services are permitted, and none is available."""
     HEADS_NOT_LOADED = "heads_not_loaded"
-    """Heads alone propose for it, and the verifier has none."""
+    """Only heads may propose for the session, and the verifier has none."""
     LOCAL_MODEL_NOT_LOADED = "local_model_not_loaded"
-    """A local draft alone proposes for it, and the verifier has none."""
+    """Only a local draft may propose for the session, and the verifier has none."""
     HEADS_FAILED = "heads_failed"
     LOCAL_MODEL_FAILED = "local_model_failed"
     HEADS_SLOWER = "heads_slower"
-    """Heads alone propose for it, and its mode excludes them: it was measured to be as fast without them."""
+    """Only heads may propose for the session, and its mode excludes them: decoding was measured to be as fast without
+    them."""
     LOCAL_MODEL_SLOWER = "local_model_slower"
-    """A local draft alone proposes for it, and its mode excludes it: it was measured to be as fast without it."""
+    """Only a local draft may propose for the session, and its mode excludes it: decoding was measured to be as fast
+    without it."""
     PLAIN_FASTER = "plain_faster"
-    """Its mode permits none of its drafters: it was measured to be as fast without them."""
+    """The mode permits none of the session's drafters: decoding without them was measured to be as fast."""
     PROBED = "probed"
-    """Its mode permits none of its drafters, or its candidates were left out, to measure a mode or what rows cost."""
+    """To measure a mode or the cost of rows, the mode excluded the session's drafters, or its candidates were left
+    out."""
     ROW_COST = "row_cost"
     """No candidate was worth its row."""
     NO_ROOM = "no_room"
-    """A candidate was worth its row, but the step had none left: its tenant's share or the tree slots were used up."""
+    """A candidate was worth a row, but no row was left: the tenant's share or the tree slots were used up."""
     NOTHING_PROPOSED = "nothing_proposed"
     DRAFT_GAINS_NOTHING = "draft_gains_nothing"
-    """Its draft has brought it next to nothing, and is tried again later."""
+    """The remote draft has gained the session almost no tokens. It is tried again later."""
     PROMPTS_FIRST = "prompts_first"
     """Its draft pauses while prompts take the CPU cores."""
     PROMPT = "prompt"
-    """The step also computed the end of its prompt."""
+    """The step also computed the end of the session's prompt."""
 
 
 class Decision(NamedTuple):
-    """The decision on how many candidates a step of a session had."""
+    """A session's mode in one step and, if the step had no candidates for the session, the reason."""
 
     mode: str  # of adaptive speculation, or "forced"
     without: Without | None = None  # None: it had candidates
@@ -106,7 +109,7 @@ class DecisionSums:
 
     modes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MODES, 0))  # steps
     without: dict[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, Without), 0))  # steps, by reason
-    row: float = 0.0  # this and the following: over the steps with ROW_COST
+    row: float = 0.0  # seconds; `row`, `break_even` and `best` are summed over steps with ROW_COST
     break_even: float = 0.0
     best: float = 0.0
 
@@ -129,7 +132,7 @@ class VerifyResult:
     tokens: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    overruled: list[TargetLogprobs] = field(default_factory=list)  # if the policy asks for them; ascending
+    overruled: list[TargetLogprobs] = field(default_factory=list)  # if the policy asks for them; in order of position
     accepted: int = 0
     rejected: list[RejectedCandidate] = field(default_factory=list)  # if requested; in preorder within a step
     finish: int = 0  # FinishReason; 0: continues
@@ -155,7 +158,7 @@ class VerifyResult:
 
 
 MAX_SCORES_A_MESSAGE = 64
-"""Maximum tokens of a prompt with log-probabilities in one message: an orchestrator spends some 5 ms on it."""
+"""Maximum prompt tokens with log-probabilities in one message: an orchestrator takes about 5 ms to process them."""
 
 
 class PromptScores(NamedTuple):
@@ -172,7 +175,7 @@ class PromptScores(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of one step in seconds, and the rest of a session's commit besides its verify result."""
+    """Times of one step in seconds, and other fields of a session's commit that the verify result does not have."""
 
     forward: float
     step: float

@@ -24,8 +24,8 @@ log = structlog.get_logger()
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 5
-"""Rounds over all MEASURED_ROWS, interleaved so that a slow spell of the machine affects all alike: their ratios
-matter."""
+"""Rounds over all MEASURED_ROWS. They are interleaved, so that a temporary slowdown of the machine affects all row
+counts alike: their ratios matter."""
 
 MIN_ROUNDS = 2
 """Minimum number of rounds: the first one includes the compilation of kernels."""
@@ -53,7 +53,7 @@ GREEDY = SamplingQuery(RequestSampler(Sampling()), WARM_UP_KEYS)
 """The sampling query of every row at warm-up."""
 
 ROUNDING = 1e-12
-"""Relative error of a step time multiplied and divided by the speed, generously."""
+"""Upper bound on the relative rounding error of a step time after a multiplication and a division by the speed."""
 
 MANY = 1 << 20
 """The number of rows returned in place of infinity, where rows cost nothing."""
@@ -78,8 +78,8 @@ class StepLatency:
     shares of the predicted time. The measurement at start-up is the first estimate, with a wide error, so that a few
     steps outweigh it.
 
-    The error of an unvisited point grows again. Then a step may *explore* it: take more rows than pay by the current
-    estimate. Exploring has a budget, a fraction of the time of all steps.
+    The error of an unvisited point grows again. Then a step may *explore* the point, that is, take more rows than the
+    current estimate justifies. Exploring has a budget, a fraction of the time of all steps.
 
     Noise is one-sided: a step may take longer than its rows need, since others use the machine, but never less. So
     faster steps than expected get more weight than slower ones, and a delayed one gets little.
@@ -162,7 +162,7 @@ class StepLatency:
     def uncertain_below(self, rows: int, least: int) -> int:
         """Return the last measured point below `rows`, but at least `least`, if the time it saves is uncertain and the
         coming step may try it; else `rows`. The experiment costs few tokens, so it is made from time to time even
-        without budget: if fewer rows are better, further exploration is free."""
+        without budget: if fewer rows turn out better, further experiments cost no budget."""
         due = self.may_explore or self._steps_since >= UNPAID_STEPS
         if rows == least or rows > self._points[-1] or not due:
             return rows
@@ -170,7 +170,8 @@ class StepLatency:
         return point if self._error(rows, point) > self._tuning.certain_error else rows
 
     def explore(self, worth: float) -> None:
-        """Note that the coming step explores and is worth `worth` seconds; the budget pays for the excess."""
+        """Note that the coming step explores. `worth`: seconds in which a step without exploration would bring as many
+        tokens. The budget pays for the excess."""
         self._exploring = worth
 
     def _error(self, rows: int, other: int) -> float:
@@ -267,8 +268,8 @@ def never_falling(values: Sequence[float], variances: Sequence[float]) -> list[f
 def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: float) -> list[float]:
     """Return the minimum seconds over several rounds of a step over each row count; `seconds(count)` runs a step.
 
-    To bound the start-up of large models, counts beyond the first LONG step, at or above STEEP_ROWS, are not measured
-    but extrapolated linearly.
+    To bound the start-up time of large models, measuring stops at the first step of at least STEEP_ROWS rows that takes
+    longer than LONG. Larger counts are extrapolated linearly.
     """
     least: dict[int, float] = {}
     total = 0.0
@@ -326,8 +327,8 @@ def _timed(engine: Engine, rows: int) -> float:
 
 
 def _keys(engine: Engine, row: int) -> Slots:
-    """Return the slots of a text ending with this row. Texts share the slots before it, unless the engine needs them in
-    blocks of their own."""
+    """Return the slots of a text ending with this row. Texts share the slots before their last row, unless the engine
+    needs blocks of its own for each text."""
     if chains_only(engine):
         return BLOCK * row + np.arange(WARM_UP_KEYS + 1)
     return np.append(np.arange(1, 1 + WARM_UP_KEYS), 1 + WARM_UP_KEYS + row)

@@ -1,7 +1,7 @@
 """Medusa heads in the verifier (Cai et al. 2024): candidates from the hidden state that chose a text's last token.
 
-One small pass between two steps gives the guesses of all sessions for all positions, so nothing is read twice and
-nothing kept but a hidden state.
+One small pass between two steps guesses all positions of all sessions. The heads need no KV cache: they read only that
+hidden state.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from verifier_service.verification.tree_verification import TreeVerification
 
 
 class MedusaProposer(HeadsProposer["MedusaText"]):
-    """The Medusa heads of a verifier. `tree`: its ranks are below GUESSES, its depth at most the number of heads; None:
-    the likeliest paths."""
+    """The Medusa heads of a verifier. `tree`: a fixed tree, with ranks below GUESSES and at most as many levels as
+    there are heads; None: the likeliest paths."""
 
     def __init__(
         self, heads: MedusaHeads, tree: FixedTree | None = None, tuning: DraftModelTuning = DEFAULTS.draft_model
@@ -110,15 +110,15 @@ class MedusaProposer(HeadsProposer["MedusaText"]):
 
 @dataclass
 class MedusaText(HeadsText):
-    """A text's part in the proposer."""
+    """The proposer's state for one text."""
 
     state: Any = None  # hidden state [d] that chose the last of `length` tokens
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # [heads, GUESSES], then
+    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # [heads, GUESSES], or empty
     logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
 
     def query(self, session: VerifierSession, head: int) -> SamplingQuery:
-        """Return the query that ranks a head's guesses. Grammar and bans of sequences count for the first position
-        only, since what stands before the others is a guess too: the tree refuses what the grammar does not permit."""
+        """Return the query that ranks a head's guesses. The grammar and banned sequences apply to the first position
+        only, because later positions follow guesses. The tree drops candidates that the grammar does not permit."""
         if head:
             return SamplingQuery(self.sampler, self.length + head, session.penalty_state)
         ruled_out = self.sampler.ruled_out(session.tree.committed, ())
@@ -127,7 +127,8 @@ class MedusaText(HeadsText):
         )
 
     def learn(self, base: int, committed: Sequence[int]) -> None:
-        """Learn from the tokens committed after the first `base` ones, down to the first that was no guess."""
+        """Learn from the tokens committed after the first `base` ones, up to and including the
+        first one that was not guessed."""
         if self.proposed != base:
             return
         for head, (token, guesses) in enumerate(zip(committed, self.tokens.tolist(), strict=False)):
@@ -139,6 +140,6 @@ class MedusaText(HeadsText):
 
 
 def _chain(tokens: NDArray[np.int64], logprobs: NDArray[np.float64]) -> Paths:
-    """Return the best guess of each head, one below the other, each certain to be drawn."""
+    """Return the chain of each head's best guess, with draft distributions that put all probability on it."""
     count = int((logprobs > -np.inf).cumprod().sum())
     return certain(Paths(tokens[:count].tolist(), range(count), logprobs[:count].tolist()))

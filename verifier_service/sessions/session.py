@@ -42,8 +42,9 @@ from verifier_service.settings.tuning import DEFAULTS, Tuning
 class VerifierSession:
     """A session at the verifier, owned by the step loop's thread.
 
-    `computed` is the length of the committed text's prefix in the KV cache. A session with everything but the root
-    computed is decoding; with less, in prefill. Without memory, `computed` is 0 and the session waits.
+    `computed` is the length of the committed text's prefix in the KV cache. A session is decoding once
+    everything but the root is computed; until then it is in prefill. Without memory, `computed` is 0 and the session
+    waits.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class VerifierSession:
         self.computed = 0
         self.cached_tokens = 0  # tokens in the KV cache at first admission; 0 once sent
         self.consumed = len(text)  # tokens read by the client, prompt included
-        self.scored = max(1, request.scored_tokens)  # leading tokens of the prompt with logprobs, or without any
+        self.scored = max(1, request.scored_tokens)  # leading prompt tokens that need no further logprobs
         self.scores_read = self.scored  # of these, tokens whose logprobs the client has read
         self.refused_extends = 0  # invalid messages of candidates
         self._query: DraftQuery | None = None  # about the root's row (CONTRASTIVE)
@@ -133,8 +134,8 @@ class VerifierSession:
 
     @property
     def computable(self) -> int:
-        """The number of uncomputed committed tokens a step can compute: all; under CONTRASTIVE, all but the root until
-        the draft's distribution below it has arrived."""
+        """The number of uncomputed committed tokens that a step can compute. Under CONTRASTIVE, the root is excluded
+        until the draft's distribution for the next token has arrived."""
         return self.remaining_prompt + (not self.needs_draft or self.tree.root.distribution is not None)
 
     @property
@@ -187,7 +188,7 @@ class VerifierSession:
 
     def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
         """Insert candidates of a draft, received at the time `arrived`; ValueError if they are invalid. `held`: seconds
-        that the draft had known `base`; 0: unknown."""
+        that the draft had the text up to `base` before it sent them; 0: unknown."""
         rule = self.request.sampler.rule
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
         self._best_nodes = None  # first, since a message with an error may be inserted in part
@@ -302,8 +303,8 @@ class VerifierSession:
         return self._windows.jacobi_sizes if self.policy.jacobi else self._windows.sizes
 
     def open_window(self, size: Lookahead | None) -> LookaheadRows | None:
-        """Open a lookahead window of this size for the coming step and return its rows, if any; close it without a
-        size."""
+        """Open a lookahead window of this size for the coming step and return its rows, if any. If `size` is None,
+        close the window."""
         if size is None:
             self.ngrams.close_window()
             return None

@@ -1,13 +1,13 @@
 """Adaptive speculation: measures the token rate of each mode and uses the best, so that speculation is never slower
 than plain decoding.
 
-A latency model misses part of the cost of speculation: drafts may share the verifier's cores, and messages take time of
+A latency model misses part of the cost of speculation: drafts may share the verifier's cores, and messages occupy
 the event loop. So the controller measures committed tokens a second, by mode and by kind of batch: a contextual bandit
 with modes as arms and kinds of batch as contexts. Exploration is by probes with exponential back-off: the other modes
 are measured from time to time, less often after every loss.
 
-Kinds of batch differ in size (in powers of two, since speculation brings less with more sessions), in the drafters
-their sessions permit, in whether tokens are sampled, and in the number of exempt sessions. Exempt sessions speculate in
+Kinds of batch differ in size (a power of two; speculation gains less with more sessions), in the drafters that their
+sessions permit, in whether tokens are sampled, and in the number of exempt sessions. Exempt sessions speculate in
 every mode: their rows cost all modes the same, and their tokens are credited to none.
 
 Acceptance depends on the text and its tenant, so a pod has a controller for each group of texts with similar
@@ -45,7 +45,8 @@ class Mode(Enum):
 
 @dataclass
 class Probe:
-    """The next probe of a mode: its time, and the pause after it if the mode loses again. In seconds of steps."""
+    """The next probe of a mode: its time, and the pause after it if the mode loses again. Both are in seconds spent in
+    steps (`ModeStats.clock`)."""
 
     at: float
     pause: float
@@ -59,7 +60,7 @@ class ModeStats:
     best: Mode  # by the measurements so far
     probes: dict[Mode, Probe]  # of all other modes
     rates: dict[Mode, float] = field(default_factory=dict)  # tokens a second of the modes measured so far
-    told_rates: Mapping[str, float] | None = None  # the same by name; replaced as a whole
+    told_rates: Mapping[str, float] | None = None  # `rates` by the name of the mode; replaced as a whole
     probing: Mode | None = None  # the mode under probe
     clock: float = 0.0  # seconds of steps
     warmup: float = 0.0  # seconds left
@@ -110,8 +111,8 @@ class ModeStats:
         before = self.rates.get(self.best, rate) if self.probing is None else rate  # a probe's old rate is stale
         self.rates[self.mode] = before + 0.5 * (rate - before)
         self.told_rates = {mode.value: measured for mode, measured in self.rates.items()}
-        # A second window counts even with few candidates: a poor draft's candidates are not worth a row, yet steps are
-        # delayed for it.
+        # A second measurement counts even if few steps had candidates: a poor draft delays steps although its
+        # candidates are not worth their rows.
         disappoints = (conclusive or not first) and self.rates[self.best] < plain_rate
         if first and not disappoints:  # the first mode does well: postpone all probes
             for probe in self.probes.values():
@@ -164,7 +165,7 @@ class BatchProfile(NamedTuple):
 
 
 class Lingering:
-    """A number of sessions including those just departed: others often leave soon after."""
+    """A session count that falls with a delay: it includes sessions that have just left, as others often follow."""
 
     def __init__(self, seconds: float) -> None:
         self.held = 0  # current number, or a recent larger one
@@ -177,7 +178,7 @@ class Lingering:
             self.held, self._seen = sessions, now
 
     def lasts(self, now: float) -> bool:
-        """Return True if the number was `held` until just now."""
+        """Return True if the number was last `held` at most the configured seconds ago."""
         return now - self._seen <= self._seconds
 
 
@@ -222,10 +223,10 @@ class SpeculationController:
     def update(self, batch: BatchProfile, *, speculated: bool, tokens: int, seconds: float, plain_rate: float) -> None:
         """Add the outcome of a step.
 
-        `tokens`: committed by the step, exempt sessions excluded; `seconds`: since the end of the previous step or,
-        after an idle period, since its own start; `speculated`: it had candidates, exempt sessions' excluded;
-        `plain_rate`: upper bound on the tokens a second of plain decoding: it ignores the time between steps, which
-        plain decoding needs too.
+        `tokens`: the tokens committed by the step; `speculated`: the step had candidates. Both exclude exempt sessions.
+        `seconds` run from the end of the previous step or, after an idle period, from the start of this one.
+        `plain_rate` is an upper bound on the tokens a second of plain decoding, since it ignores the time between
+        steps.
 
         An interrupted measurement resumes with the next batch of its kind.
         """
@@ -261,8 +262,9 @@ class SpeculationController:
         """Return the initial mode for a new kind of batch.
 
         It is the best mode of the next larger size (sessions may just have left such a batch), else of the nearest
-        smaller one, since speculation brings no more with more sessions. If only much larger sizes are known, it is the
-        most promising mode, soon measured. If no size with as many exempt sessions is known, one with fewer decides.
+        smaller size: speculation gains no more with more sessions. If neither size is known with this number of exempt
+        sessions, smaller numbers are tried. If no such kind is known, it is the most promising mode, which is measured
+        soon.
         """
         sizes = (kind.sessions, kind.sessions + 1, *reversed(range(kind.sessions)))
         others = reversed(range(kind.exempt + 1))
@@ -279,7 +281,8 @@ def _kind(batch: BatchProfile) -> BatchProfile:
 
 
 MAX_GROUPS = 256
-"""Groups with kept statistics; the least recently active one is forgotten first. Each takes a few kilobytes."""
+"""Maximum groups whose statistics are kept; the least recently active group is dropped first. A group takes a few
+kilobytes."""
 
 
 class ControllerGroup(NamedTuple):

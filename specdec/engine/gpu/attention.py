@@ -30,13 +30,13 @@ TILES = (64, 32, 16)
 candidate for float32, whose products need many registers."""
 
 STAGE_BYTES = 1 << 15
-"""Upper bound on the bytes of keys and values per read. Heads of up to 128 numbers then fit into the 99 KiB of shared
-memory per block on the smallest GPUs with tensor cores for bfloat16. Heads of 256 fit there too, but in float32 they
-need a GPU with 164 KiB."""
+"""Upper bound on the bytes of keys and values per read. Heads of width up to 128 then fit into the 99 KiB of shared
+memory per block on the smallest GPUs with tensor cores for bfloat16. Heads of width 256 fit there too, except in
+float32, which needs a GPU with 164 KiB."""
 
 PRECISION = tl.constexpr("tf32x3")
-"""Precision of float32 products: three tensor-core products each, nearly as exact as float32 itself. Exact ones
-("ieee") do not use tensor cores, and need more registers than exist."""
+"""Precision of float32 products: three tensor-core products each, nearly as exact as float32 itself. Exact
+products ("ieee") do not use tensor cores, and need more registers than a GPU has."""
 
 SPLITS_AT_ONCE = 16
 """Splits per read of the second kernel."""
@@ -85,7 +85,7 @@ class SplitKvMemory:
         reallocated.
 
         If so, CUDA graphs captured before must not be replayed, since they write to memory they no longer own. If the
-        GPU is out of memory (torch's error), there is no room until the next successful call.
+        GPU is out of memory, torch's error propagates, and no memory is reserved until the next successful call.
         """
         width = heads * (2 + max(values.shape[2] for values in self.values))
         if partials <= self.partials and width <= self._width:

@@ -109,8 +109,8 @@ class Ranked:
     """A shortlist for truncated sampling: the largest logits of a row, and the row's total weight. The host checks
     whether the cut lies among these logits.
 
-    The GPU's exponentials may be an ulp off the host's, and it sums in another order. If top-p falls between the two
-    results, at most a ten-millionth of the weight apart, one id more or less survives than on the host.
+    The GPU's exponentials may be an ulp off the host's, and the GPU sums in another order. The two results differ by
+    at most a ten-millionth of the weight. If top-p falls between them, one id more or fewer survives than on the host.
     """
 
     def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None:
@@ -137,7 +137,7 @@ def of_largest(
     """Return the choices by truncated sampling, int64 [n], or UNDECIDED.
 
     `z` [n, k]: the largest logits of each row, descending and divided by T; `ids`: their token ids; `totals`: the
-    weight of the whole row relative to its first.
+    weight of the whole row relative to the weight of its largest logit.
     """
     samplings, streams = [query.sampler.sampling for query in queries], streams_of(queries)
     tokens = np.full(len(queries), UNDECIDED, dtype=np.int64)

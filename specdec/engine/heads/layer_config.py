@@ -1,4 +1,4 @@
-"""The fields of config.json that all heads with decoder layers have, named as in a Llama model's."""
+"""The fields of config.json that all heads with decoder layers share. Their names are those of Llama's config.json."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from specdec.engine.model_directory import MAX_CONTEXT, MAX_VOCABULARY
 from specdec.engine.model_file import Fields, shown
 
 MAX_FEATURES = 16
-"""Maximum features of a position. Published heads read three, some five."""
+"""Maximum number of features per position. Most published heads read three, some read five."""
 
 ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
-"""Kinds of rotary embeddings. Others depend on the longest text of a batch."""
+"""Supported kinds of rotary embeddings. Other kinds depend on the longest text in the batch."""
 
 USUAL_CONTEXT, USUAL_THETA, USUAL_EPSILON = 2048, 10_000.0, 1e-6
-"""Llama's own values of fields that may be missing: context, base of rotary embeddings, epsilon of norms."""
+"""Llama's defaults for fields that may be missing: context, base of rotary embeddings, epsilon of norms."""
 
 SPECULATORS = "speculators_model_type"
-"""Field that only speculators' layout has: its kind of heads."""
+"""Field with the kind of heads, which only config.json in speculators' layout has."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LayerConfig:
     inner: int  # of the MLP
     epsilon: float  # of all norms
     context: int  # positions that the heads are trained for
-    rotary: dict[str, Any]  # its fields for transformers
+    rotary: dict[str, Any]  # fields of the rotary embeddings for transformers
 
     @classmethod
     def of(cls, layer: Fields, target: TargetShape) -> LayerConfig:
@@ -62,8 +62,8 @@ class LayerConfig:
 
 
 def layer_fields(config: Fields, *kinds: str) -> Fields:
-    """Return the fields of the layers: the file's own, or their part of a file in speculators' layout, whose heads must
-    be of one of these kinds."""
+    """Return the fields of the layers: those at the top level, or in speculators' layout those in
+    `transformer_layer_config`. In that layout, the heads must be of one of these kinds."""
     if not config.has(SPECULATORS):
         return config
     if config.text(SPECULATORS) not in kinds:

@@ -2,8 +2,8 @@
 
 Heads and drafters that build on a target's states (Medusa, EAGLE) need them together with the logits of the same pass.
 However a model's layers are run, its output head is a module that is called last. A hook on it always works, and costs
-nothing unless hidden states are requested. Layers are modules only if the model runs its own; our decoders keep the
-features themselves.
+nothing unless hidden states are requested. Layers are modules only if transformers' own forward pass runs them;
+our decoders call `Features.keep` themselves.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Features:
 
     @contextmanager
     def of(self, model: PreTrainedModel) -> Iterator[None]:
-        """Keep the inputs of the model's own layers while the context is open, for one pass over texts [n, t, d],
-        concatenated."""
+        """Keep the inputs of the model's own layers while the context is open, for one pass. The inputs [n, t, d] of n
+        texts are kept as [n * t, d]."""
         layers = decoder_layers(model)
 
         def keeping(layer: int) -> Callable[..., None]:

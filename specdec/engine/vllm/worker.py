@@ -1,6 +1,6 @@
 """Forward passes over block batches inside vLLM's workers, using vLLM's model runner.
 
-Most knowledge of vLLM's internals is in this file; the rest is in `fit.py`, and the start in `engine.py`.
+Most knowledge of vLLM's internals is in this file; the rest is in `fit.py`, and in `engine.py`, which starts vLLM.
 `preflight/vllm_version.py` lists the supported versions. A pass does what the runner's `execute_model` does between its
 request states and its sampler, which are unused here: it fills the runner's buffers, has the attention's metadata
 built, and runs the model, as a CUDA graph if there is one.

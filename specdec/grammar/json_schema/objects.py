@@ -1,4 +1,4 @@
-"""Objects: their properties by name and pattern, the remaining ones, and what one property requires of others."""
+"""Objects: properties by name and by pattern, additional properties, and dependencies between properties."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def _rewrite_dependencies(rewriter: Rewriter, part: Rewrite, key: str) -> None:
 
 
 def _rewrite_unevaluated(rewriter: Rewriter, part: Rewrite) -> None:
-    """Enforce `unevaluatedProperties` by additionalProperties, next to the names in all parts that always apply."""
+    """Rewrite `unevaluatedProperties` as `additionalProperties`, after listing the names and patterns from all
+    subschemas that always apply."""
     place = f"{part.place}/unevaluatedProperties"
     names, patterns = dict[str, None](), dict[str, None]()
     if _evaluated(rewriter, part.source, place, names, patterns, set()):

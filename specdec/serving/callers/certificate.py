@@ -1,8 +1,8 @@
 """The names in a caller's certificate, by kind (RFC 9525).
 
 gRPC's own list mixes hosts, addresses, URIs and e-mail addresses, and truncates each at a NUL byte: a certificate for a
-URI or for "orchestrator.svc\\0.example" would pass as the host's. So this module parses the certificate itself. The
-subject's common name is ignored.
+URI or for "orchestrator.svc\\0.example" would pass as one for the host. So this module parses the certificate itself.
+The subject's common name is ignored.
 """
 
 from __future__ import annotations
@@ -74,6 +74,6 @@ def _names(pem: bytes) -> frozenset[Name]:
 
 
 def _host(text: str) -> Name | None:
-    """Return a host name in lower case and without the root's dot; None if invalid."""
+    """Return a host name in lower case and without a trailing dot; None if invalid."""
     spelled = text.lower().removesuffix(".")
     return Name("host", spelled) if _HOST.fullmatch(spelled) and len(spelled) <= 253 else None
