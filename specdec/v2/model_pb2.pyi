@@ -655,7 +655,8 @@ class SpeculationDecisions(google.protobuf.message.Message):
         drafter; "no_draft_service": only draft services are permitted, and none is there; "no_drafter": a verifier was
         told of no drafter; "heads_not_loaded", "heads_failed", "heads_slower": the request permits heads alone, and they
         are not there, failed, or were measured to be no faster than plain decoding; "local_model_...": the same of a local
-        draft; "plain_faster": plain decoding was measured to be as fast; "row_cost": no candidate was worth its row;
+        draft; "plain_faster": plain decoding was measured to be as fast; "probed": tried without candidates, to measure
+        that; "row_cost": no candidate was worth its row; "no_room": one was, but the step had no room for it;
         "nothing_proposed": there was no candidate; "draft_gains_nothing": the draft brings this text next to nothing, and
         is tried again later; "prompts_first": the draft pauses while prompts take the CPU cores; "prompt": the step also
         ended a prompt.
