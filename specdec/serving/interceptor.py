@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import grpc
@@ -182,6 +182,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             message = await openings.first(requests)
             if message is None:
                 raise _NoRequestError
+            if isinstance(reader := aiter(requests), AsyncGenerator):
+                await (
+                    reader.aclose()
+                )  # gRPC's server keeps its last call until the next one, and so the reader's message
             if len(message) > (most := self._max_request_bytes()):
                 problem = f"has {len(message)} bytes, must have at most {most}"
                 raise InvalidRequestError([("request", problem)])

@@ -140,15 +140,19 @@ class ServerConnection:
 
     async def _read(self, requests: AsyncIterator[mux_pb2.ConnectRequest]) -> None:
         async for request in requests:
-            check_batch(request.frames)
-            for frame in request.frames:
-                if frame.HasField("begin"):
-                    self._open(frame.stream, frame.begin)
-                elif frame.stream in self._served:
-                    served, running = self._served[frame.stream]
-                    served.receive_frame(frame)
-                    if served.closed:
-                        running.cancel()
+            self._receive(request.frames)
+
+    def _receive(self, frames: Sequence[mux_pb2.Frame]) -> None:
+        # A method of its own: a local of `_read` would keep a stream, and its text, in memory until the next batch.
+        check_batch(frames)
+        for frame in frames:
+            if frame.HasField("begin"):
+                self._open(frame.stream, frame.begin)
+            elif frame.stream in self._served:
+                served, running = self._served[frame.stream]
+                served.receive_frame(frame)
+                if served.closed:
+                    running.cancel()
 
     def _open(self, number: int, begin: mux_pb2.Begin) -> None:
         if number in self._served or not number:
