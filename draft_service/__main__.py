@@ -34,11 +34,14 @@ with needed_by("draft", "draft"):
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.gguf_file import open_model
+    from specdec.engine.heads.files import TargetShape
+    from specdec.engine.heads.kinds import feature_heads_in
     from specdec.engine.learned_from import LearnedFrom
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.model_directory import ModelDirectory
     from specdec.engine.placement import DraftKind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
+    from specdec.engine.preflight.device import check_placement
     from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.grammar_trials import GrammarTrials
     from specdec.serving.identity import identity_of, pod_info
@@ -66,6 +69,15 @@ def main(
             metavar="DIR",
             help="Directory of the target, if its tokenizer is not the draft's: its configuration and tokenizer files. "
             "The draft then proposes the tokens that both have.",
+        ),
+    ] = None,
+    heads: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory of EAGLE-3 heads or of a block draft (DFlash, DSpark), run in place of a draft model: "
+            "--model is then their target: only its configuration, tokenizer, token embeddings and output head are "
+            "read. Verifiers need --features DIR. Needs --engine torch. Default: a draft model.",
         ),
     ] = None,
     engine: Annotated[
@@ -240,6 +252,16 @@ def main(
             f"is for --engine onnx, or for CPUs: --engine {engine} on {device} cannot load a model beside its passes",
             param_hint="--versions",
         )
+    if heads is not None:
+        others = {
+            "--target-tokenizer": target_tokenizer is not None,
+            "--versions": versions is not None,
+            "--learn-tokens": learn_tokens > 0,
+        }
+        if engine != "torch":
+            raise typer.BadParameter(f"needs --engine torch, not {engine}", param_hint="--heads")
+        if given := [option for option, is_given in others.items() if is_given]:
+            raise typer.BadParameter("is for draft models, not for --heads", param_hint=given[0])
     set_memory_policy()
     key = learning_key(learn_key_file, keeps=learn_tokens > 0, tries=versions is not None)
     limits = DraftLimits(
@@ -262,6 +284,8 @@ def main(
         folder = None if versions is None else Watched(VersionsFolder(versions))  # before a model is loaded in vain
         forgotten = Forgotten(versions)
         placement = Placement(engine, dtype, device, kv_tokens, sessions=max_sessions, is_draft=True)
+        if heads is not None:
+            return heads_servicer(heads, open_model(model), placement, threads or threads_for(device), limits)
         (directory,) = check(Wanted(model, placement))
         learned_from = LearnedFrom.of(directory.path)
         if forgotten.concerns(learned_from):
@@ -311,6 +335,22 @@ def main(
         return DraftServicer(loop, identity, limits, info, grammars, trials, translation, learning, follower)
 
     run(server, lambda: in_a_thread_of_its_own(start), "draft")
+
+
+def heads_servicer(
+    heads: Path, target: ModelDirectory, placement: Placement, threads: int, limits: DraftLimits
+) -> DraftServicer:
+    """Return the servicer of a draft service that runs the heads in a directory."""
+    check_placement(target, placement)
+    files = feature_heads_in(heads, TargetShape.of(target))
+    from draft_service.heads_loading import load_heads  # imports torch
+
+    loaded = load_heads(files, target, placement, threads)
+    loop = DraftLoop(loaded.drafter)
+    loop.start()
+    grammars = GrammarCompiler.of(target)
+    grammars.prepare()
+    return DraftServicer(loop, loaded.identity, limits, loaded.info, grammars, GrammarTrials(target.path))
 
 
 def translated(draft: ModelDirectory, path: Path | None) -> tuple[ModelDirectory, Translation | None]:

@@ -72,6 +72,11 @@ class DraftLoop(EngineWorker[DrafterSession]):
         if session in self._sessions:  # an error may have ended it while the commit was in flight
             self.drafter.commit(session, move)
 
+    def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
+        """Take features of a session's text. Errors as in `Drafter.take_features`."""
+        if session in self._sessions:
+            self.drafter.take_features(session, first, values)
+
     def detach(self, session: DrafterSession) -> None:
         """Forget a session and free its memory; no-op for an unknown one."""
         self._retry.forget(session)

@@ -1,15 +1,16 @@
 """The drafter of a draft service: extends the token trees of its sessions.
 
 The draft loop owns one drafter and calls it in its own thread. `language_model.py` has the drafter that runs a draft
-model, `versions.py` one that holds several versions of a model. Heads on the target's hidden states, an n-gram index or
-a suffix cache on a separate machine would be others, one file each. Texts, trees, commits, calibration, sending and
-policies stay outside a drafter: `DrafterSession` handles them.
+model, `heads.py` one that runs heads on the target's features, `versions.py` one that holds several versions of a
+model. An n-gram index or a suffix cache on a separate machine would be others, one file each. Texts, trees, commits,
+calibration, sending and policies stay outside a drafter: `DrafterSession` handles them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from draft_service.session import DrafterSession, RootMove
 from specdec.decoding.sampling import Rule
@@ -24,12 +25,22 @@ class ExpansionError(Exception):
         self.cause = cause
 
 
+class FeatureFormat(NamedTuple):
+    """Features of the target that a drafter reads, as in `specdec.v2.FeatureFormat`."""
+
+    fingerprint: str
+    width: int
+
+
 class Drafter(ABC):
     """A drafter of many sessions. A drafter without per-session state implements only `expand`."""
 
     rules: frozenset[Rule] = frozenset({Rule.COUPLED})
     """Acceptance rules it can draft for. COUPLED accepts children from any source; REJECTION needs draws together with
     the distribution they were drawn from, CONTRASTIVE distributions over the whole vocabulary."""
+
+    features: FeatureFormat | None = None
+    """The features of the target that it reads; None: none."""
 
     @property
     def slots(self) -> int:
@@ -46,6 +57,11 @@ class Drafter(ABC):
 
     def commit(self, session: DrafterSession, move: RootMove) -> None:  # noqa: B027 -- the tree may say all
         """Follow a commit: the root of the session's tree has moved."""
+
+    def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
+        """Take features of a session's text from a position on, before the commit of the token after them. ValueError
+        if they are not whole rows of this text."""
+        raise ValueError("this draft reads none")
 
     def best_logprob(self, session: DrafterSession) -> float:
         """Return the path logprob of the session's next node to expand; -inf if none is worth expanding."""

@@ -41,6 +41,15 @@ class Frontier:
         negative, _, node = heapq.heappop(self._heap)
         return -negative - self._passed, node
 
+    def remove(self, node: Node) -> bool:
+        """Remove this node; return False if it is not there."""
+        for place, (_, _, other) in enumerate(self._heap):
+            if other is node:
+                del self._heap[place]
+                heapq.heapify(self._heap)
+                return True
+        return False
+
     def logprob_of(self, place: int) -> float:
         """Return the path logprob of the best node (`place` 1), the second best (2), ...; -inf if there are fewer."""
         entries = heapq.nsmallest(place, self._heap)

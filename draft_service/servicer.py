@@ -242,11 +242,13 @@ class DraftServicer(
                 session.set_policy(self._policy(request.policy, session.max_nodes, session.request.sampler.rule))
             case "resend":
                 session.outgoing.resend()
+            case "features":
+                self._loop.take_features(session, request.features.first, request.features.values)
             case "query":
                 session.ask(query_from(request.query, int(session.vocabulary / MIN_PART)))
 
     def opened(self, session: DrafterSession) -> draft_pb2.DraftResponse:
-        policy = session.policy
+        policy, features = session.policy, self._loop.drafter.features
         version = self._version_of(session)
         opened = draft_pb2.DraftOpened(
             identity=self._identity if version is None else self._identity_of(version),
@@ -256,6 +258,7 @@ class DraftServicer(
             max_nodes=policy.max_nodes,
             keeps_text=self._loop.traffic is not None and self._loop.traffic.keeps(session),
             overruled_logprobs=MAX_TOP if self._learns_logprobs(session) else 0,
+            features=None if features is None else draft_pb2.FeatureFormat(**features._asdict()),
         )
         return draft_pb2.DraftResponse(opened=opened)
 

@@ -197,6 +197,25 @@ class DrafterSession:
         self._expanded[node] = node.position - self.tree.root.position
         return node
 
+    def take(self, node: Node) -> bool:
+        """Take a node from the frontier, whether or not it is the best; it counts as expanded. Return False if it is
+        not there, or not worth expanding now."""
+        policy, depth = self.policy, node.position - self.tree.root.position
+        if self._full or depth > policy.deepest or node.path_logprob() < policy.min_logprob:
+            return False
+        if not self._frontier.remove(node):
+            return False
+        self._expanded[node] = depth
+        return True
+
+    def take_root(self) -> bool:
+        """Take the root, even if it has children: there may be better ones now. Return False if no node may get any."""
+        if self._full:
+            return False
+        self._frontier.remove(self.tree.root)
+        self._expanded[self.tree.root] = 0
+        return True
+
     def put_back(self, node: Node) -> None:
         """Return a node to the frontier: the pass that should have given it children failed."""
         self._expanded.pop(node, None)
@@ -291,6 +310,8 @@ class DrafterSession:
         self.outgoing.add_distribution(node)
 
     def _add_child(self, parent: Node, token: int, logprob: float, path_logprob: float) -> None:
+        if token in parent.children:  # from before `take_root`
+            return
         child = self._grow(parent, token, logprob, path_logprob)
         if child is not None:
             self.outgoing.add(path_logprob, child)

@@ -49,6 +49,10 @@ class Mailbox(ResponseQueue[tuple[VerifyResult, StepTimes]]):
         self.scores: list[PromptScores] = []
         self.error: Exception | None = None
 
+    @property
+    def full(self) -> bool:
+        return False
+
     def _append(self, item: tuple[VerifyResult, StepTimes] | PromptScores | Exception) -> None:
         assert self.error is None
         assert not self.finish

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,9 @@ import torch
 from grpc_health.v1 import health_pb2_grpc
 from numpy.typing import NDArray
 
-from draft_service.__main__ import translated
+from draft_service.__main__ import heads_servicer, translated
 from draft_service.draft_loop import DraftLoop
+from draft_service.drafter import Drafter
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.learning_servicer import Learning
 from draft_service.servicer import DraftLimits, DraftServicer
@@ -35,6 +36,7 @@ from specdec.engine.engine import Engine, chains_only
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.kv.slots import Slots
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import Placement
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.serving.grammar_trials import GrammarTrials
 from specdec.serving.identity import identity_of, pod_info
@@ -47,7 +49,7 @@ from specdec.v2 import generation_pb2, generation_pb2_grpc, model_pb2
 from specdec.wire.tls_files import TlsFiles
 from tests.paged import Paged
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.heads_files import read_heads
+from verifier_service.heads_files import feature_source, read_heads
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import VerifierLimits, VerifierServicer
 from verifier_service.settings.tuning import DEFAULTS, Tuning
@@ -83,6 +85,28 @@ class SlowEngine:
 
     def copy(self, source: Slots, target: Slots) -> None:
         self.inner.copy(source, target)
+
+
+class SlowFeatures(SlowEngine):
+    """The same, of an engine with features of its layers."""
+
+    inner: CpuEngine
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.device, self.dtype, self.threads = self.inner.device, self.inner.dtype, self.inner.threads
+
+    def layer_count(self) -> int:
+        return self.inner.layer_count()
+
+    def forward_features(
+        self, batch: PackedBatch, layers: Sequence[int]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        self.delay()
+        return self.inner.forward_features(batch, layers)
+
+    def token_embeddings(self) -> Any:
+        return self.inner.token_embeddings()
 
 
 def long_steps() -> None:
@@ -130,7 +154,7 @@ class VerifierPod(Pod):
 class DraftPod(Pod):
     service: DraftServicer
     loop: DraftLoop = field(kw_only=True)
-    drafter: LanguageModelDrafter = field(kw_only=True)
+    drafter: Drafter = field(kw_only=True)
 
 
 @asynccontextmanager
@@ -266,15 +290,17 @@ async def stack(
     controller: SpeculationController | None = None,
     draft_model: Path | None = None,
     heads: Path | None = None,
+    draft_heads: Path | None = None,
     paged: bool = False,
     block_verification: bool = True,
     tuning: Tuning = DEFAULTS,
 ) -> AsyncIterator[Stack]:
     """Run verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine,
     `target_delay` the target's. Verifiers may have a `draft_model` or `heads`; `paged` ones take chains of candidates
-    only; without `block_verification` they test draws one by one. `verifier_kind` and `draft_kind` replace servicers; a
-    draft that `translates` has another tokenizer; `traffic` keeps texts that permit it, for who has the `learning_key`;
-    `disguise` modifies the reported identity of a verifier by number."""
+    only; drafts with `draft_heads` run these, fed by the verifiers; without `block_verification` they test draws one by
+    one. `verifier_kind` and `draft_kind` replace servicers; a draft that `translates` has another tokenizer; `traffic`
+    keeps texts that permit it, for who has the `learning_key`; `disguise` modifies the reported identity of a verifier
+    by number."""
     async with AsyncExitStack() as exits:
 
         async def verifier_pod(number: int) -> VerifierPod:
@@ -282,19 +308,24 @@ async def stack(
             if paged:
                 engine = Paged(engine)
             if target_delay is not None:
-                engine = SlowEngine(engine, target_delay)
+                slow = SlowEngine if draft_heads is None else SlowFeatures
+                engine = slow(engine, target_delay)
             own = None
             if draft_model is not None:
                 small = exits.enter_context(torch_engine(draft_model, capacity=capacity, exact=False))
                 own = DraftModelProposer(small, ModelDirectory(draft_model).context)
             cost = cost_of(engine, tuning, target, capacity, dtype, exact, target_delay, paged)
             own_heads = None if heads is None else read_heads(heads, None, ModelDirectory(target)).load(engine)
+            features = None
+            if draft_heads is not None:
+                features = feature_source(draft_heads, 256, ModelDirectory(target), engine)
             loop = StepLoop(
                 engine,
                 latency=cost,
                 controller=controller,
                 draft_model=own,
                 heads=own_heads,
+                features=features,
                 block_verification=block_verification,
                 tuning=tuning,
             )
@@ -309,6 +340,13 @@ async def stack(
             return pod
 
         async def draft_pod(directory: ModelDirectory) -> DraftPod:
+            if draft_heads is not None:
+                placement = Placement("torch", "float32", kv_tokens=capacity)
+                service = heads_servicer(draft_heads, directory, placement, 1, draft_limits or DraftLimits())
+                loop = service._loop
+                pod = DraftPod(service, loop=loop, drafter=loop.drafter)
+                await exits.enter_async_context(running(pod))
+                return pod
             engine: Engine
             if draft_engine is not None:
                 engine = await asyncio.to_thread(draft_engine, directory)

@@ -20,10 +20,10 @@ with needed_by("verifier", "verifier"):
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engine import LazyMemory, touch_memory
     from specdec.engine.engines.loading import load_engine
-    from specdec.engine.heads.kinds import memory_of_heads
+    from specdec.engine.heads.kinds import memory_of_features, memory_of_heads
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.placement import Kind, Placement, WantedDtype, Weights
-    from specdec.engine.preflight.check import Wanted, check
+    from specdec.engine.preflight.check import Beside, Wanted, check
     from specdec.engine.preflight.device import check_launcher
     from specdec.engine.preflight.dtype import dtype_of
     from specdec.engine.vllm.options import MAX_SEQUENCES, MAX_STEP_ROWS, read_options
@@ -35,7 +35,7 @@ with needed_by("verifier", "verifier"):
     from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
     from specdec.serving.validation import MAX_CANDIDATES, MAX_WINDOW_ROWS, lookahead_violations
     from specdec.wire.speculation import SPECULATIONS, SpeculationName
-    from verifier_service.heads_files import read_heads
+    from verifier_service.heads_files import MAX_FEATURE_WINDOW, feature_source, read_heads
     from verifier_service.proposers.draft_model import DraftModelProposer
     from verifier_service.servicer import VerifierLimits, VerifierServicer
     from verifier_service.step_loop import StepLoop
@@ -211,6 +211,23 @@ def main(
             "Default: the likeliest candidates of each text."
         ),
     ] = None,
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory of the EAGLE-3 heads or the block draft that draft services run (`specdec draft --heads`): "
+            "the verifier sends them what these heads read of the target's layers. Not beside --heads. Default: none.",
+        ),
+    ] = None,
+    feature_window: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_FEATURE_WINDOW,
+            help="With --features: rows kept of each text, for drafts that begin in the middle of it. The width of the "
+            "heads, in numbers of 2 bytes, is the size of one.",
+        ),
+    ] = 256,
     vllm_options: Annotated[
         str,
         typer.Option(
@@ -240,6 +257,11 @@ def main(
         raise typer.BadParameter(f"{engine} gives no hidden states; use --engine torch", param_hint="--heads")
     if heads is not None and draft_model is not None:
         raise typer.BadParameter("takes the place of --draft-model: give one of them", param_hint="--heads")
+    if features is not None and engine in ("vllm", "onnx"):
+        raise typer.BadParameter(f"{engine} gives no features of layers; use --engine torch", param_hint="--features")
+    if features is not None and heads is not None:
+        problem = "is given together with --heads: draft services run the heads"
+        raise typer.BadParameter(problem, param_hint="--features")
     if heads_tree is not None and heads is None:
         raise typer.BadParameter("needs --heads", param_hint="--heads-tree")
     if speculation in (lacking := {"heads": heads, "local_model": draft_model}) and lacking[speculation] is None:
@@ -250,6 +272,12 @@ def main(
         hint = "--speculation" if speculation == "jacobi" else "--lookahead" if jacobi is None else "--jacobi"
         raise typer.BadParameter("needs lookahead windows, which vLLM's engine lacks", param_hint=hint)
 
+    memory_beside: Beside | None = None
+    if heads is not None:
+        memory_beside = partial(memory_of_heads, heads, kv_tokens)
+    elif features is not None:
+        memory_beside = partial(memory_of_features, features)
+
     def start() -> VerifierServicer:
         check_launcher()
         target = Placement(engine, dtype, device, kv_tokens, compile, max_sessions, weights=weights)
@@ -257,14 +285,14 @@ def main(
         directory, *drafts = check(
             Wanted(model, target),
             *([] if draft_model is None else [Wanted(draft_model, beside)]),
-            beside=None if heads is None else partial(memory_of_heads, heads, kv_tokens),
+            beside=memory_beside,
         )
         files = None if heads is None else read_heads(heads, heads_tree, directory)
         most = threads or threads_for(device)
         counts = most, most if threads_while_drafting is None else min(most, threads_while_drafting)
-        owed, owed_a_slot = 0, 0  # memory for the heads, which are loaded after the KV cache
-        if heads is not None:
-            owed, owed_a_slot = memory_of_heads(heads, kv_tokens, directory, dtype_of(directory, target)).owed
+        owed, owed_a_slot = 0, 0  # memory for the heads, or their fusion, which are loaded after the KV cache
+        if memory_beside is not None:
+            owed, owed_a_slot = memory_beside(directory, dtype_of(directory, target)).owed
         loaded = load_engine(
             directory,
             target,
@@ -298,6 +326,7 @@ def main(
             suffix_cache_tokens=suffix_cache_tokens,
             draft_model=local_draft,
             heads=None if files is None else files.load(loaded),
+            features=None if features is None else feature_source(features, feature_window, directory, loaded),
             block_verification=rejection == "block",
         )
         loop.start()

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.speculation import Outlook
@@ -16,6 +16,9 @@ from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.settings.tuning import CommitTuning
 from verifier_service.speculation.eligibility import Eligibility
+
+if TYPE_CHECKING:  # imports torch
+    from verifier_service.proposers.feature_source import FeatureSource
 
 
 class StepSeconds(NamedTuple):
@@ -66,6 +69,18 @@ class CommitPublisher:
                 for part in of_session.parts()
             ]
         )
+
+    def send_features(self, results: Iterable[tuple[RunningSession, VerifyResult]], source: FeatureSource) -> None:
+        """Send features to the drafts of sessions that use theirs now, before the commit of the token after them. Those
+        of a caller that reads too slowly are sent later, as far as they are kept."""
+        messages: list[tuple[ResponseQueue[Any], Callable[[], Any]]] = []
+        for entry, result in results:
+            session = entry.session
+            if result.finish or entry.responses.full or not self._eligibility.uses_remote_draft(session):
+                continue
+            if (rows := source.unsent(session)) is not None:
+                messages += [(entry.responses, partial(entry.features_message, part)) for part in rows.parts()]
+        ResponseQueue.send_all(messages)
 
     def send_queries(self, queries: Iterable[tuple[RunningSession, DraftQuery]]) -> None:
         """Send queries to drafts, each after the commits of its text."""

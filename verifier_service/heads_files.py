@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specdec.decoding.level_tree import GUESSES, MAX_NODES, FixedTree
-from specdec.engine.engine import Engine, Placed, hidden_states, layer_features
+from specdec.engine.engine import Engine, LayerFeatures, Placed, hidden_states, layer_features
 from specdec.engine.heads import kinds
-from specdec.engine.heads.block_files import BlockFiles
+from specdec.engine.heads.feature_files import FeatureFiles
 from specdec.engine.heads.files import HeadsFilesError, TargetShape
 from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.engine.model_directory import ModelDirectory
@@ -18,7 +20,12 @@ from specdec.engine.model_file import ModelDirectoryError, is_integer, read_text
 from specdec.engine.unsupported import UnsupportedModelError
 
 if TYPE_CHECKING:  # imports torch
+    from verifier_service.proposers.feature_source import FeatureSource
     from verifier_service.proposers.heads import HeadsProposer
+
+
+MAX_FEATURE_WINDOW = 4096
+"""Maximum rows kept of a text for draft services: heads see no more."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,8 @@ class HeadsFiles:
     def load(self, engine: Engine) -> HeadsProposer[Any]:
         """Read the weights onto the target's device, in its dtype. UnsupportedModelError if the engine lacks the states
         that they read, or its device the memory."""
-        import torch
-
-        try:
+        with _enough_memory(self.files.path):
             return self._loaded(engine)
-        except torch.OutOfMemoryError as error:  # raised for GPU memory only
-            reason = str(error).partition(". ")[0]  # the rest is statistics
-            raise UnsupportedModelError(f"{self.files.path}: {reason}; use fewer --kv-tokens") from error
 
     def _loaded(self, engine: Engine) -> HeadsProposer[Any]:
         from specdec.engine.hf.pretrained import DTYPES
@@ -52,26 +54,50 @@ class HeadsFiles:
             return MedusaProposer(self.files.load(self.target, source.output_head, device, dtype), self.tree)
         import torch
 
+        from specdec.engine.heads.growth import reader_of
         from specdec.engine.heads.text_memory import TextMemory
-        from verifier_service.proposers.block import BlockProposer
-        from verifier_service.proposers.eagle3 import Eagle3Proposer
-        from verifier_service.proposers.feature_heads import CONTEXT
+        from verifier_service.proposers.feature_heads import FeatureHeadsProposer
 
         features, config = layer_features(engine), self.files.config
-        if features.layer_count() != self.target.layers:
-            raise HeadsFilesError(
-                f"{self.files.path}: is for {self.target.layers} layers, but the model runs {features.layer_count()}"
-            )
-        embeddings = features.token_embeddings()
+        check_layers(self.files, features)
+        heads = self.files.load(features.token_embeddings(), source.output_head, device, dtype)
         # As many rows as the target's KV cache has: a text that fits there fits here.
-        width = config.layer.width
-        memory = TextMemory(engine.capacity, config.memory_heads, width, dtype, torch.device(device))
-        context = min(CONTEXT, config.layer.context)
-        if isinstance(self.files, BlockFiles):
-            draft = self.files.load(embeddings, source.output_head, device, dtype)
-            return BlockProposer(draft, config.layers, memory, context=context)
-        heads = self.files.load(embeddings, source.output_head, device, dtype)
-        return Eagle3Proposer(heads, config.layers, memory, context=context)
+        memory = TextMemory(engine.capacity, config.memory_heads, config.layer.width, dtype, torch.device(device))
+        return FeatureHeadsProposer(reader_of(heads, memory, config.layer.context), config.layers)
+
+
+@contextmanager
+def _enough_memory(path: Path) -> Iterator[None]:
+    """Turn a lack of memory for what is read from a path into an UnsupportedModelError."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:  # raised for GPU memory only
+        reason = str(error).partition(". ")[0]  # the rest is statistics
+        raise UnsupportedModelError(f"{path}: {reason}; use fewer --kv-tokens") from error
+
+
+def feature_source(path: Path, window: int, directory: ModelDirectory, engine: Engine) -> FeatureSource:
+    """Return the source of features for draft services with the heads in a directory, `window` rows of a text;
+    ModelDirectoryError or UnsupportedModelError if target or engine do not fit them."""
+    from specdec.engine.hf.pretrained import DTYPES
+    from verifier_service.proposers.feature_source import FeatureSource
+
+    files, features = kinds.feature_heads_in(path, TargetShape.of(directory)), layer_features(engine)
+    check_layers(files, features)
+    assert isinstance(engine, Placed)  # as all engines with features
+    with _enough_memory(path):
+        fusion = files.fusion(engine.device, DTYPES[engine.dtype])
+    return FeatureSource(fusion, files.config.layers, files.fusion_fingerprint(), window)
+
+
+def check_layers(files: FeatureFiles[Any], features: LayerFeatures) -> None:
+    """Raise HeadsFilesError unless the model runs as many layers as its configuration has."""
+    if features.layer_count() != files.target.layers:
+        raise HeadsFilesError(
+            f"{files.path}: is for {files.target.layers} layers, but the model runs {features.layer_count()}"
+        )
 
 
 def read_heads(path: Path, tree: Path | None, directory: ModelDirectory) -> HeadsFiles:

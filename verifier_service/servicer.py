@@ -69,7 +69,7 @@ from specdec.serving.validation import (
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from specdec.wire.sources import source_name
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import DecisionSums, PromptScores, StepTimes, VerifyResult, Without
+from verifier_service.backend.result import DecisionSums, FeatureRows, PromptScores, StepTimes, VerifyResult, Without
 from verifier_service.backend.session_backend import BackendSession, SessionBackend
 from verifier_service.metrics import metrics
 
@@ -158,7 +158,7 @@ class VerifierServicer(
     ) -> None:
         timeline.event("queued")
         commit, query = partial(recorded_response, timeline), partial(query_response, timeline)
-        self._backend.serve(session, responses, commit, scores_response, query, timeline)
+        self._backend.serve(session, responses, commit, scores_response, query, features_response, timeline)
 
     def admit(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> None:
         super().admit(request, deadline)
@@ -307,6 +307,7 @@ class VerifierServicer(
             applies_typical_p=session.request.sampler.sampling.typical_p < 1.0,
             salts_cache=bool(session.request.cache_salt),
             takes_partial_distributions=session.request.sampler.rule is Rule.CONTRASTIVE,
+            features_fingerprint=self._backend.features_fingerprint,
         )
         opened.checksum = checksum.of_opening(opened)
         return verifier_pb2.VerifyResponse(opened=opened)
@@ -340,6 +341,7 @@ class VerifierServicer(
             jacobi=options.jacobi,
             max_depth=message.max_depth,
             overruled_logprobs=message.overruled_logprobs,
+            features_session=message.features_session,
             why_none=self._why_none if message.unspecified else Without.NO_DRAFTER,
         )
 
@@ -468,6 +470,14 @@ def scores_response(scores: PromptScores) -> verifier_pb2.VerifyResponse:
     logprobs = (_logprobs(found, found.rank) for found in scores.logprobs)
     return verifier_pb2.VerifyResponse(
         prompt_logprobs=verifier_pb2.PromptLogprobs(first=scores.first, logprobs=logprobs)
+    )
+
+
+def features_response(features: FeatureRows) -> verifier_pb2.VerifyResponse:
+    """Return the response with features for the draft."""
+    values = b"".join(features.rows)
+    return verifier_pb2.VerifyResponse(
+        features=model_pb2.Features(first=features.first, values=values, session=features.session)
     )
 
 

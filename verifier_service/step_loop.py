@@ -31,7 +31,14 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from verifier_service.adaptive_speculation import AdaptiveSpeculation, Batch
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.session_backend import MakeCommit, MakeQuery, MakeScores, MemoryUse, SessionBackend
+from verifier_service.backend.session_backend import (
+    MakeCommit,
+    MakeFeatures,
+    MakeQuery,
+    MakeScores,
+    MemoryUse,
+    SessionBackend,
+)
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.commits import CommitPublisher, StepSeconds
 from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
@@ -53,6 +60,7 @@ from verifier_service.speculation.controller import Controllers, SpeculationCont
 from verifier_service.verification.tree_verification import VerifiedStep, warm_up
 
 if TYPE_CHECKING:  # imports torch
+    from verifier_service.proposers.feature_source import FeatureSource
     from verifier_service.proposers.heads import HeadsProposer
 
 log = structlog.get_logger()
@@ -84,7 +92,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
     finished texts kept per tenant; unless it is 0, a tenant's texts also share the n-grams of their windows;
     `latency`: of the target's steps, measured by default; `controller`: a single one for all texts, instead of one per
-    group; `draft_model`: the local draft; `heads`: used in place of a local draft; `proposers`: additional ones;
+    group; `draft_model`: the local draft; `heads`: used in place of a local draft; `features`: for draft services, not
+    beside heads; `proposers`: additional ones;
     `block_verification`: verify chains of draws as blocks (REJECTION); `tuning`: fitted constants.
     """
 
@@ -99,6 +108,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         controller: SpeculationController | None = None,
         draft_model: DraftModelProposer | None = None,
         heads: HeadsProposer[Any] | None = None,
+        features: FeatureSource | None = None,
         proposers: Sequence[Proposer] = (),
         block_verification: bool = True,
         tuning: Tuning = DEFAULTS,
@@ -111,7 +121,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._longest_text = longest_text(engine)
         self._tuning = tuning
         self._probe = EngineProbe(engine)
-        self._launch = launch_of(engine) if heads is None else heads.launch_of(engine)
+        states = heads or features
+        self._launch = launch_of(engine) if states is None else states.launch_of(engine)
         self._queues_passes = queues_passes(engine)
         self._early: _Launched | None = None  # the next step, launched before the last one was committed
         set_aside = 0 if self.chains_only else MAX_STEP_CANDIDATES
@@ -132,7 +143,9 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             warm_up(engine.vocabulary)
         local = draft_model or heads
         assert draft_model is None or heads is None
-        own = [] if local is None else [local]
+        assert heads is None or features is None
+        self._features = features
+        own: list[Proposer] = [proposer for proposer in (local, features) if proposer is not None]
         proposers = [ForcedTokens(), LookupProposer(suffix_cache_tokens), *own, *proposers]
         self._speculation = AdaptiveSpeculation(
             Controllers(tuning.controller, controller), local, proposers, self._threads, tuning.draft_gain
@@ -147,6 +160,10 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._last_step = 0.0  # end of the last step
         self._idle = True  # nothing to do since the last step
         self._looked_up = 0.0  # proposers' seconds for the coming step, summed over its delays
+
+    @property
+    def features_fingerprint(self) -> str:  # type: ignore[override]
+        return self._features.fingerprint if self._features is not None and self._features.works else ""
 
     @property
     def context(self) -> int:
@@ -193,9 +210,10 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         commit: MakeCommit,
         scores: MakeScores,
         query: MakeQuery,
+        features: MakeFeatures,
         timeline: Timeline,
     ) -> None:
-        self.attach(RunningSession(session, responses, commit, scores, query, timeline=timeline))
+        self.attach(RunningSession(session, responses, commit, scores, query, features, timeline=timeline))
 
     def attach(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if the engine is lost."""
@@ -370,6 +388,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
                 entry.computing_prompt = False
                 entry.timeline.event("prompt_computed")
         self._publisher.send_scores(verified.scores)
+        if self._features is not None:
+            self._publisher.send_features(results, self._features)
         self._publisher.publish(results, seconds)
         self._publisher.send_queries(verified.draft_queries)
         self._queue.got_tokens(results)

@@ -21,6 +21,8 @@ from typing import Any, cast
 from bench.systems.protocol import Record
 from bench.systems.system import ANSWER_SECONDS, Answer, Configuration, Launch, Load, Setup
 from specdec.client import AsyncClient, GenerateOptions
+from specdec.engine.heads.kinds import kind_in
+from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.local import PROGRAMS, Stack
 
 NAME = "specdec"
@@ -126,7 +128,7 @@ def _speculation(mode: str) -> GenerateOptions:
 
 def launches(setup: Setup, windows: Sequence[Window] = (), heads: Sequence[Path] = ()) -> list[Launch]:
     """Return specdec's systems; lookahead windows of these sizes are measured whether or not they pay, and each of
-    these sets of heads alone and beside the verifier's other proposers."""
+    these sets of heads alone, beside the verifier's other proposers and, except for Medusa's, in a draft service."""
     start = partial(Specdec.start, setup)
     sizes = (",".join(map(str, window)) for window in windows)
     lookahead = (
@@ -157,4 +159,14 @@ def launches(setup: Setup, windows: Sequence[Window] = (), heads: Sequence[Path]
             Configuration(f"specdec {path.name}", "auto", adaptive=True),
         )
         found.append(Launch(f"specdec, {path.name}", partial(start, verifier_options=("--heads", str(path))), by_heads))
+        if kind_in(path) is not MedusaFiles:
+            placed = () if setup.device == "cpu" else ("--device", setup.device)
+            fed = partial(
+                start,
+                setup.target,
+                verifier_options=("--features", str(path)),
+                draft_options=("--heads", str(path), "--engine", "torch", *placed),
+            )
+            as_a_service = Configuration(f"specdec {path.name} as a service", "draft", adaptive=True)
+            found.append(Launch(f"specdec, {path.name} as a service", fed, (as_a_service,)))
     return found

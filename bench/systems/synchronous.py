@@ -34,7 +34,7 @@ from specdec.v2 import draft_pb2, verifier_pb2
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.session_backend import BackendSession
-from verifier_service.servicer import query_response, response, scores_response
+from verifier_service.servicer import features_response, query_response, response, scores_response
 from verifier_service.settings.tuning import DEFAULTS
 
 TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.inf))
@@ -161,7 +161,7 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
         timeline: Timeline,
     ) -> None:
         query = partial(query_response, timeline)
-        self._backend.serve(session, responses, _free_of_charge, scores_response, query, timeline)
+        self._backend.serve(session, responses, _free_of_charge, scores_response, query, features_response, timeline)
 
     def _policy(self, message: verifier_pb2.VerifyPolicy, rule: Rule) -> Policy:
         """Return the policy without step delay, since a draft sends one answer only, and without the speculation

@@ -40,7 +40,10 @@ class DraftStream(PeerStream):
         super().__init__(pod, context)
         self.at_work = False  # True once the draft has sent candidates
         self.overruled_logprobs = 0  # likeliest tokens of the target that the draft learns from; 0: none
+        self.features: draft_pb2.FeatureFormat | None = None  # that the draft reads
         self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
+        self._unwritten = 0  # bytes of features among them
+        self._fed_at = 0.0  # when features last came for it; monotonic
         self._feeding: asyncio.Task[None] | None = None
 
     async def __aexit__(
@@ -83,6 +86,8 @@ class DraftStream(PeerStream):
             self._context.keepers.add(self.pod)
             if learn:
                 self.overruled_logprobs = min(opened.overruled_logprobs, MAX_TOP)
+        if opened.HasField("features"):
+            self.features = opened.features
         self.opened = True
         self._feeding = asyncio.create_task(self._feed())
 
@@ -105,10 +110,37 @@ class DraftStream(PeerStream):
         """Queue a message: a draft that does not read must not block the caller."""
         self._outgoing.put_nowait(message)
 
+    def unfed(self, fingerprint: str) -> UnfedError | None:
+        """Return an error if the draft reads features, and not those of a verifier that sends these (empty: none)."""
+        if self.features is None or self.features.fingerprint == fingerprint:
+            return None
+        return UnfedError(f"it reads features {self.features.fingerprint[:16]}, which the verifier does not send")
+
+    def starved_since(self, since: float) -> bool:
+        """Return whether the draft reads features, and got none since this monotonic time."""
+        return self.features is not None and self._fed_at < since
+
+    def send_features(self, features: model_pb2.Features) -> None:
+        """Queue features for a draft that reads them. They are dropped where it does not keep up, or their rows are
+        not whole: a draft guesses without them, from what comes later."""
+        size = len(features.values)
+        if self.features is None or not size or size % (2 * max(1, self.features.width)):
+            return
+        self._fed_at = time.monotonic()
+        if self._unwritten + size <= MAX_UNWRITTEN_FEATURES:
+            self._unwritten += size
+            self.send(draft_pb2.DraftRequest(features=features))
+
     async def _feed(self) -> None:
         while True:
-            await self._write(await self._outgoing.get())
+            message = await self._outgoing.get()
+            await self._write(message)
+            self._unwritten -= len(message.features.values)
 
+
+MAX_UNWRITTEN_FEATURES = 16 << 20
+"""Maximum bytes of a text's features that wait for its draft to read: twice the largest window that a verifier
+keeps."""
 
 MESSAGES_A_COMMIT = 16
 """Messages added to the bucket by each commit: four times `EXTENDS_A_STEP`. One more is added for every four candidates
@@ -174,6 +206,10 @@ class LaggingError(LostError):
     def __init__(self, message: str, waiting_since: float) -> None:
         super().__init__(message)
         self.waiting_since = waiting_since
+
+
+class UnfedError(LostError):
+    """The draft reads features that the text's verifier does not send."""
 
 
 class FloodError(LostError):
@@ -249,8 +285,15 @@ class DraftSession:
         self._query, self._awaited_since = query, None
         self._stream.send(draft_pb2.DraftRequest(query=query))
 
+    def on_features(self, features: model_pb2.Features) -> None:
+        """Forward features of the text."""
+        self._stream.send_features(features)
+
     def on_opened(self, state: SpeculationState) -> None:
-        """Make the draft resend its candidates: the new verifier has none."""
+        """Make the draft resend its candidates: the new verifier has none. Abort the session if it sends other features
+        than the draft reads."""
+        if (error := self._stream.unfed(state.features)) is not None:
+            self._stream.abort(error)
         self._awaited_since = None
         if self._query is not None:
             self._asked_before = self._query.base

@@ -21,6 +21,7 @@ from orchestrator.generation.draft_session import (
     FloodError,
     InvalidDistributionError,
     LaggingError,
+    UnfedError,
     UselessError,
 )
 from orchestrator.generation.sample_context import SampleContext
@@ -89,6 +90,7 @@ class Drafting:
         self._why_undrafted = "" if self._pods is not None else "no_draft" if remote else "off"
         self._late = False  # candidates of the draft have missed a step
         self._query: model_pb2.DraftQuery | None = None  # the verifier waits for the draft's answer (CONTRASTIVE)
+        self._fed = 0  # sessions at drafts that read features, so far
         self.undrafted_tokens = 0  # from steps that wanted a draft's candidates and had none
 
     @property
@@ -167,8 +169,15 @@ class Drafting:
         else:
             self._wanted.clear()
 
-    async def _set_drafted(self, drafted: bool, overruled_logprobs: int = 0) -> None:
-        self._state = replace(self._state, drafted=drafted, overruled_logprobs=overruled_logprobs)
+    def on_features(self, features: model_pb2.Features) -> None:
+        """Forward features of the text to the draft that they are for. Those for an earlier one may still come."""
+        if self._session is not None and features.session == self._state.features_session:
+            self._session.on_features(features)
+
+    async def _set_drafted(self, drafted: bool, overruled_logprobs: int = 0, features_session: int = 0) -> None:
+        self._state = replace(
+            self._state, drafted=drafted, overruled_logprobs=overruled_logprobs, features_session=features_session
+        )
         await self._sink.set_policy(self._state.verify_policy(self._context))
 
     async def _work(self, pods: Pods) -> None:
@@ -230,7 +239,11 @@ class Drafting:
             session.on_query(self._query)
         await session.open()
         self._context.timeline.event("draft_opened", pod=str(stream.pod))
-        await self._set_drafted(True, stream.overruled_logprobs)
+        if (error := stream.unfed(self._state.features)) is not None:
+            raise error
+        if stream.features is not None:
+            self._fed += 1
+        await self._set_drafted(True, stream.overruled_logprobs, 0 if stream.features is None else self._fed)
         async for extend in stream.candidates():
             session.check(extend)
             if self._undrafted:
@@ -246,11 +259,14 @@ class Drafting:
             case ForeignPodError():
                 pod.found_unfit(error.reason, error)
                 return
+            case UnfedError():  # its verifiers are not set up for this draft
+                self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
             case UselessError():  # for this text only: the pod serves others
                 self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case LaggingError():
-                if pod.candidates_at < error.waiting_since:  # no text has had candidates since: its device may be stuck
+                # No text has had candidates since: its device may be stuck, unless its verifier starves it.
+                if pod.candidates_at < error.waiting_since and not stream.starved_since(error.waiting_since):
                     pod.breaker.failed()
                 if not (stream.at_work and self._context.sample.needs_draft):
                     # It may be late for this text alone, or busy with a long prefill, which an immediate retry would

@@ -76,6 +76,9 @@ class Generation:
                     if isinstance(message, model_pb2.DraftQuery):
                         self._drafting.on_query(message)
                         continue
+                    if isinstance(message, model_pb2.Features):
+                        self._drafting.on_features(message)
+                        continue
                     response: generation_pb2.GenerateResponse | None
                     if isinstance(message, verifier_pb2.PromptLogprobs):
                         response = self._transcript.score(message)

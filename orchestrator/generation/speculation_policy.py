@@ -21,6 +21,8 @@ class SpeculationState:
     outlook: Outlook = NO_DRAFT_PAYS
     overruled_logprobs: int = 0  # likeliest tokens of the target to report to a draft that keeps the text
     partial_distributions: bool = False  # the verifier accepts them, and queries the rest (CONTRASTIVE)
+    features: str = ""  # fingerprint of the features that the verifier can send; empty: none
+    features_session: int = 0  # number of the draft session that reads them; 0: none
 
     @classmethod
     def initial(cls, context: SampleContext) -> SpeculationState:
@@ -35,6 +37,7 @@ class SpeculationState:
             max_nodes=max(1, opened.max_nodes),
             outlook=outlook_from(opened),
             partial_distributions=opened.takes_partial_distributions,
+            features=opened.features_fingerprint,
         )
 
     def after_commit(self, commit: verifier_pb2.Commit) -> SpeculationState:
@@ -63,6 +66,7 @@ class SpeculationState:
             max_depth=speculation.max_depth,
             unspecified=speculation.unspecified,
             overruled_logprobs=self.overruled_logprobs,
+            features_session=self.features_session,
         )
 
     def draft_policy(self, sample: Sample) -> draft_pb2.DraftPolicy:

@@ -165,6 +165,7 @@ Message = (
     | verifier_pb2.PromptLogprobs
     | verifier_pb2.Commit
     | model_pb2.DraftQuery
+    | model_pb2.Features
     | model_pb2.Heartbeat
 )
 
@@ -195,8 +196,8 @@ class Verification:
     async def messages(self) -> AsyncGenerator[Message, None]:
         """Yield the opening answer of every verifier that takes the text, the prompt's log-probabilities if requested,
         then all commits. Log-probabilities and commits come in order, each once. If the text needs a draft, also yield
-        queries to the draft, and heartbeats while the text waits for it. A commit's tokens are in the committed text
-        before the commit is yielded."""
+        queries to the draft, and heartbeats while the text waits for it; if its draft reads features, also these. A
+        commit's tokens are in the committed text before the commit is yielded."""
         context, choice = self._context, self._choice
         while True:
             if context.grammar_watch is not None:
@@ -227,6 +228,10 @@ class Verification:
                                     problem := check.query_violation(message, context.text)
                                 ):
                                     raise LostError(f"invalid query to the draft: {problem}")
+                                elif isinstance(message, model_pb2.Features) and (
+                                    problem := check.features_violation(message)
+                                ):
+                                    raise LostError(f"invalid features: {problem}")
                                 yield message
                     return
                 except Exception as error:

@@ -120,10 +120,15 @@ class VerifierStream(PeerStream):
     async def messages(
         self,
     ) -> AsyncGenerator[
-        verifier_pb2.Commit | verifier_pb2.PromptLogprobs | model_pb2.DraftQuery | model_pb2.Heartbeat, None
+        verifier_pb2.Commit
+        | verifier_pb2.PromptLogprobs
+        | model_pb2.DraftQuery
+        | model_pb2.Features
+        | model_pb2.Heartbeat,
+        None,
     ]:
         """Yield log-probabilities of the prompt if requested, commits until the last one, queries to the draft if the
-        text needs one, and heartbeats while the text waits for its draft."""
+        text needs one, features if its draft reads them, and heartbeats while the text waits for its draft."""
         while True:
             response = await self._read()
             match response.WhichOneof("message"):
@@ -136,6 +141,8 @@ class VerifierStream(PeerStream):
                     yield response.prompt_logprobs
                 case "query" if self._context.sample.needs_draft:
                     yield response.query
+                case "features":
+                    yield response.features
                 case "heartbeat":
                     self._count_heartbeat()
                     self._look_at(response.heartbeat)

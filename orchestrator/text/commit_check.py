@@ -14,6 +14,7 @@ from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import CommittedText, Sample
 from specdec.serving.messages import query_from
 from specdec.serving.target_logprobs import places_of
+from specdec.serving.validation import MAX_FEATURE_BYTES
 from specdec.v2 import model_pb2, verifier_pb2
 from specdec.wire.sources import ACCEPTED
 
@@ -33,6 +34,11 @@ MAX_QUEUED_US = 1 << 50
 """Limits on reported preemptions and microseconds: far above any pod's, but low enough for sums of them to fit the
 fields of a response."""
 
+MAX_FED_BYTES = 64 << 20
+"""Maximum bytes of features between two commits: a verifier keeps an eighth of that, and sends it once to a draft."""
+
+LEAST_FEATURE_BYTES = 1 << 10
+"""Bytes that a message of features counts for at least."""
 
 MAX_QUERIES = 8
 """Maximum queries to a draft about one text: far more than an engine needs, even one with bits that vary from step to
@@ -51,6 +57,7 @@ class CommitCheck:
         self._keepers = keepers
         self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
         self._queries: Counter[int] = Counter()  # to the draft, by base; of the last base only
+        self._features = 0  # bytes of features since the last commit
 
     def query_violation(self, query: model_pb2.DraftQuery, text: CommittedText) -> str:
         """Return the problem with a query to the draft; empty if there is none."""
@@ -66,6 +73,19 @@ class CommitCheck:
             return str(error)
         return ""
 
+    def features_violation(self, features: model_pb2.Features) -> str:
+        """Return the problem with features for the draft; empty if there is none. Whether the numbers are right shows
+        only in the draft's guesses."""
+        if features.first >= self._end:
+            return f"they begin at position {features.first}, the text has at most {self._end} tokens"
+        size = len(features.values)
+        if not 0 < size <= MAX_FEATURE_BYTES:
+            return f"they have {size} bytes, must have 1 to {MAX_FEATURE_BYTES}"
+        self._features += max(size, LEAST_FEATURE_BYTES)
+        if self._features > MAX_FED_BYTES:
+            return f"{self._features} bytes without a commit, at most {MAX_FED_BYTES} are allowed"
+        return ""
+
     def scores_violation(self, scores: verifier_pb2.PromptLogprobs, text: CommittedText) -> str:
         """Return the problem with log-probabilities of the prompt; empty if there is none."""
         count, first = len(scores.logprobs), max(1, text.scored)
@@ -77,6 +97,7 @@ class CommitCheck:
 
     def violation(self, commit: verifier_pb2.Commit, text: CommittedText) -> str:
         """Return the first problem with a commit to a text; empty if there is none."""
+        self._features = 0
         if text.unscored:
             return f"it comes before the log-probabilities of {text.unscored} tokens of the prompt"
         generated = len(text.generated)

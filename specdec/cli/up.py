@@ -158,9 +158,9 @@ def up(
     --help`, `specdec draft --help`, `specdec orchestrator --help` and `specdec openai --help` list them.
     """
     from specdec.engine.engine import UnsupportedModelError
-    from specdec.engine.heads.kinds import memory_of_heads
+    from specdec.engine.heads.kinds import memory_of_features, memory_of_heads
     from specdec.engine.model_directory import ModelDirectoryError
-    from specdec.engine.preflight.check import Wanted, check
+    from specdec.engine.preflight.check import Beside, Wanted, check
     from specdec.engine.preflight.memory_table import memory_lines, memory_of
     from specdec.local import LocalError, ModelPaths, Stack
     from specdec.local.child import DRAIN_SECONDS
@@ -192,6 +192,14 @@ def up(
                 ExitStatus.USAGE,
             )
         models = ModelPaths.chosen(target, draft, local_draft)
+        runs_heads = "heads" in of_draft  # a draft service with heads: its model is the target, which feeds it
+        others = {"--draft": draft, "--local-draft": local_draft, "--verifier-heads": of_verifier.get("heads")}
+        if runs_heads and (given_too := [option for option, value in others.items() if value is not None]):
+            fail(f"{given_too[0]}: is given together with --draft-heads, which proposes in its place", ExitStatus.USAGE)
+        if runs_heads:
+            models = models._replace(draft=models.target)
+            of_draft.setdefault("engine", "torch")
+            of_verifier.setdefault("features", of_draft["heads"])
         listening = {
             "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
@@ -205,11 +213,15 @@ def up(
         wanted = {"target": Wanted(models.target, _placement(of_verifier))}
         if models.local_draft is not None:
             wanted["local draft"] = Wanted(models.local_draft, replace(_placement(of_verifier), beside=True))
-        if models.draft is not None:
+        if models.draft is not None and not runs_heads:
             placement = replace(_placement({"engine": "onnx"} | of_draft), is_draft=True)
             wanted["draft"] = Wanted(models.draft, placement, translates=True)
         given_heads: Path | None = of_verifier.get("heads")
-        heads = None if given_heads is None else partial(memory_of_heads, given_heads, of_verifier.get("kv_tokens"))
+        heads: Beside | None = None
+        if given_heads is not None:
+            heads = partial(memory_of_heads, given_heads, of_verifier.get("kv_tokens"))
+        elif "features" in of_verifier:
+            heads = partial(memory_of_features, of_verifier["features"])
         opened = dict(zip(wanted, check(*wanted.values(), beside=heads), strict=True))  # converts GGUF files
         check_text(opened["target"], of_orchestrator.get("chat_template"))
         for option, (values, at) in listening.items():
@@ -218,12 +230,14 @@ def up(
         for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted}, heads=heads)):
             say(line)
 
+        of_the_draft = "target" if runs_heads else "draft"
+
         # 2. Start the services, and restart dead ones. Until here a signal ends this process at once.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda n, _: stop.append(n))
         with Stack.start(
             opened["target"].path,
-            str(opened["draft"].path) if "draft" in opened else "none",
+            str(opened[of_the_draft].path if of_the_draft in opened else "none"),
             local_draft=opened["local draft"].path if "local draft" in opened else None,
             dtype=of_verifier.pop("dtype"),
             device=of_verifier.pop("device"),

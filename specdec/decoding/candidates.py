@@ -23,6 +23,10 @@ SORTED_WHOLE = 4
 which is faster."""
 
 
+MIN_CONFIDENCE = 1e-6
+"""Minimum distance of a probability from 0 and 1, so that its logarithm and the rest's stay finite."""
+
+
 class AskedRow(NamedTuple):
     """A row of draft logits, and everything else its candidates depend on."""
 
@@ -64,6 +68,21 @@ def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) 
         perturbed = _perturbed(known.values[own], ids, [rows[at].query for at in sampled])
         _fill(found, own, perturbed, ids, (np.arange(len(sampled))[:, None], _ranked(perturbed, width)))
     return found
+
+
+def with_confidence(children: Candidates, confidence: NDArray[np.float64]) -> Candidates:
+    """Return the children of n nodes where the best one has this probability [n], and the others share the rest as
+    before; best first again. An only child, such as a grammar leaves, keeps its probability."""
+    logprobs = children.logprobs.copy()
+    several = (logprobs > -np.inf).sum(axis=1) > 1
+    best = np.clip(confidence[several], MIN_CONFIDENCE, 1.0 - MIN_CONFIDENCE)
+    before = np.minimum(np.exp(logprobs[several, 0]), 1.0 - MIN_CONFIDENCE)
+    logprobs[several] += (np.log1p(-best) - np.log1p(-before))[:, None]
+    logprobs[several, 0] = np.log(best)
+    order = (-logprobs).argsort(axis=1, kind="stable")
+    return children._replace(
+        tokens=np.take_along_axis(children.tokens, order, axis=1), logprobs=np.take_along_axis(logprobs, order, axis=1)
+    )
 
 
 def _places(own: list[int], count: int) -> list[int] | slice:

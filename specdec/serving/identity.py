@@ -31,17 +31,21 @@ def _versions(oldest: int, newest: int) -> str:
 def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> model_pb2.ModelIdentity:
     """Return the identity of a pod serving a directory; `context` is the longest text in tokens that fits its
     memory."""
-    mode = model_pb2.NUMERICS_MODE_EXACT if engine.exact else model_pb2.NUMERICS_MODE_FAST
+    identity = identity_for(directory, context)
+    identity.model, identity.model_fingerprint = directory.name, directory.model_fingerprint
+    identity.numerics_fingerprint = engine.numerics
+    identity.numerics_mode = model_pb2.NUMERICS_MODE_EXACT if engine.exact else model_pb2.NUMERICS_MODE_FAST
+    return identity
+
+
+def identity_for(target: ModelDirectory, context: int) -> model_pb2.ModelIdentity:
+    """Return an identity with the fields that a model's configuration and tokenizer decide."""
     return model_pb2.ModelIdentity(
         protocol_version=PROTOCOL_VERSION,
         oldest_protocol_version=OLDEST_PROTOCOL_VERSION,
-        model=directory.name,
-        tokenizer_fingerprint=directory.tokenizer_fingerprint,
-        model_fingerprint=directory.model_fingerprint,
-        numerics_fingerprint=engine.numerics,
-        numerics_mode=mode,
-        context_tokens=min(directory.context, context),
-        vocabulary_size=directory.vocabulary,
+        tokenizer_fingerprint=target.tokenizer_fingerprint,
+        context_tokens=min(target.context, context),
+        vocabulary_size=target.vocabulary,
     )
 
 

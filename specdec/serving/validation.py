@@ -23,6 +23,9 @@ MAX_ANSWER_BYTES = 64 << 20
 """Maximum bytes of an answer to a client, which may hold whole texts with log-probabilities. It is our clients' receive
 limit."""
 
+MAX_FEATURE_BYTES = 1 << 19
+"""Maximum bytes of features in one message."""
+
 MAX_NODES_A_MESSAGE = 1024
 """Maximum candidates in an `Extend`: several times what a verifier grants a session."""
 

@@ -99,6 +99,7 @@ class DraftRequest(google.protobuf.message.Message):
     POLICY_FIELD_NUMBER: builtins.int
     RESEND_FIELD_NUMBER: builtins.int
     QUERY_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     @property
     def open(self) -> global___DraftOpen:
         """Begins the session. Only as the first message."""
@@ -119,6 +120,12 @@ class DraftRequest(google.protobuf.message.Message):
     def query(self) -> specdec.v2.model_pb2.DraftQuery:
         """Asks for log-probabilities that the verifier lacks."""
 
+    @property
+    def features(self) -> specdec.v2.model_pb2.Features:
+        """Features of the target, for a draft that asks for them (`DraftOpened.features`). They come before the commit of
+        the token after them; some may be missing.
+        """
+
     def __init__(
         self,
         *,
@@ -127,10 +134,11 @@ class DraftRequest(google.protobuf.message.Message):
         policy: global___DraftPolicy | None = ...,
         resend: global___Resend | None = ...,
         query: specdec.v2.model_pb2.DraftQuery | None = ...,
+        features: specdec.v2.model_pb2.Features | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["committed", b"committed", "message", b"message", "open", b"open", "policy", b"policy", "query", b"query", "resend", b"resend"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["committed", b"committed", "message", b"message", "open", b"open", "policy", b"policy", "query", b"query", "resend", b"resend"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "committed", "policy", "resend", "query"] | None: ...
+    def HasField(self, field_name: typing.Literal["committed", b"committed", "features", b"features", "message", b"message", "open", b"open", "policy", b"policy", "query", b"query", "resend", b"resend"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["committed", b"committed", "features", b"features", "message", b"message", "open", b"open", "policy", b"policy", "query", b"query", "resend", b"resend"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["open", "committed", "policy", "resend", "query", "features"] | None: ...
 
 global___DraftRequest = DraftRequest
 
@@ -272,6 +280,7 @@ class DraftOpened(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     KEEPS_TEXT_FIELD_NUMBER: builtins.int
     OVERRULED_LOGPROBS_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     max_depth: builtins.int
     """Maximum tokens this session may draft ahead of the committed text: the smaller of its policy's and this pod's
     limit. 0: not reported.
@@ -294,6 +303,10 @@ class DraftOpened(google.protobuf.message.Message):
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
 
+    @property
+    def features(self) -> global___FeatureFormat:
+        """Features of the target that the draft reads. Unset: none."""
+
     def __init__(
         self,
         *,
@@ -304,11 +317,34 @@ class DraftOpened(google.protobuf.message.Message):
         version: builtins.str = ...,
         keeps_text: builtins.bool = ...,
         overruled_logprobs: builtins.int = ...,
+        features: global___FeatureFormat | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["identity", b"identity", "keeps_text", b"keeps_text", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "overruled_logprobs", b"overruled_logprobs", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["features", b"features", "identity", b"identity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["features", b"features", "identity", b"identity", "keeps_text", b"keeps_text", "max_branches", b"max_branches", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "overruled_logprobs", b"overruled_logprobs", "version", b"version"]) -> None: ...
 
 global___DraftOpened = DraftOpened
+
+@typing.final
+class FeatureFormat(google.protobuf.message.Message):
+    """Features that a draft reads, or that a verifier can send."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    WIDTH_FIELD_NUMBER: builtins.int
+    fingerprint: builtins.str
+    """SHA-256 over the layers and weights that make the rows, hex."""
+    width: builtins.int
+    """Numbers in a row."""
+    def __init__(
+        self,
+        *,
+        fingerprint: builtins.str = ...,
+        width: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fingerprint", b"fingerprint", "width", b"width"]) -> None: ...
+
+global___FeatureFormat = FeatureFormat
 
 @typing.final
 class DraftPolicy(google.protobuf.message.Message):

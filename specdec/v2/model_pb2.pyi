@@ -681,6 +681,34 @@ class SpeculationDecisions(google.protobuf.message.Message):
 global___SpeculationDecisions = SpeculationDecisions
 
 @typing.final
+class Features(google.protobuf.message.Message):
+    """What heads make of the target's features at consecutive positions of a text: the input of a draft service that runs
+    such heads.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    first: builtins.int
+    """Position of the first row; 0 is that of the first token of the prompt."""
+    values: builtins.bytes
+    """Fused features, row by row: bfloat16, little-endian. At most 512 KiB."""
+    session: builtins.int
+    """From a verifier: `VerifyPolicy.features_session`, the draft session that they are for."""
+    def __init__(
+        self,
+        *,
+        first: builtins.int = ...,
+        values: builtins.bytes = ...,
+        session: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first", b"first", "session", b"session", "values", b"values"]) -> None: ...
+
+global___Features = Features
+
+@typing.final
 class Extend(google.protobuf.message.Message):
     """Candidates below a committed prefix, as paths. Self-contained: late, repeated or reordered messages do no harm."""
 

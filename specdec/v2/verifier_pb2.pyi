@@ -64,6 +64,7 @@ class VerifyResponse(google.protobuf.message.Message):
     HEARTBEAT_FIELD_NUMBER: builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     QUERY_FIELD_NUMBER: builtins.int
+    FEATURES_FIELD_NUMBER: builtins.int
     @property
     def opened(self) -> global___VerifyOpened:
         """Answers `open`."""
@@ -84,6 +85,10 @@ class VerifyResponse(google.protobuf.message.Message):
     def query(self) -> specdec.v2.model_pb2.DraftQuery:
         """For the draft: no token can be chosen without these log-probabilities. After the commits up to its `base`."""
 
+    @property
+    def features(self) -> specdec.v2.model_pb2.Features:
+        """Features of the text for its draft, if the policy asks for them. Before the commit of the token after them."""
+
     def __init__(
         self,
         *,
@@ -92,10 +97,11 @@ class VerifyResponse(google.protobuf.message.Message):
         heartbeat: specdec.v2.model_pb2.Heartbeat | None = ...,
         prompt_logprobs: global___PromptLogprobs | None = ...,
         query: specdec.v2.model_pb2.DraftQuery | None = ...,
+        features: specdec.v2.model_pb2.Features | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "query", b"query"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit", b"commit", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "query", b"query"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "commit", "heartbeat", "prompt_logprobs", "query"] | None: ...
+    def HasField(self, field_name: typing.Literal["commit", b"commit", "features", b"features", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "query", b"query"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["commit", b"commit", "features", b"features", "heartbeat", b"heartbeat", "message", b"message", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "query", b"query"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["opened", "commit", "heartbeat", "prompt_logprobs", "query", "features"] | None: ...
 
 global___VerifyResponse = VerifyResponse
 
@@ -254,6 +260,7 @@ class VerifyOpened(google.protobuf.message.Message):
     SALTS_CACHE_FIELD_NUMBER: builtins.int
     TAKES_PARTIAL_DISTRIBUTIONS_FIELD_NUMBER: builtins.int
     APPLIES_TYPICAL_P_FIELD_NUMBER: builtins.int
+    FEATURES_FINGERPRINT_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
     """Maximum live candidate nodes of this session."""
     drafting_wanted: builtins.bool
@@ -280,6 +287,8 @@ class VerifyOpened(google.protobuf.message.Message):
     """Whether it takes CONTRASTIVE distributions over part of the vocabulary, and sends a `DraftQuery` for the rest."""
     applies_typical_p: builtins.bool
     """Whether it applies the `typical_p` of VerifyOpen's sampling. False from a verifier that does not know the field."""
+    features_fingerprint: builtins.str
+    """Fingerprint of the features that it can send, as in FeatureFormat. Empty: none."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -305,9 +314,10 @@ class VerifyOpened(google.protobuf.message.Message):
         salts_cache: builtins.bool = ...,
         takes_partial_distributions: builtins.bool = ...,
         applies_typical_p: builtins.bool = ...,
+        features_fingerprint: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_checksum", b"_checksum", "capacity", b"capacity", "checksum", b"checksum", "identity", b"identity"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "applies_typical_p", b"applies_typical_p", "bans_sequences", b"bans_sequences", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability", "salts_cache", b"salts_cache", "scores_prompt", b"scores_prompt", "takes_partial_distributions", b"takes_partial_distributions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_checksum", b"_checksum", "applies_typical_p", b"applies_typical_p", "bans_sequences", b"bans_sequences", "capacity", b"capacity", "checksum", b"checksum", "drafting_wanted", b"drafting_wanted", "features_fingerprint", b"features_fingerprint", "follows_grammar", b"follows_grammar", "identity", b"identity", "max_branches", b"max_branches", "max_candidates", b"max_candidates", "max_nodes", b"max_nodes", "min_candidate_probability", b"min_candidate_probability", "salts_cache", b"salts_cache", "scores_prompt", b"scores_prompt", "takes_partial_distributions", b"takes_partial_distributions"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_checksum", b"_checksum"]) -> typing.Literal["checksum"] | None: ...
 
 global___VerifyOpened = VerifyOpened
@@ -327,6 +337,7 @@ class VerifyPolicy(google.protobuf.message.Message):
     UNSPECIFIED_FIELD_NUMBER: builtins.int
     MAX_DEPTH_FIELD_NUMBER: builtins.int
     OVERRULED_LOGPROBS_FIELD_NUMBER: builtins.int
+    FEATURES_SESSION_FIELD_NUMBER: builtins.int
     forced: builtins.bool
     """Speculate even if it does not pay."""
     max_candidates: builtins.int
@@ -342,6 +353,10 @@ class VerifyPolicy(google.protobuf.message.Message):
     overruled_logprobs: builtins.int
     """Number of likeliest tokens to return, with their log-probabilities, for each place where the target chose another
     token than the likeliest of a draft service (`Committed.overruled`). At most 64; 0: none.
+    """
+    features_session: builtins.int
+    """Number of the draft session to send features to, from the oldest that the pod keeps: a new number asks for all of
+    them again. 0: send none.
     """
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
@@ -363,9 +378,10 @@ class VerifyPolicy(google.protobuf.message.Message):
         unspecified: builtins.bool = ...,
         max_depth: builtins.int = ...,
         overruled_logprobs: builtins.int = ...,
+        features_session: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["lookahead", b"lookahead"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "forced", b"forced", "jacobi", b"jacobi", "lookahead", b"lookahead", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "overruled_logprobs", b"overruled_logprobs", "patience_us", b"patience_us", "unspecified", b"unspecified"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drafters", b"drafters", "features_session", b"features_session", "forced", b"forced", "jacobi", b"jacobi", "lookahead", b"lookahead", "max_candidates", b"max_candidates", "max_depth", b"max_depth", "overruled_logprobs", b"overruled_logprobs", "patience_us", b"patience_us", "unspecified", b"unspecified"]) -> None: ...
 
 global___VerifyPolicy = VerifyPolicy
 

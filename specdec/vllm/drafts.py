@@ -284,7 +284,7 @@ class Drafts:
             with contextlib.suppress(asyncio.InvalidStateError):  # it has ended; the reader gets the error
                 await stream.write(draft_pb2.DraftRequest(open=opening))
             opened = await self._read(stream)
-            self._check(opened.opened.identity)
+            self._check(opened.opened)
             pod.breaker.succeeded()
             sending = self._loop.create_task(self._feed(session, stream))
             with self.lock:
@@ -321,8 +321,11 @@ class Drafts:
                 log.debug("candidates_refused", why=str(error))
             self.lock.notify_all()
 
-    def _check(self, identity: model_pb2.ModelIdentity) -> None:
+    def _check(self, opened: draft_pb2.DraftOpened) -> None:
         """Raise UnfitDraftError unless the draft fits this target."""
+        identity = opened.identity
+        if opened.HasField("features"):
+            raise UnfitDraftError(f"serves heads, {identity.model!r}, which need a verifier of specdec")
         if (mismatch := protocol_mismatch(identity)) is not None:
             raise UnfitDraftError(mismatch)
         if identity.tokenizer_fingerprint != self._target.tokenizer_fingerprint:

@@ -128,6 +128,15 @@ MISTAKES = (
         USAGE,
         "--expansion: is 4,17: at depth 2 it is 17, must be 1 to 16",
     ),
+    Mistake("specdec draft --model target --heads draft", USAGE, "--heads: needs --engine torch, not onnx"),
+    Mistake(
+        "specdec draft --model target --heads draft --engine torch", CANNOT, "draft: has no heads: no tensors such as"
+    ),
+    Mistake(
+        "specdec verifier --model target --features draft --heads draft",
+        USAGE,
+        "--features: is given together with --heads: draft services run the heads",
+    ),
     Mistake("specdec verifier --config none.yaml", USAGE, "file 'none.yaml' does not exist"),
     Mistake("specdec verifier --config typo.yaml", USAGE, "kv-token is not an option of this service; kv-tokens is"),
     Mistake("specdec verifier --config few.yaml", USAGE, "'kv-tokens in few.yaml': Input should be greater than or"),
@@ -180,6 +189,11 @@ MISTAKES = (
     Mistake("specdec up --target target-1", CANNOT, "target-1: no such directory"),
     Mistake(f"specdec up --target target --port {TAKEN}", CANNOT, f"another program listens on 127.0.0.1:{TAKEN}"),
     Mistake("specdec up --target target --verifier-step-rows 3", USAGE, "'--verifier-step-rows': Input should be"),
+    Mistake(
+        "specdec up --target target --draft draft --draft-heads draft",
+        USAGE,
+        "--draft: is given together with --draft-heads, which proposes in its place",
+    ),
     Mistake("specdec up --target target --workers 2", USAGE, "No such option: --workers"),
 )
 """Wrong in any environment."""

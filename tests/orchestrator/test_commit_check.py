@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.requests.sample import CommittedText
-from orchestrator.text.commit_check import MAX_QUERIES, CommitCheck
+from orchestrator.text.commit_check import LEAST_FEATURE_BYTES, MAX_FED_BYTES, MAX_QUERIES, CommitCheck
 from specdec.decoding.sampling import Rule
+from specdec.serving.validation import MAX_FEATURE_BYTES
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.orchestrator.samples import CONTEXT, END, MODEL, PROMPT, VOCABULARY, sample
 
@@ -52,6 +53,20 @@ def violation(found: Any, generated: int = 5, context: int = CONTEXT, **fields: 
 
 def overruled(position: int, token: int = 9) -> model_pb2.TargetLogprobs:
     return model_pb2.TargetLogprobs(position=position, tokens=[token], logprobs=b"\x00\xbc")  # -1
+
+
+def test_features_are_bounded_between_commits() -> None:
+    text = CommittedText(sample())
+    check = CommitCheck(sample(), MODEL, CONTEXT)
+    assert "they begin at position" in check.features_violation(model_pb2.Features(first=CONTEXT))
+    part, small = model_pb2.Features(values=bytes(MAX_FEATURE_BYTES)), model_pb2.Features(values=b"ab")
+    assert "they have 0 bytes, must have 1 to" in check.features_violation(model_pb2.Features())
+    more = model_pb2.Features(values=bytes(MAX_FEATURE_BYTES + 1))
+    assert f"they have {MAX_FEATURE_BYTES + 1} bytes" in check.features_violation(more)
+    for message, least in ((part, MAX_FEATURE_BYTES), (small, LEAST_FEATURE_BYTES)):
+        assert not any(check.features_violation(message) for _ in range(MAX_FED_BYTES // least))
+        assert "bytes without a commit" in check.features_violation(message)
+        assert not check.violation(commit(0, [([], 9)]), text)
 
 
 ordinary = st.integers(10, VOCABULARY - 1)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from orchestrator.generation.draft_session import (
+    MAX_UNWRITTEN_FEATURES,
     MESSAGES_A_COMMIT,
     USELESS_AFTER_STEPS,
     DraftSession,
@@ -47,6 +48,13 @@ class Stream:
         self.overruled_logprobs = 0
         self.sent: list[draft_pb2.DraftRequest] = []
         self.aborted_by: Exception | None = None
+        self.starves = False  # it reads features, and gets none
+
+    def unfed(self, fingerprint: str) -> None:
+        return None
+
+    def starved_since(self, since: float) -> bool:
+        return self.starves
 
     async def open(self, policy: draft_pb2.DraftPolicy) -> None:
         pass
@@ -105,12 +113,15 @@ def test_steps_in_which_a_text_leaves_its_draft_alone_do_not_count() -> None:
     assert isinstance(stream.aborted_by, UselessError)
 
 
-@pytest.mark.parametrize("others_have_some", [False, True])
-async def test_only_a_draft_that_sends_nothing_to_anybody_is_left_alone_by_all(others_have_some: bool) -> None:
+@pytest.mark.parametrize(("others_have_some", "starves"), [(False, False), (True, False), (False, True)])
+async def test_only_a_draft_that_sends_nothing_to_anybody_is_left_alone_by_all(
+    others_have_some: bool, starves: bool
+) -> None:
+    """Unless its verifier keeps from it what it reads."""
     streams = [Stream(at_work=False) for _ in range(FAILURES)]
     pod = streams[0].pod
     for stream in streams:
-        stream.pod = pod
+        stream.pod, stream.starves = pod, starves
         session = DraftSession(cast("DraftStream", stream), context(Peers(Pods(), failover_seconds=0.0)), STATE)
         session.on_commit(commit())
         if others_have_some:
@@ -118,7 +129,7 @@ async def test_only_a_draft_that_sends_nothing_to_anybody_is_left_alone_by_all(o
         session.on_commit(commit())
         assert isinstance(stream.aborted_by, LaggingError)
         Drafting(context(), Sink())._note_end(cast("DraftStream", stream), stream.aborted_by)
-    assert is_closed(streams[0]) is others_have_some
+    assert is_closed(streams[0]) is (others_have_some or starves)
 
 
 def test_an_accepted_candidate_speaks_for_the_draft() -> None:
@@ -296,3 +307,51 @@ def test_a_draft_that_does_not_answer_is_given_up() -> None:
         session.on_awaited()
     assert isinstance(stream.aborted_by, LaggingError)
     assert "it has not answered a query" in str(stream.aborted_by)
+
+
+def rows(count: int, width: int = 4, **fields: Any) -> model_pb2.Features:
+    return model_pb2.Features(values=bytes(2 * width * count), **fields)
+
+
+def reading(width: int) -> DraftStream:
+    """Return a stream to a draft that reads features, and nothing yet."""
+    stream = DraftStream(Pod("draft", SimpleNamespace()), context())  # type: ignore[arg-type]
+    stream.features = draft_pb2.FeatureFormat(fingerprint="f", width=width)
+    return stream
+
+
+def queued(stream: DraftStream) -> list[draft_pb2.DraftRequest]:
+    return [stream._outgoing.get_nowait() for _ in range(stream._outgoing.qsize())]
+
+
+def test_features_go_to_a_draft_that_reads_them() -> None:
+    stream = reading(4)
+    DraftSession(stream, context(), STATE).on_features(rows(3, first=7))
+    (message,) = queued(stream)
+    assert message.features == rows(3, first=7)
+    began = time.monotonic()
+    assert stream.starved_since(began)
+    stream.send_features(rows(3))
+    assert not stream.starved_since(began)
+    stream.features = None
+    assert not stream.starved_since(began)
+    queued(stream)
+    stream.send_features(rows(3))
+    assert not queued(stream)
+
+
+@pytest.mark.parametrize("values", [b"", bytes(7), bytes(12)])
+def test_rows_that_are_not_whole_do_not_reach_it(values: bytes) -> None:
+    stream = reading(4)
+    stream.send_features(model_pb2.Features(values=values))
+    assert not queued(stream)
+
+
+def test_a_draft_that_does_not_read_gets_no_more_features() -> None:
+    stream = reading(1 << 15)
+    for first in range(1000):
+        stream.send_features(rows(4, 1 << 15, first=4 * first))
+    kept = queued(stream)
+    assert sum(len(message.features.values) for message in kept) == MAX_UNWRITTEN_FEATURES
+    stream.send(draft_pb2.DraftRequest(resend=draft_pb2.Resend()))  # other messages still do
+    assert len(queued(stream)) == 1

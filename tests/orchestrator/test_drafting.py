@@ -281,3 +281,72 @@ async def test_a_draft_gets_log_probabilities_of_texts_that_it_keeps_with_permis
             await until(lambda: draft.heard)
             assert len(draft.heard[0].overruled) == (gets > 0)
         await peers.close()
+
+
+class Hungry(Leaving):
+    """A draft that reads features, and notes those that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fed: list[int] = []  # first positions
+
+    async def begin(self, context: Any, **fields: Any) -> None:
+        await super().begin(context, features=draft_pb2.FeatureFormat(fingerprint="f", width=2))
+
+    async def Draft(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        reading = asyncio.create_task(self._note(requests))
+        await super().Draft(requests, context)
+        reading.cancel()
+
+    async def _note(self, requests: Any) -> None:
+        async for request in requests:
+            if request.HasField("features"):
+                self.fed.append(request.features.first)
+
+
+FEEDING = verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True, features_fingerprint="f")
+
+
+def rows(session: int, first: int) -> model_pb2.Features:
+    return model_pb2.Features(session=session, first=first, values=bytes(8))
+
+
+async def test_a_draft_gets_the_features_that_its_session_asked_for() -> None:
+    """Those of an earlier session may still be on their way: a draft that reads them takes what follows for known."""
+    draft, sink = Hungry(), PatientSink()
+    async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft) as found:
+        peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel))
+        async with Drafting(context(peers), sink) as drafting:
+            drafting.on_opened(FEEDING)
+            await until(lambda: sink.extends)
+            assert sink.policies[-1].features_session == 1
+            drafting.on_features(rows(1, 0))
+            await until(lambda: draft.fed == [0])
+            draft.leave.set()
+            await until(lambda: draft.opened == 2 and sink.extends == 2)
+            assert sink.policies[-1].features_session == 2
+            drafting.on_features(rows(1, 2))
+            drafting.on_features(rows(2, 7))
+            await until(lambda: draft.fed == [0, 7])
+        await peers.close()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_draft_that_reads_other_features_is_left_alone_by_this_text(at_once: bool) -> None:
+    """Whether its verifier never sent them, or another one that took over does not."""
+    draft, sink = Hungry(), PatientSink()
+    other = verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True, features_fingerprint="g")
+    async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft) as found:
+        peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel))
+        text = context(peers)
+        async with Drafting(text, sink) as drafting:
+            if not at_once:
+                drafting.on_opened(FEEDING)
+                await until(lambda: sink.extends)
+            drafting.on_opened(other)
+            await until(lambda: "does not send" in drafting._last_failure[1])
+            await until(lambda: sink.policies and model_pb2.DRAFTER_REMOTE not in sink.policies[-1].drafters)
+        assert peers.drafts is not None
+        assert [pod.breaker.state for pod in peers.drafts] == ["closed"]
+        assert not text.events.counts["draft_lost"]
+        await peers.close()

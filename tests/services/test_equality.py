@@ -147,6 +147,13 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
                 )
                 compare(want, got, f"random {heads.name}, {at_once} at once")
                 assert accepted < drafted
+    for heads in (directories.eagle3, directories.dflash, directories.dspark):
+        fed: dict[str, Any] = {"draft_heads": heads, "target_delay": slow_target}
+        async with stack(directories.target, directories.target, **fed) as services:
+            for at_once in (1, 8):
+                got, drafted, accepted = await run_all(services, requests, tokens, at_once=at_once, speculation=ALWAYS)
+                compare(want, got, f"random {heads.name} in a draft service, {at_once} at once")
+                assert accepted <= drafted
 
 
 async def test_tokens_do_not_depend_on_drafting(directories: Directories) -> None:

@@ -17,11 +17,10 @@ from torch import Tensor
 from specdec.engine.batch import PackedBatch
 from specdec.engine.heads.block_config import Markov
 from specdec.engine.heads.eagle3 import TreeContext
+from specdec.engine.heads.growth import BlockReader, Eagle3Reader
 from specdec.engine.heads.text_memory import TextMemory
 from specdec.engine.kv.slots import Slots
 from tests.verifier_service.fakes import BAD, FREE, LANGUAGE, VOCABULARY, Client, Decided, TextEngine, step_loop
-from verifier_service.proposers.block import BlockProposer
-from verifier_service.proposers.eagle3 import Eagle3Proposer
 from verifier_service.proposers.feature_heads import FeatureHeadsProposer
 from verifier_service.proposers.heads import HeadsProposer
 from verifier_service.proposers.medusa import MedusaProposer
@@ -171,6 +170,7 @@ class FakeBlock(FakeHeads):
     keys."""
 
     shape = SimpleNamespace(outputs=VOCABULARY)
+    dtype = torch.float32
     device = torch.device("cpu")
     ids: NDArray[np.int64] | None = None
     guesses = 6
@@ -281,11 +281,15 @@ def memory_of(positions: int = 4096) -> TextMemory:
     return TextMemory(positions, 1, 1, torch.float32, torch.device("cpu"))
 
 
+def _block_proposer(heads: Any) -> FeatureHeadsProposer:
+    return FeatureHeadsProposer(BlockReader(heads, memory_of()), (0, 2))
+
+
 KINDS = {
     "medusa": Kind(FakeMedusa, lambda heads: MedusaProposer(heads)),
-    "eagle3": Kind(FakeEagle3, lambda heads: Eagle3Proposer(heads, (0, 2), memory_of())),
-    "block": Kind(FakeBlock, lambda heads: BlockProposer(heads, (0, 2), memory_of())),
-    "markov": Kind(partial(FakeBlock, markov=True), lambda heads: BlockProposer(heads, (0, 2), memory_of())),
+    "eagle3": Kind(FakeEagle3, lambda heads: FeatureHeadsProposer(Eagle3Reader(heads, memory_of()), (0, 2))),
+    "block": Kind(FakeBlock, _block_proposer),
+    "markov": Kind(partial(FakeBlock, markov=True), _block_proposer),
 }
 
 
@@ -300,7 +304,9 @@ def check_over(loop: StepLoop, *clients: Client) -> None:
         assert each.mail.error is None
         assert each.tokens == each.want
     assert loop.pool.held == 0
-    assert getattr(proposer_of(loop)._heads, "faults", []) == []
+    proposer = proposer_of(loop)
+    heads = proposer._reader.heads if isinstance(proposer, FeatureHeadsProposer) else proposer._heads
+    assert getattr(heads, "faults", []) == []
     check_empty(loop)
 
 
@@ -309,7 +315,7 @@ def check_empty(loop: StepLoop) -> None:
     proposer = proposer_of(loop)
     assert not proposer._texts
     if isinstance(proposer, FeatureHeadsProposer):
-        assert proposer._memory.pool.used == 0
+        assert proposer._reader.memory.pool.used == 0
 
 
 def sources(*clients: Client) -> list[int]:

@@ -17,7 +17,14 @@ from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import served
 from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import LENGTH, PLAIN, StepTimes, VerifyResult
-from verifier_service.backend.session_backend import MakeCommit, MakeQuery, MakeScores, MemoryUse, SessionBackend
+from verifier_service.backend.session_backend import (
+    MakeCommit,
+    MakeFeatures,
+    MakeQuery,
+    MakeScores,
+    MemoryUse,
+    SessionBackend,
+)
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.servicer import VerifierLimits, VerifierServicer
 
@@ -68,6 +75,7 @@ class Counting(SessionBackend):
         commit: MakeCommit,
         scores: MakeScores,
         query: MakeQuery,
+        features: MakeFeatures,
         timeline: Timeline,
     ) -> None:
         session.responses, session.commit = responses, commit

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.decoding.candidates import Candidates
+from specdec.decoding.candidates import Candidates, with_confidence
+from specdec.engine.heads.growth import BlockReader
 from tests.verifier_service.fake_heads import FakeBlock, check_over, loop_of, memory_of, proposer_of, sources
 from tests.verifier_service.fakes import Client, run
 from tests.verifier_service.test_heads_proposers import BY_HEADS, WARM, client
 from verifier_service.backend.result import HEADS
-from verifier_service.proposers.block import BlockProposer
-from verifier_service.proposers.feature_heads import with_confidence
+from verifier_service.proposers.feature_heads import FeatureHeadsProposer
 from verifier_service.proposers.proposer import Phase
 from verifier_service.step_loop import StepLoop
 
 
 def loop_with(draft: FakeBlock, *, context: int = 4096, **options: Any) -> StepLoop:
     fake: Any = draft
-    return loop_of(BlockProposer(fake, (0, 2), memory_of(), context=context), **options)
+    return loop_of(FeatureHeadsProposer(BlockReader(fake, memory_of(), context=context), (0, 2)), **options)
 
 
 def levels_of(loop: StepLoop, one: Client) -> int:

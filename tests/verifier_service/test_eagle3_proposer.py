@@ -10,6 +10,7 @@ import pytest
 
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import CandidateSource
+from specdec.engine.heads.growth import BEAM, EAGLE3_DEPTH, Eagle3Reader
 from specdec.engine.kv.blocks import BLOCK
 from tests.verifier_service.fake_heads import (
     FakeEagle3,
@@ -24,15 +25,14 @@ from tests.verifier_service.fakes import BAD, DEAR, LANGUAGE, Client, run
 from tests.verifier_service.test_heads_proposers import NO_BAD, client
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import HEADS
-from verifier_service.proposers.eagle3 import DEPTH, Eagle3Proposer
-from verifier_service.proposers.feature_heads import BEAM
+from verifier_service.proposers.feature_heads import FeatureHeadsProposer
 from verifier_service.proposers.proposer import Phase
 from verifier_service.step_loop import StepLoop
 
 
 def loop_with(heads: FakeEagle3, *, positions: int = 4096, context: int = 4096, **options: Any) -> StepLoop:
     fake: Any = heads
-    return loop_of(Eagle3Proposer(fake, (0, 2), memory_of(positions), context=context), **options)
+    return loop_of(FeatureHeadsProposer(Eagle3Reader(fake, memory_of(positions), context=context), (0, 2)), **options)
 
 
 def generate(loop: StepLoop, one: Client, tokens: int) -> None:
@@ -87,7 +87,7 @@ def test_heads_with_the_target_s_logits_are_always_right(sampling: Sampling) -> 
     steps = tokens_by_step(one)
     assert steps[0] == 1
     assert min(steps[1:-1]) > 1
-    assert max(steps) <= 1 + DEPTH
+    assert max(steps) <= 1 + EAGLE3_DEPTH
 
 
 def test_a_text_from_the_prefix_cache_is_read_from_where_it_is_computed() -> None:
@@ -112,7 +112,7 @@ def test_a_text_whose_rows_were_missed_is_read_from_the_gap_on() -> None:
     permitted = one.session.policy
     generate(loop, one, 10)
     one.session.set_policy(Policy(frozenset({CandidateSource.NGRAM}), 8, 0.0))
-    generate(loop, one, 11 + DEPTH)
+    generate(loop, one, 11 + EAGLE3_DEPTH)
     one.session.set_policy(permitted)
     heads.seen = []
     run(loop, one)
@@ -128,8 +128,8 @@ def test_long_texts_are_seen_as_far_as_the_context() -> None:
     one = client(loop, 200, max_tokens=40)
     run(loop, one)
     check_over(loop, one)
-    assert heads.read_rows < 30 + 40 + DEPTH
-    assert 30 <= max(heads.seen) <= 30 + DEPTH
+    assert heads.read_rows < 30 + 40 + EAGLE3_DEPTH
+    assert 30 <= max(heads.seen) <= 30 + EAGLE3_DEPTH
     assert sources(one).count(HEADS) > 10
 
 
@@ -234,7 +234,7 @@ def test_memory_of_texts_that_fail_is_given_back() -> None:
     loop = loop_with(heads, step_rows=8)
     one = client(loop, 100, max_tokens=30)
     loop.turn()
-    assert proposer_of(loop)._memory.pool.used > 0
+    assert proposer_of(loop)._reader.memory.pool.used > 0
     heads.failure = RuntimeError("out of memory")
     run(loop, one)
     check_over(loop, one)

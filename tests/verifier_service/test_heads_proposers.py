@@ -78,7 +78,8 @@ def test_under_rejection_greedy_candidates_are_accepted_if_they_are_the_tokens(k
 
 
 def test_under_rejection_a_candidate_does_not_depend_on_the_draw(kind: Kind) -> None:
-    """One at each place, certain to be drawn, and the same for every seed below the same text."""
+    """One at each place, certain to be drawn, and the same for every seed below the same text. Time decides how deep
+    a tree grows."""
     places: dict[int, set[tuple[int, ...]]] = {}
     for seed in range(20):
         sampling = Sampling(temperature=1.0, seed=seed, banned_tokens=frozenset({BAD}))
@@ -96,7 +97,9 @@ def test_under_rejection_a_candidate_does_not_depend_on_the_draw(kind: Kind) -> 
         assert path
         places.setdefault(one.tokens[0], set()).add(tuple(path))
     assert len(places) > 1
-    assert all(len(paths) == 1 for paths in places.values())
+    for paths in places.values():
+        longest = max(paths, key=len)
+        assert all(path == longest[: len(path)] for path in paths)
 
 
 def test_hidden_states_that_cannot_be_had_cost_no_step(kind: Kind) -> None:

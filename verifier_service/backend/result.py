@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from typing import NamedTuple
 from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.speculation import NO_DRAFT_PAYS, Outlook
 from specdec.serving.target_logprobs import TargetLogprobs
+from specdec.serving.validation import MAX_FEATURE_BYTES
 
 
 class TokenSource(IntEnum):
@@ -171,6 +172,20 @@ class PromptScores(NamedTuple):
         """Yield the scores in parts, one per message."""
         for start in range(0, len(self.logprobs), MAX_SCORES_A_MESSAGE):
             yield PromptScores(self.first + start, self.logprobs[start : start + MAX_SCORES_A_MESSAGE])
+
+
+class FeatureRows(NamedTuple):
+    """Fused features at consecutive positions of a text, as they are sent."""
+
+    first: int  # position of the first row
+    rows: Sequence[bytes]
+    session: int  # of the draft that they are for, as in `Policy`
+
+    def parts(self) -> Iterator[FeatureRows]:
+        """Yield the rows in parts, one per message."""
+        count = max(1, MAX_FEATURE_BYTES // len(self.rows[0]))
+        for start in range(0, len(self.rows), count):
+            yield FeatureRows(self.first + start, self.rows[start : start + count], self.session)
 
 
 @dataclass(frozen=True)

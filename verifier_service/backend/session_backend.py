@@ -17,7 +17,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.serving.worker import Worker
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
+from verifier_service.backend.result import FeatureRows, PromptScores, StepTimes, VerifyResult
 from verifier_service.backend.stats import VerifierStats
 
 MakeCommit = Callable[[VerifyResult, StepTimes], Any]
@@ -28,6 +28,9 @@ MakeScores = Callable[[PromptScores], Any]
 
 MakeQuery = Callable[[DraftQuery], Any]
 """Turns a query to the session's draft into a response; called on the same event loop."""
+
+MakeFeatures = Callable[[FeatureRows], Any]
+"""Turns features for the session's draft into a response; called on the same event loop."""
 
 
 class BackendSession(Protocol):
@@ -72,6 +75,8 @@ class SessionBackend(Worker):
     stats: VerifierStats
     chains_only: bool = False
     """True if a step verifies a single chain of candidates per session: no tree and no lookahead window."""
+    features_fingerprint: str = ""
+    """Fingerprint of the features that it can send to drafts; empty: none."""
 
     @property
     @abstractmethod
@@ -93,12 +98,13 @@ class SessionBackend(Worker):
         commit: MakeCommit,
         scores: MakeScores,
         query: MakeQuery,
+        features: MakeFeatures,
         timeline: Timeline,
     ) -> None:
         """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached. Send
-        the log-probabilities of its prompt before them, if requested, and under CONTRASTIVE queries to its draft.
-        Record in the timeline when it is admitted or preempted and when its prompt is computed. EngineLostError if the
-        engine is lost. In the worker's thread."""
+        the log-probabilities of its prompt before them, if requested, under CONTRASTIVE queries to its draft, and
+        features to a draft that reads them. Record in the timeline when it is admitted or preempted and when its prompt
+        is computed. EngineLostError if the engine is lost. In the worker's thread."""
 
     @abstractmethod
     def detach(self, session: Any) -> None:

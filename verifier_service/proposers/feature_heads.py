@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,109 +23,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.decoding.calibration import Calibration, corrected
-from specdec.decoding.candidates import AskedRow, Candidates, draft_candidates
-from specdec.decoding.draft_logits import DraftLogits, MappedDraftLogits
+from specdec.decoding.candidates import AskedRow, draft_candidates, with_confidence
 from specdec.decoding.level_tree import MAX_NODES, GrowingTrees
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine, Launch, launch_of
-from specdec.engine.heads.feature_files import MAX_CONTEXT_BYTES, MAX_FEATURE_LOGITS
-from specdec.engine.heads.text_memory import TextMemory, TextSlots
+from specdec.engine.heads.growth import BEAM, Anchor, HeadsReader, Level
+from specdec.engine.heads.text_memory import TextSlots
 from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.backend.result import HEADS
-from verifier_service.proposers.heads import HeadsProposer, HeadsText, certain, draft_logits
+from verifier_service.proposers.heads import HeadsProposer, HeadsText, certain
 from verifier_service.proposers.proposer import ComingStep
 from verifier_service.proposers.usefulness import Usefulness
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.settings.tuning import DraftModelTuning
+from verifier_service.settings.tuning import DEFAULTS, DraftModelTuning
 from verifier_service.verification.tree_verification import Prompts, TreeVerification
-
-BEAM = 8
-"""Nodes of a level that get children, and children of each. EAGLE's trees have 8 to 10."""
-
-CONTEXT = 4096
-"""Default of the rows that heads see: published ones are trained on texts of 2,048 to 4,096 tokens."""
-
-MIN_CONFIDENCE = 1e-6
-"""Minimum distance of a probability from 0 and 1, so that its logarithm and the rest's stay finite."""
 
 LEVEL_SMOOTHING = 0.1
 """Weight of the latest level in the moving average of a level's seconds."""
 
 
-class FeatureHeads(Protocol):
-    """The interface of heads that read features."""
-
-    vocabulary: int
-    ids: NDArray[np.int64] | None  # [outputs]; None: the same numbers
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def fused(self, features: Tensor) -> Tensor:
-        """Return what the heads read of features [n, m, d]: [n, d']."""
-
-
-Heads = TypeVar("Heads", bound=FeatureHeads)
-
-
-class Level(NamedTuple):
-    """The logits for a level of trees, and the confidence of the heads."""
-
-    logits: Tensor  # float32 [n, f, outputs] of the children of the frontier; [n, 1, outputs]: the same for all
-    confidence: NDArray[np.float64] | None = None  # [n, f]: probability of the best child, if the heads estimate it
-
-
-class Growth(ABC):
-    """The state of heads while the trees of n texts grow."""
-
-    @abstractmethod
-    def level(self, tokens: Tensor, origins: Tensor) -> Level:
-        """Return what follows the frontier's tokens, int64 [n, f], whose parents were at the places `origins` [n, f] in
-        the frontier before. At first the frontier is the last token of each text."""
-
-
 Asked = Sequence[tuple[VerifierSession, "FeatureText"]]
 
 
-class FeatureHeadsProposer(HeadsProposer["FeatureText"], Generic[Heads]):
-    """Heads of a verifier that read features. `layers`: whose features, in order; `memory`: of the keys and values of
-    all texts. A text without room in it has no guesses until there is some. `depth`: maximum levels of a tree;
-    `context`: maximum rows of a text that the heads see, the latest ones; `row_logits`: logits that a text needs at
-    once."""
+class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
+    """Heads of a verifier that read features. `layers`: whose features, in order. A text without room in the heads'
+    memory has no guesses until there is some."""
 
     def __init__(
-        self,
-        heads: Heads,
-        layers: Sequence[int],
-        memory: TextMemory,
-        tuning: DraftModelTuning,
-        *,
-        depth: int,
-        context: int,
-        row_logits: int,
+        self, reader: HeadsReader, layers: Sequence[int], tuning: DraftModelTuning = DEFAULTS.draft_model
     ) -> None:
         def new_text(sampler: RequestSampler, calibration: Calibration, usefulness: Usefulness) -> FeatureText:
-            return FeatureText(sampler, calibration, usefulness, slots=TextSlots(memory))
+            return FeatureText(sampler, calibration, usefulness, slots=TextSlots(reader.memory))
 
         super().__init__(new_text, tuning)
-        self._heads = heads
+        self._reader = reader
         self._layers = tuple(layers)
-        self._memory = memory
-        self.depth = depth
-        self.context = context
-        self._texts_at_once = max(1, MAX_FEATURE_LOGITS // row_logits)
-        self._rows_at_once = max(1, MAX_CONTEXT_BYTES // memory.row_bytes)
         self._level_seconds = 0.0  # of one level, moving average; 0: not known
-
-    @abstractmethod
-    def _keep(self, rows: Rows, fused: Tensor, positions: Tensor) -> None:
-        """Store the keys and values of rows, with what the heads read of their features, [n, d']."""
-
-    @abstractmethod
-    def _growth(self, group: Asked, levels: int) -> Growth:
-        """Begin trees of at most this many levels."""
 
     def launch_of(self, engine: Engine) -> Launch:
         return launch_of(engine, features=self._layers)
@@ -183,14 +117,14 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"], Generic[Heads]):
         """Read rows with logits, and other rows of a step. Return what is read of their features [n, d'], in this
         order."""
         found = logits.features(wanted.places, others.places)
-        fused = self._heads.fused(found if isinstance(found, Tensor) else torch.from_numpy(found))
+        fused = self._reader.heads.fused(found if isinstance(found, Tensor) else torch.from_numpy(found))
         rows = wanted + others
-        self._keep(rows, fused, self._tensor(rows.positions))
+        self._reader.keep(rows.tokens, rows.positions, fused, np.concatenate(rows.slots))
         return fused
 
     def _skipped(self, session: VerifierSession) -> int:
         """Return the number of a text's next rows that are too far behind to be seen."""
-        return max(0, session.tree.base - self.context - session.computed)
+        return max(0, session.tree.base - self._reader.context - session.computed)
 
     # --- growing trees ------------------------------------------------------------------------------
 
@@ -213,10 +147,10 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"], Generic[Heads]):
 
     def _groups(self, asked: Asked) -> Iterator[Asked]:
         """Yield texts to grow trees for at once, of similar length, within the limits on logits and gathered rows."""
-        group: list[tuple[VerifierSession, FeatureText]] = []
+        group, reader = list[tuple[VerifierSession, FeatureText]](), self._reader
         for pair in sorted(asked, key=lambda pair: pair[1].slots.count):
-            rows = (len(group) + 1) * min(self.context, pair[1].slots.count)
-            if group and (len(group) == self._texts_at_once or rows > self._rows_at_once):
+            rows = (len(group) + 1) * min(reader.context, pair[1].slots.count)
+            if group and (len(group) == reader.texts_at_once or rows > reader.rows_at_once):
                 yield group
                 group = []
             group.append(pair)
@@ -230,11 +164,11 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"], Generic[Heads]):
         limits = np.array([self._levels(session) for session, _ in group])
         trees = GrowingTrees(len(group), BEAM, math.log(self._tuning.min_probability))
         paths: list[list[list[int]]] = [[[]] for _ in group]
-        growth = self._growth(group, int(limits.max()))
+        growth = self._reader.growth([self._anchor(*pair) for pair in group], int(limits.max()))
         tokens, origins = np.array([[session.tree.committed[-1]] for session, _ in group]), trees.origins
         for level in range(int(limits.max())):
             started = time.monotonic()
-            found = growth.level(self._tensor(tokens), self._tensor(origins))
+            found = growth.level(self._reader.tensor(tokens), self._reader.tensor(origins))
             guesses, logprobs = self._guesses(group, trees, paths, found)
             logprobs[limits <= level] = -np.inf
             for text, first in zip(texts, logprobs[:, 0], strict=True):
@@ -270,7 +204,7 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"], Generic[Heads]):
                     rows.append(AskedRow(number * own + min(place, own - 1), query, session.vocabulary))
                     shifts.append(text.calibration.shifts(len(path)))
                     places.append((number, place))
-        found = draft_candidates(self._draft_logits(level.logits), rows, BEAM)
+        found = draft_candidates(self._reader.draft_logits(level.logits), rows, BEAM)
         of_texts, of_places = np.array(places).T
         if level.confidence is not None:
             found = with_confidence(found, level.confidence[of_texts, of_places])
@@ -294,31 +228,12 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"], Generic[Heads]):
 
     def _levels(self, session: VerifierSession) -> int:
         """Return the maximum levels of a text's tree. A candidate for its last token would save no step."""
-        return min(self.depth, session.policy.max_depth or self.depth, session.end - 1 - session.tree.base)
+        depth = self._reader.depth
+        return min(depth, session.policy.max_depth or depth, session.end - 1 - session.tree.base)
 
-    def _draft_logits(self, logits: Tensor) -> DraftLogits:
-        """Return logits [n, f, outputs] as draft logits over the target's vocabulary, row by row."""
-        found = draft_logits(logits.flatten(0, 1))
-        heads = self._heads
-        return found if heads.ids is None else MappedDraftLogits(found, heads.ids, heads.vocabulary)
-
-    def _tensor(self, numbers: Any) -> Tensor:
-        return torch.as_tensor(numbers, dtype=torch.int64).to(self._heads.device)
-
-
-def with_confidence(children: Candidates, confidence: NDArray[np.float64]) -> Candidates:
-    """Return the children of n nodes where the best one has this probability [n], and the others share the rest as
-    before; best first again. An only child, such as a grammar leaves, keeps its probability."""
-    logprobs = children.logprobs.copy()
-    several = (logprobs > -np.inf).sum(axis=1) > 1
-    best = np.clip(confidence[several], MIN_CONFIDENCE, 1.0 - MIN_CONFIDENCE)
-    before = np.minimum(np.exp(logprobs[several, 0]), 1.0 - MIN_CONFIDENCE)
-    logprobs[several] += (np.log1p(-best) - np.log1p(-before))[:, None]
-    logprobs[several, 0] = np.log(best)
-    order = (-logprobs).argsort(axis=1, kind="stable")
-    return children._replace(
-        tokens=np.take_along_axis(children.tokens, order, axis=1), logprobs=np.take_along_axis(logprobs, order, axis=1)
-    )
+    def _anchor(self, session: VerifierSession, text: FeatureText) -> Anchor:
+        tree = session.tree
+        return Anchor(tree.committed[-1], tree.base, text.slots.last(self._reader.context), text.state)
 
 
 @dataclass

@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import structlog
-import torch
 
 from specdec.decoding.calibration import Calibration, Calibrations
-from specdec.decoding.draft_logits import DraftLogits, HostDraftLogits
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.speculation import CandidateSource
@@ -127,15 +125,6 @@ class HeadsProposer(Proposer, Generic[Text]):
                 Usefulness(self._tuning),
             )
         return text
-
-
-def draft_logits(logits: torch.Tensor) -> DraftLogits:
-    """Return float32 logits [n, V] as draft logits, where they are."""
-    if logits.device.type == "cpu":
-        return HostDraftLogits(logits.numpy())
-    from specdec.engine.gpu.draft_logits import GpuDraftLogits  # imports Triton's neighbours
-
-    return GpuDraftLogits(logits)
 
 
 def certain(paths: Paths) -> Paths:

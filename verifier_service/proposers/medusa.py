@@ -24,9 +24,10 @@ from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine, Launch, launch_of
 from specdec.engine.heads.files import MAX_LOGITS
+from specdec.engine.heads.growth import draft_logits
 from specdec.engine.heads.medusa import MedusaHeads
 from verifier_service.backend.result import HEADS
-from verifier_service.proposers.heads import HeadsProposer, HeadsText, certain, draft_logits
+from verifier_service.proposers.heads import HeadsProposer, HeadsText, certain
 from verifier_service.proposers.proposer import ComingStep
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS, DraftModelTuning

@@ -9,7 +9,7 @@ from typing import Any
 from specdec.decoding.contrastive import DraftQuery
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
-from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
+from verifier_service.backend.result import FeatureRows, PromptScores, StepTimes, VerifyResult
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.sessions.session import VerifierSession
 
@@ -17,14 +17,15 @@ from verifier_service.sessions.session import VerifierSession
 @dataclass(eq=False)
 class RunningSession:
     """A session in the step loop, owned by the loop's thread. `message` makes a response from a verify result and its
-    times, `scores_message` one from log-probabilities of the prompt, `query_message` one from a query to the draft. All
-    three run on the response queue's event loop."""
+    times, `scores_message` one from log-probabilities of the prompt, `query_message` one from a query to the draft,
+    `features_message` one from features for it. All run on the response queue's event loop."""
 
     session: VerifierSession
     responses: ResponseQueue[Any]
     message: Callable[[VerifyResult, StepTimes], Any]
     scores_message: Callable[[PromptScores], Any] = lambda scores: scores
     query_message: Callable[[DraftQuery], Any] = lambda query: query
+    features_message: Callable[[FeatureRows], Any] = lambda rows: rows
     arrival: int = 0
     preemptions: int = 0
     waiting_since: float = 0.0  # for memory

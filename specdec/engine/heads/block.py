@@ -29,6 +29,7 @@ from torch import Tensor
 
 from specdec.engine.heads.block_config import BlockShape, BlockVariant, Markov
 from specdec.engine.heads.decoder_layer import Rotary, gated_mlp, in_heads, rms_norm
+from specdec.engine.heads.fusion import Fusion
 from specdec.engine.heads.text_memory import TextMemory
 from specdec.engine.kv.slots import Slots
 
@@ -93,6 +94,7 @@ class BlockDraft:
         self.ids = ids
         self._weights = weights
         self._rotary = rotary
+        self._fusion = Fusion(weights.fusion, variant.epsilon, norm_of_fused=weights.context_norm)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,8 +111,7 @@ class BlockDraft:
 
     def fused(self, features: Tensor) -> Tensor:
         """Return c [n, d'] of features [n, m, d] of any float dtype."""
-        joined = features.to(self.device, self.dtype).flatten(1)
-        return self._norm(F.linear(joined, self._weights.fusion), self._weights.context_norm)
+        return self._fusion(features)
 
     def context(self, fused: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of a context in all layers, [..., layers * kv_heads, width], from c [..., d']

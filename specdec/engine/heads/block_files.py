@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
     from torch import Tensor
 
     from specdec.engine.heads.block import BlockDraft, MarkovWeights
+    from specdec.engine.heads.fusion import Fusion
 
 CONTEXT_NORM = "hidden_norm.weight"
 """Name of a tensor that only block drafts have: EAGLE-3's is one of its layer."""
@@ -74,9 +75,9 @@ class BlockFiles(FeatureFiles[BlockConfig]):
         def read(*names: str) -> Tensor:
             return torch.cat([reader(self.parts[name]) for name in names]).to(device, dtype)
 
-        numbers = range(config.shape.layers)
+        numbers, fusion = range(config.shape.layers), self.fusion(device, dtype)
         weights = BlockWeights(
-            fusion=read("fusion"),
+            fusion=fusion.product,
             context_norm=read("context_norm"),
             keys=read(*(f"k {number}" for number in numbers)),
             values=read(*(f"v {number}" for number in numbers)),
@@ -107,6 +108,13 @@ class BlockFiles(FeatureFiles[BlockConfig]):
             vocabulary=self.target.vocabulary,
             ids=self._ids(reader),
         )
+
+    def fusion(self, device: str, dtype: torch.dtype) -> Fusion:
+        from specdec.engine.heads.fusion import Fusion
+
+        read = Reader()
+        product, norm = (read(self.parts[part]).to(device, dtype) for part in ("fusion", "context_norm"))
+        return Fusion(product, self.config.variant.epsilon, norm_of_fused=norm)
 
     def _markov(self, read: Callable[[str], Tensor]) -> MarkovWeights | None:
         from specdec.engine.heads.block import MarkovWeights

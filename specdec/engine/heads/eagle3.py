@@ -25,6 +25,7 @@ from torch import Tensor
 
 from specdec.engine.heads.decoder_layer import Rotary, gated_mlp, in_heads, rms_norm
 from specdec.engine.heads.eagle3_config import Eagle3Shape, Eagle3Variant
+from specdec.engine.heads.fusion import Fusion
 from specdec.engine.heads.text_memory import TextMemory
 from specdec.engine.kv.slots import Slots
 
@@ -68,6 +69,9 @@ class Eagle3Heads:
         self.ids = ids
         self._weights = weights
         self._rotary = rotary
+        self._fusion = Fusion(
+            weights.fusion, variant.epsilon, norm_of_each=weights.feature_norms, norm_of_all=weights.fusion_norm
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,14 +83,7 @@ class Eagle3Heads:
 
     def fused(self, features: Tensor) -> Tensor:
         """Return g [n, d'] of features [n, m, d] of any float dtype."""
-        weights = self._weights
-        read = features.to(self.device, self.dtype)
-        if weights.feature_norms is not None:
-            read = self._norm(read, weights.feature_norms)
-        joined = read.flatten(1)
-        if weights.fusion_norm is not None:
-            joined = self._norm(joined, weights.fusion_norm)
-        return F.linear(joined, weights.fusion)
+        return self._fusion(features)
 
     def inputs(self, tokens: Tensor, fused: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's inputs u [..., 2 d'] of tokens [...] and g [..., d'], and the residual [..., d'] of its

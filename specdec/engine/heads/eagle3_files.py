@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
     from torch import Tensor
 
     from specdec.engine.heads.eagle3 import Eagle3Heads
+    from specdec.engine.heads.fusion import Fusion
 
 
 def _names(layer: str) -> Mapping[str, str]:
@@ -77,13 +78,11 @@ class Eagle3Files(FeatureFiles[Eagle3Config]):
         def joined(*names: str) -> Tensor:
             return torch.cat([read(parts[name]) for name in names]).to(device, dtype)
 
-        feature_norms = None
-        if config.norm_of_features:
-            feature_norms = torch.stack([joined(f"feature_norm {number}") for number in range(config.shape.features)])
+        fusion = self.fusion(device, dtype)
         weights = Eagle3Weights(
-            fusion=joined("fusion"),
-            fusion_norm=joined("fusion_norm") if config.norm_before_fusion else None,
-            feature_norms=feature_norms,
+            fusion=fusion.product,
+            fusion_norm=fusion.norm_of_all,
+            feature_norms=fusion.norm_of_each,
             embedding_norm=joined("embedding_norm"),
             hidden_norm=joined("hidden_norm"),
             project=joined("q", "k", "v"),
@@ -102,6 +101,23 @@ class Eagle3Files(FeatureFiles[Eagle3Config]):
             Rotary.of(config.layer.rotary, config.shape.width, self.path, device),
             vocabulary=self.target.vocabulary,
             ids=self._ids(read),
+        )
+
+    def fusion(self, device: str, dtype: torch.dtype) -> Fusion:
+        import torch
+
+        from specdec.engine.heads.fusion import Fusion
+
+        read, parts, config = Reader(), self.parts, self.config
+        of_each = None
+        if config.norm_of_features:
+            norms = [read(parts[f"feature_norm {number}"]) for number in range(config.shape.features)]
+            of_each = torch.stack(norms).to(device, dtype)
+        return Fusion(
+            read(parts["fusion"]).to(device, dtype),
+            config.variant.epsilon,
+            norm_of_each=of_each,
+            norm_of_all=read(parts["fusion_norm"]).to(device, dtype) if config.norm_before_fusion else None,
         )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
@@ -20,6 +22,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
     import torch
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from specdec.engine.heads.fusion import Fusion
 
 MAX_CONTEXT_BYTES, MAX_FEATURE_LOGITS = 1 << 27, 1 << 24
 """Approximate bytes of keys and values that heads gather from their memory at once, and logits that they compute at
@@ -38,6 +42,10 @@ COMMON: Mapping[str, str] = {
     "t2d": "t2d",
 }
 """Names of the tensors of parts that all such heads have."""
+
+
+FUSION = frozenset({"context_norm", "feature_norm", "fusion", "fusion_norm"})
+"""Kinds of parts that the fusion of features consists of."""
 
 
 class FeatureConfig(Protocol):
@@ -75,6 +83,32 @@ class FeatureFiles(ABC, Generic[Config]):
         """Read the weights. `embeddings` [ids, width] and `output`, from states [n, hidden] to logits, are the
         target's, for heads without their own."""
 
+    @abstractmethod
+    def fusion(self, device: str, dtype: torch.dtype) -> Fusion:
+        """Read the weights of the fusion alone."""
+
+    @property
+    def shared_ends(self) -> frozenset[str]:
+        """Which of the target's ends they use, "embeddings" and "output", as they have none of their own."""
+        return frozenset({"embeddings", "output"} - self.parts.keys())
+
+    def fusion_fingerprint(self) -> str:
+        """Return the SHA-256, in hex, over everything that decides what the fusion makes of a target's features."""
+        config = self.config
+        fields = [self.architecture, config.layers, config.layer.epsilon]
+        return self._hashed(fields, [part for part in self.parts if part.split()[0] in FUSION])
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256, in hex, over all weights and the configuration."""
+        return self._hashed(fields_beside(self.path, "heads").content, self.parts)
+
+    def _hashed(self, fields: object, parts: Iterable[str]) -> str:
+        read, decides = Reader(), hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+        for part in sorted(parts):
+            decides.update(part.encode())
+            decides.update(read(self.parts[part]).float().contiguous().numpy().data)
+        return decides.hexdigest()
+
     def memory_needed(self, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
         """Return the memory of the weights, of the keys and values of `kv_tokens` positions (None: of the fewest), and
         of what is computed at once, beside the target's."""
@@ -83,6 +117,11 @@ class FeatureFiles(ABC, Generic[Config]):
         kv = tokens * 2 * self.config.memory_heads * self.config.layer.width * BYTES[dtype]
         working = 2 * MAX_FEATURE_LOGITS * BYTES["float32"] + 2 * min(kv, MAX_CONTEXT_BYTES)
         return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * BYTES[dtype], working, tokens, kv)
+
+    def fusion_memory(self, dtype: Dtype) -> MemoryNeeded:
+        """Return the memory of the fusion alone, beside the target's."""
+        numbers = sum(stored.numbers for part, stored in self.parts.items() if part.split()[0] in FUSION)
+        return MemoryNeeded(f"features for {self.path.name}", dtype, 0, numbers * BYTES[dtype], 0, 0, 0)
 
     def _table(self, reader: Reader, embeddings: Tensor, device: str, dtype: torch.dtype) -> Tensor:
         """Return the heads' token embeddings, or else the target's; HeadsFilesError if these have another width."""

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from specdec.engine.heads.block_files import BlockFiles, is_block_draft
 from specdec.engine.heads.eagle3_files import Eagle3Files, is_eagle3
-from specdec.engine.heads.files import TargetShape
+from specdec.engine.heads.feature_files import FeatureConfig, FeatureFiles
+from specdec.engine.heads.files import HeadsFilesError, TargetShape
 from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Dtype
@@ -26,6 +27,20 @@ def kind_in(path: Path) -> type[HeadsFiles]:
 def heads_in(path: Path, target: TargetShape) -> HeadsFiles:
     """Return the heads in a directory; ModelDirectoryError if they do not fit the target."""
     return kind_in(path).of(path, target)
+
+
+def feature_heads_in(path: Path, target: TargetShape) -> FeatureFiles[FeatureConfig]:
+    """Return the heads in a directory that read features; ModelDirectoryError if there are none for the target."""
+    files = heads_in(path, target)
+    if isinstance(files, MedusaFiles):
+        raise HeadsFilesError(f"{path}: has Medusa heads, which read no features: give EAGLE-3 heads or a block draft")
+    return files
+
+
+def memory_of_features(path: Path, directory: ModelDirectory, dtype: Dtype) -> MemoryNeeded:
+    """Return the memory of the fusion for draft services with these heads; ModelDirectoryError if they do not fit the
+    target."""
+    return feature_heads_in(path, TargetShape.of(directory)).fusion_memory(dtype)
 
 
 def memory_of_heads(path: Path, kv_tokens: int | None, directory: ModelDirectory, dtype: Dtype) -> MemoryNeeded:

@@ -22,6 +22,7 @@ from specdec.engine.engines.loading import load_engine
 from specdec.engine.heads.eagle3 import Eagle3Heads, TreeContext
 from specdec.engine.heads.eagle3_files import Eagle3Files, is_eagle3
 from specdec.engine.heads.files import HeadsFilesError, TargetShape
+from specdec.engine.heads.growth import CONTEXT
 from specdec.engine.heads.kinds import memory_of_heads
 from specdec.engine.heads.text_memory import TextMemory
 from specdec.engine.model_directory import ModelDirectory
@@ -32,8 +33,7 @@ from specdec.engine.unsupported import UnsupportedModelError
 from tests.heads import RandomEagle3, Tensors, make_eagle3, make_heads, written
 from tests.models import make
 from verifier_service.heads_files import read_heads
-from verifier_service.proposers.eagle3 import Eagle3Proposer
-from verifier_service.proposers.feature_heads import CONTEXT
+from verifier_service.proposers.feature_heads import FeatureHeadsProposer
 
 STREAM, TOKENS, LAYERS = 10, 23, 6
 TARGET = TargetShape(STREAM, TOKENS, STREAM, LAYERS)
@@ -215,8 +215,8 @@ def test_they_see_as_many_rows_as_they_are_trained_for(tmp_path: Path) -> None:
         if positions is None:
             del config["max_position_embeddings"]
         proposer = read_heads(written(tmp_path / name, heads.tensors(), config), None, target).load(engine)
-        assert isinstance(proposer, Eagle3Proposer)
-        return proposer.context
+        assert isinstance(proposer, FeatureHeadsProposer)
+        return proposer._reader.context
 
     assert context("short", 48) == 48
     assert context("silent", None) == 2048

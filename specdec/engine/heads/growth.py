@@ -1,0 +1,209 @@
+"""Growing trees by heads that read features: for many texts at once, a level at a time, in a verifier or in a draft
+service.
+
+A `HeadsReader` joins heads of one kind and the memory of what they have read. Rows of texts are kept in any order; from
+the last row of each text a tree grows. What a tree reads is not kept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.decoding.draft_logits import DraftLogits, HostDraftLogits, MappedDraftLogits
+from specdec.engine.heads.block import BlockDraft
+from specdec.engine.heads.eagle3 import Eagle3Heads, TreeContext
+from specdec.engine.heads.feature_files import MAX_CONTEXT_BYTES, MAX_FEATURE_LOGITS
+from specdec.engine.heads.text_memory import TextMemory
+from specdec.engine.kv.slots import Slots
+
+BEAM = 8
+"""Nodes of a level that get children, and children of each. EAGLE's trees have 8 to 10."""
+
+CONTEXT = 4096
+"""Default of the rows that heads see: published ones are trained on texts of 2,048 to 4,096 tokens."""
+
+EAGLE3_DEPTH = 7
+"""Maximum levels of a tree of EAGLE-3, as in the paper."""
+
+
+class FeatureHeads(Protocol):
+    """The interface of heads that read features."""
+
+    vocabulary: int
+    ids: NDArray[np.int64] | None  # [outputs]; None: the same numbers
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def fused(self, features: Tensor) -> Tensor:
+        """Return what the heads read of features [n, m, d]: [n, d']."""
+
+
+class Level(NamedTuple):
+    """The logits for a level of trees, and the confidence of the heads."""
+
+    logits: Tensor  # float32 [n, f, outputs] of the children of the frontier; [n, 1, outputs]: the same for all
+    confidence: NDArray[np.float64] | None = None  # [n, f]: probability of the best child, if the heads estimate it
+
+
+class Growth(ABC):
+    """The state of heads while the trees of n texts grow."""
+
+    @abstractmethod
+    def level(self, tokens: Tensor, origins: Tensor) -> Level:
+        """Return what follows the frontier's tokens, int64 [n, f], whose parents were at the places `origins` [n, f] in
+        the frontier before. At first the frontier is the last token of each text."""
+
+
+class Anchor(NamedTuple):
+    """The end of a text, from which its tree grows."""
+
+    token: int  # the last one
+    length: int  # tokens of the text
+    rows: Slots  # kept ones that the heads may see, up to the one before the last token
+    state: Tensor  # [d'] fused features of the last of them
+
+
+class HeadsReader(ABC):
+    """Heads, and the memory of the keys and values of all texts. `depth`: maximum levels of a tree; `context`: maximum
+    rows of a text that the heads see, the latest ones."""
+
+    def __init__(self, heads: Any, memory: TextMemory, *, depth: int, context: int, row_logits: int) -> None:
+        """`row_logits`: logits that a text needs at once."""
+        self.heads: FeatureHeads = heads
+        self.memory = memory
+        self.depth = depth
+        self.context = context
+        self.texts_at_once = max(1, MAX_FEATURE_LOGITS // row_logits)
+        """Texts that may grow trees at once."""
+        self.rows_at_once = max(1, MAX_CONTEXT_BYTES // memory.row_bytes)
+        """Rows that may be gathered from memory at once, by all texts."""
+
+    @abstractmethod
+    def keep(self, tokens: Sequence[int], positions: Sequence[int], fused: Tensor, slots: Slots) -> None:
+        """Store the keys and values of n rows of any texts, in any order. `tokens`: the ones after them; `fused`: their
+        features [n, d']."""
+
+    @abstractmethod
+    def growth(self, anchors: Sequence[Anchor], levels: int) -> Growth:
+        """Begin trees of at most this many levels."""
+
+    def draft_logits(self, logits: Tensor) -> DraftLogits:
+        """Return logits [n, f, outputs] as draft logits over the target's vocabulary, row by row."""
+        found = draft_logits(logits.flatten(0, 1))
+        heads = self.heads
+        return found if heads.ids is None else MappedDraftLogits(found, heads.ids, heads.vocabulary)
+
+    def tensor(self, numbers: Any) -> Tensor:
+        """Return numbers as int64, on the heads' device."""
+        return torch.as_tensor(numbers, dtype=torch.int64).to(self.heads.device)
+
+
+class Eagle3Reader(HeadsReader):
+    """EAGLE-3 heads with their memory."""
+
+    def __init__(self, heads: Eagle3Heads, memory: TextMemory, *, context: int = CONTEXT) -> None:
+        super().__init__(heads, memory, depth=EAGLE3_DEPTH, context=context, row_logits=BEAM * heads.shape.outputs)
+        self._heads = heads
+
+    def keep(self, tokens: Sequence[int], positions: Sequence[int], fused: Tensor, slots: Slots) -> None:
+        self._heads.read(self.tensor(tokens), fused, self.tensor(positions), slots, self.memory)
+
+    def growth(self, anchors: Sequence[Anchor], levels: int) -> Growth:
+        seen = [anchor.rows[:-1] for anchor in anchors]  # the tree begins with the last row
+        context = TreeContext(self.memory, seen, 1 + BEAM * (levels - 1))
+        read = torch.stack([anchor.state for anchor in anchors])[:, None]
+        # The row at a position holds the token after it.
+        positions = self.tensor([[anchor.length - 2] for anchor in anchors])
+        return Eagle3Growth(self._heads, context, read, positions)
+
+
+class Eagle3Growth(Growth):
+    """Trees grown level by level: the layer reads its own output for the previous level."""
+
+    def __init__(self, heads: Eagle3Heads, context: TreeContext, read: Tensor, positions: Tensor) -> None:
+        """`read` [n, 1, d'] and `positions` [n, 1]: fused features and positions of the rows before the last tokens."""
+        self._heads = heads
+        self._context = context
+        self._carried = read  # g of the previous frontier, read by the next one
+        self._positions = positions  # of the next frontier
+        self._every = torch.arange(len(read), device=read.device)[:, None]
+
+    def level(self, tokens: Tensor, origins: Tensor) -> Level:
+        read = self._carried[self._every, origins]
+        positions = self._positions.expand_as(origins)
+        states = self._heads.grow(tokens, read, positions, self._context, origins)
+        logits, self._carried = self._heads.outcome(states)
+        self._positions = self._positions + 1
+        return Level(logits)
+
+
+class BlockReader(HeadsReader):
+    """A block draft with its memory, which has the heads of all its layers in a row."""
+
+    def __init__(self, draft: BlockDraft, memory: TextMemory, *, context: int = CONTEXT) -> None:
+        row_logits = max(BEAM, draft.guesses) * draft.shape.outputs
+        super().__init__(draft, memory, depth=draft.guesses, context=context, row_logits=row_logits)
+        self._draft = draft
+
+    def keep(self, tokens: Sequence[int], positions: Sequence[int], fused: Tensor, slots: Slots) -> None:
+        self._draft.read(fused, self.tensor(positions), slots, self.memory)
+
+    def growth(self, anchors: Sequence[Anchor], levels: int) -> Growth:
+        tokens = self.tensor([anchor.token for anchor in anchors])
+        positions = self.tensor([anchor.length - 1 for anchor in anchors])
+        states = self._draft.states(tokens, positions, [anchor.rows for anchor in anchors], self.memory)
+        return BlockGrowth(self._draft, states[:, :levels])
+
+
+class BlockGrowth(Growth):
+    """Trees that grow along the positions of a block. The pass gives the logits of all positions: without a Markov
+    head, all nodes of a level have the same guesses; with one, a node's guesses depend on its token."""
+
+    def __init__(self, draft: BlockDraft, states: Tensor) -> None:
+        """`states`: [n, levels, d']."""
+        self._draft = draft
+        self._states = states
+        self._logits = draft.logits(states)
+        self._level = 0
+        self._memory: Tensor | None = None  # what the Markov head remembers of the frontier before
+        self._every = torch.arange(len(states), device=states.device)[:, None]
+
+    def level(self, tokens: Tensor, origins: Tensor) -> Level:
+        draft, at = self._draft, slice(self._level, self._level + 1)
+        self._level += 1
+        logits, states = self._logits[:, at], self._states[:, at].expand(-1, tokens.shape[1], -1)
+        if draft.variant.markov is not None:
+            remembered = None if self._memory is None else self._memory[self._every, origins]
+            by_token, self._memory = draft.markov(tokens, states, remembered)
+            logits = logits + by_token
+        if not draft.variant.confidence:
+            return Level(logits)
+        return Level(logits, draft.confidence(tokens, states).double().sigmoid().cpu().numpy())
+
+
+def reader_of(heads: Eagle3Heads | BlockDraft, memory: TextMemory, trained: int = CONTEXT) -> HeadsReader:
+    """Return the reader for heads of either kind, which were `trained` for texts of so many positions."""
+    context = min(CONTEXT, trained)
+    if isinstance(heads, BlockDraft):
+        return BlockReader(heads, memory, context=context)
+    return Eagle3Reader(heads, memory, context=context)
+
+
+def draft_logits(logits: Tensor) -> DraftLogits:
+    """Return float32 logits [n, V] as draft logits, where they are."""
+    if logits.device.type == "cpu":
+        return HostDraftLogits(logits.numpy())
+    from specdec.engine.gpu.draft_logits import GpuDraftLogits  # imports Triton's neighbours
+
+    return GpuDraftLogits(logits)

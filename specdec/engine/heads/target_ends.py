@@ -1,0 +1,69 @@
+"""The two ends of a target's weights: its token embeddings and its output head.
+
+Published heads often use these instead of their own. A draft service with such heads reads them from the target's
+directory, and nothing between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from specdec.engine.heads.files import HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
+from specdec.engine.preflight.weights import EMBEDDINGS
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    import torch
+    from torch import Tensor
+
+OUTPUTS = ("lm_head.weight",)
+"""Name suffixes of output heads in transformers' models. A model without one uses its embeddings."""
+
+
+class TargetEnds(NamedTuple):
+    """Token embeddings [ids, width], and an output head [ids, hidden]. Both are empty unless they were read."""
+
+    embeddings: Tensor
+    output: Tensor
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits [n, ids] of states [n, hidden]."""
+        import torch.nn.functional as F
+
+        return F.linear(states, self.output)
+
+
+def ends_of(
+    path: Path, shape: TargetShape, device: str, dtype: torch.dtype, wanted: Collection[str] = ("embeddings", "output")
+) -> TargetEnds:
+    """Read the `wanted` ends of the model in a directory; HeadsFilesError, naming the tensor, if one is missing or has
+    another size."""
+    import torch
+
+    embeddings_read = output_read = torch.empty(0, 0)
+    if not wanted:
+        return TargetEnds(embeddings_read, output_read)
+    tensors, read = stored_tensors(path), Reader()
+    embeddings = _one(path, tensors, EMBEDDINGS, "token embeddings")
+    heads = [tensor for tensor in tensors if tensor.name.endswith(OUTPUTS)]
+    others = [tensor.name for tensor in tensors if "lm_head" in tensor.name and not tensor.name.endswith(OUTPUTS)]
+    if "output" in wanted and others:
+        raise HeadsFilesError(f"{path}: has {others[0]}, which is not read: heads need an output head of one matrix")
+    output = heads[0] if heads else embeddings
+    embeddings.check((shape.vocabulary, embeddings.shape[1]), "the target's vocabulary")
+    output.check((shape.vocabulary, shape.hidden), "the target's output head")
+    if "embeddings" in wanted:
+        embeddings_read = read(embeddings).to(device, dtype)
+    if "output" in wanted:
+        shared = output is embeddings and "embeddings" in wanted
+        output_read = embeddings_read if shared else read(output).to(device, dtype)
+    return TargetEnds(embeddings_read, output_read)
+
+
+def _one(path: Path, tensors: Sequence[Stored], names: tuple[str, ...], what: str) -> Stored:
+    found = [tensor for tensor in tensors if tensor.name.endswith(names)]
+    if len(found) != 1:
+        told = ", ".join(tensor.name for tensor in found) or "none"
+        raise HeadsFilesError(f"{path}: has {told} as {what}, must have one tensor named *{' or *'.join(names)}")
+    return found[0]

@@ -1,0 +1,165 @@
+"""The source of features for draft services with heads: it proposes nothing itself, a draft service does.
+
+Every row that a step commits is read as it is for heads in the verifier (`feature_heads.py`), but only fused: the last
+rows of a text are kept, and sent to its draft before the commit of the token after them. So a draft that takes over a
+text gets what its predecessor had. Rows found in the prefix cache have no features. No token depends on any of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import NamedTuple
+
+import structlog
+import torch
+from torch import Tensor
+
+from specdec.decoding.sampling import Rule
+from specdec.decoding.step_logits import StepLogits
+from specdec.engine.engine import Engine, Launch, launch_of
+from specdec.engine.heads.fusion import Fusion, as_bytes
+from verifier_service.backend.result import FeatureRows
+from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
+from verifier_service.sessions.session import VerifierSession
+from verifier_service.verification.tree_verification import Prompts, TreeVerification
+
+log = structlog.get_logger()
+
+MAX_WINDOW_BYTES = 8 << 20
+"""Maximum bytes kept of a text, in host memory."""
+
+DRAFTED = frozenset({Rule.COUPLED, Rule.TYPICAL})
+"""Rules for which heads in a draft service propose."""
+
+
+class KeptRows:
+    """The last rows of a text, at most `most`, at consecutive positions: `rows[i]` is that of `end - len(rows) + i`."""
+
+    def __init__(self, most: int) -> None:
+        self.end = 0
+        self.rows: deque[bytes] = deque(maxlen=most)
+        self._sent = 0  # position up to which they were sent
+        self._session = 0  # of the draft that they were sent to
+
+    def add(self, first: int, rows: Sequence[bytes]) -> None:
+        """Add rows from a position on. After a gap the earlier ones are of no use."""
+        if first != self.end:
+            self.rows.clear()
+        self.rows += rows
+        self.end = first + len(rows)
+
+    def unsent(self, session: int) -> FeatureRows | None:
+        """Return the rows that the draft of this session number lacks, and count them as sent."""
+        if session != self._session:
+            self._session, self._sent = session, 0
+        begin = self.end - len(self.rows)
+        first = max(self._sent, begin)
+        self._sent = self.end
+        return FeatureRows(first, list(islice(self.rows, first - begin, None)), session) if first < self.end else None
+
+
+class Read(NamedTuple):
+    """Rows of a step that belong to one text: the first position, and where they are among the fused rows."""
+
+    session: VerifierSession
+    first: int
+    places: Sequence[range]
+
+
+class FeatureSource(Proposer):
+    """The features of a verifier's texts. `layers`: whose, in order; `window`: rows kept of a text, as far as
+    `MAX_WINDOW_BYTES` permits; `fingerprint`: of what makes the rows."""
+
+    def __init__(self, fusion: Fusion, layers: Sequence[int], fingerprint: str, window: int) -> None:
+        self.works = True
+        self.fingerprint = fingerprint
+        self._fusion = fusion
+        self._layers = tuple(layers)
+        self._window = max(1, min(window, MAX_WINDOW_BYTES // (2 * fusion.width)))
+        self._texts: dict[VerifierSession, KeptRows] = {}
+
+    def launch_of(self, engine: Engine) -> Launch:
+        """Return the function that launches the target's passes with these features."""
+        return launch_of(engine, features=self._layers)
+
+    def propose(self, step: ComingStep) -> ProposalStats:
+        return NO_PROPOSALS
+
+    def forget(self, session: VerifierSession) -> None:
+        self._texts.pop(session, None)
+
+    def unsent(self, session: VerifierSession) -> FeatureRows | None:
+        """Return the features that the session's draft lacks, and count them as sent; None: none, or no draft asks."""
+        text, number = self._texts.get(session), session.policy.features_session
+        return None if text is None or not number else text.unsent(number)
+
+    def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
+        """Keep the rows that a step commits."""
+        if not self.works:
+            return
+        with self._failing_alone():
+            read_from = [
+                verification
+                for verification in verifications
+                if verification.error is None and not verification.result.finish and self._reads(verification.session)
+            ]
+            wanted = [row for verification in read_from for row in verification.rows]
+            others, read, place = list[int](), list[Read](), 0
+            for verification in read_from:
+                session, planned, count = verification.session, verification.planned, len(verification.result.tokens)
+                end = session.tree.base + count
+                skipped = min(max(0, end - self._window - session.computed), planned.count - 1)
+                before = range(planned.first_row + skipped, planned.first_row + planned.count - 1)
+                begin = len(wanted) + len(others)  # the rows of `wanted` come first
+                places = range(begin, begin + len(before)), range(place, place + count)
+                read.append(Read(session, session.computed + skipped, places))
+                others += before
+                place += len(verification.rows)
+            if read:
+                self._keep(read, logits, wanted, others)
+
+    def observe_prompts(self, prompts: Prompts, logits: StepLogits) -> None:
+        """Keep rows of prompts."""
+        if not self.works:
+            return
+        with self._failing_alone():
+            others, read = list[int](), list[Read]()
+            for session, planned in prompts:
+                skipped = max(0, session.tree.base - self._window - session.computed)
+                if skipped >= planned.count or not self._reads(session):
+                    continue
+                places = range(planned.first_row + skipped, planned.first_row + planned.count)
+                read.append(Read(session, session.computed + skipped, (range(len(others), len(others) + len(places)),)))
+                others += places
+            if read:
+                self._keep(read, logits, [], others)
+
+    def _reads(self, session: VerifierSession) -> bool:
+        """Return whether rows of a session are kept: of one that heads may propose for, even while it has no draft."""
+        if session.request.sampler.rule not in DRAFTED:
+            return False
+        return session.policy.remote or session in self._texts
+
+    @torch.inference_mode()
+    def _keep(self, read: Sequence[Read], logits: StepLogits, wanted: Sequence[int], others: Sequence[int]) -> None:
+        """Fuse rows with logits, and other rows of a step, and give them to their texts."""
+        found = logits.features(wanted, others)
+        fused = as_bytes(self._fusion(found if isinstance(found, Tensor) else torch.from_numpy(found)))
+        size = 2 * self._fusion.width
+        for session, first, parts in read:
+            if (text := self._texts.get(session)) is None:
+                text = self._texts[session] = KeptRows(self._window)
+            text.add(first, [fused[size * at : size * (at + 1)] for places in parts for at in places])
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Stop on an error, without failing the step: drafts then get no more features."""
+        try:
+            yield
+        except Exception as error:
+            log.error("features_failed", exc_info=error)
+            self.works = False
+            self._texts.clear()
