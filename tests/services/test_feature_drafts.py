@@ -22,7 +22,7 @@ from draft_service.request import ExpansionPolicy
 from draft_service.servicer import DraftLimits
 from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
-from specdec.client import Client, GenerateOptions
+from specdec.client import Client
 from specdec.engine.heads.block import BlockDraft
 from specdec.engine.heads.files import TargetShape
 from specdec.engine.heads.fusion import as_bytes, from_bytes
@@ -185,8 +185,9 @@ def test_up_runs_heads_in_its_draft_service(directories: Directories) -> None:
         try:
             described = json.loads(process.stdout.readline())
             with Client(described["address"]) as client:
-                options: GenerateOptions = {"speculation": "draft", "forced": True}
-                result = client.complete(tokens=PROMPT, max_tokens=200, ignore_end_token=True, **options)
+                result = client.complete(
+                    tokens=PROMPT, max_tokens=200, ignore_end_token=True, speculation="draft", forced=True
+                )
             with grpc.insecure_channel(described["services"]["draft"]) as channel:
                 stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
                 stats = stub.GetStats(draft_pb2.DraftServiceGetStatsRequest())
