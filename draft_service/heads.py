@@ -28,7 +28,7 @@ from specdec.decoding.candidates import AskedRow, with_confidence
 from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node
 from specdec.engine.heads.fusion import from_bytes
-from specdec.engine.heads.growth import BEAM, Anchor, HeadsReader
+from specdec.engine.heads.growth import BEAM, HeadsReader, TreeAnchor
 from specdec.engine.heads.text_memory import TextSlots
 from specdec.engine.kv.slots import PoolFullError, Slots
 
@@ -42,8 +42,8 @@ MAX_AHEAD = 4096
 
 
 @dataclass
-class HeadsText:
-    """A session as the heads see it."""
+class FedText:
+    """A session's rows: those that arrived, and those in the memory of the heads."""
 
     slots: TextSlots
     arrived: list[tuple[int, Tensor]] = field(default_factory=list)  # (first position, rows) not read yet
@@ -94,7 +94,7 @@ class TreeLevel(NamedTuple):
 
 
 class HeadsDrafter(Drafter):
-    """The drafter that runs heads. `reader`: the heads and their memory; `features`: what they read."""
+    """The drafter that runs heads. `reader`: the heads and their memory; `features`: the format of their input."""
 
     rules = frozenset({Rule.COUPLED})
     features: FeatureFormat
@@ -102,7 +102,7 @@ class HeadsDrafter(Drafter):
     def __init__(self, reader: HeadsReader, features: FeatureFormat) -> None:
         self.features = features
         self._reader = reader
-        self._texts: dict[DrafterSession, HeadsText] = {}
+        self._texts: dict[DrafterSession, FedText] = {}
         self._turns = 0  # groups so far
 
     @property
@@ -114,7 +114,7 @@ class HeadsDrafter(Drafter):
         return self._reader.memory.pool.used
 
     def open(self, session: DrafterSession) -> None:
-        self._texts[session] = HeadsText(TextSlots(self._reader.memory))
+        self._texts[session] = FedText(TextSlots(self._reader.memory))
 
     def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
         rows = from_bytes(values, self.features.width)
@@ -250,11 +250,11 @@ class HeadsDrafter(Drafter):
         """Return the maximum levels of a session's tree."""
         return min(self._reader.depth, session.policy.deepest + 1, session.end - session.tree.base)
 
-    def _anchor(self, session: DrafterSession) -> Anchor:
+    def _anchor(self, session: DrafterSession) -> TreeAnchor:
         text, tree = self._texts[session], session.tree
         assert text.state is not None  # a row was read
         rows = text.slots.last(self._reader.context)
-        return Anchor(tree.committed[-1], tree.base, rows, self._placed(text.state))
+        return TreeAnchor(tree.committed[-1], tree.base, rows, self._placed(text.state))
 
 
 def _padded(levels: Sequence[TreeLevel]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

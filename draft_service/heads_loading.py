@@ -8,7 +8,6 @@ import torch
 
 from draft_service.drafter import FeatureFormat
 from draft_service.heads import HeadsDrafter
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.heads.feature_files import FeatureFiles
 from specdec.engine.heads.growth import reader_of
 from specdec.engine.heads.target_ends import ends_of
@@ -18,6 +17,7 @@ from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.dtype import dtype_of
+from specdec.engine.shortage import within_gpu_memory
 from specdec.serving.identity import identity_for, pod_info
 from specdec.v2 import model_pb2
 
@@ -36,7 +36,7 @@ def load_heads(files: FeatureFiles[Any], target: ModelDirectory, placement: Plac
     path, shape = files.path, files.target
     config, device, dtype = files.config, placement.device, dtype_of(target, placement)
     torch.set_num_threads(threads)
-    try:
+    with within_gpu_memory(path):
         ends = ends_of(target.path, shape, device, DTYPES[dtype], files.shared_ends)
         heads = files.load(ends.embeddings, ends.logits, device, DTYPES[dtype])
         row = 2 * config.memory_heads * config.layer.width * DTYPES[dtype].itemsize
@@ -44,9 +44,6 @@ def load_heads(files: FeatureFiles[Any], target: ModelDirectory, placement: Plac
             row, target.context, device, working=files.memory_needed(dtype, placement.kv_tokens).working
         )
         memory = TextMemory(tokens, config.memory_heads, config.layer.width, DTYPES[dtype], torch.device(device))
-    except torch.OutOfMemoryError as error:  # raised for GPU memory only
-        reason = str(error).partition(". ")[0]  # the rest is statistics
-        raise UnsupportedModelError(f"{path}: {reason}; use fewer --kv-tokens") from error
     features = FeatureFormat(files.fusion_fingerprint(), config.layer.hidden)
     identity = identity_for(target, tokens)
     identity.model, identity.model_fingerprint = path.resolve().name, files.fingerprint()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ from specdec.engine.heads.files import HeadsFilesError, TargetShape
 from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, is_integer, read_text
-from specdec.engine.unsupported import UnsupportedModelError
+from specdec.engine.shortage import within_gpu_memory
 
 if TYPE_CHECKING:  # imports torch
     from verifier_service.proposers.feature_source import FeatureSource
@@ -39,7 +37,7 @@ class HeadsFiles:
     def load(self, engine: Engine) -> HeadsProposer[Any]:
         """Read the weights onto the target's device, in its dtype. UnsupportedModelError if the engine lacks the states
         that they read, or its device the memory."""
-        with _enough_memory(self.files.path):
+        with within_gpu_memory(self.files.path):
             return self._loaded(engine)
 
     def _loaded(self, engine: Engine) -> HeadsProposer[Any]:
@@ -66,18 +64,6 @@ class HeadsFiles:
         return FeatureHeadsProposer(reader_of(heads, memory, config.layer.context), config.layers)
 
 
-@contextmanager
-def _enough_memory(path: Path) -> Iterator[None]:
-    """Turn a lack of memory for what is read from a path into an UnsupportedModelError."""
-    import torch
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:  # raised for GPU memory only
-        reason = str(error).partition(". ")[0]  # the rest is statistics
-        raise UnsupportedModelError(f"{path}: {reason}; use fewer --kv-tokens") from error
-
-
 def feature_source(path: Path, window: int, directory: ModelDirectory, engine: Engine) -> FeatureSource:
     """Return the source of features for draft services with the heads in a directory, `window` rows of a text;
     ModelDirectoryError or UnsupportedModelError if target or engine do not fit them."""
@@ -87,7 +73,7 @@ def feature_source(path: Path, window: int, directory: ModelDirectory, engine: E
     files, features = kinds.feature_heads_in(path, TargetShape.of(directory)), layer_features(engine)
     check_layers(files, features)
     assert isinstance(engine, Placed)  # as all engines with features
-    with _enough_memory(path):
+    with within_gpu_memory(path):
         fusion = files.fusion(engine.device, DTYPES[engine.dtype])
     return FeatureSource(fusion, files.config.layers, files.fusion_fingerprint(), window)
 

@@ -121,8 +121,8 @@ class DraftStream(PeerStream):
         return self.features is not None and self._fed_at < since
 
     def send_features(self, features: model_pb2.Features) -> None:
-        """Queue features for a draft that reads them. They are dropped where it does not keep up, or their rows are
-        not whole: a draft guesses without them, from what comes later."""
+        """Queue features for a draft that reads them. Features are dropped if the draft does not keep up or a row is
+        cut: the draft then guesses from later ones."""
         size = len(features.values)
         if self.features is None or not size or size % (2 * max(1, self.features.width)):
             return

@@ -71,8 +71,9 @@ def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) 
 
 
 def with_confidence(children: Candidates, confidence: NDArray[np.float64]) -> Candidates:
-    """Return the children of n nodes where the best one has this probability [n], and the others share the rest as
-    before; best first again. An only child, such as a grammar leaves, keeps its probability."""
+    """Return the children of n nodes, best first, after setting the best child's probability to `confidence` [n]. The
+    other children share the rest in the same proportions. An only child, as where a grammar leaves no choice, keeps its
+    probability."""
     logprobs = children.logprobs.copy()
     several = (logprobs > -np.inf).sum(axis=1) > 1
     best = np.clip(confidence[several], MIN_CONFIDENCE, 1.0 - MIN_CONFIDENCE)

@@ -1,9 +1,13 @@
-"""Recognition of memory shortages: each library has its own exception or message for them."""
+"""Memory shortages: their recognition, since each library has its own exception or message, and their refusal while a
+model is loaded."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specdec.engine.unsupported import UnsupportedModelError
 
 MESSAGES = (
     "can't allocate memory",  # torch
@@ -20,6 +24,18 @@ MESSAGES = (
     "can't start new thread",
 )
 """Parts of libraries' messages about failed allocations, in lower case. They come in ordinary RuntimeErrors."""
+
+
+@contextmanager
+def within_gpu_memory(loaded: object, remedy: str = "use fewer --kv-tokens") -> Iterator[None]:
+    """Raise UnsupportedModelError, naming what is `loaded` and the remedy, if torch has too little GPU memory."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:  # raised for GPU memory only
+        reason = str(error).partition(". ")[0]  # the rest is statistics
+        raise UnsupportedModelError(f"{loaded}: {reason}; {remedy}") from error
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -31,7 +31,7 @@ FED = Policy(REMOTE, 8, 0.0, features_session=1)
 
 
 class FakeFusion:
-    """Makes three digits of a text's number, each of which bfloat16 has room for."""
+    """Splits the number of a text into three digits that bfloat16 represents exactly."""
 
     width = 3
 

@@ -23,7 +23,7 @@ EXPLORED_PROBABILITY = 0.1
 
 
 class RowPrice(NamedTuple):
-    """What a row costs a step, by the latency model's estimate."""
+    """The cost of one more row in a step, as estimated by the latency model."""
 
     seconds: float
     break_even: float

@@ -29,7 +29,7 @@ from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine, Launch, launch_of
-from specdec.engine.heads.growth import BEAM, Anchor, HeadsReader, Level
+from specdec.engine.heads.growth import BEAM, HeadsReader, Level, TreeAnchor
 from specdec.engine.heads.text_memory import TextSlots
 from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.backend.result import HEADS
@@ -231,9 +231,9 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
         depth = self._reader.depth
         return min(depth, session.policy.max_depth or depth, session.end - 1 - session.tree.base)
 
-    def _anchor(self, session: VerifierSession, text: FeatureText) -> Anchor:
+    def _anchor(self, session: VerifierSession, text: FeatureText) -> TreeAnchor:
         tree = session.tree
-        return Anchor(tree.committed[-1], tree.base, text.slots.last(self._reader.context), text.state)
+        return TreeAnchor(tree.committed[-1], tree.base, text.slots.last(self._reader.context), text.state)
 
 
 @dataclass

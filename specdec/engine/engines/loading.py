@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from specdec.engine import cache_folder, fast_paths, hub
-from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.engine import Engine
 from specdec.engine.model_directory import GRAPH, ModelDirectory
 from specdec.engine.onnx.providers import parse_device, providers
 from specdec.engine.placement import BITS, Dtype, Kind, Placement
 from specdec.engine.preflight.device import check_placement
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.processor import computes_bfloat16
+from specdec.engine.shortage import within_gpu_memory
 from specdec.engine.start_phases import phase
 
 if TYPE_CHECKING:  # imports torch
@@ -69,7 +70,7 @@ def _torch(kind: Kind, directory: ModelDirectory, device: str, threads: int, opt
         importlib.import_module(f"specdec.engine.engines.{'cpu_engine' if device == 'cpu' else 'torch_engine'}")
     import torch
 
-    try:
+    with within_gpu_memory(f"device {device}", "use a smaller model or fewer --kv-tokens"):
         torch.set_num_threads(threads)  # used by host computations beside a GPU, too
         if device == "cpu":
             from specdec.engine.engines.cpu_engine import CpuEngine
@@ -82,9 +83,6 @@ def _torch(kind: Kind, directory: ModelDirectory, device: str, threads: int, opt
         from specdec.engine.engines.torch_engine import TorchEngine
 
         return TorchEngine(directory, device=device, **options)
-    except torch.OutOfMemoryError as error:  # raised for GPU memory only
-        reason = str(error).partition(". ")[0]  # the rest is statistics
-        raise UnsupportedModelError(f"device {device}: {reason}; use a smaller model or fewer --kv-tokens") from error
 
 
 def _backend(kind: Kind) -> type[AttentionBackend]:

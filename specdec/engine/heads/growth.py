@@ -65,7 +65,7 @@ class Growth(ABC):
         the frontier before. At first the frontier is the last token of each text."""
 
 
-class Anchor(NamedTuple):
+class TreeAnchor(NamedTuple):
     """The end of a text, from which its tree grows."""
 
     token: int  # the last one
@@ -95,7 +95,7 @@ class HeadsReader(ABC):
         features [n, d']."""
 
     @abstractmethod
-    def growth(self, anchors: Sequence[Anchor], levels: int) -> Growth:
+    def growth(self, anchors: Sequence[TreeAnchor], levels: int) -> Growth:
         """Begin trees of at most this many levels."""
 
     def draft_logits(self, logits: Tensor) -> DraftLogits:
@@ -119,7 +119,7 @@ class Eagle3Reader(HeadsReader):
     def keep(self, tokens: Sequence[int], positions: Sequence[int], fused: Tensor, slots: Slots) -> None:
         self._heads.read(self.tensor(tokens), fused, self.tensor(positions), slots, self.memory)
 
-    def growth(self, anchors: Sequence[Anchor], levels: int) -> Growth:
+    def growth(self, anchors: Sequence[TreeAnchor], levels: int) -> Growth:
         seen = [anchor.rows[:-1] for anchor in anchors]  # the tree begins with the last row
         context = TreeContext(self.memory, seen, 1 + BEAM * (levels - 1))
         read = torch.stack([anchor.state for anchor in anchors])[:, None]
@@ -159,7 +159,7 @@ class BlockReader(HeadsReader):
     def keep(self, tokens: Sequence[int], positions: Sequence[int], fused: Tensor, slots: Slots) -> None:
         self._draft.read(fused, self.tensor(positions), slots, self.memory)
 
-    def growth(self, anchors: Sequence[Anchor], levels: int) -> Growth:
+    def growth(self, anchors: Sequence[TreeAnchor], levels: int) -> Growth:
         tokens = self.tensor([anchor.token for anchor in anchors])
         positions = self.tensor([anchor.length - 1 for anchor in anchors])
         states = self._draft.states(tokens, positions, [anchor.rows for anchor in anchors], self.memory)
@@ -193,7 +193,7 @@ class BlockGrowth(Growth):
 
 
 def reader_of(heads: Eagle3Heads | BlockDraft, memory: TextMemory, trained: int = CONTEXT) -> HeadsReader:
-    """Return the reader for heads of either kind, which were `trained` for texts of so many positions."""
+    """Return the reader for heads of either kind. `trained`: maximum positions of a text in their training."""
     context = min(CONTEXT, trained)
     if isinstance(heads, BlockDraft):
         return BlockReader(heads, memory, context=context)

@@ -15,7 +15,7 @@ MAX_SHOWN_CHARACTERS = 40
 
 
 class Shape(NamedTuple):
-    """What the value of a keyword must be. The keyword says nothing about values of a type that is not in `types`."""
+    """The condition on a keyword's value. `types`: the types of JSON values that the keyword applies to."""
 
     fits: Callable[[Any], bool]
     wanted: str
