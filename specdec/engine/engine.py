@@ -227,7 +227,7 @@ def hidden_states(engine: Engine) -> HiddenStates:
 @runtime_checkable
 class LayerFeatures(Protocol):
     """Features of an engine: the residual stream entering its model's layers, for drafters that read several depths of
-    the target (EAGLE-3), and the token embeddings that these drafters share."""
+    the target (EAGLE-3) or its last states (MTP), and the token embeddings that these drafters share."""
 
     def layer_count(self) -> int:
         """Return the number of layers that have features; UnsupportedModelError if the layers cannot be found."""
@@ -237,8 +237,8 @@ class LayerFeatures(Protocol):
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Run a forward pass like `forward`. Return the logits, with the same bits, and the residual stream [t,
         len(layers), d] entering each of these layers, before its norm. It covers *all* t rows of the batch, since
-        drafters read the prompt too. Layer 0 reads the embedded tokens. The numbers are float32, converted losslessly
-        from a narrower dtype."""
+        drafters read the prompt too. Layer 0 reads the embedded tokens; `layer_count()` stands for the states after the
+        last norm. The numbers are float32, converted losslessly from a narrower dtype."""
 
     def token_embeddings(self) -> Any:
         """Return the table of token embeddings, a tensor [ids, width] on the engine's device."""

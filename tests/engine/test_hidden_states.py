@@ -122,6 +122,17 @@ def test_features_are_the_model_s_own_of_all_rows(engine: TorchEngine, oracle: O
     assert close(features[count], oracle.features([*TEXT[:-1], BRANCH])[-1])
 
 
+def test_the_number_after_the_last_layer_s_stands_for_hidden_states(engine: TorchEngine, oracle: Oracle) -> None:
+    """Of all rows, beside features of layers."""
+    last, count = engine.layer_count(), LENGTH - COMPUTED
+    _, features = engine.forward_features(step(engine), (last, 1))
+    assert close(features[:count, 0], oracle.states(TEXT)[COMPUTED:])
+    assert close(features[:count, 1], oracle.features(TEXT)[COMPUTED:, 0])
+    _, hidden = engine.forward_hidden(step(engine))
+    rows = [*(position - COMPUTED for position in WANTED), count]
+    assert np.array_equal(features[rows, 0], hidden)
+
+
 def test_layers_and_embeddings_are_the_model_s(engine: TorchEngine, oracle: Oracle) -> None:
     assert engine.layer_count() == len(decoder_layers(oracle.model)) == oracle.model.config.num_hidden_layers
     assert torch.equal(engine.token_embeddings(), oracle.model.get_input_embeddings().weight.detach())
@@ -200,9 +211,10 @@ def test_a_pass_that_fails_leaves_no_hook(engine: TorchEngine, monkeypatch: pyte
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.forward_hidden(batch)
         with pytest.raises(RuntimeError, match="out of memory"):
-            engine.forward_features(batch, LAYERS)
+            engine.forward_features(batch, (*LAYERS, engine.layer_count()))
     assert not head._forward_pre_hooks
     assert not any(layer._forward_pre_hooks for layer in decoder_layers(engine.model))
+    assert not engine.model.get_decoder()._forward_hooks
 
 
 def test_where_tiles_make_rows_exact_too(tmp_path: Path) -> None:
@@ -228,7 +240,7 @@ def test_every_choice_of_layers_leaves_the_bits_of_logits(tmp_path: Path, bits: 
     directory = ModelDirectory(make("llama", tmp_path, num_hidden_layers=4))
     engine = CpuEngine(directory, capacity=1024, exact=bits is not None, bits=bits)
     want = engine.forward(step(engine))
-    for layers in ((0,), (3,), (0, 1, 2, 3), (2, 2, 1)):
+    for layers in ((0,), (3,), (0, 1, 2, 3), (2, 2, 1), (4,), (4, 0)):
         logits, features = engine.forward_features(step(engine), layers)
         assert np.array_equal(logits, want)
         assert features.shape[1:] == (len(layers), engine.hidden_size)

@@ -104,11 +104,11 @@ class Decoder:
             layers(products, self._weights, step, keys, values, work.buffers, shares, update)
         else:
             # A run of the layers before layer i ends with the first operation of layer i: its norm of the residual.
-            bounds = [0, *sorted(set(features.layers)), len(keys)]
+            bounds = [0, *sorted({*features.layers, len(keys)})]
             for begin, end in itertools.pairwise(bounds):
                 parts = _parts(products, begin, end), _weights_of(self._weights, begin, end)
                 layers(*parts, step, keys[begin:end], values[begin:end], work.buffers, shares, update)
-                features.keep(end, work.residual)
+                features.keep(end, work.residual if end < len(keys) else work.normal)
                 # Negative zeros, added to the stream, change no bit of it.
                 update = array_of(torch.full((rows, self._hidden), -0.0, dtype=self._dtype))
         logits: Tensor = self._head(work.normal[wanted])

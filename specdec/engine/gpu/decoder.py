@@ -81,6 +81,8 @@ class GpuDecoder:
             gate(layer.gate_and_up(normal), gated)
             update = layer.down(gated)
         add_and_normalise(residual, update, self._norm, self._epsilon, normal)
+        if features is not None:
+            features.keep(len(self._layers), normal)
         return normal
 
 

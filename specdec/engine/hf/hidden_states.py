@@ -42,7 +42,8 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
 
 
 class Features:
-    """The residual stream entering each of `layers`, kept during one forward pass."""
+    """The residual stream entering each of `layers`, kept during one forward pass. The number that follows the last
+    layer's stands for the states after the last norm."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)
@@ -66,9 +67,15 @@ class Features:
 
             return keep
 
+        def keep_last(_: torch.nn.Module, __: tuple[Any, ...], output: Any) -> None:
+            self.keep(len(layers), output.last_hidden_state.flatten(0, -2))
+
         hooks = [
-            layers[layer].register_forward_pre_hook(keeping(layer), with_kwargs=True) for layer in set(self.layers)
+            layers[layer].register_forward_pre_hook(keeping(layer), with_kwargs=True)
+            for layer in set(self.layers) - {len(layers)}
         ]
+        if len(layers) in self.layers:
+            hooks.append(model.get_decoder().register_forward_hook(keep_last))
         try:
             yield
         finally:

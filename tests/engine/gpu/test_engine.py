@@ -114,18 +114,19 @@ def test_a_launched_pass_keeps_hidden_states_on_the_device(subject: Subject) -> 
 
 
 def test_features_are_the_model_s_own_beside_the_same_logits(subject: Subject) -> None:
-    """Of all rows, in the order asked for; a launched pass keeps them on the device."""
+    """Of all rows, in the order asked for, the last states too; a launched pass keeps them on the device."""
     engine = layer_features(subject.engine)
+    layers = 1, 0, engine.layer_count()
     text = np.random.default_rng(4).integers(3, VOCABULARY, 10).tolist()
     logits = subject.engine.forward(branched(subject.engine, text, [7, 9])[0].pack())
     batch = branched(subject.engine, text, [7, 9])[0].pack()
-    beside, features = engine.forward_features(batch, (1, 0))
+    beside, features = engine.forward_features(batch, layers)
     assert np.array_equal(beside, logits)
     assert features.dtype == np.float32
     for row, spelt in [(len(text) - 1, text), (len(text) + 1, [*text[:-1], 7, 9])]:
-        want = subject.own_features(spelt, (1, 0))
+        want = subject.own_features(spelt, layers)
         assert np.abs(features[row] - want).max() < 1e-4 * np.abs(want).max()
-    rows = launch_of(subject.engine, features=(1, 0))(branched(subject.engine, text, [7, 9])[0].pack()).logits(dict)
+    rows = launch_of(subject.engine, features=layers)(branched(subject.engine, text, [7, 9])[0].pack()).logits(dict)
     kept = rows.features([3, 0], [2])
     assert isinstance(kept, torch.Tensor)
     assert np.array_equal(kept.float().cpu().numpy(), features[[*batch.wanted[[3, 0]], 2]])
@@ -211,7 +212,9 @@ def test_steps_as_graphs_are_steps_kernel_by_kernel(tmp_path: Path) -> None:
             got, want = (getattr(each, run)(branched(each, text, [7, 9])[0].pack()) for each in (graphed, eager))
             for a, b in zip(got, want, strict=True):
                 assert np.array_equal(a, b), (seed, run)
-        got, want = (each.forward_features(branched(each, text, [7, 9])[0].pack(), (0, 1)) for each in (graphed, eager))
+        got, want = (
+            each.forward_features(branched(each, text, [7, 9])[0].pack(), (0, 1, 2)) for each in (graphed, eager)
+        )
         for a, b in zip(got, want, strict=True):
             assert np.array_equal(a, b), (seed, "features")
 
