@@ -75,9 +75,9 @@ def main(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Directory of EAGLE-3 heads or of a block draft (DFlash, DSpark), run in place of a draft model: "
-            "--model is then their target: only its configuration, tokenizer, token embeddings and output head are "
-            "read. Verifiers need --features DIR. Needs --engine torch. Default: a draft model.",
+            help="Directory of EAGLE-3 heads, a block draft (DFlash, DSpark) or an MTP layer, run in place of a draft "
+            "model: --model is then their target: only its configuration, tokenizer, token embeddings and output head "
+            "are read. Verifiers need --features DIR. Needs --engine torch. Default: a draft model.",
         ),
     ] = None,
     engine: Annotated[

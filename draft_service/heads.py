@@ -1,4 +1,4 @@
-"""Heads as a drafter: EAGLE-3 heads or a block draft, away from their target.
+"""Heads as a drafter: EAGLE-3 heads, a block draft or an MTP layer, away from their target.
 
 They read what the verifier sends: the fused features of the text's rows (`Features`), a row for each token but the
 last. Once the row before the last token is there, a tree grows from it as in a verifier

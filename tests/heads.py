@@ -1,15 +1,18 @@
-"""Heads with random weights: Medusa's in vLLM's layout, EAGLE-3's in EAGLE's and speculators', and block drafts."""
+"""Heads with random weights: Medusa's in vLLM's layout, EAGLE-3's in EAGLE's and speculators', block drafts, and MTP
+layers."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models import VOCABULARY
 
@@ -285,6 +288,43 @@ def make_eagle3(folder: Path, heads: RandomEagle3 | None = None) -> Path:
     """Write EAGLE-3 heads in EAGLE's layout; return the folder."""
     heads = heads or RandomEagle3()
     return written(folder, heads.tensors(), heads.eagle())
+
+
+def make_mtp(folder: Path, target: Path, *, layout: str = "model", seed: int = 5) -> Path:
+    """Write an MTP layer with random weights, in a folder with the target's configuration; return the folder. `layout`:
+    "model" for names behind `model.layers.{N}.`, "mtp" for names behind `mtp.`."""
+    config = json.loads((target / "config.json").read_text())
+    count, width = config["num_hidden_layers"], config["hidden_size"]
+    whole = mtp_model(target, seed)
+    random = torch.Generator().manual_seed(seed)
+    shared = "shared_head.norm" if layout == "model" else "norm"
+    inner = "" if layout == "model" else "layers.0."
+    names = (
+        ("eh_proj", "hnorm", "enorm") if layout == "model" else ("fc", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    )
+    begin = f"model.layers.{count}." if layout == "model" else "mtp."
+    with tempfile.TemporaryDirectory() as name:
+        whole.save_pretrained(name)
+        stored = load_file(Path(name) / "model.safetensors")
+    last = f"model.layers.{count}."
+    tensors = {begin + inner + key.removeprefix(last): own for key, own in stored.items() if key.startswith(last)}
+    product, *norms = (f"{begin}{name}.weight" for name in (*names, shared))
+    tensors[product] = torch.randn(width, 2 * width, generator=random) / width**0.5
+    tensors |= {norm: 0.5 + torch.rand(width, generator=random) for norm in norms}
+    return written(folder, tensors, config | {"num_nextn_predict_layers": 1})
+
+
+def mtp_model(target: Path, seed: int = 5) -> Any:
+    """Return a model with random weights of a target's architecture with one layer more: the last is the MTP layer."""
+    config = AutoConfig.from_pretrained(target)
+    config.num_hidden_layers += 1
+    for name in ("layer_types", "mlp_layer_types"):
+        if getattr(config, name, None) is not None:
+            of_mtp = getattr(config, f"mtp_{name}", None) or getattr(config, name)
+            setattr(config, name, [*getattr(config, name), of_mtp[-1]])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def written(folder: Path, tensors: Tensors, config: Any = None, *, name: str = "model.safetensors") -> Path:

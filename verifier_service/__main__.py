@@ -201,7 +201,8 @@ def main(
         Path | None,
         typer.Option(
             help="Directory of Medusa or EAGLE-3 heads or of a block draft (DFlash, DSpark), trained for the target, "
-            "or their file of weights: they propose candidates between steps, in place of a local draft. Default: none."
+            "or their file of weights; or the target's own directory, if it has an MTP layer. They propose candidates "
+            "between steps, in place of a local draft. Default: none."
         ),
     ] = None,
     heads_tree: Annotated[
@@ -215,8 +216,8 @@ def main(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Directory of the EAGLE-3 heads or the block draft that draft services run (`specdec draft --heads`): "
-            "the verifier sends them what these heads read of the target's layers. Not beside --heads. Default: none.",
+            help="Directory of the heads that draft services run (`specdec draft --heads`): the verifier sends them "
+            "what these heads read of the target's layers. Not beside --heads. Default: none.",
         ),
     ] = None,
     feature_window: Annotated[

@@ -24,14 +24,14 @@ from draft_service.session import DrafterSession
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
-from specdec.engine.heads.growth import BlockReader, Eagle3Reader, HeadsReader
+from specdec.engine.heads.growth import AutoregressiveReader, BlockReader, HeadsReader
 from tests.choices import choose_token
 from tests.draft_service.fakes import running
 from tests.verifier_service.fake_heads import FakeBlock, FakeEagle3, Logits, memory_of
 from tests.verifier_service.fakes import BAD, LANGUAGE, VOCABULARY
 
 KINDS: dict[str, tuple[Callable[[float], Any], Callable[..., HeadsReader]]] = {
-    "eagle3": (FakeEagle3, Eagle3Reader),
+    "eagle3": (FakeEagle3, AutoregressiveReader),
     "block": (FakeBlock, BlockReader),
     "markov": (partial(FakeBlock, markov=True), BlockReader),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.heads import RandomBlock, make_block, make_eagle3, make_heads
+from tests.heads import RandomBlock, make_block, make_eagle3, make_heads, make_mtp
 from tests.margins import Oracle
 from tests.models import make, near
 
@@ -26,6 +26,7 @@ class Directories:
     eagle3: Path  # EAGLE-3 heads with random weights
     dflash: Path  # block drafts with random weights
     dspark: Path
+    mtp: Path  # an MTP layer with random weights
     oracle: Oracle
 
 
@@ -49,5 +50,6 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
         eagle3=make_eagle3(root / "eagle3"),
         dflash=make_block(root / "dflash"),
         dspark=make_block(root / "dspark", RandomBlock(from_anchor=True, rank=8, confidence=True, reads_markov=True)),
+        mtp=make_mtp(root / "mtp", target),
         oracle=Oracle(target),
     )

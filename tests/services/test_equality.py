@@ -139,7 +139,8 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
                 assert 0 < accepted < drafted
     controller = Decided(Mode.LOCAL_DRAFT)
     by_heads = generation_pb2.Speculation(drafters=[HEADS])
-    for heads in (directories.heads, directories.eagle3, directories.dflash, directories.dspark):
+    fed_ones = directories.eagle3, directories.dflash, directories.dspark, directories.mtp
+    for heads in (directories.heads, *fed_ones):
         async with stack(directories.target, None, heads=heads, controller=controller) as services:
             for at_once in (1, 8):
                 got, drafted, accepted = await run_all(
@@ -147,7 +148,7 @@ async def check(directories: Directories, requests: list[tuple[list[int], dict[s
                 )
                 compare(want, got, f"random {heads.name}, {at_once} at once")
                 assert accepted < drafted
-    for heads in (directories.eagle3, directories.dflash, directories.dspark):
+    for heads in fed_ones:
         fed: dict[str, Any] = {"draft_heads": heads, "target_delay": slow_target}
         async with stack(directories.target, directories.target, **fed) as services:
             for at_once in (1, 8):

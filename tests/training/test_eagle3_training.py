@@ -21,10 +21,10 @@ from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.engine.engine import layer_features
 from specdec.engine.engines.cpu_engine import CpuEngine
-from specdec.engine.heads.eagle3 import Eagle3Heads, TreeContext
+from specdec.engine.heads.eagle3 import Eagle3Heads
 from specdec.engine.heads.eagle3_files import Eagle3Files
 from specdec.engine.heads.files import TargetShape
-from specdec.engine.heads.text_memory import TextMemory
+from specdec.engine.heads.text_memory import TextMemory, TreeContext
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.local import DEMO

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.heads.block_config import Markov
-from specdec.engine.heads.eagle3 import TreeContext
-from specdec.engine.heads.growth import BlockReader, Eagle3Reader
-from specdec.engine.heads.text_memory import TextMemory
+from specdec.engine.heads.growth import AutoregressiveReader, BlockReader
+from specdec.engine.heads.text_memory import TextMemory, TreeContext
 from specdec.engine.kv.slots import Slots
 from tests.verifier_service.fakes import BAD, FREE, LANGUAGE, VOCABULARY, Client, Decided, TextEngine, step_loop
 from verifier_service.proposers.feature_heads import FeatureHeadsProposer
@@ -107,7 +106,7 @@ class FakeEagle3(FakeHeads):
     """EAGLE-3 heads whose state at a row is the number of the text that ends with the row's token, made of the number
     of the text before it. A row must see the rows of this text, without a gap: they are its keys."""
 
-    shape = SimpleNamespace(kv_heads=1, width=1, outputs=VOCABULARY)
+    outputs = VOCABULARY
     dtype = torch.float32
     device = torch.device("cpu")
     ids: NDArray[np.int64] | None = None  # the tokens they know; None: all
@@ -136,7 +135,8 @@ class FakeEagle3(FakeHeads):
     def grow(self, tokens: Tensor, fused: Tensor, positions: Tensor, trees: TreeContext, origins: Tensor) -> Tensor:
         self.passed(len(tokens))
         numbers = self._numbers(tokens, fused)
-        keys, _, visible = trees.add(numbers[..., None, None], numbers[..., None, None], origins)
+        visible = trees.visible(origins)
+        keys, _ = trees.add(numbers[..., None, None], numbers[..., None, None])
         for own, seen, rows, places in zip(
             keys[:, :, 0, 0].tolist(), visible.tolist(), numbers.tolist(), positions.tolist(), strict=True
         ):
@@ -287,7 +287,7 @@ def _block_proposer(heads: Any) -> FeatureHeadsProposer:
 
 KINDS = {
     "medusa": Kind(FakeMedusa, lambda heads: MedusaProposer(heads)),
-    "eagle3": Kind(FakeEagle3, lambda heads: FeatureHeadsProposer(Eagle3Reader(heads, memory_of()), (0, 2))),
+    "eagle3": Kind(FakeEagle3, lambda heads: FeatureHeadsProposer(AutoregressiveReader(heads, memory_of()), (0, 2))),
     "block": Kind(FakeBlock, _block_proposer),
     "markov": Kind(partial(FakeBlock, markov=True), _block_proposer),
 }

@@ -10,7 +10,7 @@ import pytest
 
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import CandidateSource
-from specdec.engine.heads.growth import BEAM, EAGLE3_DEPTH, Eagle3Reader
+from specdec.engine.heads.growth import AUTOREGRESSIVE_DEPTH, BEAM, AutoregressiveReader
 from specdec.engine.kv.blocks import BLOCK
 from tests.verifier_service.fake_heads import (
     FakeEagle3,
@@ -32,7 +32,9 @@ from verifier_service.step_loop import StepLoop
 
 def loop_with(heads: FakeEagle3, *, positions: int = 4096, context: int = 4096, **options: Any) -> StepLoop:
     fake: Any = heads
-    return loop_of(FeatureHeadsProposer(Eagle3Reader(fake, memory_of(positions), context=context), (0, 2)), **options)
+    return loop_of(
+        FeatureHeadsProposer(AutoregressiveReader(fake, memory_of(positions), context=context), (0, 2)), **options
+    )
 
 
 def generate(loop: StepLoop, one: Client, tokens: int) -> None:
@@ -87,7 +89,7 @@ def test_heads_with_the_target_s_logits_are_always_right(sampling: Sampling) -> 
     steps = tokens_by_step(one)
     assert steps[0] == 1
     assert min(steps[1:-1]) > 1
-    assert max(steps) <= 1 + EAGLE3_DEPTH
+    assert max(steps) <= 1 + AUTOREGRESSIVE_DEPTH
 
 
 def test_a_text_from_the_prefix_cache_is_read_from_where_it_is_computed() -> None:
@@ -112,7 +114,7 @@ def test_a_text_whose_rows_were_missed_is_read_from_the_gap_on() -> None:
     permitted = one.session.policy
     generate(loop, one, 10)
     one.session.set_policy(Policy(frozenset({CandidateSource.NGRAM}), 8, 0.0))
-    generate(loop, one, 11 + EAGLE3_DEPTH)
+    generate(loop, one, 11 + AUTOREGRESSIVE_DEPTH)
     one.session.set_policy(permitted)
     heads.seen = []
     run(loop, one)
@@ -128,8 +130,8 @@ def test_long_texts_are_seen_as_far_as_the_context() -> None:
     one = client(loop, 200, max_tokens=40)
     run(loop, one)
     check_over(loop, one)
-    assert heads.read_rows < 30 + 40 + EAGLE3_DEPTH
-    assert 30 <= max(heads.seen) <= 30 + EAGLE3_DEPTH
+    assert heads.read_rows < 30 + 40 + AUTOREGRESSIVE_DEPTH
+    assert 30 <= max(heads.seen) <= 30 + AUTOREGRESSIVE_DEPTH
     assert sources(one).count(HEADS) > 10
 
 

@@ -1,4 +1,4 @@
-"""Heads that read features of several of the target's layers: what the verifier does for EAGLE-3 and block drafts.
+"""Heads that read features of the target's layers: what the verifier does for EAGLE-3, block drafts and MTP layers.
 
 Every row that a step commits is read once, with the target's features: prompts as they are computed, then the root and
 the accepted candidates. The heads keep keys and values of it. Between two steps they grow a tree for each text from

@@ -26,7 +26,7 @@ from torch import Tensor
 from specdec.engine.heads.decoder_layer import Rotary, gated_mlp, in_heads, rms_norm
 from specdec.engine.heads.eagle3_config import Eagle3Shape, Eagle3Variant
 from specdec.engine.heads.fusion import Fusion
-from specdec.engine.heads.text_memory import TextMemory
+from specdec.engine.heads.text_memory import TextMemory, TreeContext
 from specdec.engine.kv.slots import Slots
 
 
@@ -64,6 +64,7 @@ class Eagle3Heads:
         ids: NDArray[np.int64] | None = None,
     ) -> None:
         self.shape = shape
+        self.outputs = shape.outputs
         self.variant = variant
         self.vocabulary = vocabulary
         self.ids = ids
@@ -131,7 +132,8 @@ class Eagle3Heads:
         shape = self.shape
         u, residual = self.inputs(tokens, fused)
         query, key, value = self.projected(u, positions)
-        keys, values, visible = trees.add(key, value, origins)
+        visible = trees.visible(origins)
+        keys, values = trees.add(key, value)
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             keys.transpose(1, 2),
@@ -144,31 +146,3 @@ class Eagle3Heads:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.variant.epsilon)
-
-
-class TreeContext:
-    """The keys that the rows of n growing trees see: their texts', their ancestors' in the tree, and their own."""
-
-    def __init__(self, memory: TextMemory, texts: list[Slots], room: int) -> None:
-        """`texts`: the slots of each text; `room`: rows of a tree, at most."""
-        length = max(map(len, texts))
-        keys, values = memory.gathered(texts, length)
-        shape = len(texts), length + room, *keys.shape[2:]
-        self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
-        self._keys[:, :length], self._values[:, :length] = keys, values
-        lengths = torch.tensor([len(slots) for slots in texts], device=keys.device)
-        self._seen = torch.arange(length, device=keys.device) < lengths[:, None]  # [n, length]
-        self._lineage = self._seen.new_zeros(len(texts), 1, 0)  # [n, f, rows] of the last level, over all tree rows
-        self._length = length
-
-    def add(self, keys: Tensor, values: Tensor, origins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a level's keys and values [n, f, kv_heads, width]. Return all keys and values [n, k, kv_heads, width],
-        and which of them these rows see, [n, f, k]."""
-        texts, rows = origins.shape
-        first = self._length + self._lineage.shape[2]
-        self._keys[:, first : first + rows], self._values[:, first : first + rows] = keys, values
-        ancestors = self._lineage[torch.arange(texts, device=keys.device)[:, None], origins]
-        own = torch.eye(rows, dtype=torch.bool, device=keys.device).expand(texts, -1, -1)
-        self._lineage = torch.cat([ancestors, own], dim=2)
-        visible = torch.cat([self._seen[:, None].expand(-1, rows, -1), self._lineage], dim=2)
-        return self._keys[:, : first + rows], self._values[:, : first + rows], visible

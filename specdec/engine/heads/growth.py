@@ -18,9 +18,8 @@ from torch import Tensor
 
 from specdec.decoding.draft_logits import DraftLogits, HostDraftLogits, MappedDraftLogits
 from specdec.engine.heads.block import BlockDraft
-from specdec.engine.heads.eagle3 import Eagle3Heads, TreeContext
 from specdec.engine.heads.feature_files import MAX_CONTEXT_BYTES, MAX_FEATURE_LOGITS
-from specdec.engine.heads.text_memory import TextMemory
+from specdec.engine.heads.text_memory import TextMemory, TreeContext
 from specdec.engine.kv.slots import Slots
 
 BEAM = 8
@@ -29,8 +28,8 @@ BEAM = 8
 CONTEXT = 4096
 """Default of the rows that heads see: published ones are trained on texts of 2,048 to 4,096 tokens."""
 
-EAGLE3_DEPTH = 7
-"""Maximum levels of a tree of EAGLE-3, as in the paper."""
+AUTOREGRESSIVE_DEPTH = 7
+"""Maximum levels of a tree whose heads read their own guesses, as in the paper of EAGLE-3."""
 
 
 class FeatureHeads(Protocol):
@@ -47,6 +46,25 @@ class FeatureHeads(Protocol):
 
     def fused(self, features: Tensor) -> Tensor:
         """Return what the heads read of features [n, m, d]: [n, d']."""
+
+
+class AutoregressiveHeads(FeatureHeads, Protocol):
+    """The interface of heads of one decoder layer that reads its own guesses: EAGLE-3's, and those inside checkpoints
+    (MTP). A row pairs the fused features g of a position with the token after it."""
+
+    outputs: int  # token ids they can guess
+
+    def read(self, tokens: Tensor, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
+        """Store the keys and values of n rows of texts: tokens and positions int64 [n], g [n, d']. With a single layer
+        they depend on nothing else, so the rows may be of any texts, in any order."""
+
+    def grow(self, tokens: Tensor, fused: Tensor, positions: Tensor, trees: TreeContext, origins: Tensor) -> Tensor:
+        """Read a level of n trees, f rows each: tokens and positions [n, f], g [n, f, d']; `origins` [n, f]: their
+        parents among the rows of the level before. Return the layer's outputs [n, f, d']."""
+
+    def outcome(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits [..., outputs], float32, of the layer's outputs [..., d'], and the g [..., d'] that
+        children read."""
 
 
 class Level(NamedTuple):
@@ -109,11 +127,11 @@ class HeadsReader(ABC):
         return torch.as_tensor(numbers, dtype=torch.int64).to(self.heads.device)
 
 
-class Eagle3Reader(HeadsReader):
-    """EAGLE-3 heads with their memory."""
+class AutoregressiveReader(HeadsReader):
+    """Heads that read their own guesses, with their memory."""
 
-    def __init__(self, heads: Eagle3Heads, memory: TextMemory, *, context: int = CONTEXT) -> None:
-        super().__init__(heads, memory, depth=EAGLE3_DEPTH, context=context, row_logits=BEAM * heads.shape.outputs)
+    def __init__(self, heads: AutoregressiveHeads, memory: TextMemory, *, context: int = CONTEXT) -> None:
+        super().__init__(heads, memory, depth=AUTOREGRESSIVE_DEPTH, context=context, row_logits=BEAM * heads.outputs)
         self._heads = heads
 
     def keep(self, tokens: Sequence[int], positions: Sequence[int], fused: Tensor, slots: Slots) -> None:
@@ -125,13 +143,13 @@ class Eagle3Reader(HeadsReader):
         read = torch.stack([anchor.state for anchor in anchors])[:, None]
         # The row at a position holds the token after it.
         positions = self.tensor([[anchor.length - 2] for anchor in anchors])
-        return Eagle3Growth(self._heads, context, read, positions)
+        return AutoregressiveGrowth(self._heads, context, read, positions)
 
 
-class Eagle3Growth(Growth):
+class AutoregressiveGrowth(Growth):
     """Trees grown level by level: the layer reads its own output for the previous level."""
 
-    def __init__(self, heads: Eagle3Heads, context: TreeContext, read: Tensor, positions: Tensor) -> None:
+    def __init__(self, heads: AutoregressiveHeads, context: TreeContext, read: Tensor, positions: Tensor) -> None:
         """`read` [n, 1, d'] and `positions` [n, 1]: fused features and positions of the rows before the last tokens."""
         self._heads = heads
         self._context = context
@@ -192,12 +210,12 @@ class BlockGrowth(Growth):
         return Level(logits, draft.confidence(tokens, states).double().sigmoid().cpu().numpy())
 
 
-def reader_of(heads: Eagle3Heads | BlockDraft, memory: TextMemory, trained: int = CONTEXT) -> HeadsReader:
+def reader_of(heads: AutoregressiveHeads | BlockDraft, memory: TextMemory, trained: int = CONTEXT) -> HeadsReader:
     """Return the reader for heads of either kind. `trained`: maximum positions of a text in their training."""
     context = min(CONTEXT, trained)
     if isinstance(heads, BlockDraft):
         return BlockReader(heads, memory, context=context)
-    return Eagle3Reader(heads, memory, context=context)
+    return AutoregressiveReader(heads, memory, context=context)
 
 
 def draft_logits(logits: Tensor) -> DraftLogits:

@@ -9,16 +9,19 @@ from specdec.engine.heads.eagle3_files import Eagle3Files, is_eagle3
 from specdec.engine.heads.feature_files import FeatureConfig, FeatureFiles
 from specdec.engine.heads.files import HeadsFilesError, TargetShape
 from specdec.engine.heads.medusa_files import MedusaFiles
+from specdec.engine.heads.mtp_files import MtpFiles, is_mtp
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Dtype
 from specdec.engine.preflight.memory_needed import MemoryNeeded
 
-HeadsFiles = MedusaFiles | Eagle3Files | BlockFiles
+HeadsFiles = MedusaFiles | Eagle3Files | BlockFiles | MtpFiles
 """The files of heads, of any kind."""
 
 
 def kind_in(path: Path) -> type[HeadsFiles]:
     """Return the kind of heads that a directory, or a file of weights, has."""
+    if is_mtp(path):
+        return MtpFiles
     if is_block_draft(path):
         return BlockFiles
     return Eagle3Files if is_eagle3(path) else MedusaFiles
@@ -33,7 +36,9 @@ def feature_heads_in(path: Path, target: TargetShape) -> FeatureFiles[FeatureCon
     """Return the heads in a directory that read features; ModelDirectoryError if there are none for the target."""
     files = heads_in(path, target)
     if isinstance(files, MedusaFiles):
-        raise HeadsFilesError(f"{path}: has Medusa heads, which read no features: give EAGLE-3 heads or a block draft")
+        raise HeadsFilesError(
+            f"{path}: has Medusa heads, which read no features: give EAGLE-3 heads, a block draft or an MTP layer"
+        )
     return files
 
 

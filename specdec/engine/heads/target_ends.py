@@ -6,6 +6,7 @@ directory, and nothing between them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,7 +45,10 @@ def ends_of(
     embeddings_read = output_read = torch.empty(0, 0)
     if not wanted:
         return TargetEnds(embeddings_read, output_read)
-    tensors, read = stored_tensors(path), Reader()
+    # A checkpoint may have copies of its ends beside an MTP layer.
+    copies = re.compile(r".*layers\.|mtp\.")
+    tensors = [tensor for tensor in stored_tensors(path) if not copies.match(tensor.name)]
+    read = Reader()
     embeddings = _one(path, tensors, EMBEDDINGS, "token embeddings")
     heads = [tensor for tensor in tensors if tensor.name.endswith(OUTPUTS)]
     others = [tensor.name for tensor in tensors if "lm_head" in tensor.name and not tensor.name.endswith(OUTPUTS)]

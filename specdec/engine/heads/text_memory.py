@@ -1,4 +1,4 @@
-"""KV memory for heads that have attention of their own: one pool for all texts."""
+"""KV memory for heads that have attention of their own: one pool for all texts, and what growing trees see of it."""
 
 from __future__ import annotations
 
@@ -80,3 +80,36 @@ class TextSlots:
         """Give back all slots."""
         self._pool.give(self._slots)
         self._slots, self.first, self.end = np.arange(0), 0, 0
+
+
+class TreeContext:
+    """The keys that the rows of n growing trees see: their texts', their ancestors' in the tree, and their own. A level
+    of the trees takes one call of `visible`, then one of `add`."""
+
+    def __init__(self, memory: TextMemory, texts: list[Slots], room: int) -> None:
+        """`texts`: the slots of each text; `room`: rows of a tree, at most."""
+        length = max(map(len, texts))
+        keys, values = memory.gathered(texts, length)
+        shape = len(texts), length + room, *keys.shape[2:]
+        self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
+        self._keys[:, :length], self._values[:, :length] = keys, values
+        lengths = torch.tensor([len(slots) for slots in texts], device=keys.device)
+        self._seen = torch.arange(length, device=keys.device) < lengths[:, None]  # [n, length]
+        self._lineage = self._seen.new_zeros(len(texts), 1, 0)  # [n, f, rows] of the last level, over all tree rows
+        self._end = length  # rows of texts and trees so far
+
+    def visible(self, origins: Tensor) -> Tensor:
+        """Begin a level whose rows have their parents at `origins` [n, f] in the level before. Return which of the k
+        rows, up to those of this level, its rows see: bool [n, f, k]."""
+        texts, rows = origins.shape
+        ancestors = self._lineage[torch.arange(texts, device=origins.device)[:, None], origins]
+        own = torch.eye(rows, dtype=torch.bool, device=origins.device).expand(texts, -1, -1)
+        self._lineage = torch.cat([ancestors, own], dim=2)
+        return torch.cat([self._seen[:, None].expand(-1, rows, -1), self._lineage], dim=2)
+
+    def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a level's keys and values [n, f, kv_heads, width]; return those of all rows so far [n, k, kv_heads,
+        width]."""
+        begin, self._end = self._end, self._end + keys.shape[1]
+        self._keys[:, begin : self._end], self._values[:, begin : self._end] = keys, values
+        return self._keys[:, : self._end], self._values[:, : self._end]

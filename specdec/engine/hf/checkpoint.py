@@ -48,7 +48,7 @@ def vetted(directory: ModelDirectory) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="specdec-checkpoint-") as name:  # mode 0700
         folder = Path(name)
         ignored: set[str] = set()
-        config = _without_code(directory.whole_config, ignored)
+        config = without_code(directory.whole_config, ignored)
         if foreign := sorted(field for field in ignored if field != WEIGHTS_FIELD):
             log.info("configuration_fields_ignored", model=directory.name, fields=foreign)
         (folder / "config.json").write_text(json.dumps(config))
@@ -61,10 +61,10 @@ def vetted(directory: ModelDirectory) -> Iterator[Path]:
         yield folder
 
 
-def _without_code(config: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
+def without_code(config: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
     ignored |= {name for name in config if name in NAMES_CODE}
     return {
-        name: _without_code(value, ignored) if isinstance(value, dict) else value
+        name: without_code(value, ignored) if isinstance(value, dict) else value
         for name, value in config.items()
         if name not in NAMES_CODE
     }

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.loading import load_engine
-from specdec.engine.heads.eagle3 import Eagle3Heads, TreeContext
+from specdec.engine.heads.eagle3 import Eagle3Heads
 from specdec.engine.heads.eagle3_files import Eagle3Files, is_eagle3
 from specdec.engine.heads.files import HeadsFilesError, TargetShape
 from specdec.engine.heads.growth import CONTEXT
 from specdec.engine.heads.kinds import memory_of_heads
-from specdec.engine.heads.text_memory import TextMemory
+from specdec.engine.heads.text_memory import TextMemory, TreeContext
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.placement import Placement
