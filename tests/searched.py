@@ -1,4 +1,4 @@
-"""A search of this process for the holders of a sequence of tokens."""
+"""A search of this process for the holders of a sequence of tokens, and of files for texts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ def holders(tokens: Callable[[], Sequence[int]]) -> list[Any]:
     """Return the live objects that hold these tokens in a row: lists, tuples and arrays of numbers, packed bytes, and
     messages. `tokens` is called here, so that no caller holds them. Takes seconds."""
     wanted = np.asarray(tokens(), dtype=np.int64)
-    packed = [wanted.astype(width).tobytes() for width in WIDTHS] + [varints(wanted)]
+    packed = packed_forms(wanted)
     own = {id(wanted), id(packed), *map(id, packed)}
     gc.collect()
     found, seen = list[Any](), set(own)
@@ -33,6 +34,22 @@ def holders(tokens: Callable[[], Sequence[int]]) -> list[Any]:
                     if _holds(candidate, wanted, packed):
                         found.append(candidate)
     return found
+
+
+def files_with(folder: Path, *forms: bytes) -> list[Path]:
+    """Return the files below a folder that contain one of these."""
+    found = []
+    for file in folder.rglob("*"):
+        if file.is_file() and not file.is_symlink():
+            content = file.read_bytes()
+            if any(form in content for form in forms):
+                found.append(file)
+    return found
+
+
+def packed_forms(numbers: NDArray[np.int64]) -> list[bytes]:
+    """Return the bytes that tokens may be packed as."""
+    return [numbers.astype(width).tobytes() for width in WIDTHS] + [varints(numbers)]
 
 
 def varints(numbers: NDArray[np.int64]) -> bytes:

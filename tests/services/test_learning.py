@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from draft_service.traffic import Traffic
+from specdec.client import Client
 from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom, tenant_digest
 from specdec.engine.model_directory import COMPLETE, ModelDirectory
 from specdec.exit_status import ExitStatus
@@ -26,7 +29,7 @@ from specdec.local import DEMO
 from specdec.local.child import Child, stop
 from specdec.serving.target_logprobs import MAX_TOP, places_of
 from specdec.v2 import draft_pb2, draft_pb2_grpc, learning_pb2, learning_pb2_grpc, verifier_pb2
-from tests.searched import holders
+from tests.searched import files_with, holders, packed_forms
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, Stack, long_steps, stack, until
 from verifier_service.backend.session_backend import BackendSession
@@ -96,6 +99,42 @@ async def test_a_text_without_consent_is_nowhere_once_it_is_over(directories: Di
             told = await stub.Forget(learning_pb2.ForgetRequest(tenant="a"), metadata=key)
         assert told.texts == 1
         await until(lambda: not holders(partial(planted, "a")), seconds=30.0)
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_no_text_is_on_disk_or_in_a_log(directories: Directories, tmp_path: Path, learn: bool) -> None:
+    """Not that of a tenant with consent either, which the draft service keeps in memory. All files that the services
+    may write are below one folder, which is searched while they run and after."""
+    (files := tmp_path / "files").mkdir()
+    (files / "key").write_text(KEY)
+    places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), str(files))
+    command = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--json", "--log-level", "debug"]
+    command += ["--target", str(directories.target), "--draft", str(directories.near), "--draft-engine", "torch"]
+    command += ["--draft-learn-tokens", "10000", "--draft-learn-key-file", str(files / "key")]
+    prompt = "the kingfisher nests at 7731 Alder Lane"
+    with (
+        (files / "log").open("wb") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=files, env=os.environ | places) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            address = json.loads(process.stdout.readline())["address"]
+            with Client(address) as client:
+                result = client.complete(
+                    prompt, max_tokens=64, ignore_end_token=True, speculation="draft", forced=True, learn=learn
+                )
+            (answer,) = result.completions
+            assert answer.finish.kept_for_learning == learn
+            tokens = np.asarray(answer.tokens[:8], dtype=np.int64)
+            forms = [prompt.encode(), *packed_forms(tokens)]
+            written = files_with(files, *forms)
+        finally:
+            process.terminate()
+            assert process.wait(20) == 0
+    assert not written + files_with(files, *forms)
+    assert (files / "log").stat().st_size > 0
+    (files / "control").write_bytes(forms[2])
+    assert files_with(files, *forms) == [files / "control"]
 
 
 class Listening(VerifierServicer):
