@@ -32,10 +32,11 @@ def taken_ports(host: str = "127.0.0.1") -> dict[str, str]:
     found = {}
     for role, port in LISTENING.items():
         try:
-            bound(host, port, option=f"specdec up {OPTIONS[role]}").close()
+            bound(host, port, option=OPTIONS[role]).close()
             found[role] = ""
         except ListenError as error:
-            found[role] = str(error)
+            why = str(error).removeprefix(f"{OPTIONS[role]} {port}: ")
+            found[role] = f"{why}, by specdec up {OPTIONS[role]} PORT"
     return found
 
 
