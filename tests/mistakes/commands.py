@@ -43,13 +43,13 @@ MISTAKES = (
     Mistake("specdec generate 'def' --timeout nan", USAGE, "'--timeout': Input should be less than or equal to 86400"),
     Mistake("specdec generate 'def' --address 127.0.0.1", USAGE, f"'127.0.0.1': the port is missing; {FORMS}"),
     Mistake("specdec generate 'def' --address http://a:1", USAGE, f"the scheme http: is not supported; {FORMS}"),
-    Mistake("specdec generate 'def' --address 127.0.0.1:9", UNREACHABLE, "127.0.0.1:9"),
+    Mistake("specdec generate 'def' --address 127.0.0.1:9", UNREACHABLE, "no server answers: 127.0.0.1:9"),
     Mistake("specdec generate --prompt-file prompt.jsonl", USAGE, "prompt.jsonl: No such file or directory"),
     Mistake("specdec generate --prompt-file no-json.jsonl", USAGE, "no-json.jsonl:2: is not JSON"),
     Mistake("specdec generate --prompt-file typo.jsonl", USAGE, "typo.jsonl:1: `temprature` cannot be set on a line"),
     Mistake("specdec generate --prompt-file prompts.jsonl --resume", USAGE, "--resume needs --out"),
-    Mistake("specdec tokenize 'def' --address 127.0.0.1:9", UNREACHABLE, "127.0.0.1:9"),
-    Mistake("specdec stats 127.0.0.1:9", UNREACHABLE, "127.0.0.1:9"),
+    Mistake("specdec tokenize 'def' --address 127.0.0.1:9", UNREACHABLE, "no server answers: 127.0.0.1:9"),
+    Mistake("specdec stats 127.0.0.1:9", UNREACHABLE, "127.0.0.1:9: no gRPC server answers"),
     Mistake("specdec evaluate target draft-1 --prompts prompts.jsonl", USAGE, "draft-1: no such directory"),
     Mistake(
         "specdec evaluate target foreign --prompts prompts.jsonl", USAGE, "the tokenizers of target and foreign differ"
