@@ -46,6 +46,7 @@ PACKAGES = {
         "overload": "served and refused requests at ten times the load",
         "prefix-routing": "recomputed share of chats with several verifiers",
         "predictions": "predictions of `specdec evaluate`, compared with measurements",
+        "learning": "a draft that learns from changing traffic, beside fixed ones and drafts trained for it",
         "production": "CPU cost of TLS, API keys, metrics and traces",
         "http-overhead": "CPU time and time to first token of OpenAI's HTTP API, compared with gRPC",
         "structured-output": "speed with a JSON schema, with and without drafts, compared with vLLM",
