@@ -68,8 +68,8 @@ SERVED = (
 )
 """States of a version that was promoted."""
 
-FIRST_TEXTS_SECONDS, LOOK_SECONDS = 10.0, 0.5
-"""Seconds until another try of a training for which there were too few texts, and between looks at a version."""
+RETRY_SECONDS, LOOK_SECONDS = 10.0, 0.5
+"""Seconds until a training that found too few texts is tried again, and between looks at a version's state."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """The models of a measurement, and its numbers of texts, tokens and steps."""
 
     target: Path
     draft: Path  # that all runs begin with
@@ -147,7 +147,7 @@ async def traffic(address: str, plan: Plan, phases: Sequence[int], speculation: 
 
 
 @dataclass
-class Tried:
+class TriedVersion:
     """A version and what became of it, in seconds since the run began."""
 
     name: str
@@ -160,7 +160,7 @@ class Trainer:
     """Makes versions of a draft, one after another, while its service runs."""
 
     def __init__(self, plan: Plan, service: str, versions_folder: Path, key_file: Path) -> None:
-        self.tried: list[Tried] = []
+        self.tried: list[TriedVersion] = []
         self._plan = plan
         self._service = service
         self._folder = versions_folder
@@ -184,7 +184,7 @@ class Trainer:
         while not self._over.is_set():
             made = self._trained(base, number)
             if made is None:
-                self._over.wait(FIRST_TEXTS_SECONDS)
+                self._over.wait(RETRY_SECONDS)
                 continue
             if self._promoted(made):
                 base = made
@@ -206,7 +206,7 @@ class Trainer:
             shutil.rmtree(hidden, ignore_errors=True)
             return None
         hidden.rename(version)
-        self.tried.append(Tried(version.name, time.monotonic() - self._begin))
+        self.tried.append(TriedVersion(version.name, time.monotonic() - self._begin))
         return version
 
     def _promoted(self, version: Path) -> bool:
@@ -272,7 +272,7 @@ def services(plan: Plan, draft: Path | None, *options: str) -> Iterator[Stack]:
         yield stack
 
 
-def run(plan: Plan, name: str, oracles: dict[str, Path], place: Path) -> tuple[list[Text], list[Tried]]:
+def run(plan: Plan, name: str, oracles: dict[str, Path], place: Path) -> tuple[list[Text], list[TriedVersion]]:
     """Return the texts of one run, in the order in which they ended, and the versions tried in it."""
     phases = range(len(PHASES))
     speculation: SpeculationName = "off" if name == "plain" else "draft"

@@ -104,7 +104,8 @@ async def test_a_text_without_consent_is_nowhere_once_it_is_over(directories: Di
 @pytest.mark.parametrize("learn", [True, False])
 def test_no_text_is_on_disk_or_in_a_log(directories: Directories, tmp_path: Path, learn: bool) -> None:
     """Not that of a tenant with consent either, which the draft service keeps in memory. All files that the services
-    may write are below one folder, which is searched while they run and after."""
+    may write are below one folder or in the cache folder; both are searched while they run and after."""
+    cache = Path(os.environ["SPECDEC_CACHE_DIR"])
     (files := tmp_path / "files").mkdir()
     (files / "key").write_text(KEY)
     places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), str(files))
@@ -127,11 +128,11 @@ def test_no_text_is_on_disk_or_in_a_log(directories: Directories, tmp_path: Path
             assert answer.finish.kept_for_learning == learn
             tokens = np.asarray(answer.tokens[:8], dtype=np.int64)
             forms = [prompt.encode(), *packed_forms(tokens)]
-            written = files_with(files, *forms)
+            written = files_with(files, *forms) + files_with(cache, *forms)
         finally:
             process.terminate()
             assert process.wait(20) == 0
-    assert not written + files_with(files, *forms)
+    assert not written + files_with(files, *forms) + files_with(cache, *forms)
     assert (files / "log").stat().st_size > 0
     (files / "control").write_bytes(forms[2])
     assert files_with(files, *forms) == [files / "control"]

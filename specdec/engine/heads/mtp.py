@@ -85,7 +85,8 @@ class DecoderLayer:
 
 
 class KeptLevel:
-    """What a layer of transformers takes for its cache: it adds the rows of one pass to trees, if there are some."""
+    """Stands in for the KV cache of a layer of transformers during one pass. It keeps the pass's rows, and adds them to
+    `trees`, if given."""
 
     def __init__(self, trees: TreeContext | None = None) -> None:
         self.level: tuple[Tensor, Tensor] = torch.empty(0), torch.empty(0)  # [n, f, kv_heads, width] each

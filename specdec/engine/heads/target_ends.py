@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # torch takes seconds to import
 OUTPUTS = ("lm_head.weight",)
 """Name suffixes of output heads in transformers' models. A model without one uses its embeddings."""
 
+IN_LAYERS = re.compile(r".*layers\.|mtp\.")
+"""Beginning of the names of tensors of layers. An MTP layer may have copies of the ends, which are not read."""
+
 
 class TargetEnds(NamedTuple):
     """Token embeddings [ids, width], and an output head [ids, hidden]. Both are empty unless they were read."""
@@ -45,10 +48,7 @@ def ends_of(
     embeddings_read = output_read = torch.empty(0, 0)
     if not wanted:
         return TargetEnds(embeddings_read, output_read)
-    # A checkpoint may have copies of its ends beside an MTP layer.
-    copies = re.compile(r".*layers\.|mtp\.")
-    tensors = [tensor for tensor in stored_tensors(path) if not copies.match(tensor.name)]
-    read = Reader()
+    tensors, read = [tensor for tensor in stored_tensors(path) if not IN_LAYERS.match(tensor.name)], Reader()
     embeddings = _one(path, tensors, EMBEDDINGS, "token embeddings")
     heads = [tensor for tensor in tensors if tensor.name.endswith(OUTPUTS)]
     others = [tensor.name for tensor in tensors if "lm_head" in tensor.name and not tensor.name.endswith(OUTPUTS)]

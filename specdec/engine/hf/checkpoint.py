@@ -62,6 +62,7 @@ def vetted(directory: ModelDirectory) -> Iterator[Path]:
 
 
 def without_code(config: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
+    """Return a configuration without the fields in NAMES_CODE, at any depth, and add their names to `ignored`."""
     ignored |= {name for name in config if name in NAMES_CODE}
     return {
         name: without_code(value, ignored) if isinstance(value, dict) else value

@@ -284,6 +284,15 @@ def tensor(name: str, *shape: int) -> Change:
     return lambda _, tensors: tensors.update({name: torch.zeros(*shape)})
 
 
+def changed(place: Path, change: Change) -> tuple[Path, Path]:
+    """Return the folders of an MTP layer with one change, and of its target."""
+    target = target_of("llama", place / "target")
+    folder = make_mtp(place / "heads", target)
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    change(config, tensors)
+    return written(place / "changed", tensors, config), target
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -303,12 +312,9 @@ def tensor(name: str, *shape: int) -> Change:
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, change: Change, why: str) -> None:
     """Before weights are read."""
-    target = target_of("llama", tmp_path / "target")
-    folder = make_mtp(tmp_path / "heads", target)
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    change(config, tensors)
+    folder, target = changed(tmp_path, change)
     with pytest.raises(ModelDirectoryError, match=why):
-        MtpFiles.of(written(tmp_path / "changed", tensors, config), TargetShape.of(ModelDirectory(target)))
+        MtpFiles.of(folder, TargetShape.of(ModelDirectory(target)))
 
 
 def test_a_layer_of_another_number_is_refused(tmp_path: Path) -> None:
@@ -330,12 +336,9 @@ def test_a_layer_of_another_number_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_layer_of_the_architecture_is_refused_by_name(tmp_path: Path, change: Change, why: str) -> None:
-    target = target_of("llama", tmp_path / "target")
-    folder = make_mtp(tmp_path / "heads", target)
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    change(config, tensors)
+    folder, target = changed(tmp_path, change)
     with pytest.raises(HeadsFilesError, match=why):
-        loaded(written(tmp_path / "changed", tensors, config), target)
+        loaded(folder, target)
 
 
 def test_norms_that_are_no_plain_rms_norms_are_refused(tmp_path: Path) -> None:
