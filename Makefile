@@ -1,4 +1,4 @@
-# One vocabulary: setup demo real test verify verify-real gpu vllm clients check proto bench bench-peers
+# One vocabulary: setup demo real test verify verify-faults verify-real gpu vllm clients check proto bench bench-peers
 # bench-llama llama-sources.
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf
 PROTOS := $(wildcard proto/specdec/v2/*.proto)
 
-.PHONY: setup demo real test verify verify-real gpu vllm clients check proto bench bench-peers bench-llama llama-sources clean format
+.PHONY: setup demo real test verify verify-faults verify-real gpu vllm clients check proto bench bench-peers bench-llama llama-sources clean format
 
 setup: $(VENV)/.done
 
@@ -36,9 +36,15 @@ test: setup examples/node/node_modules/.done  ## Everything that must hold, in m
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/faults --ignore tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults tests/hostile
 
+# Like `test`: what is a matter of time, by itself; all else two files at a time. `make verify-faults` alone is the
+# longer half.
 verify: setup  ## The long equality suites, a hundred thousand hostile messages, and properties by other examples.
-	$(BIN)/python -m pytest -q -m verify --timeout 3600
-	$(BIN)/python -m pytest -q -m "hypothesis and not verify and not real" --hypothesis-profile explore
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m verify --timeout 3600 --ignore tests/faults --ignore tests/hostile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "hypothesis and not verify and not real" --hypothesis-profile explore
+	$(MAKE) --no-print-directory verify-faults
+
+verify-faults: setup  ## The part of `make verify` that kills, freezes and attacks services.
+	$(BIN)/python -m pytest -q -m verify --timeout 3600 tests/faults tests/hostile
 
 verify-real: setup  ## The real pair's tests, if `make real` has made it.
 	$(BIN)/python -m pytest -q -m real --timeout 3600

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from specdec.v2 import generation_pb2, model_pb2
+from tests.hostile.standstill import standstills, waited_for_a_core
 from tests.stack import request_of
 
 PROMPT = [50, 60, 70, 80, 90]
@@ -130,24 +129,19 @@ PULSE_PAUSE = 0.05
 """Seconds between two such requests."""
 
 
-def waited_for_a_core() -> float:
-    """Return the seconds for which this thread was runnable but not running; 0 if the kernel does not report them."""
-    try:
-        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
-    except FileNotFoundError:
-        return 0.0
-
-
 @asynccontextmanager
 async def pulse_of(stub: Any) -> AsyncIterator[Pulse]:
     """List an orchestrator's models again and again. A blocked event loop shows too: the request is late, and so is its
-    response. Time in which the event loop waited for a core is excluded: it is the machine's."""
-    pulse, answered, waited = Pulse(), time.monotonic(), waited_for_a_core()
+    response. The machine's share is excluded: time in which the event loop waited for a core, and pauses in which
+    another process stood still as well. The result is set on exit."""
+    pulse = Pulse()
+    beats: list[tuple[float, float, float]] = []  # begin, end, seconds without those of waiting for a core
+    answered, waited = time.monotonic(), waited_for_a_core()
 
     def note() -> None:
         nonlocal answered, waited
         now, waited_now = time.monotonic(), waited_for_a_core()
-        pulse.seconds = max(pulse.seconds, now - answered - PULSE_PAUSE - (waited_now - waited))
+        beats.append((answered, now, now - answered - PULSE_PAUSE - (waited_now - waited)))
         answered, waited = now, waited_now
 
     async def feel() -> None:
@@ -156,12 +150,14 @@ async def pulse_of(stub: Any) -> AsyncIterator[Pulse]:
             note()
             await asyncio.sleep(PULSE_PAUSE)
 
-    feeling = asyncio.create_task(feel())
-    try:
-        yield pulse
-    finally:
-        feeling.cancel()
-        await asyncio.wait({feeling})
-        note()
-        if not feeling.cancelled():
-            feeling.result()
+    async with standstills() as machine:
+        feeling = asyncio.create_task(feel())
+        try:
+            yield pulse
+        finally:
+            feeling.cancel()
+            await asyncio.wait({feeling})
+            note()
+    pulse.seconds = max(seconds - machine.within(begin, end) for begin, end, seconds in beats)
+    if not feeling.cancelled():
+        feeling.result()
