@@ -2,9 +2,9 @@
 
     python -m demo.measure
 
-Acceptance is the share of the target's choices among the draft's first one, two or three candidates, both chosen by the
-COUPLED rule with the same noise. It is measured on the target's own continuations of held-out prompts, the kind of text
-that a draft sees in service.
+Acceptance is the share of places where the target's choice is among the draft's first one, two or three candidates.
+Both choose by the COUPLED rule with the same noise. It is measured on the target's own continuations of held-out
+prompts, the kind of text that a draft sees in service.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 64, 96, 128
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance at one temperature: within the first 1, 2, 3 of the draft, and the bound 1 - TV(p, q)."""
+    """Acceptance at one temperature: within the draft's first 1, 2, 3 candidates, and the bound 1 - TV(p, q)."""
 
     temperature: float
     first: float

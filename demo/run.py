@@ -1,6 +1,6 @@
 """The demo, `make demo`: one completion, drafted and then plain, by three real services.
 
-Both give the same tokens, the drafted one in fewer steps of the target.
+Both give the same tokens; the drafted run takes fewer steps of the target.
 """
 
 from __future__ import annotations

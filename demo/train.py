@@ -8,8 +8,8 @@
 
 Each stage writes into `demo/target`, `demo/draft` and `demo/heads`, which hold the bundled result.
 The learning rate of a model follows elapsed time, so a slower machine still ends with a finished
-schedule, only at a higher loss. Matrices are trained by Muon (Jordan et al. 2024), embeddings and
-norms by AdamW; heads as `specdec train-heads` does.
+schedule, but at a higher loss. Matrices are trained by Muon (Jordan et al. 2024), embeddings and
+norms by AdamW, and heads as by `specdec train-heads`.
 
 The draft learns the target's distribution (Hinton et al. 2015) on two kinds of text, half and half:
 the corpus, and the target's own continuations of it, since that is the text that a draft sees in service (on-policy
@@ -94,7 +94,7 @@ def train_tokenizer() -> None:
 
 
 def encoded(*, held_out: bool) -> torch.Tensor:
-    """Return all texts of one side as one int64 row, with an end-of-text token after each file."""
+    """Return all texts of one side of the split as one int64 row, with an end-of-text token after each file."""
     tokenizer = Tokenizer.from_file(str(HOME / "target" / "tokenizer.json"))
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(corpus.files(held_out=held_out)):
@@ -247,8 +247,8 @@ def train_draft(minutes: float, device: str, rows: int, length: int, resume: boo
             p_logits = target(batch).logits.float().flatten(0, 1)
         with torch.autocast(device, torch.bfloat16):
             q_logits = model(batch).logits.float().flatten(0, 1)
-        # KL(p || q) up to a constant, and half as much the cross-entropy of the target's first choice:
-        # greedy acceptance asks for the argmax, sampled acceptance for the whole distribution.
+        # KL(p || q) up to a constant, plus half the cross-entropy of the target's first choice: greedy
+        # acceptance depends on the argmax, sampled acceptance on the whole distribution.
         wanted = p_logits.softmax(-1)
         wanted.scatter_add_(1, p_logits.argmax(-1, keepdim=True), torch.full_like(wanted[:, :1], 0.5))
         return F.cross_entropy(q_logits, wanted)
@@ -261,7 +261,7 @@ def train_draft(minutes: float, device: str, rows: int, length: int, resume: boo
 def train_heads(steps: int, device: str) -> None:
     model = LlamaForCausalLM.from_pretrained(HOME / "target", dtype=torch.bfloat16).to(device)
     plan = MedusaPlan(heads=4, steps=steps)
-    origin = Origin("demo-target", text="", own_tokens=0)  # saved when it is over: no resumption compares its text
+    origin = Origin("demo-target", text="", own_tokens=0)  # saved when over: no resumption compares its text
     training = MedusaTraining(model, Windows(encoded(held_out=False), plan.length), plan, origin)
     while not training.over:
         loss = training.step()

@@ -46,7 +46,7 @@ with needed_by("draft", "draft"):
     from specdec.serving.grammar_trials import GrammarTrials
     from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.process.options import serving
-    from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
+    from specdec.serving.process.server import ServerSettings, in_temporary_thread, run
     from specdec.serving.validation import MAX_BRANCHES, MAX_DEPTH, MAX_NODES, expansion_violations
     from specdec.serving.watched import Watched
     from specdec.wire.speculation import ScorerName
@@ -76,8 +76,8 @@ def main(
         typer.Option(
             metavar="DIR",
             help="Directory of EAGLE-3 heads, a block draft (DFlash, DSpark) or an MTP layer, run in place of a draft "
-            "model: --model is then their target: only its configuration, tokenizer, token embeddings and output head "
-            "are read. Verifiers need --features DIR. Needs --engine torch. Default: a draft model.",
+            "model. --model is then the heads' target, of which only configuration, tokenizer, token embeddings and "
+            "output head are read. Verifiers need --features DIR. Needs --engine torch. Default: a draft model.",
         ),
     ] = None,
     engine: Annotated[
@@ -128,7 +128,7 @@ def main(
         typer.Option(
             min=1,
             max=MAX_BRANCHES,
-            help="Children of a node, unless a request names `max_branches`; under REJECTION one.",
+            help="Default `max_branches`: maximum children of a node. Under REJECTION the default is 1.",
         ),
     ] = ExpansionPolicy.max_branches,
     depth: Annotated[
@@ -136,8 +136,8 @@ def main(
         typer.Option(
             min=1,
             max=MAX_DEPTH,
-            help="Tokens ahead of the last committed one for a step to verify, unless a request names `max_depth`; "
-            "drafting goes on beyond them for the commit that is under way.",
+            help="Default `max_depth`: tokens ahead of the last committed one that a step verifies. Drafting continues "
+            "beyond them, since a commit may be under way.",
         ),
     ] = ExpansionPolicy.max_depth,
     max_branches: Annotated[
@@ -152,8 +152,8 @@ def main(
         typer.Option(
             min=1,
             max=MAX_NODES,
-            help="Maximum live candidates of a session, which also has memory for this many; a larger `max_nodes` of a "
-            "request gets this.",
+            help="Maximum live candidates of a session; memory for them is reserved. A larger requested `max_nodes` is "
+            "reduced to this.",
         ),
     ] = MAX_NODES,
     min_path_probability: Annotated[
@@ -223,14 +223,14 @@ def main(
         int,
         typer.Option(
             min=1000,
-            help="With --versions: tokens committed in a version's sessions after which its trial is given up.",
+            help="With --versions: tokens committed in a version's sessions after which its trial ends undecided.",
         ),
     ] = TrialLimits.tokens,
     canary_alpha: Annotated[
         float,
         number(
-            "With --versions: probability that a trial promotes a version that is not better, or rolls back one as "
-            "worse that is not.",
+            "With --versions: probability of a wrong verdict: promoting a version that is not better, or rolling "
+            "back one as worse that is not worse.",
             min=1e-6,
             max=0.5,
         ),
@@ -238,7 +238,7 @@ def main(
     canary_slowdown: Annotated[
         float,
         number(
-            "With --versions: limit on a version's seconds of a pass, in multiples of the serving one's.",
+            "With --versions: maximum duration of a version's pass, as a multiple of the serving version's.",
             min=1.0,
             max=100.0,
         ),
@@ -281,7 +281,7 @@ def main(
     )
 
     def start() -> DraftServicer:
-        folder = None if versions is None else Watched(VersionsFolder(versions))  # before a model is loaded in vain
+        folder = None if versions is None else Watched(VersionsFolder(versions))  # fails before the model is loaded
         forgotten = Forgotten(versions)
         placement = Placement(engine, dtype, device, kv_tokens, sessions=max_sessions, is_draft=True)
         if heads is not None:
@@ -334,7 +334,7 @@ def main(
         info, learning = pod_info(loaded), None if key is None else Learning(key, forgotten, learned_from)
         return DraftServicer(loop, identity, limits, info, grammars, trials, translation, learning, follower)
 
-    run(server, lambda: in_a_thread_of_its_own(start), "draft")
+    run(server, lambda: in_temporary_thread(start), "draft")
 
 
 def heads_servicer(
@@ -354,7 +354,7 @@ def heads_servicer(
 
 
 def translated(draft: ModelDirectory, path: Path | None) -> tuple[ModelDirectory, Translation | None]:
-    """Return the model whose tokens the draft proposes, and the translation if its tokenizer is not the draft's."""
+    """Return the model whose tokens the draft proposes; and the translation, if that model has another tokenizer."""
     target = draft if path is None else open_model(path)
     if target.tokenizer_fingerprint == draft.tokenizer_fingerprint:
         return draft, None
@@ -364,8 +364,8 @@ def translated(draft: ModelDirectory, path: Path | None) -> tuple[ModelDirectory
 
 
 def learning_key(file: Path | None, *, keeps: bool, tries: bool) -> str | None:
-    """Return the key of callers of LearningService, None if it is not served; typer.BadParameter names the wrong
-    option. `keeps`: texts are kept; `tries`: versions are tried."""
+    """Return the key that callers of LearningService must present; None if that service is not served.
+    typer.BadParameter names the wrong option. `keeps`: texts are kept; `tries`: versions are tried."""
     if file is None and keeps:
         raise typer.BadParameter("is needed with --learn-tokens", param_hint="--learn-key-file")
     if file is None or not (keeps or tries):
@@ -392,8 +392,8 @@ def default_policy(
     scorer: Scorer,
     expansion: str,
 ) -> ExpansionPolicy:
-    """Return the default policy of sessions. `depth` and `branches` are an option and its value, then the option of its
-    limit and that limit; typer.BadParameter names the wrong option."""
+    """Return the default policy of sessions. `depth` and `branches` each hold an option, its value, the option that
+    limits it, and that limit. typer.BadParameter names the wrong option."""
     for option, value, of_limit, most in (depth, branches):
         if value > most:
             raise typer.BadParameter(f"is {value}, must be at most {most} ({of_limit})", param_hint=option)

@@ -24,29 +24,29 @@ from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree, spell
 
 DISTRIBUTIONS_A_MESSAGE = 4
-"""Approximate number of whole distributions in a message: over a vocabulary of 128,000 tokens each has 256 KB."""
+"""Approximate number of whole distributions in a message: over a vocabulary of 128,000 tokens each takes 256 KB."""
 
 MARGIN, MIN_MARGIN, MAX_MARGIN = 4.0, 2.0, 10.0
 """Margin in nats for the tokens of a partial distribution (`contrastive.likeliest`): initial value and limits. With 4,
 partial distributions of the demo pair have 90 tokens on average (alpha = 0.1), and 4 % are too short."""
 
 WIDENED, NARROWED = 1.0, 0.02
-"""Nats that a query adds to the margin, and that a commit subtracts: about one query in fifty commits. A query costs a
-pass of the target and a round trip, which take longer than sending a few hundred bytes."""
+"""Nats that a query adds to the margin, and that a commit subtracts; they balance at about one query in fifty commits.
+A query costs a pass of the target and a round trip, longer than sending a few hundred bytes."""
 
 MAX_DISTRIBUTION_BYTES = 4 << 20
 """Limit on the bytes of distributions in a message; a single one may exceed it. The whole message is limited to 16
 MiB."""
 
 BYTES_A_TOKEN, MAX_SAVED_BYTES = 6 << 10, 24 << 10
-"""Budget for a session's partial distributions: bytes added for each committed token, and the most that may be saved
-up. Once it is used up, only what a verifier may wait for is sent: the distributions of the root and its first child.
-The demo pair needs 4 kB a token; a draft whose candidates are never right would send several times as much, for
-nothing."""
+"""Budget for a session's partial distributions: bytes added for each committed token, and the maximum balance. Once the
+budget is used up, only the distributions of the root and its first child are sent: a verifier may be waiting for them.
+The demo pair needs 4 kB a token; without the budget, a draft whose candidates are never right would send several times
+as much, for nothing."""
 
 MAX_OWED_BYTES = 4 * MAX_SAVED_BYTES
-"""Limit on a session's overdraft of this budget. It is repaid from the part of BYTES_A_TOKEN that mandatory rows
-leave."""
+"""Limit on a session's overdraft of this budget. It is repaid from the part of BYTES_A_TOKEN that mandatory rows do not
+use."""
 
 
 class Extension(NamedTuple):
@@ -74,9 +74,9 @@ class CandidateQueue:
         self._policy = policy
         self._unsent: list[Node] = []
         self._unsent_distributions: list[Node] = []  # nodes with an unsent distribution over their children
-        self._held_back = Frontier()  # of siblings drawn together, the first
+        self._held_back = Frontier()  # siblings drawn together are represented by the first
         self._timer = SendTimer()
-        self._all_unsent = True  # nothing was sent since `resend`, or since the beginning
+        self._all_unsent = True  # nothing was sent since `resend`, or since the start
 
     @property
     def offered(self) -> int:
@@ -87,7 +87,6 @@ class CandidateQueue:
 
     @property
     def has_unsent(self) -> bool:
-        """True if there is anything to send."""
         return bool(self._unsent or self._unsent_distributions)
 
     # --- input --------------------------------------------------------------------------------------
@@ -109,7 +108,7 @@ class CandidateQueue:
             self._unsent_distributions.append(node)
 
     def ask(self, query: DraftQuery) -> None:
-        """Answer a query about the root's row: at once if the row exists, else as soon as it does (CONTRASTIVE)."""
+        """Answer a query about the root's row: immediately if the row exists, else as soon as it does (CONTRASTIVE)."""
         self._query = query
         self._margin = min(MAX_MARGIN, self._margin + WIDENED)
         if self._tree.root.distribution is not None and self._tree.root not in self._unsent_distributions:
@@ -126,15 +125,14 @@ class CandidateQueue:
         self._unsent = [node for node in self._unsent if node in alive]
         self._unsent_distributions = [n for n in self._unsent_distributions if n is root or n in alive]
         if self._contrasted and root.distribution is not None and root not in self._unsent_distributions:
-            self._unsent_distributions.insert(0, root)  # a verifier with a full tree has dropped it with its node
+            self._unsent_distributions.insert(0, root)  # a verifier with a full tree dropped node and row
         self._release()
 
     def commit_arrived(self, now: float) -> None:
-        """Record the arrival of a commit."""
         self._timer.committed(now, unsent=self.has_unsent)
 
     def set_policy(self, policy: ExpansionPolicy) -> None:
-        """Replace the policy; held-back nodes are offered by the new one at once."""
+        """Replace the policy; held-back nodes that meet it are offered immediately."""
         if self._policy.paused and not policy.paused:
             self._timer = SendTimer()  # commits batched during the pause distort its estimates
         self._policy = policy
@@ -146,7 +144,7 @@ class CandidateQueue:
         self._query = None
         self._bytes_left = float(MAX_SAVED_BYTES)
         self._timer = SendTimer()
-        if self._all_unsent:  # done already: a caller may ask for it any number of times
+        if self._all_unsent:  # already done; a caller may repeat the request
             self._release()
             return
         self._all_unsent = True
@@ -168,12 +166,12 @@ class CandidateQueue:
 
     @property
     def _affordable(self) -> bool:
-        """True if a further candidate may be offered: its distribution will be sent too (CONTRASTIVE)."""
+        """True while the byte budget allows the distribution of a further candidate (CONTRASTIVE)."""
         return self._bytes_left > 0
 
     def _sent_together(self, node: Node) -> list[Node]:
-        """Return the nodes sent together with this one, in order: its siblings too if they were drawn with it, since
-        whether one is sent must not depend on its value."""
+        """Return the nodes sent together with this one, itself included, in order. Under REJECTION these are all its
+        siblings, since whether a draw is sent must not depend on its value."""
         if not self._drawn:
             return [node]
         assert node.parent is not None
@@ -190,7 +188,7 @@ class CandidateQueue:
             self._unsent_distributions.append(node)
 
     def _release(self) -> None:
-        """Offer held-back nodes now above the threshold: the text has come nearer, or the policy has changed."""
+        """Offer held-back nodes that are now above the threshold, after a commit or a new policy."""
         held_back, policy = self._held_back, self._policy
         while held_back:
             path_logprob, node = held_back.best()  # a held-back likeliest next token is the best of all
@@ -205,7 +203,7 @@ class CandidateQueue:
     def send_at(self, now: float, step: float) -> float:
         """Return the time at which unsent nodes become due, possibly in the past; `step`: seconds of a draft step.
 
-        The root's distribution is sent at once: without it no token can be chosen (CONTRASTIVE), or a draw arrives
+        The root's distribution is sent immediately: without it no token can be chosen (CONTRASTIVE), or a draw arrives
         after the choice at its position and is lost (REJECTION). A full message of whole distributions does not wait
         either (CONTRASTIVE). Draws always wait: an end token ends its chain, and the time at which it is sent must not
         reveal the token.

@@ -1,6 +1,6 @@
 """Chooses children for the nodes of a pass by each session's acceptance rule, then adds them to the token trees.
 
-Choosing changes no session, so a device error while rows are being read costs one pass only.
+Choosing changes no session, so a device error while rows are being read costs only one pass.
 """
 
 from __future__ import annotations

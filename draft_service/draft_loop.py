@@ -45,7 +45,7 @@ class DraftLoop(EngineWorker[DrafterSession]):
     """The worker that steps all draft sessions with one drafter."""
 
     def __init__(self, drafter: Drafter, traffic: Traffic | None = None) -> None:
-        """`traffic` keeps texts that permit it; None: nothing is kept."""
+        """`traffic` keeps the texts that may be learned from; None: no text is kept."""
         super().__init__("draft-loop")
         self.drafter = drafter
         self.traffic = traffic

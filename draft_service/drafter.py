@@ -2,8 +2,8 @@
 
 The draft loop owns one drafter and calls it in its own thread. `language_model.py` has the drafter that runs a draft
 model, `heads.py` one that runs heads on the target's features, `versions.py` one that holds several versions of a
-model. An n-gram index or a suffix cache on a separate machine would be others, one file each. Texts, trees, commits,
-calibration, sending and policies stay outside a drafter: `DrafterSession` handles them.
+model. Other drafters, such as an n-gram index or a suffix cache on a separate machine, would be one file each.
+`DrafterSession` handles texts, trees, commits, calibration, sending and policies.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Drafter(ABC):
     """A drafter of many sessions. A drafter without per-session state implements only `expand`."""
 
     rules: frozenset[Rule] = frozenset({Rule.COUPLED})
-    """Acceptance rules it can draft for. COUPLED accepts children from any source; REJECTION needs draws together with
-    the distribution they were drawn from, CONTRASTIVE distributions over the whole vocabulary."""
+    """Acceptance rules that the drafter supports. COUPLED accepts children from any source; REJECTION needs draws
+    together with the distribution they were drawn from, CONTRASTIVE distributions over the whole vocabulary."""
 
     features: FeatureFormat | None = None
-    """The features of the target that it reads; None: none."""
+    """The target's features that the drafter reads; None if it reads none."""
 
     @property
     def slots(self) -> int:
@@ -59,8 +59,8 @@ class Drafter(ABC):
         """Follow a commit: the root of the session's tree has moved."""
 
     def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
-        """Take features of a session's text from a position on, before the commit of the token after them. ValueError
-        if they are not whole rows of this text."""
+        """Take features of a session's text, starting at position `first`. They arrive before the commit of the token
+        after them. ValueError if they are not whole rows of this text."""
         raise ValueError("this draft reads none")
 
     def best_logprob(self, session: DrafterSession) -> float:
@@ -69,12 +69,12 @@ class Drafter(ABC):
 
     @abstractmethod
     def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:
-        """Give children to the sessions' best nodes, to as many as make an efficient step. Every session has a node to
-        expand; sessions are sorted by their best node's probability, highest first.
+        """Give children to the sessions' best nodes: as many nodes as make an efficient step. Every session has a node
+        to expand; sessions are sorted by their best node's probability, highest first.
 
         Return the sessions that cannot continue, with the reason. ExpansionError if the whole expansion failed. Any
-        other error counts as a failure of all `sessions`: they are retried one at a time, and a session that fails
-        alone is ended.
+        other error counts as a failure of all `sessions`: the loop retries them one at a time, and ends a session that
+        fails alone.
         """
 
     def close(self, session: DrafterSession) -> None:  # noqa: B027 -- as with `open`

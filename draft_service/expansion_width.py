@@ -1,9 +1,9 @@
 """Expansion width: how many nodes to compute in one pass, per session and over all sessions, measured at start-up.
 
-Computing only the best node before choosing again computes the fewest nodes. Computing several at once gives a deeper
+Computing only the best node before choosing again computes the fewest nodes. Computing several together gives a deeper
 and wider tree sooner, since an accelerator's step over a few rows takes about as long as over one. The best width
-depends on the device, so it is measured. So is the number of nodes of all sessions in a pass: where extra rows are
-cheap, no session should wait for another's pass.
+depends on the device, so it is measured. The number of nodes of all sessions in a pass is measured too: where extra
+rows are cheap, no session should wait for another's pass.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ROWS = (16, 32, 64, 128, 256)
 MAX_CROWDED = 2.0
 """Limit on the time of a pass over the nodes of all sessions, in multiples of a step at the smallest width.
 
-If a pass over n rows takes a + b n seconds, nodes within this limit finish sooner on average than in several passes
-over the first of ROWS.
+If a pass over n rows takes a + b n seconds, nodes in one pass within this limit finish sooner on average than in
+several passes over the smallest of ROWS.
 """
 
 MAX_LOGITS_BYTES = 64 << 20
@@ -65,8 +65,7 @@ class Width(NamedTuple):
 
 def measured(engine: Engine, context: int, branches: int) -> Width:
     """Measure the width: run the engine over its first slots and pick `branches` children of every row. No session may
-    hold slots yet. Texts are shorter if the model's context, of at least 2 tokens, has no room for a row after
-    them."""
+    hold slots yet. Texts are cut to leave room for a row after them in the model's context, of at least 2 tokens."""
     short, long = min(TEXT, context - 1), min(LONG_TEXT, context - 1)
     forward = draft_pass_of(engine)
 

@@ -1,8 +1,8 @@
 """The forgotten tenants, and when each was forgotten: their texts up to that time are not kept, and versions that
 learned from these texts are not served.
 
-With a folder of versions, each tenant is recorded there in a small file of its own. So services that share the folder
-know the same tenants without a lock, and a restart loses none.
+With a folder of versions, each tenant is recorded there in a small file of its own. Services that share the folder
+therefore know the same tenants without a lock, and a restart loses none.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FOLDER = ".forgotten"
 the time of forgetting in Unix seconds."""
 
 MAX_FORGOTTEN = 10_000
-"""Maximum number of records. Without a folder, the oldest record is dropped first. A full folder refuses new records
-instead: a dropped tenant could no longer exclude future versions."""
+"""Maximum number of records. Beyond it, the oldest record is dropped if there is no folder. A full folder refuses new
+records instead: a dropped tenant could no longer exclude future versions."""
 
 CLOCKS_APART_SECONDS = 300.0
-"""Maximum clock skew between trainers and draft services. Texts that begin up to this long after their tenant was
-forgotten are not kept, and versions that learned from texts kept up to this long after it are refused."""
+"""Maximum clock skew between trainers and draft services. Forgetting also covers texts that begin up to this much
+later, and versions that learned from texts kept up to this much later."""
 
 
 class Forgotten:
@@ -46,8 +46,8 @@ class Forgotten:
     def __init__(
         self, versions: Path | None = None, clock: Callable[[], float] = time.time, most: int = MAX_FORGOTTEN
     ) -> None:
-        """`versions`: the folder of versions, where tenants are recorded; None: in memory only. `clock`: Unix seconds.
-        `most`: limit on tenants. ModelDirectoryError if the folder cannot be read."""
+        """`versions`: the folder of versions, where tenants are recorded; None: in memory only. `clock` returns Unix
+        seconds. `most`: limit on tenants. ModelDirectoryError if the folder cannot be read."""
         self._most = most
         self._folder = None if versions is None else versions / FOLDER
         self._clock = clock
@@ -62,9 +62,9 @@ class Forgotten:
             raise ModelDirectoryError(f"{self._folder}: cannot be read: {error.strerror or error}") from error
 
     def add(self, tenant: str) -> None:
-        """Record a tenant as forgotten, with its texts so far. NotRememberedError if the record cannot be written: only
-        this process then knows it, until the process ends."""
-        self.look()  # another service's clock may be ahead: the later time counts
+        """Record that a tenant's texts so far are forgotten. NotRememberedError if the record cannot be written: only
+        this process then knows the tenant, until the process ends."""
+        self.look()  # another service's clock may be ahead; the later time counts
         digest = tenant_digest(tenant)
         with self._lock:
             self._note(digest, self._clock())
@@ -79,8 +79,8 @@ class Forgotten:
             raise NotRememberedError(f"{self._folder}: {error.strerror or error}") from error
 
     def look(self) -> bool:
-        """Read the records of other services in the folder; return whether there was anything new. While a file cannot
-        be read or parsed, all texts of its tenant count as forgotten, whenever they were kept."""
+        """Read the records of other services in the folder; return whether anything was new. While a file cannot be
+        read or parsed, all texts of its tenant count as forgotten, whenever they were kept."""
         try:
             is_new = self._take_names()
         except OSError as error:
@@ -92,9 +92,8 @@ class Forgotten:
         return is_new
 
     def _take_names(self) -> bool:
-        """Read new and changed files; return whether there was anything new in them. OSError if the folder cannot be
-        read."""
-        if self._folder is None or not self._folder.exists():  # nobody was forgotten
+        """Read new and changed files; return whether they had anything new. OSError if the folder cannot be read."""
+        if self._folder is None or not self._folder.exists():  # no tenant was forgotten
             return False
         with os.scandir(self._folder) as entries:
             names = [entry.name for entry in entries if DIGEST.fullmatch(entry.name)]
@@ -107,7 +106,7 @@ class Forgotten:
                 since = _seconds((self._folder / name).read_bytes())
             except FileNotFoundError:  # removed by an operator
                 continue
-            except (OSError, ValueError):  # read again at the next look
+            except (OSError, ValueError):  # read again at the next `look`
                 doubtful.add(name)
                 continue
             with self._lock:
@@ -119,7 +118,7 @@ class Forgotten:
         return is_new
 
     def _note(self, digest: str, since: float) -> bool:
-        """Remember a tenant, with the later of both times; return whether that changed anything."""
+        """Remember a tenant with the later of the known and given times; return whether that changed anything."""
         if self._since.get(digest, -1.0) >= since:
             return False
         self._since[digest] = since
@@ -136,7 +135,7 @@ class Forgotten:
         return since is not None and begun <= since + CLOCKS_APART_SECONDS
 
     def concerns(self, learned: LearnedFrom | None) -> bool:
-        """Return whether a model has learned from a text that was forgotten."""
+        """Return whether a model has learned from a forgotten text."""
         if learned is None or not learned.oldest:
             return False
         with self._lock:
@@ -145,7 +144,7 @@ class Forgotten:
 
 
 def _write(folder: Path, name: str, content: str) -> None:
-    """Write a file atomically, and flush it and its name to the disk."""
+    """Write a file atomically, and flush the file and its directory entry to disk."""
     folder.mkdir(exist_ok=True)
     handle, partial = tempfile.mkstemp(prefix=".", dir=folder)
     try:
@@ -153,7 +152,7 @@ def _write(folder: Path, name: str, content: str) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(partial, 0o644)  # for services of other users
+        os.chmod(partial, 0o644)  # readable for services of other users
         os.replace(partial, folder / name)
     except OSError:
         with suppress(OSError):

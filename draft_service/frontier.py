@@ -42,7 +42,7 @@ class Frontier:
         return -negative - self._passed, node
 
     def remove(self, node: Node) -> bool:
-        """Remove this node; return False if it is not there."""
+        """Remove this node; return False if it is not in the heap."""
         for place, (_, _, other) in enumerate(self._heap):
             if other is node:
                 del self._heap[place]

@@ -1,11 +1,11 @@
-"""Heads as a drafter: EAGLE-3 heads, a block draft or an MTP layer, away from their target.
+"""Heads as a drafter: EAGLE-3 heads, a block draft or an MTP layer, run apart from their target.
 
-They read what the verifier sends: the fused features of the text's rows (`Features`), a row for each token but the
-last. Once the row before the last token is there, a tree grows from it as in a verifier
-(`specdec/engine/heads/growth.py`), a level at a time and for several texts at once; nodes that have children keep them.
-Until it is there, what grew from earlier rows is all that there is.
+Heads read fused features that the verifier sends (`Features`): one row for each token of the text but the last. Once
+the row before the last token has arrived, a tree grows from it as in a verifier (`specdec/engine/heads/growth.py`), a
+level at a time and for several texts concurrently. Nodes keep the children that they already have. Until that row
+arrives, the only candidates are those grown from earlier rows.
 
-Rows that are missing cost guesses: after a gap the heads read the text from the first row behind it.
+Missing rows cost guesses: the heads see the text only from the first row after the gap.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from specdec.engine.kv.slots import PoolFullError, Slots
 log = structlog.get_logger()
 
 MAX_TEXTS = 16
-"""Maximum texts whose trees grow at once: candidates of the first ones are sent before further ones grow."""
+"""Maximum texts whose trees grow concurrently: candidates of the first are sent before further trees grow."""
 
 MAX_AHEAD = 4096
-"""Maximum tokens that the rows of a text may be ahead of its commits, which are batched while drafting is paused."""
+"""Maximum tokens by which a text's rows may be ahead of its commits: commits are batched while drafting is paused."""
 
 
 @dataclass
@@ -47,13 +47,13 @@ class FedText:
 
     slots: TextSlots
     arrived: list[tuple[int, Tensor]] = field(default_factory=list)  # (first position, rows) not read yet
-    end: int = 0  # position behind the last row, read or not
+    end: int = 0  # position after the last row, read or not
     state: Tensor | None = None  # [d'] of the last row read
-    grown: int = 0  # tokens of the text from which its tree grew last
-    turn: int = 0  # number of the group in which it grew
+    grown: int = 0  # length of the text when its tree last grew
+    turn: int = 0  # number of the group in which its tree last grew
 
     def take(self, first: int, rows: Tensor) -> None:
-        """Take rows at consecutive positions. Known ones are skipped; after a gap, rows that were not read yet are
+        """Take rows at consecutive positions. Known rows are skipped; after a gap, earlier rows not read yet are
         dropped."""
         known = self.end - first
         if known > 0:
@@ -66,21 +66,20 @@ class FedText:
         self.end = first + len(rows)
 
     def lose(self) -> None:
-        """Forget all rows."""
         self.arrived.clear()
         self.slots.give_back()
         self.end, self.state = 0, None
 
 
 class TreeLevel(NamedTuple):
-    """The nodes of a text's tree at one level that get children, the likeliest, and where their parents are in the
+    """A level of a text's tree: its nodes that get children (the likeliest), and the places of their parents in the
     level above."""
 
     nodes: list[Node]
     origins: list[int]
 
     def below(self, session: DrafterSession) -> TreeLevel:
-        """Return the next level: the likeliest children that may have children."""
+        """Return the next level: the likeliest children that may have children of their own."""
         ends, last = session.request.end_tokens, session.end - 1
         found = [
             (child.path_logprob(), origin, child)
@@ -103,7 +102,7 @@ class HeadsDrafter(Drafter):
         self.features = features
         self._reader = reader
         self._texts: dict[DrafterSession, FedText] = {}
-        self._turns = 0  # groups so far
+        self._turns = 0  # number of groups so far
 
     @property
     def slots(self) -> int:
@@ -118,7 +117,7 @@ class HeadsDrafter(Drafter):
 
     def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
         rows = from_bytes(values, self.features.width)
-        end = min(session.end, session.tree.base + MAX_AHEAD)  # of what a tree of this text may read
+        end = min(session.end, session.tree.base + MAX_AHEAD)  # end of the rows that a tree of this text may read
         self._texts[session].take(first, rows[: max(0, end - first)])
         self._prune(session)
 
@@ -126,7 +125,7 @@ class HeadsDrafter(Drafter):
         self._prune(session)
 
     def _prune(self, session: DrafterSession) -> None:
-        """Drop rows that no tree will see any more, however long they wait to be read."""
+        """Drop unread rows that are too old for any further tree."""
         text = self._texts[session]
         least = session.tree.base - self._reader.context
         text.arrived = [(first, rows) for first, rows in text.arrived if first + len(rows) > least]
@@ -135,10 +134,10 @@ class HeadsDrafter(Drafter):
         self._texts.pop(session).slots.give_back()
 
     def best_logprob(self, session: DrafterSession) -> float:
-        """Return the base class's value; -inf while the row before the last token is missing, and once the tree has
-        grown from it."""
+        """Return the base class's value, but -inf while the row before the last token is missing, and after the tree
+        has grown from that row."""
         text, base = self._texts[session], session.tree.base
-        was_read = text.arrived or text.state is not None  # there is no row before the only token of a text
+        was_read = text.arrived or text.state is not None  # False for a text of one token: no row precedes it
         if text.end != base - 1 or text.grown == base or not was_read:
             return -math.inf
         return session.best_logprob()
@@ -149,7 +148,7 @@ class HeadsDrafter(Drafter):
         try:
             self._read(sessions, group)
             return self._grow(group, taken) if group else {}
-        except Exception as error:  # no session is known to be at fault; they are retried
+        except Exception as error:  # the faulty session is unknown: all are retried
             for session, node in taken:
                 if not node.children:
                     session.put_back(node)
@@ -166,8 +165,8 @@ class HeadsDrafter(Drafter):
 
     @torch.inference_mode()
     def _read(self, sessions: Sequence[DrafterSession], group: list[DrafterSession]) -> None:
-        """Read the rows of the sessions that have waited longest for a tree, as many as may grow at once, and append to
-        `group` those that have memory for their rows; the others begin again with their next row."""
+        """Read the rows of the sessions that have waited longest for a tree, up to the number of trees that may grow
+        concurrently. Append sessions with memory for their rows to `group`; the others restart with their next row."""
         reader, longest = self._reader, 0
         rows, positions, tokens, slots = list[Tensor](), list[int](), list[int](), list[Slots]()
         waiting = sorted(sessions, key=lambda session: self._texts[session].turn)
@@ -194,7 +193,7 @@ class HeadsDrafter(Drafter):
         except Exception:
             for text in texts:
                 if text.arrived:
-                    text.slots.give_back()  # what was taken for these rows holds nothing
+                    text.slots.give_back()  # the slots taken for these rows hold no data
             raise
         for text in texts:
             if text.arrived:
@@ -202,7 +201,7 @@ class HeadsDrafter(Drafter):
             text.arrived.clear()
 
     def _placed(self, rows: Tensor) -> Tensor:
-        """Return rows where the heads are, in their dtype."""
+        """Return rows on the heads' device, in their dtype."""
         heads = self._reader.heads
         return rows.to(heads.device, heads.dtype)
 
@@ -212,8 +211,8 @@ class HeadsDrafter(Drafter):
     def _grow(
         self, group: Sequence[DrafterSession], taken: list[tuple[DrafterSession, Node]]
     ) -> dict[DrafterSession, Exception]:
-        """Grow the trees of these sessions, and append the nodes that get children to `taken`. Return the sessions that
-        cannot continue, with the reason."""
+        """Grow the trees of the sessions in `group`, and append the nodes that get children to `taken`. Return the
+        sessions that cannot continue, with the reason."""
         reader, failed = self._reader, dict[DrafterSession, Exception]()
         depths = [self._depth(session) for session in group]
         growth = reader.growth([self._anchor(session) for session in group], max(depths))
@@ -221,11 +220,11 @@ class HeadsDrafter(Drafter):
         for depth in range(max(depths)):
             tokens, origins = _padded(levels)
             found = growth.level(reader.tensor(tokens), reader.tensor(origins))
-            own = found.logits.shape[1]  # rows of logits of a text
+            own = found.logits.shape[1]  # rows of logits per text
             computed, places = list[Computed](), list[tuple[int, int]]()
             for number, (session, level) in enumerate(zip(group, levels, strict=True)):
                 for place, node in enumerate(level.nodes if depth < depths[number] else ()):
-                    # The text may have followed a candidate: its children were guessed from earlier rows.
+                    # The root may already have children, guessed from earlier rows while it was a candidate.
                     if session.take(node) if depth else session.take_root():
                         taken.append((session, node))
                         row = AskedRow(number * own + min(place, own - 1), session.query(node), session.vocabulary)

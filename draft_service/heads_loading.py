@@ -1,4 +1,5 @@
-"""Loads heads for a draft service: their files, and of their target only the ends of its weights."""
+"""Loads heads for a draft service: their own files and, from their target, at most its token embeddings and output
+head."""
 
 from __future__ import annotations
 

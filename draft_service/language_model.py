@@ -51,7 +51,6 @@ class SessionSlots:
         return self._text[begin : self.computed]
 
     def add_node(self, node: Node) -> int:
-        """Take a slot for a node and return it."""
         slot: int = self._free.pop()
         self.nodes[node] = slot
         return slot
@@ -78,8 +77,8 @@ class ModelSession:
     """A session as the language model sees it. A pass computes either its pending text or its nodes: the root has no
     children until the whole text is computed.
 
-    Without a `translation`, the model reads the tokens of the session's tree. With one, its text has other tokens,
-    maybe more or fewer, so a node's position differs from its position in the tree.
+    Without a `translation`, the model reads the tokens of the session's tree. With one, the model's text has other
+    tokens, maybe more or fewer, so a node's position in the model differs from its position in the tree.
     """
 
     def __init__(self, session: DrafterSession, slots: Slots, translation: Translation | None = None) -> None:
@@ -97,15 +96,14 @@ class ModelSession:
         return len(self._text) - self.slots.computed
 
     def fits(self, context: int) -> bool:
-        """Return whether the text and the nodes below it fit the session's memory and the model's context, which a
-        translated text may exceed."""
+        """Return whether the text and the nodes below it fit the session's memory and the model's context. Only a
+        translated text may exceed these."""
         if self._translation is None:
             return True
         text, room = len(self._text), len(self.slots.all) - self.session.max_nodes
         return text <= room and text + self.session.policy.deepest < context
 
     def commit(self, move: RootMove) -> None:
-        """Follow a commit."""
         if self._translation is not None:  # otherwise the tree's own list has grown
             self._text += self._translation.spelled(move.tokens)
         self.slots.follow_root(move.followed, move.alive)
@@ -126,8 +124,8 @@ class ModelSession:
         return len(text)
 
     def plan_nodes(self, packer: Packer, most: int, break_even: float) -> int:
-        """Plan to compute the best node, which must exist, and the next ones whose path logprob reaches `break_even`:
-        at most `most` in all. Return their number."""
+        """Plan to compute the best node, which must exist, and further nodes with a path logprob of at least
+        `break_even`, at most `most` nodes in all. Return the number of nodes."""
         session, slots, planned = self.session, self.slots, self._planned
         branches: list[list[int]] = []
         rows: list[int] = []
@@ -161,7 +159,6 @@ class ModelSession:
         return [Computed(session, node, row) for node, row in rows]
 
     def forget_plan(self) -> None:
-        """Clear the plan, for the next pass."""
         self._planned, self._wanted, self._planned_text = [], [], 0
 
 
@@ -176,14 +173,14 @@ SPELLED = 2
 proposes nothing."""
 
 PAUSED_LAG_TOKENS = 512
-"""Limit on a paused draft's pending committed tokens. Below it a text costs other sessions nothing, and a resumed draft
-catches up in one pass, or in a few beside others."""
+"""Limit on a paused draft's pending committed tokens. Below it a paused text costs other sessions nothing, and a
+resumed draft catches up in one pass, or in a few shared passes."""
 
 PROMPT_WIDTHS = 4
 """Rows of committed text computed beside other sessions, in multiples of the expansion width.
 
 If a pass over n rows takes a + b n seconds, the measured width bounds a pass with these rows and all its nodes to about
-twice the time.
+twice the time of one without them.
 """
 
 OLDEST_SHARE = 4
@@ -194,9 +191,9 @@ class LanguageModelDrafter(Drafter):
     """The drafter that runs a draft model.
 
     Limits of one pass: `rows` nodes over all sessions, `rows_per_session` nodes of one session, and `prompt_budget`
-    tokens of committed text, shortest remaining first. Fewer text tokens are computed while other sessions would wait
-    for them. With `times`, a pass computes no further node that lowers its rate of path probability. `translation`: for
-    a target with another tokenizer; sessions then have an `own_prompt`, and the model drafts for texts of up to its
+    tokens of committed text, shortest remaining text first. The last limit is lower while other sessions wait for the
+    pass. With `times`, a pass leaves out nodes that would lower its path probability per second. `translation`: for a
+    target with another tokenizer; sessions then have an `own_prompt`, and the model drafts for texts of up to its
     `context`. `forward` replaces the engine's pass.
     """
 
@@ -213,8 +210,8 @@ class LanguageModelDrafter(Drafter):
         forward: DraftPass | None = None,
     ) -> None:
         self.engine = engine
-        # Tokens that are not common have a draft probability of 0, and CONTRASTIVE divides by it. Under TYPICAL drafts
-        # are asked to guess as under COUPLED.
+        # Tokens that are not common have a draft probability of 0, and CONTRASTIVE divides by it. For TYPICAL texts,
+        # drafts are opened with COUPLED.
         self.rules = frozenset({Rule.COUPLED, Rule.REJECTION} if translation else {*Rule} - {Rule.TYPICAL})
         self._forward = forward or draft_pass_of(engine)
         self._translation = translation
@@ -253,14 +250,14 @@ class LanguageModelDrafter(Drafter):
             self._had.pop(tenant, None)
 
     def best_logprob(self, session: DrafterSession) -> float:
-        """Return the base class's value. A session whose text has outgrown the model gets -inf. A paused one gets 0 if
-        its pending text exceeds PAUSED_LAG_TOKENS (it is then read, after all others), else -inf."""
+        """Return the base class's value. A session whose text has outgrown the model gets -inf. A paused session gets 0
+        (its text is read, after all others) if its pending text exceeds PAUSED_LAG_TOKENS, else -inf."""
         if not self._sessions[session].fits(self._context):
             return -math.inf
         if session.policy.paused and not session.over:
             return 0.0 if self._sessions[session].pending_text > PAUSED_LAG_TOKENS else -math.inf
         if session.root_is_expanded and self._sessions[session].pending_text and not session.over:
-            return 0.0  # another model has expanded the root: its text is read in advance
+            return 0.0  # another version has expanded the root: read the text in advance
         return session.best_logprob()
 
     def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:
@@ -308,8 +305,8 @@ class LanguageModelDrafter(Drafter):
         """Return the path logprob above which a further node of a session pays in the coming pass."""
         if self._times is None:
             return -math.inf
-        # The pass contains every session's best node in any case: the root, if the session lacks only a correction's
-        # token.
+        # The pass contains every session's best node in any case. This is the root if the session lacks only a
+        # correction's token.
         best = [math.exp(session.session.best_logprob()) for session in expanding]
         best += [1.0 for session in reading if session.pending_text == 1 and not session.session.policy.paused]
         probability = self._times.break_even(best[: self._rows]) if best else 0.0
@@ -323,7 +320,7 @@ class LanguageModelDrafter(Drafter):
         session counts; within a tenant the best sessions come first."""
         tenants = _by_tenant(expanding)
         weights = {tenant: own[0].session.request.weight for tenant, own in tenants.items()}
-        # A new tenant starts at the smallest virtual time: it gets no credit for the time before it came.
+        # A new tenant starts at the smallest virtual time: it gets no credit for the time before its arrival.
         least = min((self._had[tenant] for tenant in tenants if tenant in self._had), default=0.0)
         had = {tenant: self._had.get(tenant, least) for tenant in tenants}
         wanted = {tenant: float(self._rows_per_session * len(own)) for tenant, own in tenants.items()}
@@ -346,12 +343,14 @@ class LanguageModelDrafter(Drafter):
     def _prompt_rows(self, reading: Sequence[ModelSession], expanding: Sequence[ModelSession]) -> int:
         """Return how many tokens of committed text a pass may compute beside sessions that expand nodes.
 
-        Readers are sessions with pending text. They get one row per unpaused reader, since most need only the token of
-        a correction, plus `PROMPT_WIDTHS` widths times max(1, readers / expanding sessions). If expanding tenants wait
-        for readers of other tenants, that ratio is replaced by the smallest ratio of the other readers' tenant weights
-        to an expanding tenant's own, and the first term is capped at `PROMPT_WIDTHS` widths: a tenant with many
-        sessions cannot lengthen another's passes. If no session expands, at least the shortest pending text is computed
-        whole, since no session waits for the pass.
+        Readers are sessions with pending text; W is `PROMPT_WIDTHS` expansion widths.
+
+        - By default: one row per unpaused reader, since most need only the token of a correction, plus W * max(1,
+          unpaused readers / expanding sessions).
+        - If expanding tenants wait for readers of other tenants, so that a tenant with many sessions cannot lengthen
+          another's passes: at most W rows for the first term, plus W times the smallest ratio, over expanding tenants,
+          of the other readers' tenant weights to the tenant's own.
+        - If no session expands: at least the shortest pending text as a whole, since no session waits for the pass.
         """
         wanted = sum(not session.session.policy.paused for session in reading)
         beside = PROMPT_WIDTHS * self._rows_per_session

@@ -36,10 +36,10 @@ TOKENS_A_MESSAGE = 1 << 16
 
 
 class Learning(NamedTuple):
-    """The key of LearningService, and the tenants it knows of."""
+    """The key of LearningService, and the tenants that were forgotten or learned from."""
 
-    key: str  # of its callers
-    forgotten: Forgotten  # tenants whose texts are not kept, and whose versions are not served
+    key: str  # that callers must present
+    forgotten: Forgotten  # their texts are not kept, and versions that learned from these are not served
     learned_from: LearnedFrom | None = None  # tenants that the service's first model has learned from
 
 
@@ -66,7 +66,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         now = time.monotonic()
         message, tokens = learning_pb2.GetTrafficResponse(), 0
         for text in [] if self._loop.traffic is None else self._loop.traffic.texts():
-            if text.forgotten:  # while earlier ones were sent
+            if text.forgotten:  # while earlier texts were sent
                 continue
             message.texts.append(_message(text, now))
             tokens += len(text.tokens) + MAX_TOP * len(text.places)
@@ -93,7 +93,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
     async def _forget(self, tenant: str) -> learning_pb2.ForgetResponse:
         not_written: NotRememberedError | None = None
         try:
-            await asyncio.to_thread(self._learning.forgotten.add, tenant)  # it waits for the disk
+            await asyncio.to_thread(self._learning.forgotten.add, tenant)  # waits for the disk
         except NotRememberedError as error:  # first do everything that works without the folder
             not_written = error
         forgotten = learning_pb2.ForgetResponse()

@@ -12,7 +12,7 @@ from specdec.v2 import draft_pb2
 
 @dataclass
 class DraftStats:
-    """Counters of a draft service; written by the draft loop's thread, read by any."""
+    """Counters of a draft service; written by the draft loop's thread, read by any thread."""
 
     busy: float = 0.0  # seconds spent in steps
     committed: int = 0  # tokens committed in sessions

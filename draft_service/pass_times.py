@@ -1,12 +1,13 @@
-"""Pass times: T_d(n), the seconds of a draft pass over n nodes with all its host work, and which nodes are worth it.
+"""Pass times: T_d(n), the seconds of a draft pass over n nodes with all its host work, and the choice of nodes that
+pay.
 
 A pass that computes nodes of path probabilities p_1, ..., p_n yields sum(p) / T_d(n) a second. With
 
     T_d(n) = base + a_node * n
 
 a further node of probability p raises that rate if p > a_node * sum(p) / T_d(n). A less probable node only delays the
-next pass, which has likelier nodes, or the commit that decides between them. Passes are therefore narrow if there are
-many sessions or if nodes are costly, and likely chains grow deep sooner.
+next pass, which has likelier nodes, or the next commit, which decides between nodes. Passes are therefore narrow if
+there are many sessions or if nodes are costly, and likely chains grow deep sooner.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class PassTimes:
     """T_d(n) as a weighted least-squares line; recent passes weigh more. `measured`: seconds at start-up by node count;
     ValueError for fewer than two counts.
 
-    Passes at start-up run with other texts, other host work and another load. They therefore contribute to the slope,
-    which narrow passes alone would not show, but no longer to the base once served passes have been observed.
+    Passes at start-up run with other texts, other host work and another load. Once served passes have been observed,
+    they therefore contribute only to the slope, which narrow passes alone would not show, not to the base.
     """
 
     def __init__(self, measured: Mapping[int, float]) -> None:
@@ -44,7 +45,6 @@ class PassTimes:
         return self._base + nodes * self._a_node
 
     def observe(self, nodes: int, seconds: float) -> None:
-        """Learn from a pass."""
         self._passes.decay(DECAY)
         self._passes.add(nodes, min(seconds, MAX_SLOWDOWN * self.of(nodes)), 1.0)
         self._fit()

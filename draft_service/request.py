@@ -16,9 +16,10 @@ MIN_PROBABILITY = 0.002
 """Minimum path probability of a node to be expanded."""
 
 MIN_CONTRASTED_PROBABILITY = 0.02
-"""The same under CONTRASTIVE. There each node costs log q of many tokens, and most tokens of a step are the target's
-own: the rule prefers tokens that the draft does not expect. On the demo pair, with passes of 30 ms and 3 ms, a step has
-1.78 tokens, and the draft sends rows of 12 prefixes per token; with 0.002 they are 1.82 and 45."""
+"""The same minimum under CONTRASTIVE. There each node costs log q of many tokens, and most tokens of a step are the
+target's own, since the rule prefers tokens that the draft does not expect. On the demo pair, with passes of 30 ms and 3
+ms, a step has 1.78 tokens, and the draft sends rows of 12 prefixes per token; with a minimum of 0.002, the numbers are
+1.82 and 45."""
 
 MAX_KEPT_BYTES = 16 << 20
 """Maximum bytes of the rows that a CONTRASTIVE session keeps to answer queries: whole rows of all its nodes. Over a
@@ -27,8 +28,8 @@ vocabulary of 151,936 tokens that is 55 rows."""
 SEND_FACTOR = 3.0
 """Minimum path probability of a node to be sent, in multiples of the minimum for expansion.
 
-Most early expansions lie off the text's eventual path, so a node is sent only once the text has come this near. That
-halves the bytes, at no cost in tokens a second (`python -m bench simulate`).
+Most early expansions lie off the text's eventual path, so a node is sent only once the text has come this near to it.
+That halves the bytes sent, at no cost in tokens a second (`python -m bench simulate`).
 """
 
 
@@ -59,9 +60,9 @@ class ExpansionPolicy:
 
     @property
     def deepest(self) -> int:
-        """The depth, below the last committed token, of the deepest node to expand. A tree by probability continues
-        below the nodes of the next step, whose commit of at most `max_depth` + 1 tokens may be under way. A tree of
-        fixed widths is for one step."""
+        """Maximum depth of a node to expand, below the last committed token. A tree grown by probability continues
+        below the nodes of the next step, since that step's commit (at most `max_depth` + 1 tokens) may be under way. A
+        tree of fixed widths is for one step."""
         return len(self.expansion) - 1 if self.expansion else 2 * self.max_depth
 
     def width(self, depth: int) -> int:
@@ -70,7 +71,6 @@ class ExpansionPolicy:
 
     @cached_property
     def min_sent_logprob(self) -> float:
-        """Minimum path logprob of a node to be sent."""
         return self.min_logprob + math.log(SEND_FACTOR)
 
 
@@ -87,9 +87,9 @@ class DrafterSessionRequest:
     grammar: CompiledGrammar | None = None  # of the generated text
     tenant: str = ""
     weight: float = 1.0  # of the tenant, relative to others
-    own_prompt: Sequence[int] = ()  # the prompt in the draft's tokens, where these are not the target's
-    learn: bool = False  # the text may be kept to learn from it
-    age: float = 0.0  # seconds since its request came
+    own_prompt: Sequence[int] = ()  # the prompt in the draft's tokens, if its tokenizer is not the target's
+    learn: bool = False  # the text may be kept for learning
+    age: float = 0.0  # seconds since its request arrived
     target_vocabulary: int = 0  # number of the target's token ids: its log-probabilities may name ids the draft lacks
 
     @property

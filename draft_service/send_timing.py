@@ -1,18 +1,18 @@
 """The send timer: decides when a session's candidates are sent.
 
-A message helps if it reaches the verifier before a step begins, and the later it is sent, the more it contains. Commits
-arrive once a step, and a step begins when the last commit leaves the verifier. Candidates for the step after that must
-leave one period later, minus a round trip for the commit's way here and the candidates' way back. A round trip longer
-than a period counts modulo the period: candidates are then in time for a later step.
+A message must reach the verifier before a step begins, but the later it is sent, the more candidates it contains.
+Commits arrive once a step; as a commit leaves the verifier, the next step begins. Candidates for the step after that
+must leave the draft one period after the commit arrived, minus a round trip (the commit's way here and the candidates'
+way back). A round trip longer than a period counts modulo the period: candidates are then in time for a later step.
 
     deadline = the earliest time from now on of the form  last commit - round trip - deviation + k * period
 
-A message is sent at once if the minimum interval leaves time for another one before the deadline. Otherwise it waits
-for the last end of a draft step before the deadline. The interval never leaves a deadline without a message.
+A message is sent immediately if the minimum interval leaves time for another message before the deadline. Otherwise it
+waits for the last draft step that ends before the deadline. The interval never leaves a deadline without a message.
 
 Period and deviation are estimated as for TCP's retransmission timeout (Jacobson 1988, "Congestion avoidance and
-control"): moving averages, with the mean deviation as margin. A wrong estimate costs little: if a commit comes before
-candidates were sent, or a deadline passes without a message, they are sent at once.
+control"): moving averages, with the mean deviation as margin. A wrong estimate costs little: if a commit arrives before
+candidates were sent, or a deadline passes without a message, candidates are sent immediately.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SendTimer:
         self._period = 0.0  # mean time between commits; 0: unknown
         self._deviation = 0.0  # mean deviation of the period
         self._sent_since = True  # the last commit, if any, was followed by a message
-        self._missed = False  # when the last commit came, candidates were unsent, and none sent since the one before
+        self._missed = False  # the last commit found unsent candidates, and no message since the commit before it
 
     def committed(self, now: float, *, unsent: bool = False) -> None:
         """Record a commit; `unsent`: candidates were waiting to be sent."""
@@ -60,7 +60,7 @@ class SendTimer:
         """Return the time at which the next message becomes due, possibly in the past.
 
         `interval`: minimum time between messages; `step`: duration of a draft step (messages are sent only between
-        steps); `urgent`: the verifier has no candidates of this tree, so the interval does not count.
+        steps); `urgent`: the verifier has no candidates of this tree, so the interval is ignored.
         """
         if self._missed:
             return -math.inf
@@ -71,7 +71,8 @@ class SendTimer:
         deadline = now + (self._committed_at - round_trip - self._deviation - now) % period
         if self._sent_at <= deadline - 2 * period:  # the last deadline passed without a message
             return -math.inf
-        # A message sent within a step after the last deadline missed it: this deadline needs one despite the interval.
+        # A message sent within a step after the last deadline missed that deadline: this one needs a message despite
+        # the interval.
         if self._sent_at <= deadline - period + step:
             earliest = min(earliest, deadline - step)
         elif earliest > deadline:

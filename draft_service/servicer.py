@@ -55,14 +55,14 @@ from specdec.serving.validation import (
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 MAX_COMMIT_TOKENS = 4096
-"""Maximum tokens of a commit, since all sessions wait for it. A target commits at most a few hundred tokens at once."""
+"""Maximum tokens of a commit, for which all sessions wait. A target's step commits at most a few hundred tokens."""
 
 MAX_AGE_US = 2**32 - 1
-"""Maximum of `base_age_us` (uint32), 71 minutes. Larger ages, as when a reader is slow, are sent as this value."""
+"""Maximum of `base_age_us` (uint32), 71 minutes. Larger ages (for example, with a slow reader) are sent as this
+value."""
 
 
 def version_message(version: Version) -> draft_pb2.DraftVersion:
-    """Return a version's state and statistics as a message."""
     return draft_pb2.DraftVersion(
         name=version.name,
         state=draft_pb2.DraftVersionState.Value(f"DRAFT_VERSION_STATE_{version.state.name}"),
@@ -113,7 +113,8 @@ class DraftServicer(
         `info`: the `PodInfo` in statistics. Without `grammars`, texts with a grammar are refused; `trials` tries
         grammars before they are compiled. `translation`: between the target's tokens and the draft's, if they use
         different tokenizers; `identity` and `grammars` are then the target's. `learning`: the key and the tenants of
-        LearningService; None: it is not served. `versions`: the follower of the folder of versions, if there is one.
+        LearningService; None disables that service. `versions`: the follower of the folder of versions, if there is
+        such a folder.
         """
         super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
         self.gates = () if learning is None else (key_gate(learning.key),)
@@ -278,7 +279,7 @@ class DraftServicer(
         limits, defaults = self._limits, self._limits.defaults
         least = MIN_CONTRASTED_PROBABILITY if rule is Rule.CONTRASTIVE else 0.0
         branches = 1 if rule is Rule.REJECTION else defaults.max_branches
-        chosen = message.max_depth or message.max_branches  # by the request: overrides the default's fixed widths
+        chosen = message.max_depth or message.max_branches  # by the request, so the default's fixed widths do not apply
         return ExpansionPolicy(
             max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
             max_depth=min(message.max_depth or defaults.max_depth, limits.max_depth),
@@ -297,7 +298,7 @@ class DraftServicer(
         for all callers, trusted or not."""
         message = request.open
         # Only tokens in both vocabularies are proposed: the target would drop any others. Sampling parameters may name
-        # tokens outside the draft's vocabulary, which affect none of its candidates.
+        # tokens outside the draft's vocabulary: these affect none of its candidates.
         own, context = self._identity.vocabulary_size, self._identity.context_tokens
         targets = message.vocabulary_size or own
         vocabulary = min(own, targets)
@@ -315,7 +316,7 @@ class DraftServicer(
         end_tokens = frozenset(token for token in message.end_tokens if token < vocabulary)  # others are not proposed
         if message.HasField("grammar"):
             violations += grammar_violations(message.grammar, end_tokens, vocabulary)
-        rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown one is refused
+        rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown rule is refused
         violations += token_tree_violations("policy", message.policy)
         if not violations and rule not in self._loop.drafter.rules:
             served = ", ".join(known.name for known in Rule if known in self._loop.drafter.rules)

@@ -60,7 +60,7 @@ class DrafterSession:
         self.request = request
         self.policy = policy
         self.vocabulary = vocabulary
-        self.max_nodes = policy.max_nodes  # from the opening, which reserves memory for them; caps later policies
+        self.max_nodes = policy.max_nodes  # from the opening, which reserves their memory; caps later policies
         self.grammar = None if request.grammar is None else request.grammar.begin(request.generated, request.end_tokens)
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
         self.tree = TokenTree(
@@ -130,7 +130,7 @@ class DrafterSession:
             self.outgoing.ask(query)
 
     def set_policy(self, policy: ExpansionPolicy) -> None:
-        """Replace the policy for expanding and sending, at once."""
+        """Replace the policy; it takes effect immediately."""
         self.policy = policy
         self._restore_deep()
         self.outgoing.set_policy(policy)
@@ -153,8 +153,8 @@ class DrafterSession:
     def _follow(self, tokens: Sequence[int]) -> tuple[list[Node], float]:
         """Return the nodes on the path of committed tokens, and the path's logprob.
 
-        Calibrate with the outcome at every node on the path: which child was taken, if any, whether or not it was sent.
-        The depth used is the depth at expansion: the draft runs ahead, so the text has come nearer since.
+        Calibrate with the outcome at every node on the path: the child that was taken, if any, even if it was not sent.
+        The depth used is the node's depth at expansion: the draft runs ahead, so the text has come nearer since.
         """
         node, followed, passed = self.tree.root, [], 0.0
         for place, token in enumerate(tokens, self.tree.base):
@@ -199,7 +199,7 @@ class DrafterSession:
 
     def take(self, node: Node) -> bool:
         """Take a node from the frontier, whether or not it is the best; it counts as expanded. Return False if it is
-        not there, or not worth expanding now."""
+        not on the frontier, or not worth expanding now."""
         policy, depth = self.policy, node.position - self.tree.root.position
         if self._full or depth > policy.deepest or node.path_logprob() < policy.min_logprob:
             return False
@@ -209,7 +209,8 @@ class DrafterSession:
         return True
 
     def take_root(self) -> bool:
-        """Take the root, even if it has children: there may be better ones now. Return False if no node may get any."""
+        """Take the root, even if it has children: there may be better ones now. Return False if the session has
+        `max_nodes` nodes."""
         if self._full:
             return False
         self._frontier.remove(self.tree.root)
@@ -228,8 +229,8 @@ class DrafterSession:
 
     def abandon_frontier(self) -> None:
         """Drop all nodes to expand, except a root without children: the model that takes over has computed none of
-        their ancestors. It begins once the text has left the tree. The tree's candidates, and the distributions they
-        were drawn from, stay."""
+        their ancestors. That model begins to expand once the text has left the tree. The tree's candidates, and the
+        distributions they were drawn from, stay."""
         self._frontier.clear()
         self._too_deep.clear()
         if not self.root_is_expanded:
@@ -269,7 +270,6 @@ class DrafterSession:
         )
 
     def width(self, node: Node) -> int:
-        """Return the maximum children of an expanded node."""
         return self.policy.width(self._expanded[node])
 
     def shifts(self, node: Node) -> list[float]:
@@ -289,8 +289,8 @@ class DrafterSession:
 
     def add_draws(self, node: Node, tokens: Sequence[int], distribution: DraftDistribution) -> None:
         """Add children drawn from this distribution without replacement, in the order of the draws (REJECTION). The
-        first is always added, the others if they are probable enough, within `max_nodes`. How many are added must not
-        depend on the drawn tokens, so it is decided without them."""
+        first is always added, the others if they are probable enough, within `max_nodes`. Their number must not depend
+        on the drawn tokens, so it is computed without them."""
         node.distribution = distribution
         estimates = np.log(rejection.acceptances(distribution, len(tokens)))
         (logprobs,) = corrected([self.shifts(node)], estimates[None]).tolist()
@@ -305,12 +305,11 @@ class DrafterSession:
             self.outgoing.add(path_logprob + logprobs[0], added[0])
 
     def add_distribution(self, node: Node, distribution: DraftDistribution) -> None:
-        """Add the draft's distribution over a node's children (CONTRASTIVE)."""
         node.distribution = distribution
         self.outgoing.add_distribution(node)
 
     def _add_child(self, parent: Node, token: int, logprob: float, path_logprob: float) -> None:
-        if token in parent.children:  # from before `take_root`
+        if token in parent.children:  # added before `take_root`
             return
         child = self._grow(parent, token, logprob, path_logprob)
         if child is not None:

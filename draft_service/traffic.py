@@ -1,7 +1,7 @@
 """Traffic: the texts that a draft may learn from, in memory only.
 
 A text is kept when its session ends, if its request permits it; the oldest texts are evicted. Forgetting a tenant
-deletes its texts at once, and its running texts are not kept either (`forgotten.py`).
+deletes its texts immediately, and its running texts are not kept either (`forgotten.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class KeptText:
     tokens: NDArray[np.uint32]  # the prompt's first
     prompt: int  # tokens of the prompt
     overruled: NDArray[np.uint32]  # indices of tokens that are not the draft's likeliest guess, ascending
-    kept_at: float  # by the clock
-    places: PackedPlaces = NO_PLACES  # the target's log-probabilities at some of them
+    kept_at: float  # by the `clock` of `Traffic`
+    places: PackedPlaces = NO_PLACES  # the target's log-probabilities at some overruled tokens
     forgotten: bool = False  # its tenant was forgotten
 
 
@@ -61,7 +61,7 @@ class Traffic:
     ) -> None:
         """`most_bytes`: limit on the bytes of the target's log-probabilities; 0: none are kept or requested."""
         self.most_places = most_bytes // PLACE_BYTES
-        """Limit on the places with log-probabilities, of all texts."""
+        """Limit on the places with log-probabilities, over all texts."""
         self._places = 0
         self._with_places: deque[KeptText] = deque()  # texts with log-probabilities, in order
         self._most = most
@@ -78,7 +78,7 @@ class Traffic:
 
     def keep(self, session: DrafterSession) -> bool:
         """Keep the text of a session that ends, if its request permits it and its tenant was not forgotten meanwhile.
-        Of a text that is too long, only the last tokens are kept."""
+        Only the last tokens of an overlong text are kept."""
         request = session.request
         if not request.learn or session.tree.base == len(request.prompt):  # the target has added no token
             return False

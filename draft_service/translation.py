@@ -3,11 +3,12 @@ logits over the draft's tokens to logits over the target's.
 
 Tokens with the same bytes in both vocabularies are the *common* ones. Only these are proposed, with the draft's
 distribution renormalised over them (token-level intersection, TLI: Timor et al. 2025, arXiv:2502.05202, algorithm 4).
-Noise is looked up by the target's id, so under COUPLED candidates agree with the target's choices as with any draft.
+Noise is looked up by the target's id, so under COUPLED these candidates agree with the target's choices just as any
+draft's do.
 
 A prompt is decoded by the target's tokenizer and encoded by the draft's. Later tokens are translated one by one: a
-common token to its counterpart, any other to the longest of the draft's tokens that spell its bytes. A candidate is one
-token in both vocabularies, so the draft's KV cache of accepted candidates stays valid.
+common token to its counterpart, any other to the longest draft tokens that spell its bytes. A candidate is one token in
+both vocabularies, so the draft's KV cache of accepted candidates stays valid.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Translation:
         return known
 
     def _longest_pieces(self, piece: bytes) -> tuple[int, ...]:
-        """Return the longest tokens that spell bytes, from the left; bytes without a token are left out."""
+        """Return the tokens that spell bytes, each as long as possible, from the left; bytes without a token are left
+        out."""
         found: list[int] = []
         place = 0
         while place < len(piece):

@@ -1,7 +1,8 @@
-"""Follows the folder of versions: loads new ones beside the serving one, one at a time, and hands them to the drafter.
+"""Follows the folder of versions: loads new versions one at a time, beside the serving one, and hands them to the
+drafter.
 
-A version that has learned from a forgotten tenant is not loaded. If the serving version has, loading an earlier one in
-its place comes first.
+A version that has learned from a forgotten tenant is not loaded. If the serving version has, an earlier version is
+loaded in its place first.
 
 The follower has a thread of its own. The drafter belongs to the draft loop's thread, so all changes reach it as actions
 between two steps.
@@ -76,17 +77,16 @@ class VersionFollower:
         self._tried: dict[str, FileVersion] = {}  # markers of versions that were loaded or refused
         self._waiting: list[FoundVersion] = []
         self._left_out: set[str] = set()  # names of new versions; each waits until its namesake has left memory
-        self._handed_over: threading.Event | None = None  # set once the drafter has the version loaded last
+        self._handed_over: threading.Event | None = None  # set once the drafter has the latest loaded version
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="versions", daemon=True)
 
     def start(self) -> None:
-        """Start looking: at once, then every LOOK_SECONDS."""
+        """Start looking: immediately, then every LOOK_SECONDS."""
         self._take(self._folder.contents)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop looking."""
         self._stopping.set()
         self._thread.join(CLOSE_SECONDS)
 
@@ -99,12 +99,12 @@ class VersionFollower:
             self._stopping.wait(LOOK_SECONDS)
 
     def look(self) -> None:
-        """Run one round: take a changed folder, follow forgotten tenants, free memory, and load one version: an earlier
-        one if the serving version is withdrawn, else the next one if its trial may begin."""
+        """Run one round: take a changed folder, follow forgotten tenants, free memory, and load at most one version.
+        This is an earlier version if the serving one is withdrawn, else the next waiting one if a trial may begin."""
         again = self._interrupted() or bool(self._left_out - self._taken())
         if self._folder.changed() or again:
             self._take(self._folder.contents)
-        if self.drafter.forgotten.look():  # by another service with this folder
+        if self.drafter.forgotten.look():  # tenants forgotten by another service with this folder
             self._worker.submit(self._roll_back)
         self._free()
         if self._handed_over is not None and not self._handed_over.is_set():
@@ -115,7 +115,7 @@ class VersionFollower:
             self._load(self._waiting.pop(0))
 
     def _take(self, found: tuple[FoundVersion, ...]) -> None:
-        """Take the folder's contents: new versions, and those whose marker has changed, wait for their trial."""
+        """Take the folder's contents: new versions, and versions with a changed marker, wait for their trial."""
         present = {version.name for version in found}
         for name in [*(version.name for version in self._waiting), *self._tried]:
             if name not in present:
@@ -136,11 +136,10 @@ class VersionFollower:
         return {self.drafter.first, *(version.name for version in self.drafter.known if version.loaded is not None)}
 
     def _roll_back(self) -> None:
-        """Roll back versions that must no longer serve; called in the drafter's thread."""
         self.drafter.forget()
 
     def _interrupted(self) -> bool:
-        """Remove versions whose trial was interrupted from the tried ones; return whether there were any."""
+        """Mark versions whose trial was interrupted as not tried; return whether there were any."""
         found = False
         while True:
             try:
@@ -170,8 +169,8 @@ class VersionFollower:
         self._worker.submit(handed_over.set)
 
     def _is_concerned(self, found: FoundVersion) -> bool:
-        """Return whether a version has learned from a forgotten tenant; ModelDirectoryError if its file on this cannot
-        be read."""
+        """Return whether a version has learned from a forgotten tenant; ModelDirectoryError if its record of tenants
+        cannot be read."""
         return self.drafter.forgotten.concerns(LearnedFrom.of(found.path))
 
     def _go_back(self, earlier: list[str]) -> None:
@@ -235,7 +234,7 @@ class VersionFollower:
             del dropped
             freed = True
         if freed:
-            gc.unfreeze()  # a start freezes its objects, and engines have cycles
+            gc.unfreeze()  # start-up freezes its objects, and engines have reference cycles
             gc.collect()
             gc.freeze()
             give_freed_memory_back()

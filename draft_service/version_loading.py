@@ -47,7 +47,7 @@ PROBED_TOKENS = 32
 """Tokens of the text whose logits must be finite before a version serves."""
 
 BESIDE = 2.0
-"""Factor on the slowdown limit while a version is loaded: it is measured beside passes of the serving version, on the
+"""Factor on the slowdown limit while a version is loaded: it is measured while the serving version runs passes on the
 same cores. On trial, where the two take turns, the limit applies without this factor."""
 
 NODES = expansion_width.WIDTHS[0]
@@ -73,7 +73,7 @@ class LoadedVersion:
 
 class CheckedPass:
     """The forward pass of a version. While `checks` is set, logits that are not finite raise FloatingPointError;
-    otherwise they only give no candidates."""
+    otherwise they just yield no candidates."""
 
     def __init__(self, forward: DraftPass) -> None:
         self.checks = True
@@ -131,21 +131,21 @@ class VersionLoader:
     translation: Translation | None = None
 
     def load(self, found: FoundVersion, expected: Callable[[int], float] | None) -> LoadedVersion:
-        """Check and load a version; VersionRefusedError if it cannot serve. `expected` maps the nodes of a pass to the
-        seconds that the serving version needs at present; None: unknown.
+        """Check and load a version; VersionRefusedError if it cannot serve. `expected` maps the number of nodes of a
+        pass to the seconds that the serving version needs at present; None: unknown.
 
         Runs in a thread that ends afterwards: OpenMP keeps a team of threads for each thread that has computed.
         """
         export: Path | None = None
         try:
-            learned_from = LearnedFrom.of(found.path)  # first: it is written before the weights
+            learned_from = LearnedFrom.of(found.path)  # read first, since it is written before the weights
             directory = self._checked(found.path)
             fingerprint = directory.model_fingerprint
             if self.placement.kind == "onnx" and not is_exported(directory, self.placement):
                 export = exported(directory, self.placement)
             loaded = self._loaded(directory if export is None else ModelDirectory(export), expected)
             if found.path == self.first.path:
-                export = None  # made at start-up, and kept for the next one
+                export = None  # made at start-up, and kept for the next start
         except Exception as error:  # no fault of a version may stop the service
             if export is not None and found.path != self.first.path:
                 remove_export(export)
@@ -155,7 +155,7 @@ class VersionLoader:
         return replace(loaded, fingerprint=fingerprint, export=export, learned_from=learned_from)
 
     def _checked(self, path: Path) -> ModelDirectory:
-        """Return a version's directory, after checks that sessions can tell it from the first model only by its
+        """Return a version's directory, after checking that, for sessions, it differs from the first model only in its
         guesses."""
         (directory,) = check(Wanted(path, replace(self.placement, beside=True)))
         directory.check_pair(self.first)
@@ -210,7 +210,7 @@ def check_logits(engine: Engine) -> None:
 
 
 def exported(directory: ModelDirectory, placement: Placement) -> Path:
-    """Return the path of a version's export, in the user's cache, made now if it is missing."""
+    """Return the path of a version's export in the user's cache; make the export if it is missing."""
     from specdec.engine.onnx.first_use import exported as exported_on_first_use
 
     begin = time.monotonic()
@@ -225,5 +225,5 @@ def remove_export(export: Path) -> None:
     loaded the export keep their open files."""
     shutil.rmtree(export, ignore_errors=True)
     if user_cache() in export.parents:
-        with suppress(OSError):  # another model with the same weights is beside it
+        with suppress(OSError):  # the folder has another model with the same weights
             export.parent.rmdir()

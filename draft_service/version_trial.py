@@ -2,12 +2,12 @@
 
 Sessions opened during the trial are assigned to one of the two at random. Each gives one observation in [0, 1]: the
 share of guessed tokens among its first WINDOW_TOKENS. Tokens of one text depend on each other, texts do not.
-Observations are compared as they come: D_1, D_2, ... in [-1, 1] are the differences between the new version's and the
-serving version's since the previous comparison. Their mean is 0 if the versions are equally good. Two bettors, one on
-"better" and one on "worse", begin with a wealth of 1. For each D_i they stake a share lambda_i in [0, 1) of their
-wealth, chosen before D_i is known (+ for "better", - for "worse"):
+Observations are compared as they arrive: D_1, D_2, ... in [-1, 1] are the differences between the new version's and the
+serving version's mean observation since the previous comparison. Their mean is 0 if the versions are equally good. Two
+bettors, one on "better" and one on "worse", begin with a wealth of 1. For each D_i they stake a share lambda_i in
+[0, 1) of their wealth, chosen before D_i is known (+ for "better", - for "worse"):
 
-    W_t = prod_i (1 +- lambda_i D_i)            lambda_i = mean / (variance + mean^2) of the differences before, clipped
+    W_t = prod_i (1 +- lambda_i D_i)            lambda_i = mean / (variance + mean^2) of earlier differences, clipped
 
 If the version is not better, the wealth on "better" is a non-negative supermartingale: the probability that it ever
 reaches 2 / alpha is at most alpha / 2 (Ville's inequality). The same holds for the wealth on "worse" if the version is
@@ -15,7 +15,7 @@ not worse. So the trial may end at any time, and a verdict is wrong with a proba
 distribution and any number of looks. (Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by
 betting"; lambda_i is their approximate GRAPA.)
 
-Knows neither models nor sessions.
+This module knows neither models nor sessions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from statistics import fmean
 from typing import Generic, TypeVar
 
 WINDOW_TOKENS = 256
-"""Tokens at the beginning of a session that count: a limit, so that long texts give an observation soon."""
+"""Number of a session's first tokens that count, limited so that long texts give an observation soon."""
 
 MIN_TOKENS = 16
 """Minimum tokens of an observation: a shorter text says little, but would have the weight of a long one."""
@@ -40,7 +40,7 @@ PRIOR_VARIANCE = 0.25
 """Prior variance of the differences, with the weight of one difference."""
 
 SPEED_PASSES = 50
-"""Passes of the new version before its speed counts. One pass says little: another process may have had the core."""
+"""Passes of the new version before its speed is judged. One pass says little: another process may have had the core."""
 
 Session = TypeVar("Session", bound=Hashable)
 
@@ -49,8 +49,8 @@ Session = TypeVar("Session", bound=Hashable)
 class TrialLimits:
     """How new versions are tried."""
 
-    share: float = 0.1  # of new sessions that the new version drafts for
-    tokens: int = 50_000  # committed in its sessions, unless paused, after which it is given up
+    share: float = 0.1  # of new sessions, drafted by the new version
+    tokens: int = 50_000  # committed in its unpaused sessions, after which its trial is given up
     alpha: float = 0.05  # probability of a wrong verdict
     max_slowdown: float = 1.5  # seconds of a pass, in multiples of the serving version's
 
@@ -74,7 +74,7 @@ class Bettor:
         self._squares = PRIOR_VARIANCE  # of the deviations from the mean so far
 
     def observe(self, difference: float) -> None:
-        """Stake on the next number, and learn it."""
+        """Bet on the next number, then learn from it."""
         mean, variance = self._sum / (self._count + 1), self._squares / (self._count + 1)
         bet = min(max(mean / (variance + mean * mean), 0.0), MAX_BET)
         self.log_wealth += math.log1p(bet * difference)
@@ -85,7 +85,7 @@ class Bettor:
 
 @dataclass
 class _Observed:
-    """The beginning of a session on trial."""
+    """Counts at the beginning of a session on trial."""
 
     is_new: bool  # drafted by the new version
     tokens: int = 0
@@ -102,7 +102,7 @@ class VersionTrial(Generic[Session]):
         """Tokens committed in sessions of the new version while it was not paused."""
         self._limits = limits
         self._running: dict[Session, _Observed] = {}  # sessions without an observation so far
-        self._unpaired: tuple[list[float], list[float]] = [], []  # observations of the serving, the new version
+        self._unpaired: tuple[list[float], list[float]] = [], []  # of the serving and the new version, not compared yet
         self._shares: tuple[list[float], list[float]] = [], []  # all observations, for `reason`
         self._better, self._worse = Bettor(), Bettor()
         self._passes = self._slow_passes = 0
@@ -165,7 +165,6 @@ class VersionTrial(Generic[Session]):
             self.verdict = Outcome.SLOW
 
     def _observe(self, session: Session) -> None:
-        """Take the observation of a session."""
         found = self._running.pop(session)
         share = found.guessed / found.tokens
         self._shares[found.is_new].append(share)

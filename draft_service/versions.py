@@ -1,21 +1,20 @@
 """A drafter that holds several versions of its model, each with a drafter of its own.
 
 One version *serves* new sessions. A new version starts as a *canary*: it drafts for a random share of the sessions
-opened from then on, and a trial compares the two (`version_trial.py`). A better canary
-becomes the serving version, and the previous one is *retired*: it keeps its sessions, and is freed after the last one.
-If the canary fails or is not better, its sessions move to the serving version between two passes. There is at most one
-canary or retired version at a time.
+opened from then on, and a trial compares the two (`version_trial.py`). A better canary becomes the serving version, and
+the previous one is *retired*: it keeps its sessions, and is freed after the last one. If the canary fails or is not
+better, its sessions move to the serving version between two passes. There is at most one canary or retired version at a
+time.
 
-Once a tenant is forgotten, versions that have learned from it are rolled back. A serving version keeps
-drafting until an earlier one is loaded in its place. The last resort is the first version, which is never removed.
+Once a tenant is forgotten, versions that have learned from it are rolled back. A serving version keeps drafting until
+an earlier one is loaded in its place. The last resort is the first version, which is never removed.
 
 Moving a session to another version neither loses nor changes its text. The nodes of its tree stay, and the verifier
 still judges them by the distributions that they were drawn from (REJECTION). The other version adds children only to
-nodes that have none.
-CONTRASTIVE is not served: there the draft's distribution decides on tokens.
+nodes that have none. CONTRASTIVE is not served: there the draft's distribution decides on tokens.
 
-In a step, each version that has sessions to expand runs one pass. All get the same number of passes, so the comparison
-is fair.
+In a step, each version that has sessions to expand runs one pass. All versions get the same number of passes, so the
+comparison is fair.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ class Version:
 
     @property
     def drafter(self) -> Drafter:
-        """The drafter of a live version."""
         assert self.loaded is not None
         return self.loaded.drafter
 
@@ -115,8 +113,8 @@ def _stop_checks(version: Version) -> None:
 
 
 class VersionedDrafter(Drafter):
-    """The drafter of several versions. Everything but `slots`, `slots_used`, `version_of`, `known`, `is_free`,
-    `expected` and `earlier` is for the draft loop's thread."""
+    """The drafter of several versions. `slots`, `slots_used`, `version_of`, `known`, `is_free`, `expected` and
+    `earlier` may be read by any thread; everything else is for the draft loop's thread."""
 
     def __init__(
         self,
@@ -127,7 +125,7 @@ class VersionedDrafter(Drafter):
         draw: Callable[[], float] = random.random,
     ) -> None:
         """Serve a first version; `draw` returns numbers in [0, 1) that decide which sessions a canary gets.
-        `forgotten`: tenants; versions that have learned from them are refused; None: no tenants."""
+        `forgotten`: versions that have learned from these tenants are refused; None: no tenants."""
         self.rules = loaded.drafter.rules - {Rule.CONTRASTIVE}
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         """Ended trials and refused versions, by outcome."""
@@ -139,7 +137,7 @@ class VersionedDrafter(Drafter):
         """The version that the service began with."""
         self.forgotten = forgotten or Forgotten()
         self._promoted: list[str] = []  # names of promoted versions, the latest last
-        self._withdrawn = False  # the serving version drafts only until an earlier one is loaded
+        self._withdrawn = False  # the serving version drafts only until an earlier version is loaded
         self._limits, self._draw = limits, draw
         self._serving = Version(name, State.SERVING, fingerprint=loaded.fingerprint, loaded=loaded)
         self._canary: Version | None = None
@@ -147,7 +145,7 @@ class VersionedDrafter(Drafter):
         self._retired: Version | None = None
         self._known = {name: self._serving}
         self._of: dict[DrafterSession, Version] = {}
-        self._homeless: dict[DrafterSession, None] = {}  # moved, waiting for memory at the serving version
+        self._homeless: dict[DrafterSession, None] = {}  # moved sessions that wait for memory at the serving version
 
     # --- read by any thread ---------------------------------------------------------------------------
 
@@ -165,7 +163,7 @@ class VersionedDrafter(Drafter):
         return [loaded for loaded in found if loaded is not None]
 
     def version_of(self, session: DrafterSession) -> Version | None:
-        """Return the version that drafts for a session; None while it has no memory."""
+        """Return the version that drafts for a session; None while the session has no memory."""
         return self._of.get(session)
 
     @property
@@ -219,7 +217,6 @@ class VersionedDrafter(Drafter):
             del self._known[name]
 
     def begin(self, name: str, loaded: LoadedVersion) -> None:
-        """Begin the trial of a version that has been noted."""
         version = self._known.get(name)
         if version is None or version.state in LIVE or not self.is_free:  # its directory was removed meanwhile
             self.dropped.put(loaded)
@@ -249,7 +246,7 @@ class VersionedDrafter(Drafter):
 
     def forget(self) -> list[str]:
         """Roll back the versions that have learned from forgotten tenants; return their names. If one of them is
-        serving, the retired version replaces it at once, if it is still in memory. Otherwise the serving version keeps
+        serving, the retired version replaces it immediately, if still in memory. Otherwise the serving version keeps
         drafting until `go_back` replaces it."""
         found = [version for version in (self._canary, self._retired) if version is not None and self._is_out(version)]
         for version in found:
@@ -258,7 +255,7 @@ class VersionedDrafter(Drafter):
         if serving.name == self.first or self._withdrawn or not self._is_out(serving):
             return [version.name for version in found]
         self._withdrawn = True
-        serving.reason = f"{HAS_LEARNED}; it drafts until an earlier one is loaded"
+        serving.reason = f"{HAS_LEARNED}; it drafts until an earlier version is loaded"
         log.warning("version_withdrawn", version=serving.name, why=HAS_LEARNED)
         if self._canary is not None:
             self._interrupt(self._canary)
@@ -270,7 +267,7 @@ class VersionedDrafter(Drafter):
         return version.loaded is not None and self.forgotten.concerns(version.loaded.learned_from)
 
     def _interrupt(self, canary: Version) -> None:
-        """End a trial without a verdict; it begins again once another version serves."""
+        """End a trial without a verdict; the trial begins again once another version serves."""
         self._take_out(canary)
         canary.state = State.WAITING
         self.interrupted.put(canary.name)
@@ -320,7 +317,6 @@ class VersionedDrafter(Drafter):
         self._end_retired()
 
     def _roll_back(self, version: Version, state: State, reason: str) -> None:
-        """Move a version's sessions to the serving one, and free its memory."""
         moved = self._take_out(version)
         version.state, version.reason = state, reason
         self.outcomes[state.value] += 1

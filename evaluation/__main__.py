@@ -43,7 +43,7 @@ with needed_by("evaluate", "evaluate"):
     from specdec.serving.process import logs
 
 MAX_STREAMS = 128
-"""Maximum streams of one verifier: as many texts as may wait at a verifier, since all may start at once."""
+"""Maximum streams of one verifier: the number of texts that may wait there, since all may start concurrently."""
 
 
 def main(
@@ -204,7 +204,7 @@ def _evaluated(
 
 
 def _warm_speed(pair: Pair, way: Way, samples: Sequence[Sample], streams: int, heard: Heard) -> Figures:
-    """Return the speed of warm services: adaptive speculation has seen what pays."""
+    """Return the speed of warm services, after adaptive speculation has learned what pays."""
     loads = Load(_warming(samples, streams), streams), Load(_repeated(samples, streams), streams)
     _, warm = speed(pair, way, *loads, heard=heard)
     return warm

@@ -55,8 +55,8 @@ class Layout:
     target_speed: float = 1.0
     draft_speed: float = 1.0
     step_seconds: float | None = None
-    """Constant seconds of the target's passes, of any number of rows. The draft and all other code then take no time,
-    so that every step has all candidates. None: real times."""
+    """Constant time of the target's passes, for any number of rows. The draft and all other code then take no time, so
+    that every step has all candidates. None: real times."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class Deployment:
     async def complete_all(
         self, samples: Sequence[Sample], streams: int, heard: Callable[[int], None] = lambda tokens: None
     ) -> list[GeneratedText]:
-        """Run samples, `streams` at a time; return their texts in order. `heard` is called when one is complete, with
-        its planned tokens."""
+        """Run samples, `streams` at a time; return their texts in order. `heard` is called when a text is complete,
+        with its planned tokens."""
         room = asyncio.Semaphore(streams)
 
         async def one(sample: Sample) -> GeneratedText:

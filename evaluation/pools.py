@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import ceil
 
 VERIFIERS = (8, 4, 2)
-"""Numbers of verifiers to share a draft pod, largest first. A verifier gains nothing from more than one pod: a text has
-one draft at a time."""
+"""Numbers of verifiers that may share a draft pod, largest first. A verifier gains nothing from more than one pod: a
+text has one draft at a time."""
 
 ENOUGH = 0.95
-"""Sufficient share of the best speed: another pod does not pay for the rest."""
+"""Sufficient share of the best speed: the rest is not worth another pod."""
 
 
 @dataclass(frozen=True)

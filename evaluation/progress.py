@@ -23,7 +23,7 @@ LINE_SECONDS = 15.0
 
 class Progress:
     """The progress of work measured in `tokens` to generate: a bar on a terminal, else lines on stderr. Used as a
-    context manager. It runs in real time, also while virtual time replaces `time.monotonic`."""
+    context manager. It runs in real time, even while virtual time replaces `time.monotonic`."""
 
     def __init__(self, tokens: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._total = tokens

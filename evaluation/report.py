@@ -16,7 +16,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Distance:
-    """From one service to another, in seconds."""
+    """Latency from one service to another, in seconds."""
 
     hop: float  # services and gRPC, as measured here
     network: float  # as given in the options
@@ -87,7 +87,7 @@ class EvaluationReport:
             ],
         )
         yield ""
-        yield "Predicted tokens a second of one verifier, and how many times plain decoding"
+        yield "Predicted tokens a second of one verifier, and the ratio to plain decoding"
         yield from _table(
             ["streams", *(way.name for way in next(iter(self.speed.values())))],
             [[str(streams), *_speeds(ways)] for streams, ways in self.speed.items()],
@@ -96,7 +96,7 @@ class EvaluationReport:
         hop, network = 1000 * self.distance.hop, 1000 * self.distance.network
         yield (
             f"A remote draft has a device like the one above to itself{fast}. From a service to another one a message "
-            f"takes {hop:.2f} ms, as measured here, and {network:g} ms of network. Each way speculates where it pays."
+            f"takes {hop:.2f} ms, as measured here, and {network:g} ms of network. Each way speculates when it pays."
         )
         yield ""
         for streams in self.speed:

@@ -27,7 +27,8 @@ Timed = Callable[[Callable[[], StepLogits]], StepLogits]
 
 @dataclass(frozen=True)
 class TimedPass:
-    """A pass launched when it is waited for, since the virtual clock stands still while the worker runs."""
+    """A pass that is launched only when its logits are requested, since the virtual clock stands still while the worker
+    runs."""
 
     launch: Callable[[], Pass]
     timed: Timed

@@ -2,7 +2,7 @@
 
 While it runs, `time.monotonic` returns the loop's time to all code, including policies and the services' worker
 threads. If the code of workers takes time, a worker is ahead of the loop by its unspent seconds (`ahead`): its clock
-includes them, and what it sends is delayed by them.
+includes them, and its messages are delayed by them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DeadlockError(RuntimeError):
 
 
 class _Timers(selectors.SelectSelector):
-    """Waits for timers alone: nothing uses files on virtual time."""
+    """Waits only for timers: nothing uses files on virtual time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._timers.now + self.ahead()
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Run the function at once, in no virtual time."""
+        """Run the function immediately, in no virtual time."""
         future = self.create_future()
         try:
             future.set_result(func(*args))

@@ -1,5 +1,5 @@
-"""Workers of the services without threads: each runs in a greenlet, and the event loop continues where a thread would
-block.
+"""Workers of the services without threads: each runs in a greenlet, which switches to the event loop when a thread
+would block.
 
 So one thread does everything, in an order that depends on virtual time only: runs are exactly reproducible.
 """
@@ -119,7 +119,7 @@ class Turns:
 
 
 class OnVirtualTime(Worker):
-    """A mixin for workers that replaces inbox and thread by those of this module."""
+    """A mixin for workers that replaces their inbox and thread with stand-ins from this module."""
 
     def __init__(self, *args: Any, inbox: type[Inbox] = Inbox, **settings: Any) -> None:
         super().__init__(*args, **settings)

@@ -107,7 +107,7 @@ def main(
     patience_ms: Annotated[
         float,
         duration(
-            "Maximum step delay in milliseconds: how long a verifier may delay a step for candidates on their way.",
+            "Maximum step delay in milliseconds: how long a verifier may delay a step for candidates in flight.",
             max=60_000.0,
         ),
     ] = 50.0,
@@ -153,7 +153,7 @@ def main(
     server: ServerSettings,
 ) -> None:
     """Serve completions to applications: run every request with verifiers and, if there are any, draft services."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a request has one text to encode; few threads encode
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # each request encodes one text, in one of a few threads
     server = replace(server, share_port=share_port)
     _check_models(
         models,

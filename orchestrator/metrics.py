@@ -21,7 +21,7 @@ ERRORS = {
 """Error reasons of failed requests."""
 
 FALLBACKS = ("no_draft", "draft_lost", "draft_useless", "tokenizer_mismatch", "protocol_mismatch", "late")
-"""Reasons why a text continues without the draft it wants."""
+"""Reasons why a text continues without the draft it asked for."""
 
 STATES = ("closed", "open", "half_open", "unfit")
 """States of pods: their circuit breaker's, or unfit."""
@@ -161,7 +161,7 @@ def metrics(
 
 
 def _shares(revisions: Iterable[generation_pb2.RevisionView]) -> dict[Key, float]:
-    """Return the share of each revision of its model's requests, from 0 to 1."""
+    """Return each revision's share of its model's requests, from 0 to 1."""
     served = [revision for revision in revisions if not revision.leaving]
     totals: defaultdict[str, float] = defaultdict(float)
     for revision in served:
@@ -172,5 +172,4 @@ def _shares(revisions: Iterable[generation_pb2.RevisionView]) -> dict[Key, float
 
 
 def _state(breaker: generation_pb2.BreakerState.ValueType) -> str:
-    """Return the name of a circuit breaker's state."""
     return generation_pb2.BreakerState.Name(breaker).removeprefix("BREAKER_STATE_").lower()

@@ -1,4 +1,4 @@
-"""The pods' own statistics, for operators: fetched from all pods at once, and cached briefly."""
+"""The pods' own statistics, for operators: fetched from all pods concurrently, and cached briefly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNOWN_SECONDS = 0.5
 """Lifetime of a cached answer in seconds: without the cache, a caller could flood all pods with calls."""
 
 MAX_BYTES = 1 << 16
-"""Size of an answer, in bytes, above which it is dropped: a pod may send anything."""
+"""Maximum bytes of an answer; larger ones are dropped, since a pod may send anything."""
 
 Stats = verifier_pb2.GetStatsResponse | draft_pb2.DraftServiceGetStatsResponse
 
@@ -44,7 +44,7 @@ class PodStatsCache:
         self._known_until = float("-inf")
 
     async def enter(self, views: Iterable[tuple[Pod, generation_pb2.PodView]]) -> None:
-        """Add the statistics of pods that answer to their views."""
+        """Add the statistics of each answering pod to its view."""
         async with self._asking:
             if time.monotonic() > self._known_until:
                 peers = list(self._peers())
@@ -61,7 +61,7 @@ class PodStatsCache:
 
 
 async def _ask(peer: Peer) -> Stats | None:
-    """Return a pod's statistics; None if it does not answer, or with more than `MAX_BYTES`."""
+    """Return a pod's statistics; None if it does not answer, or if its answer exceeds `MAX_BYTES`."""
     verifier: Any = verifier_pb2_grpc.VerifierServiceStub(peer.pod.channel)
     draft: Any = draft_pb2_grpc.DraftServiceStub(peer.pod.channel)
     try:

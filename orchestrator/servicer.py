@@ -43,7 +43,7 @@ from specdec.serving.validation import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 
 SHORT_BYTES = 1 << 14
-"""Size in bytes below which a request with token ids is parsed on the event loop: checking takes less than a
+"""Size in bytes below which a request with token ids is parsed on the event loop: checking it takes less than a
 millisecond."""
 
 LONG_BYTES = 1 << 18
@@ -96,7 +96,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     @property
     def works(self) -> bool:
-        """True while some revision is ready."""
         return any(revision.ready for revision in self._catalog)
 
     @property
@@ -284,7 +283,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, account: Account, *, streamed: bool
     ) -> Iterator[tuple[Revision, Peers, Timeline]]:
         """Choose the revision for a request, count the request, and record its timeline unless it is refused for lack
-        of room. The peers of a revision may change later: the request keeps the current ones."""
+        of room. The peers of a revision may change later; the request keeps the current ones."""
         recorded = partial(self.timelines.begin, "generate", operation=operation(request), stream=streamed)
         try:
             revision = self._catalog.choose(request)
@@ -308,8 +307,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         *,
         streamed: bool = True,
     ) -> Request:
-        """Parse a request in a thread, since tokenising and rewriting a schema take a while; at once if its prompt is a
-        few token ids and its text is unconstrained."""
+        """Parse a request: in a thread, since tokenising and rewriting a schema take a while; on the event loop if the
+        prompt is a few token ids and the text is unconstrained."""
         size = request.ByteSize()
         tenant = request.tenant if account.tenant is None else account.tenant.name
         work = partial(
@@ -342,7 +341,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
         timeline: Timeline,
     ) -> Responses:
-        """Return the responses of all samples, interleaved as they come."""
+        """Return the responses of all samples, interleaved as they arrive."""
         remaining = context.time_remaining()
         deadline = None if remaining is None else time.monotonic() + remaining
         several = len(request.samples) > 1

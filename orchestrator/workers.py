@@ -5,8 +5,8 @@ The supervisor starts its own program again as workers, which share the port by 
 connection to one of them. The supervisor serves no calls itself, and knows nothing of the workers' requests. Workers
 exit when their stdin closes, so that none outlives the supervisor, however it ends.
 
-A client that asks about a request may reach another worker than its request did. So each worker answers the others on a
-Unix socket, in a folder that only their user can enter.
+A client's call about a request may reach another worker than the request did. Each worker therefore answers the others
+on a Unix socket, in a folder that only their user can enter.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Siblings:
 
     def channels(self) -> list[grpc.aio.Channel]:
         """Return a channel to every other worker seen so far."""
-        with contextlib.suppress(OSError):  # without the folder there are no others
+        with contextlib.suppress(OSError):  # without the folder there are no other workers
             for socket in self._socket.parent.iterdir():
                 if socket != self._socket and socket not in self._channels:
                     self._channels[socket] = grpc.aio.insecure_channel(_address(socket))
@@ -79,15 +79,16 @@ END_SECONDS = 5.0
 
 
 async def supervise(settings: ServerSettings, count: int) -> None:
-    """Run workers until SIGINT, SIGTERM or, with the option, the end of stdin; StartError if they cannot stay up.
+    """Run workers until SIGINT, SIGTERM or, with --stop-with-stdin, the end of stdin; StartError if they cannot stay
+    up.
 
     Prints one line `ready HOST:PORT` on stdout once all of them are ready.
     """
     logs.configure("orchestrator", settings.log_level)
     stop = stop_asked_for(settings)
 
-    # 1. Bind the port alone first: a port shared by other programs counts as taken. Then hold it while there are
-    # workers.
+    # 1. Bind the port exclusively first, so that a port shared by other programs counts as taken. Then hold it while
+    # there are workers.
     with bound(settings.host, settings.port) as alone:
         settings = replace(settings, port=alone.getsockname()[1], share_port=True)
     with bound(settings.host, settings.port, shared=True), _folder() as sockets:
@@ -109,7 +110,7 @@ async def supervise(settings: ServerSettings, count: int) -> None:
         # 3. Drain the workers.
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, workers.end, signal.SIGKILL)  # a second signal ends all at once
+            loop.add_signal_handler(number, workers.end, signal.SIGKILL)  # a second signal kills all workers
         loop.call_later(settings.drain_seconds + END_SECONDS, workers.end, signal.SIGKILL)
         workers.end(signal.SIGTERM)
         await running
@@ -134,7 +135,7 @@ class Workers:
         self._all_ready = all_ready
         self._awaited: set[int] = set()  # workers that have never been ready
         self._processes: set[Process] = set()
-        self._restarts: defaultdict[int, Restarts] = defaultdict(Restarts)  # by worker: several may die at once
+        self._restarts: defaultdict[int, Restarts] = defaultdict(Restarts)  # by worker: several may die together
         self._failure: StartError | None = None
         self._ending = asyncio.Event()
 
@@ -156,7 +157,7 @@ class Workers:
 
     async def _keep_up(self, number: int) -> None:
         while not self._ending.is_set():
-            # In a session of its own: Ctrl-C is for the supervisor, which then ends its workers in order.
+            # In a session of its own, so that only the supervisor gets Ctrl-C; it then ends its workers in order.
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self._command(number), stdin=PIPE, stdout=PIPE, start_new_session=True

@@ -23,8 +23,8 @@ def duration(help: str, *, min: float = 0.0, max: float = DAY) -> Any:
 
 
 def number(help: str, *, min: float, max: float) -> Any:
-    """Return an option for a number. A value out of range is refused with the option, the value and the limits; "nan"
-    is always out of range."""
+    """Return an option for a number. A value out of range is refused; the error names the option, the value and the
+    limits. "nan" is always out of range."""
 
     def check(value: float | None) -> float | None:
         if value is not None and math.isnan(value):

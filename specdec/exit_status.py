@@ -16,7 +16,7 @@ class ExitStatus(IntEnum):
     REFUSED = 65
     """The server refused the request: it is invalid, or names something that the server lacks."""
     UNREACHABLE = 69
-    """No server answers at the address, or the server lacks another one that it needs."""
+    """No server answers at the address, or the server lacks another server that it needs."""
     INTERNAL = 70
     """A bug of specdec, in this process or at the server."""
     SHORT_OF_MEMORY = 71
@@ -43,10 +43,10 @@ def how_it_ended(status: int) -> str:
 
 
 SIGNALS = {
-    "SIGKILL": ", as the system does where memory is short",
+    "SIGKILL": ", as the system does when memory is short",
     "SIGSEGV": ", a fault in compiled code",
-    "SIGABRT": ", a fault in compiled code, or no memory for it",
-    "SIGBUS": ", a file that was cut while it was mapped, or no memory",
+    "SIGABRT": ", a fault in compiled code, or it ran out of memory",
+    "SIGBUS": ", a mapped file was truncated, or memory ran out",
     "SIGILL": ", code for another processor",
 }
 """Usual causes of signals that no person sent."""

@@ -51,7 +51,7 @@ EXTRAS = {
     "uvicorn": "openai",
     "yaml": "service",
 }
-"""Modules to the smallest extra that installs them."""
+"""For each module, the smallest extra that installs it."""
 
 HELD = {"cli": frozenset({"cli"}), "service": frozenset({"cli", "service"})}
 HELD["grammar"] = HELD["service"] | {"grammar"}
@@ -62,7 +62,7 @@ HELD["openai"] = HELD["service"] | {"openai"}
 HELD["evaluate"] = HELD["draft"] | HELD["orchestrator"] | HELD["verifier"] | {"evaluate"}
 HELD["all"] = HELD["evaluate"] | HELD["export"] | HELD["openai"]
 HELD["dev"] = HELD["all"] | {"bench", "cuda", "otel"}
-"""Extras to the extras that they include, including themselves."""
+"""For each extra, the extras that it includes, itself among them."""
 
 NEEDED = {
     "draft": "draft",
@@ -79,7 +79,7 @@ NEEDED = {
     "train-heads": "verifier",
     "bench": "dev",
 }
-"""Commands of `specdec` to the extra sufficient for them; for other commands it is `cli`."""
+"""For each command of `specdec`, a sufficient extra; for other commands it is `cli`."""
 
 
 def needed_extra(arguments: Sequence[str]) -> str:
@@ -124,8 +124,8 @@ def check_installed(*modules: str) -> None:
 def hint(error: ModuleNotFoundError, needed: str | None = None) -> str | None:
     """Return the line with a missing module and the command to install it; None if no extra installs it.
 
-    `needed` is the extra of the running program. If it includes the module, the line names it, because it also installs
-    everything else that is missing.
+    `needed` is the extra of the running program. If that extra includes the module, the line names that extra, because
+    it also installs everything else that is missing.
     """
     name = error.name or ""
     extra = EXTRAS.get(name) or EXTRAS.get(".".join(name.split(".")[:2])) or EXTRAS.get(name.partition(".")[0])

@@ -1,4 +1,4 @@
-"""Default ports of the services, and the default addresses to look for them.
+"""Default ports of the services, at which their clients look for them by default.
 
 The services, `specdec up` and `specdec generate` read them from here, so that their defaults agree.
 """

@@ -22,7 +22,7 @@ def left(done: float, total: float, seconds: float) -> str:
 
 class ProgressLines:
     """Progress lines for a person, passed to `say`: at most one in LINE_SECONDS, and one at the end. The work has
-    `total` units; `begun` of them were done before it starts now."""
+    `total` units; `begun` of them were done in earlier runs."""
 
     def __init__(
         self, say: Callable[[str], None], total: int, *, begun: int = 0, clock: Callable[[], float] = time.monotonic

@@ -1,6 +1,6 @@
 """The location of the three services' code: folders next to this package in a checkout, inside it in a wheel.
 
-An installation for the client has one top-level package. Only a service's own process has its code on the path.
+A client-only installation has one top-level package. Only a service's own process has the service's code on its path.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 OPTIONS = (
     "--headless=new",
     "--remote-debugging-pipe",
-    "--no-sandbox",  # containers have no user namespaces; it sees our own page only
+    "--no-sandbox",  # containers have no user namespaces; the browser sees only our own page
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",

@@ -70,7 +70,7 @@ class DelayProxy:
         self.reset()
 
     def carry(self, data: bytes) -> bytes:
-        """Return the bytes to deliver for those received: here, all. (Tests override this with worse networks.)"""
+        """Return the bytes to deliver for received ones: here, all. (Tests override this with worse networks.)"""
         return data
 
     def reset(self) -> None:

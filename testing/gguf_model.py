@@ -1,7 +1,8 @@
 """Convert a Llama model directory to one GGUF file, the format of llama.cpp.
 
 llama.cpp's own converter knows many architectures and, by name, their tokenizers; it refuses a custom tokenizer. This
-one supports Llama with a byte-level BPE, all that the demo pair needs. Weights keep their type unless another is given.
+one supports Llama with a byte-level BPE, which suffices for the demo pair. Weights keep their type unless another is
+given.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, An
 
 
 def _scaling(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    """Write the scaling of the rotary embeddings: for Llama 3 as the divisors of their frequencies."""
+    """Write the scaling of the rotary embeddings; for Llama 3, write the divisors of their frequencies."""
     rope = config["rope_parameters"]
     if rope["rope_type"] == "llama3":
         plain = 1 / rope["rope_theta"] ** (np.arange(0, config["head_dim"], 2) / config["head_dim"])

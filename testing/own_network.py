@@ -2,10 +2,10 @@
 
     python -m testing.own_network COMMAND [ARGUMENT ...]
 
-The network has a loopback interface and nothing else, and `/etc/resolv.conf` names a resolver on it. It answers names
-that end with PEERS by 127.0.0.1, and no others. Once the command has ended, a line of JSON on stdout has its exit
-status and the names; what the command prints goes to stderr. Needs Linux, with user namespaces that may be created:
-`problem` says why not.
+The network has only a loopback interface, and `/etc/resolv.conf` names a resolver on it. The resolver answers names
+that end with PEERS with 127.0.0.1, and no others. After the command has ended, a line of JSON on stdout gives its exit
+status and the names; the command's own output goes to stderr. Needs Linux and permission to create user namespaces;
+`problem` checks this.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 PEERS = ".peers.test"
-"""End of the names that are known: of the services under test."""
+"""Suffix of the names that the resolver knows: the services under test."""
 
 _UNSHARE = ("unshare", "--map-root-user", "--net", "--mount")
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
@@ -47,7 +47,7 @@ class Lookups:
 
 
 def problem() -> str | None:
-    """Return why there cannot be a network of one's own here; None if there can."""
+    """Return why a command cannot run in a network of its own here; None if it can."""
     if shutil.which(_UNSHARE[0]) is None:
         return "there is no unshare"
     done = subprocess.run(
@@ -57,7 +57,7 @@ def problem() -> str | None:
 
 
 def run(*command: str, seconds: float) -> Lookups:
-    """Run a command in a network of its own, for some seconds at most (TimeoutExpired)."""
+    """Run a command in a network of its own; TimeoutExpired if it takes longer than the given time."""
     process = subprocess.Popen(
         [*_UNSHARE, sys.executable, "-m", "testing.own_network", *command],
         stdin=subprocess.DEVNULL,
@@ -69,7 +69,7 @@ def run(*command: str, seconds: float) -> Lookups:
     try:
         told, printed = process.communicate(timeout=seconds)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # the command too
+        with contextlib.suppress(ProcessLookupError):  # ends the command too
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:

@@ -32,7 +32,7 @@ with needed_by("verifier", "verifier"):
     from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.messages import speculation_from
     from specdec.serving.process.options import serving
-    from specdec.serving.process.server import ServerSettings, in_a_thread_of_its_own, run
+    from specdec.serving.process.server import ServerSettings, in_temporary_thread, run
     from specdec.serving.validation import MAX_CANDIDATES, MAX_WINDOW_ROWS, lookahead_violations
     from specdec.wire.speculation import SPECULATIONS, SpeculationName
     from verifier_service.heads_files import MAX_FEATURE_WINDOW, feature_source, read_heads
@@ -97,8 +97,8 @@ def main(
         int | None,
         typer.Option(
             min=512,
-            help="Size of the KV cache in tokens. Default: 64 texts of the model's context, on a CPU of at most "
-            "1,024 tokens each; at least one full context, at most half of the free memory.",
+            help="Size of the KV cache in tokens. Default: room for 64 texts of full context (on a CPU: of at most "
+            "1,024 tokens each), but at least one full context and at most half of the free memory.",
         ),
     ] = None,
     max_sessions: Annotated[int, typer.Option(min=1, help="Maximum open sessions; further ones are refused.")] = 512,
@@ -129,8 +129,8 @@ def main(
     speculation: Annotated[
         SpeculationName,
         typer.Option(
-            help="Drafters of requests that name none. auto: all of them, when it pays; draft, always, local, off, and "
-            "one alone (ngram, lookahead, local_model, heads, jacobi): as for `specdec generate`."
+            help="Drafters of requests that name none. auto: all of them, when it pays. Other values (draft, always, "
+            "local, off, or a single one of ngram, lookahead, local_model, heads, jacobi): as for `specdec generate`."
         ),
     ] = "auto",
     lookahead: Annotated[
@@ -216,8 +216,8 @@ def main(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Directory of the heads that draft services run (`specdec draft --heads`): the verifier sends them "
-            "what these heads read of the target's layers. Not beside --heads. Default: none.",
+            help="Directory of the heads that draft services run (`specdec draft --heads`): the verifier sends "
+            "these services the target's features that the heads read. Cannot be combined with --heads. Default: none.",
         ),
     ] = None,
     feature_window: Annotated[
@@ -225,8 +225,8 @@ def main(
         typer.Option(
             min=1,
             max=MAX_FEATURE_WINDOW,
-            help="With --features: rows kept of each text, for drafts that begin in the middle of it. The width of the "
-            "heads, in numbers of 2 bytes, is the size of one.",
+            help="With --features: rows kept of each text, for drafts that begin in the middle of it. A row takes 2 "
+            "bytes times the width of the heads.",
         ),
     ] = 256,
     vllm_options: Annotated[
@@ -261,7 +261,7 @@ def main(
     if features is not None and engine in ("vllm", "onnx"):
         raise typer.BadParameter(f"{engine} gives no features of layers; use --engine torch", param_hint="--features")
     if features is not None and heads is not None:
-        problem = "is given together with --heads: draft services run the heads"
+        problem = "cannot be combined with --heads: draft services run the heads"
         raise typer.BadParameter(problem, param_hint="--features")
     if heads_tree is not None and heads is None:
         raise typer.BadParameter("needs --heads", param_hint="--heads-tree")
@@ -348,7 +348,7 @@ def main(
         identity = identity_of(directory, loaded, loop.context)
         return VerifierServicer(loop, identity, limits, pod_info(loaded), grammars, GrammarTrials(directory.path))
 
-    run(server, lambda: in_a_thread_of_its_own(start), "verifier")
+    run(server, lambda: in_temporary_thread(start), "verifier")
 
 
 def default_speculation(
@@ -356,9 +356,7 @@ def default_speculation(
 ) -> SpeculationOptions:
     """Return the speculation of requests that leave it open; typer.BadParameter names the wrong option."""
     if lookahead is not None and jacobi is not None:
-        raise typer.BadParameter(
-            "is given together with --lookahead, both are the window's size", param_hint="--jacobi"
-        )
+        raise typer.BadParameter("cannot be combined with --lookahead: both set the window size", param_hint="--jacobi")
     options = speculation_from(SPECULATIONS[name])
     if jacobi is not None:
         size, option, given = Lookahead(jacobi, 2, 1), "--jacobi", str(jacobi)
@@ -368,7 +366,7 @@ def default_speculation(
         return options
     problems = []
     if CandidateSource.LOOKAHEAD not in options.drafters:
-        problems.append(f"is {given}: needs lookahead windows, which --speculation {name} leaves out")
+        problems.append(f"is {given}, but --speculation {name} uses no lookahead windows")
     for field, problem in lookahead_violations("", size, most_rows):
         part = {".window": "W", ".ngram": "N", ".guesses": "G"}.get(field)
         if part is None:

@@ -1,5 +1,4 @@
-"""Adaptive speculation in the step loop: selects a step's mode, runs the proposers, and updates both with the
-outcome."""
+"""Adaptive speculation in the step loop: selects modes, runs proposers, and feeds the outcome of steps to both."""
 
 from __future__ import annotations
 
@@ -52,9 +51,9 @@ class AdaptiveSpeculation:
         self.eligibility = Eligibility(controllers, local_model)
         self.tenant_gains = TenantGains(tuning)
         self.mode = Mode.REMOTE_DRAFT
-        """The mode of most sessions in the last step."""
+        """The mode of the largest batch in the last step."""
         self.rates: Mapping[str, float] | None = None
-        """Tokens a second by mode, as last measured for these sessions."""
+        """Tokens a second by mode, as last measured for that batch."""
         self._controllers = controllers
         self.proposers = proposers
         self._threads = threads
@@ -62,7 +61,7 @@ class AdaptiveSpeculation:
     def outlook(self, session: VerifierSession, sessions: int) -> Outlook:
         """Return the outlook of a session before its first step, among `sessions` sessions like it. No side effects;
         thread-safe."""
-        # During prefill the session gets no draft that would take threads from it.
+        # If drafts take threads, the session gets no draft during prefill.
         if self._threads.yields or not self.eligibility.would_draft(session, sessions):
             return Outlook(False, self.eligibility.break_even)
         break_even = min(1.0, select_candidates([], self._threads.latency, sessions, 0).break_even)
@@ -122,9 +121,10 @@ class AdaptiveSpeculation:
     ) -> None:
         """Update each controller with the tokens of its own sessions, over the `seconds` of the whole step.
 
-        Tokens of other sessions do not count: the mode has not earned them, and many of them would hide its effect on a
-        few. Their time does count, since it passes for all sessions: a share by rows would charge a candidate as much
-        as a root, which costs far more. So the bound on plain decoding is for a step with the other sessions' rows.
+        Other sessions' tokens do not count: the mode has not earned them, and many of them would hide its effect on few
+        sessions. Their time counts, since it passes for all sessions: a share by rows would charge a candidate as much
+        as a root, which costs far more. So the bound on plain decoding is for a step that includes the other sessions'
+        rows.
         """
         rows_of = {entry.session: rows.rows for entry, rows in plan.entries}
         tokens_of = {entry.session: len(result.tokens) for entry, result in results}

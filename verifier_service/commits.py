@@ -1,4 +1,4 @@
-"""Commits: when a session's verify results are sent, and the rest of the message."""
+"""Commits: when to send a session's verify results, and the message's other fields."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CommitPublisher:
         ResponseQueue.send_all([self._message(entry, StepSeconds()) for entry in pending])
 
     def publish(self, results: Sequence[tuple[RunningSession, VerifyResult]], seconds: StepSeconds) -> None:
-        """Add a step's results to the pending ones, and send what is due."""
+        """Add a step's results to the pending ones, and send the results that are due."""
         self._drafted = sum(self._eligibility.uses_remote_draft(entry.session) for entry in self._queue.running)
         is_due = self._due(time.monotonic())
         messages = []
@@ -71,8 +71,8 @@ class CommitPublisher:
         )
 
     def send_features(self, results: Iterable[tuple[RunningSession, VerifyResult]], source: FeatureSource) -> None:
-        """Send features to the drafts of sessions that use theirs now, before the commit of the token after them. Those
-        of a caller that reads too slowly are sent later, as far as they are kept."""
+        """Send features to the drafts that sessions use now, before the commit of the token after them. If a caller
+        reads too slowly, its features are sent later, as far as they are kept."""
         messages: list[tuple[ResponseQueue[Any], Callable[[], Any]]] = []
         for entry, result in results:
             session = entry.session
@@ -113,13 +113,13 @@ class CommitPublisher:
         return {tenant: count * total / (weights[tenant] * a_second) for tenant, count in sessions.items()}
 
     def send_pending(self, entry: RunningSession) -> None:
-        """Send a session's pending result at once, outside of any step."""
+        """Send a session's pending result immediately, outside of any step."""
         if entry.pending_result is not None:
             ResponseQueue.send_all([self._message(entry, StepSeconds())])
 
     def _is_awaited(self, entry: RunningSession) -> bool:
-        """Return True if the session's verify result is awaited: by its draft, to continue; by the next step, which
-        needs that draft; or by its reader, if the session is throttled."""
+        """Return True if something waits for the session's verify result: its draft, to continue; the next step, if it
+        needs that draft; or the reader of a throttled session."""
         # Its draft works now, or its last commit asked for candidates.
         drafted = entry.drafting_wanted or self._eligibility.uses_remote_draft(entry.session)
         return drafted or not entry.session.computable or self._queue.throttled(entry)

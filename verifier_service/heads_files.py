@@ -1,4 +1,4 @@
-"""The heads of a verifier: their files, checked before the target is loaded, and the proposer made of them after."""
+"""The heads of a verifier: checks their files before the target is loaded, and makes the proposer afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_FEATURE_WINDOW = 4096
 
 @dataclass(frozen=True)
 class HeadsFiles:
-    """Heads that fit a target, by the headers of their files."""
+    """Heads that fit a target, according to the headers of their files."""
 
     files: kinds.HeadsFiles
     target: TargetShape
@@ -36,7 +36,7 @@ class HeadsFiles:
 
     def load(self, engine: Engine) -> HeadsProposer[Any]:
         """Read the weights onto the target's device, in its dtype. UnsupportedModelError if the engine lacks the states
-        that they read, or its device the memory."""
+        that the heads read, or its device lacks memory."""
         with within_gpu_memory(self.files.path):
             return self._loaded(engine)
 
@@ -65,8 +65,8 @@ class HeadsFiles:
 
 
 def feature_source(path: Path, window: int, directory: ModelDirectory, engine: Engine) -> FeatureSource:
-    """Return the source of features for draft services with the heads in a directory, `window` rows of a text;
-    ModelDirectoryError or UnsupportedModelError if target or engine do not fit them."""
+    """Return the source of features for draft services that run the heads in a directory; it keeps `window` rows of a
+    text. ModelDirectoryError or UnsupportedModelError if target or engine do not fit the heads."""
     from specdec.engine.hf.pretrained import DTYPES
     from verifier_service.proposers.feature_source import FeatureSource
 
@@ -87,14 +87,15 @@ def check_layers(files: FeatureFiles[Any], features: LayerFeatures) -> None:
 
 
 def read_heads(path: Path, tree: Path | None, directory: ModelDirectory) -> HeadsFiles:
-    """Return the heads in a directory, for a target; ModelDirectoryError if they do not fit it, or the tree does not
-    fit them."""
+    """Return the heads in a directory; ModelDirectoryError if they do not fit the target, or the tree does not fit
+    them."""
     target = TargetShape.of(directory)
     files = kinds.heads_in(path, target)
     if tree is None:
         return HeadsFiles(files, target, None)
     if not isinstance(files, MedusaFiles):
-        raise ModelDirectoryError(f"{tree}: is for Medusa heads; {path} has {files.architecture}, whose trees grow")
+        problem = f"needs Medusa heads; {path} has {files.architecture} heads, which build their own trees"
+        raise ModelDirectoryError(f"{tree}: {problem}")
     return HeadsFiles(files, target, _tree(tree, files.heads))
 
 
@@ -110,7 +111,7 @@ def _tree(file: Path, heads: int) -> FixedTree:
         raise ModelDirectoryError(f"{file}: must be a list of 1 to {MAX_NODES} paths")
     for path in paths:
         if not isinstance(path, list) or not 1 <= len(path) <= heads:
-            raise ModelDirectoryError(f"{file}: has {path}, must have lists of 1 to {heads} ranks, one for each head")
+            raise ModelDirectoryError(f"{file}: has {path}, must have lists of 1 to {heads} ranks, one per level")
         if not all(is_integer(rank, 0, GUESSES - 1) for rank in path):
             raise ModelDirectoryError(f"{file}: has {path}, must have ranks from 0 to {GUESSES - 1}")
     try:

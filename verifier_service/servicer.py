@@ -98,14 +98,14 @@ class Queue(NamedTuple):
     """Numbers of sessions waiting for memory; negative: free room."""
 
     new: int
-    """Sessions never admitted: the waiting room. Preempted sessions do not count: if they did, a flooding tenant's
-    preempted sessions would cause refusals for other tenants."""
+    """Sessions never admitted: the waiting room. Preempted sessions do not count, since a flooding tenant's would cause
+    refusals for other tenants."""
 
     ahead: int
-    """Sessions before one arriving now: preempted ones as well, but not throttled ones."""
+    """Sessions ahead of one that arrives now: preempted ones included, throttled ones not."""
 
     coming: int
-    """Sessions not yet taken by the step loop, less those that would get memory at once."""
+    """Sessions not yet taken by the step loop, less those that would get memory immediately."""
 
 
 class VerifierServicer(
@@ -179,7 +179,7 @@ class VerifierServicer(
         # At least one place for every tenant, however full the room is.
         if own >= max(1, share):
             problem = (
-                f"{own} of its sessions are waiting for memory, the limit is {share} while {queue.new} wait in total"
+                f"{own} of its sessions are waiting for memory, the limit is {share} while {queue.new} sessions wait"
             )
             raise TenantLimitError(tenant, problem, wait)
         error = load.too_late(request.open.max_tokens, deadline, max(0, queue.ahead))
@@ -372,9 +372,9 @@ class VerifierServicer(
         options = _options(policy)
         violations += window_violations("policy", options, rule, self._limits.max_window_rows)
         if options.lookahead is not None and self._backend.chains_only:
-            violations.append(("policy.lookahead", "is set, this verifier's engine has no lookahead windows"))
+            violations.append(("policy.lookahead", "is set, but this verifier's engine has no lookahead windows"))
         elif options.jacobi and self._backend.chains_only:
-            violations.append(("policy.jacobi", "is set, this verifier's engine has no lookahead windows"))
+            violations.append(("policy.jacobi", "is set, but this verifier's engine has no lookahead windows"))
         return violations
 
     def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> BackendSession:

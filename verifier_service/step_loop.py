@@ -90,11 +90,11 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
 
     `step_rows`: limit on the rows of a step with prompts, lowered if fewer rows have the same cost per row;
     `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
-    finished texts kept per tenant; unless it is 0, a tenant's texts also share the n-grams of their windows;
-    `latency`: of the target's steps, measured by default; `controller`: a single one for all texts, instead of one per
+    finished texts kept per tenant; unless it is 0, a tenant's texts also share the n-grams of their windows; `latency`:
+    of the target's steps, measured by default; `controller`: a single controller for all texts, instead of one per
     group; `draft_model`: the local draft; `heads`: used in place of a local draft; `features`: for draft services, not
-    beside heads; `proposers`: additional ones;
-    `block_verification`: verify chains of draws as blocks (REJECTION); `tuning`: fitted constants.
+    together with heads; `proposers`: additional ones; `block_verification`: verify chains of draws as blocks
+    (REJECTION); `tuning`: fitted constants.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         return wait
 
     def _run_due(self) -> float | None:
-        """Run the step that is due. Return the seconds to wait for it; None without ready sessions."""
+        """Run the step that is due. Return the seconds to wait if it is delayed; None without ready sessions."""
         self._queue.admit()
         ready, on_trial = self._ready()
         if not ready:
@@ -276,8 +276,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         return 0.0
 
     def _ready(self) -> tuple[list[RunningSession], bool]:
-        """Return (ready sessions, False); or ([session], True), to try a session alone that is suspected of making
-        steps fail."""
+        """Return (ready sessions, False); or ([session], True), to try, alone, a session suspected of making steps
+        fail."""
         ready = [e for e in self._queue.running if e.session.computable and not self._queue.throttled(e)]
         retried = self._retry.next([entry.session for entry in ready])
         if retried is None:
@@ -378,7 +378,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             forward=verified.forward_seconds, proposing=proposed.seconds + looked_up, delayed=waited
         )
         self._speculation.observe_drafts(plan, results)
-        # A step measures a mode only without prompts, and with tokens for all sessions counted at its selection.
+        # A step measures a mode only if it has no prompts and brings tokens for all sessions counted when the mode was
+        # selected.
         if batches and plan.decodes_only and batches[0].profile.of_step == len(results):
             self._speculation.update(batches, plan, results, seconds=end - begin, proposed=proposed)
         self._speculation.share_threads(self._queue.running)
@@ -442,8 +443,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._probe.sessions_ended()
 
     def _quarantine(self, entry: RunningSession, error: Exception) -> None:
-        """End a failed session and wipe its memory: a NaN would spread to the next session to get the blocks. After a
-        grammar failure all logits so far were finite, so nothing is wiped."""
+        """End a failed session and wipe its memory: a NaN would spread to the next session that gets the blocks. After
+        a grammar failure all logits so far were finite, so nothing is wiped."""
         log.error("session_failed", exc_info=error)
         self._publisher.send_pending(entry)
         finite = isinstance(error, GrammarFailureError)

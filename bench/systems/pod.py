@@ -30,7 +30,7 @@ from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement, WantedDtype
 from specdec.serving.identity import identity_of
-from specdec.serving.process.server import ServerSettings, Service, in_a_thread_of_its_own, run
+from specdec.serving.process.server import ServerSettings, Service, in_temporary_thread, run
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.servicer import VerifierLimits, VerifierServicer
 from verifier_service.settings.tuning import DEFAULTS
@@ -136,7 +136,7 @@ def main() -> None:
         port=args.port, drain_seconds=args.drain_seconds, log_level=args.log_level, stop_with_stdin=args.stop_with_stdin
     )
     start = {"verifier": verifier, "draft": draft}[args.role]
-    run(settings, lambda: in_a_thread_of_its_own(lambda: start(args)), args.role)
+    run(settings, lambda: in_temporary_thread(lambda: start(args)), args.role)
 
 
 if __name__ == "__main__":

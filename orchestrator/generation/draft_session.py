@@ -1,4 +1,4 @@
-"""One session at a draft: its stream, the flow control of its candidates, and when it is given up.
+"""One session at a draft: its stream, the flow control of its candidates, and the reasons to give it up.
 
 A draft sends candidates a few times a step, and stops at the number its verifier has granted. A draft that never
 stopped would starve the verifier's steps and the orchestrator's other streams, so a token bucket, refilled by commits,
@@ -39,11 +39,11 @@ class DraftStream(PeerStream):
     def __init__(self, pod: Pod, context: SampleContext) -> None:
         super().__init__(pod, context)
         self.at_work = False  # True once the draft has sent candidates
-        self.overruled_logprobs = 0  # likeliest tokens of the target that the draft learns from; 0: none
-        self.features: draft_pb2.FeatureFormat | None = None  # that the draft reads
+        self.overruled_logprobs = 0  # number of the target's likeliest tokens that the draft learns from; 0: none
+        self.features: draft_pb2.FeatureFormat | None = None  # read by the draft
         self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
-        self._unwritten = 0  # bytes of features among them
-        self._fed_at = 0.0  # when features last came for it; monotonic
+        self._unwritten = 0  # bytes of features in `_outgoing`
+        self._fed_at = 0.0  # when features for the draft last arrived; monotonic
         self._feeding: asyncio.Task[None] | None = None
 
     async def __aexit__(
@@ -59,7 +59,8 @@ class DraftStream(PeerStream):
     async def open(self, policy: draft_pb2.DraftPolicy) -> None:
         """Open the session with the current text; UnfitError if the pod has another protocol or tokenizer."""
         sample = self._context.sample
-        # The start of a resumed text is unknown. Under TYPICAL many tokens are the draft's, not the target's choice.
+        # Not from resumed texts, whose start is unknown, nor under TYPICAL: many tokens are the draft's choice, not the
+        # target's.
         learn = sample.learn and not sample.generated and sample.rule is not Rule.TYPICAL
         message = draft_pb2.DraftOpen(
             prompt_tokens=sample.prompt,
@@ -111,18 +112,19 @@ class DraftStream(PeerStream):
         self._outgoing.put_nowait(message)
 
     def unfed(self, fingerprint: str) -> UnfedError | None:
-        """Return an error if the draft reads features, and not those of a verifier that sends these (empty: none)."""
+        """Return an error if the draft reads features other than those with this fingerprint, which the verifier sends
+        (empty: none)."""
         if self.features is None or self.features.fingerprint == fingerprint:
             return None
         return UnfedError(f"it reads features {self.features.fingerprint[:16]}, which the verifier does not send")
 
     def starved_since(self, since: float) -> bool:
-        """Return whether the draft reads features, and got none since this monotonic time."""
+        """Return whether the draft reads features and has got none since this monotonic time."""
         return self.features is not None and self._fed_at < since
 
     def send_features(self, features: model_pb2.Features) -> None:
         """Queue features for a draft that reads them. Features are dropped if the draft does not keep up or a row is
-        cut: the draft then guesses from later ones."""
+        cut short; the draft then guesses from later features."""
         size = len(features.values)
         if self.features is None or not size or size % (2 * max(1, self.features.width)):
             return
@@ -173,7 +175,7 @@ class CandidateFlow:
 
     def violation(self, extend: model_pb2.Extend) -> str:
         """Count a message. Return the rule that it violates, empty if none."""
-        # The committed prefix has a distribution too: one more than there are candidates.
+        # The committed prefix has a distribution too, so distributions may outnumber candidates by one.
         nodes, size = max(len(extend.tokens), len(extend.parents), len(extend.distributions) - 1), extend.ByteSize()
         self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE
         if self._left < 0:
@@ -186,8 +188,8 @@ class CandidateFlow:
 
 
 USELESS_AFTER_STEPS = 128
-"""Steps that wanted candidates and accepted none, after which a draft is given up: it lags, or guesses at random. If a
-draft helps in one step of twenty, such a run has a probability of 0.14 %."""
+"""A draft is given up once this many steps since its last accepted candidate wanted candidates and accepted none: it
+lags, or guesses at random. If a draft helps in one step of twenty, such a run has a probability of 0.14 %."""
 
 
 LATE_SHARE = 0.5
@@ -201,7 +203,7 @@ class UselessError(LostError):
 
 class LaggingError(LostError):
     """No candidate comes in time: this text would do as well without a draft. `waiting_since`: start of the wait
-    (monotonic). The pod is at fault if no other text has had candidates since either."""
+    (monotonic). The pod is at fault if it has sent no candidates to other texts since then either."""
 
     def __init__(self, message: str, waiting_since: float) -> None:
         super().__init__(message)
@@ -234,13 +236,12 @@ class DraftSession:
         self._fruitless_since = 0.0  # when the first of them ended; monotonic
         self._in_time = False  # the draft had candidates in some of these steps
         self._awaited_since: float | None = None  # when the text became blocked on the draft; monotonic
-        self._wanted_since: float | None = None  # when its first candidates became wanted; monotonic
+        self._wanted_since: float | None = None  # when the draft's first candidates became wanted; monotonic
         self._query: model_pb2.DraftQuery | None = None  # unanswered (CONTRASTIVE)
-        self._vocabulary: int | None = None  # token ids of the draft, by its first distribution
-        self._asked_before: int | None = None  # base of a former verifier's query; its answer may still come
+        self._vocabulary: int | None = None  # number of the draft's token ids, from its first distribution
+        self._asked_before: int | None = None  # base of a former verifier's query, whose answer may still arrive
 
     async def open(self) -> None:
-        """Open the session with the current text."""
         await self._stream.open(self._policy)
 
     def check(self, extend: model_pb2.Extend) -> None:
@@ -250,14 +251,14 @@ class DraftSession:
             raise FloodError(problem)
         if self._context.sample.needs_draft:
             for distribution in extend.distributions:
-                # Other whole rows are left to the verifier, which drops unusable ones: for a large vocabulary, reading
-                # one here would take longer than handling a commit.
+                # Whole rows that answer no query are left to the verifier, which drops unusable ones: with a large
+                # vocabulary, reading one here would take longer than handling a commit.
                 if distribution.id_gaps or distribution.answer:
                     self._check_row(distribution, extend.base)
 
     def _check_row(self, distribution: model_pb2.DraftDistribution, base: int) -> None:
-        """Check a distribution below the text of `base` tokens. An answer about an earlier text comes too late: it is
-        not compared with the query."""
+        """Check a distribution below the text of `base` tokens. An answer about an earlier text is too late, and is not
+        compared with the query."""
         vocabulary = self._context.model.vocabulary
         try:
             row = distribution_from(distribution, DistributionSizes.of(Rule.CONTRASTIVE, vocabulary))
@@ -281,17 +282,15 @@ class DraftSession:
         self._query = None
 
     def on_query(self, query: model_pb2.DraftQuery) -> None:
-        """Forward a verifier's query to the draft (CONTRASTIVE)."""
         self._query, self._awaited_since = query, None
         self._stream.send(draft_pb2.DraftRequest(query=query))
 
     def on_features(self, features: model_pb2.Features) -> None:
-        """Forward features of the text."""
         self._stream.send_features(features)
 
     def on_opened(self, state: SpeculationState) -> None:
-        """Make the draft resend its candidates: the new verifier has none. Abort the session if it sends other features
-        than the draft reads."""
+        """Make the draft resend its candidates: the new verifier has none. Abort the session if the verifier sends
+        other features than the draft reads."""
         if (error := self._stream.unfed(state.features)) is not None:
             self._stream.abort(error)
         self._awaited_since = None

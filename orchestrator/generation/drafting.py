@@ -1,7 +1,7 @@
 """Drafting: keeps one draft at a time working for a text, and replaces it when it fails.
 
 A draft that is missing, unfit, useless or lost costs speed, nothing else: another replica takes over, and until one
-does, the text continues without a draft. Only the CONTRASTIVE rule cannot do without one.
+does, the text continues without a draft. Only the CONTRASTIVE rule needs a draft.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ USELESS_SECONDS = 60.0
 has changed."""
 
 MAX_FULL_SECONDS = 10.0
-"""Maximum seconds that a text avoids a full draft. By then sessions may have ended, or another pod may have its
+"""Maximum seconds that a text avoids a full draft. By then sessions may have ended, or another pod may have the draft's
 address."""
 
 MAX_ROUND_PAUSE_SECONDS = 1.0
@@ -90,13 +90,13 @@ class Drafting:
         self._why_undrafted = "" if self._pods is not None else "no_draft" if remote else "off"
         self._late = False  # candidates of the draft have missed a step
         self._query: model_pb2.DraftQuery | None = None  # the verifier waits for the draft's answer (CONTRASTIVE)
-        self._fed = 0  # sessions at drafts that read features, so far
+        self._fed = 0  # number of sessions so far at drafts that read features
         self.undrafted_tokens = 0  # from steps that wanted a draft's candidates and had none
 
     @property
     def undrafted_reason(self) -> str:
-        """Why tokens were chosen without a draft's candidates. Empty if no token was, or only in steps that wanted no
-        candidates."""
+        """Why tokens were chosen without a draft's candidates. Empty if this happened to no token, or only in steps
+        that wanted no candidates."""
         return self._why_undrafted or ("late" if self.undrafted_tokens else "")
 
     async def __aenter__(self) -> Self:
@@ -125,7 +125,7 @@ class Drafting:
         self._query = None
         sample = self._context.sample
         if sample.speculation.remote and not sample.needs_draft:
-            # A verifier counts no undrafted tokens for a session it believes to have no draft.
+            # A verifier counts no undrafted tokens while the policy names no remote draft.
             tokens = commit.undrafted_tokens if self._state.drafted else len(commit.committed.tokens)
             if tokens and self._state.drafted and not self._late:
                 self._late = True
@@ -140,8 +140,8 @@ class Drafting:
             self._backoff.progressed()
 
     def _fallback_reason(self, commit: verifier_pb2.Commit) -> str:
-        """Return why the steps of a commit had no draft although the text wanted one. Empty if they had one, or if the
-        text needs a draft: such a text waits instead."""
+        """Return why the steps of a commit had no draft although the text asked for one. Empty if they had one, or if
+        the text needs a draft: such a text waits instead."""
         if self._pods is None or self._context.sample.needs_draft:
             return ""
         if not self._state.drafted:
@@ -170,7 +170,8 @@ class Drafting:
             self._wanted.clear()
 
     def on_features(self, features: model_pb2.Features) -> None:
-        """Forward features of the text to the draft that they are for. Those for an earlier one may still come."""
+        """Forward features of the text to the draft session they are for; late features for an earlier session are
+        dropped."""
         if self._session is not None and features.session == self._state.features_session:
             self._session.on_features(features)
 
@@ -203,7 +204,7 @@ class Drafting:
 
     def _full(self, pods: Pods) -> set[Pod]:
         """Return the pods whose latest report, to any text of this process, shows no room for sessions. Empty for a
-        text that needs a draft: it tries them anyway."""
+        text that needs a draft: it tries these pods anyway."""
         if self._context.sample.needs_draft:
             return set()
         return {pod for pod in pods if (told := pod.load.reported) is not None and not told.room}
@@ -259,13 +260,13 @@ class Drafting:
             case ForeignPodError():
                 pod.found_unfit(error.reason, error)
                 return
-            case UnfedError():  # its verifiers are not set up for this draft
+            case UnfedError():  # the text's verifier is not set up for this draft
                 self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
             case UselessError():  # for this text only: the pod serves others
                 self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case LaggingError():
-                # No text has had candidates since: its device may be stuck, unless its verifier starves it.
+                # No text has got candidates since: the device may be stuck, unless the verifier sends no features.
                 if pod.candidates_at < error.waiting_since and not stream.starved_since(error.waiting_since):
                     pod.breaker.failed()
                 if not (stream.at_work and self._context.sample.needs_draft):

@@ -33,7 +33,7 @@ class Generation:
         deadline: float | None,
         timeline: SampleTimeline,
     ) -> None:
-        """Prepare to run a sample of a request, with the revision and the peers chosen when the request came."""
+        """Prepare to run a sample of a request, with the revision and the peers chosen when the request arrived."""
         stats = revision.stats
         granted, events = GrantedLimits(sample.speculation), FailoverEvents(timeline, stats.failover_events)
         self._asked_as = revision.asked_as
@@ -60,7 +60,7 @@ class Generation:
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the responses of this sample; the last one carries `finish`. When the consumer asks for the next
-        response, the client counts as having read this one, unless both are sent together."""
+        response, the current one counts as read by the client, unless both are sent together."""
         first = uncommitted = True
         await self._transcript.resume(self._resuming)
         timeline = self._context.timeline

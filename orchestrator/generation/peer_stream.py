@@ -79,7 +79,7 @@ class PeerStream:
         """Start the stream, and return the answer to its first request."""
         self._call = method(timeout=self._context.timeout, metadata=carried())
         self._watchdog.start()
-        with self._watchdog.listening():  # a connection that never comes up is silence too
+        with self._watchdog.listening():  # a connection that never comes up counts as silence
             await self._write(request)
         response = await self._read()
         if response.WhichOneof("message") != "opened":
@@ -147,7 +147,7 @@ class PeerStream:
         """Count a heartbeat. Raise LostError if heartbeats arrive faster than our own services send them: they have no
         other limit, and sending them costs a hostile peer nothing."""
         now = self._clock()
-        # A token bucket with one exception: heartbeats that queued up while the stream was not read arrive at once, so
+        # A token bucket with one exception: heartbeats that queued up while the stream was not read arrive together, so
         # the credit of that pause (`since`) may exceed the burst.
         since = HEARTBEATS_A_SECOND * (now - self._last_heartbeat)
         self._heartbeats = max(self._heartbeats, since, min(MAX_HEARTBEATS, self._heartbeats + since)) - 1
@@ -160,6 +160,6 @@ class PeerStream:
 
 
 def _being_cancelled() -> bool:
-    """Return True if this task is being cancelled, not the stream it waits for."""
+    """Return True if this task is being cancelled, rather than the stream that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

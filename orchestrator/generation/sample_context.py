@@ -29,19 +29,17 @@ class GrantedLimits:
         self._least = {name: limit for name, limit in asked.items() if limit}  # 0: left to the services
 
     def by_verifier(self, opened: verifier_pb2.VerifyOpened) -> None:
-        """Record a verifier's grants."""
         self._grant("max_candidates", opened.max_candidates)
         self._grant("max_branches", opened.max_branches)
         self._grant("max_nodes", opened.max_nodes)
 
     def by_draft(self, opened: draft_pb2.DraftOpened) -> None:
-        """Record a draft's grants."""
         self._grant("max_depth", opened.max_depth)
         self._grant("max_branches", opened.max_branches)
         self._grant("max_nodes", opened.max_nodes)
 
     def message(self) -> generation_pb2.SpeculationLimits:
-        """Return the smallest grants; limits the request leaves open are unset."""
+        """Return the smallest grants; limits that the request left open are unset."""
         return generation_pb2.SpeculationLimits(**self._least)
 
     def _grant(self, name: str, limit: int) -> None:
@@ -61,9 +59,9 @@ class SampleContext:
     events: FailoverEvents
     granted: GrantedLimits
     timeline: SampleTimeline
-    grammar_watch: GrammarWatch | None = None  # None: it has no grammar, or grammars are not tried
+    grammar_watch: GrammarWatch | None = None  # None: the sample has no grammar, or grammars are not tried
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds that texts continued without the draft they wanted, by reason; shared by all samples."""
+    """Seconds that texts continued without the draft they asked for, by reason; shared by all samples."""
     keepers: set[Pod] = field(default_factory=set)
     """Drafts that keep the text to learn from it."""
 

@@ -14,24 +14,23 @@ from specdec.v2 import draft_pb2, model_pb2, verifier_pb2
 
 @dataclass(frozen=True)
 class SpeculationState:
-    """An immutable value: every change makes a new one."""
+    """The state of a sample's speculation. Immutable: every change returns a new state."""
 
     drafted: bool  # a draft has the text, or may soon have it
     max_nodes: int = 1  # limit on live candidates of the session, granted by the verifier
     outlook: Outlook = NO_DRAFT_PAYS
-    overruled_logprobs: int = 0  # likeliest tokens of the target to report to a draft that keeps the text
+    overruled_logprobs: int = 0  # number of the target's likeliest tokens to report to a draft that keeps the text
     partial_distributions: bool = False  # the verifier accepts them, and queries the rest (CONTRASTIVE)
     features: str = ""  # fingerprint of the features that the verifier can send; empty: none
     features_session: int = 0  # number of the draft session that reads them; 0: none
 
     @classmethod
     def initial(cls, context: SampleContext) -> SpeculationState:
-        """Return the state of a sample that no verifier has yet."""
+        """Return the state of a sample before any verifier has taken it."""
         drafts = context.peers.drafts
         return cls(drafted=context.sample.speculation.remote and drafts is not None and bool(drafts.willing))
 
     def after_opened(self, opened: verifier_pb2.VerifyOpened) -> SpeculationState:
-        """Return the state once a verifier has taken the text."""
         return replace(
             self,
             max_nodes=max(1, opened.max_nodes),
@@ -41,7 +40,6 @@ class SpeculationState:
         )
 
     def after_commit(self, commit: verifier_pb2.Commit) -> SpeculationState:
-        """Return the state after a commit."""
         return replace(self, outlook=outlook_from(commit))
 
     def worth_a_draft(self, sample: Sample) -> bool:
@@ -89,10 +87,10 @@ class SpeculationState:
 
 
 BREAK_EVEN_SHARE = 0.03
-"""Ratio of the min path probability sent to a draft to the break-even probability. The draft's own limit applies if it
-is higher. The ratio is far below 1: a node's path probability rises once its ancestors are committed, so a node that
-pays a step later may not pay now. (By `python -m bench simulate`: a ratio of 1 left nothing to expand ahead, 0.3 was
-still too high, and 0.1 gave eight sessions of a pod 8 % less throughput.)"""
+"""The min path probability sent to a draft, divided by the break-even probability. The draft's own limit applies if it
+is higher. The ratio is far below 1 because a node's path probability rises once its ancestors are committed: a node
+that does not pay now may pay a step later. (By `python -m bench simulate`: a ratio of 1 left nothing to expand ahead,
+0.3 was still too high, and 0.1 gave eight sessions of a pod 8 % less throughput.)"""
 
 FIRST_MIN_PROBABILITY = 0.1
 """Lower limit of the min path probability until the first commit. A first step does not wait for less probable nodes,
@@ -115,7 +113,7 @@ ROUND_TRIP_TOLERANCE = 0.05
 
 class DraftControl:
     """Controls one session at a draft: its policy, and the commits it receives. `needed`: no token can be chosen
-    without the draft, whether or not candidates pay; `asked`: the request's options for candidates."""
+    without the draft, so it drafts even if candidates do not pay; `asked`: the request's options for candidates."""
 
     def __init__(self, policy: draft_pb2.DraftPolicy, asked: SpeculationOptions | None = None, *, needed: bool) -> None:
         self._policy = policy  # as last sent

@@ -90,7 +90,7 @@ class VerifierChoice:
         """Raise the error that ends the request, if nothing is left to try."""
         unfit = {pod: why for pod in self._pods if isinstance(why := pod.unfit, ServiceError)} | self._unfit
         too_long = any(isinstance(why, PromptTooLongError) for why in unfit.values())
-        # A pod with enough memory may be down. A text that has begun waits for it, a new request fails at once.
+        # A pod with enough memory may be down. A text that has begun waits for it, a new request fails immediately.
         begun = resumed or self._context.text.begun
         pods = self._pods.willing if too_long and not begun else self._pods
         if unfit and (self._backoff.exhausted or all(pod in unfit for pod in pods)):
@@ -115,8 +115,8 @@ class VerifierChoice:
             raise DeadlineError("verifier: none available before the deadline")
 
     def longest_step(self, pod: Pod) -> float:
-        """Return the seconds up to which no step of this pod counts as stuck. If no other pod could take the text,
-        waiting is best: this pod has the whole text in memory, and any retry would prefill it again."""
+        """Return the duration in seconds up to which no step of this pod counts as stuck. If no other pod could take
+        the text, waiting is best: this pod has the whole text in memory, and any retry would prefill it again."""
         elsewhere = any(other is not pod and other not in self._unfit for other in self._pods.willing)
         return self._context.peers.stuck_seconds if elsewhere else self._backoff.budget
 
@@ -184,7 +184,7 @@ class Verification:
         self._begun = False  # a verifier has accepted the request and sent results
         self._refused = False  # a verifier has called the request invalid
         self._preemptions: list[int] = []  # by session at a verifier
-        self.identity = model_pb2.ModelIdentity()  # of the last one
+        self.identity = model_pb2.ModelIdentity()  # of the last verifier
         self.revision = context.sample.revision  # of the model; empty until the text is begun
         self.numerics_changed = False
 
@@ -196,8 +196,8 @@ class Verification:
     async def messages(self) -> AsyncGenerator[Message, None]:
         """Yield the opening answer of every verifier that takes the text, the prompt's log-probabilities if requested,
         then all commits. Log-probabilities and commits come in order, each once. If the text needs a draft, also yield
-        queries to the draft, and heartbeats while the text waits for it; if its draft reads features, also these. A
-        commit's tokens are in the committed text before the commit is yielded."""
+        queries to the draft, and heartbeats while the text waits for it; if its draft reads features, also yield the
+        features. A commit's tokens are in the committed text before the commit is yielded."""
         context, choice = self._context, self._choice
         while True:
             if context.grammar_watch is not None:
@@ -208,7 +208,7 @@ class Verification:
                     opened = await self._open(stream)
                     with pod.load.session(), pod.admission.session(context.sample.tenant):
                         yield opened
-                        if context.text.unscored == 1 and not context.text.scored:  # the prompt's only token has none
+                        if context.text.unscored == 1 and not context.text.scored:  # the only token has no logprob
                             context.text.scored = 1
                             yield verifier_pb2.PromptLogprobs(first=1)
                         check = CommitCheck(
@@ -248,7 +248,6 @@ class Verification:
     # --- to the verifier that has the text; no-ops while none has it --------------------------------
 
     async def extend(self, extend: model_pb2.Extend) -> None:
-        """Send candidates."""
         if self._stream is not None:
             await self._stream.extend(extend)
 
@@ -307,7 +306,6 @@ class Verification:
         return opened
 
     def _take(self, pod: Pod, commit: verifier_pb2.Commit) -> None:
-        """Add a commit to the text."""
         self._context.text.add(commit.committed.tokens)
         self._preemptions[-1] = commit.preemptions
         self._progressed(pod)
@@ -360,9 +358,9 @@ class Verification:
 
     def _note_failed(self, pod: Pod, error: ServiceError) -> None:
         """Note that a verifier's model has failed on this text, or that the verifier rejects a text begun elsewhere:
-        others may take it. If no verifier has begun the text, the request may really be invalid: raise the error to the
-        caller once a second opening has confirmed it. The first request may have been corrupted in transit, checksum
-        included."""
+        other verifiers may take it. If no verifier has begun the text, the request may really be invalid: raise the
+        error to the caller once a second opening has confirmed it. The first request may have been corrupted in
+        transit, checksum included."""
         if isinstance(error, InvalidRequestError) and not self._begun:
             if not isinstance(error, PromptTooLongError):
                 if self._refused:
@@ -371,7 +369,7 @@ class Verification:
                 log.info("request_refused", pod=str(pod), why=str(error))
                 return
             told = [("prompt" if field == "prompt_tokens" else field, why) for field, why in error.violations]
-            self._choice.unfit(pod, PromptTooLongError(told))  # another one may have more memory
+            self._choice.unfit(pod, PromptTooLongError(told))  # another verifier may have more memory
             return
         self._choice.failed(pod, error)
         self._context.events.record("verifier_lost", pod, str(error))

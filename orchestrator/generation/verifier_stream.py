@@ -157,8 +157,8 @@ class VerifierStream(PeerStream):
             raise LostError("the checksum of a commit is wrong: a message was lost or changed in transit")
 
     def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
-        """Record a heartbeat's capacity; LostError if the verifier's step is stuck. Only steps prove a worker alive,
-        answers do not. A step need not include this session, which may be waiting for memory, its draft or its
+        """Record a heartbeat's capacity; LostError if the verifier's step is stuck. Only steps, not answers, prove that
+        a worker is alive. A step need not include this session, which may be waiting for memory, its draft or its
         reader."""
         if heartbeat.HasField("capacity"):
             self.pod.load.report(heartbeat.capacity)
@@ -167,11 +167,9 @@ class VerifierStream(PeerStream):
             raise LostError(f"a step has lasted {age:.1f} s, {expected:.3f} s expected", conclusive=True)
 
     async def extend(self, extend: model_pb2.Extend) -> None:
-        """Send candidates."""
         await self._write(verifier_pb2.VerifyRequest(extend=extend))
 
     async def set_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        """Set the session's speculation policy."""
         if policy != self._policy:
             self._policy = policy
             await self._write(verifier_pb2.VerifyRequest(policy=policy))

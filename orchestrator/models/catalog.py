@@ -29,7 +29,7 @@ class Catalog:
 
     def __init__(self, revisions: Iterable[Revision] = ()) -> None:
         self._models: dict[str, list[Revision]] = {}
-        self._aliases: dict[str, str] = {}  # to the models' names
+        self._aliases: dict[str, str] = {}  # alias -> name of the model
         self.missing: Collection[tuple[str, str]] = ()
         """Names of configured models and revisions that cannot be read here."""
         self._leaving: dict[Revision, asyncio.Task[None]] = {}
@@ -73,7 +73,6 @@ class Catalog:
         return {key: OrchestratorStats.summed(counts) for key, counts in self._counts.items()}
 
     async def start(self) -> None:
-        """Start looking for verifiers."""
         await asyncio.gather(*(revision.start() for revision in self))
 
     async def close(self) -> None:
@@ -152,7 +151,6 @@ class Catalog:
         return found
 
     async def _leave(self, revision: Revision) -> None:
-        """Close a revision after its last request."""
         await revision.until_idle()
         try:
             await revision.close()
@@ -166,7 +164,6 @@ def _cannot_be_read(asked: str) -> PeerLostError:
 
 
 def largest(revisions: Iterable[Revision]) -> Revision:
-    """Return the revision with the largest share."""
     return max(revisions, key=lambda revision: revision.share)
 
 

@@ -42,7 +42,7 @@ REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Valid names of revisions."""
 
 SEPARATOR = "@"
-"""Between the names of model and revision in requests for one revision."""
+"""Separates the names of model and revision in requests for one revision."""
 
 MAX_SHARE = 1e6
 """Largest share. Shares are relative, so any scale will do."""
@@ -91,18 +91,18 @@ class LoadedRevision:
 
 @dataclass
 class ModelsFile:
-    """A file of models. A directory is read when the file first names it, and again when its files change: they may be
-    written after the entry.
+    """A file of models. A directory is read when the file first names it, and again when its files change: the files
+    may be written after the entry.
 
-    At start-up, an unreadable directory is skipped if any other can be read. On reload it rejects the whole file, and
-    the previous one stays active.
+    At start-up, an unreadable directory is skipped if any other can be read. On reload, it makes the whole file
+    unusable, and the previous file stays active.
     """
 
     path: Path
     missing: tuple[RevisionEntry, ...] = ()
     """Revisions skipped when the file was first read."""
     left_out: str = ""
-    """The reasons, in words; empty if none was skipped."""
+    """Why they were skipped, in words; empty if none was."""
     what: ClassVar[str] = "models"
     unusable: ClassVar[type[Exception]] = ModelsFileError
     _loaded: dict[_Key, ServedModel] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class ModelsFile:
             except ModelDirectoryError as error:
                 problem = ModelsFileError(f"--models {self.path}: {entry.label}: directory: {error}")
                 if not first:
-                    self._loaded |= used  # so that the next check of the file does not load them again
+                    self._loaded |= used  # so that the next check of the file does not load these models again
                     raise problem from None
                 problems[entry] = problem
                 continue

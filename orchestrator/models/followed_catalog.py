@@ -32,7 +32,7 @@ class FollowedCatalog(Catalog):
         self._file = file
         self._watched: Watched[tuple[LoadedRevision, ...]] = Watched(file)
         self._settings = settings
-        self._is_taken = True  # the file as last read
+        self._is_taken = True  # the revisions of the file as last read are served
         self._following = Periodic(self._follow, RELOAD_SECONDS, "models_not_taken")
 
     async def start(self) -> None:

@@ -29,16 +29,16 @@ log = structlog.get_logger()
 
 MAX_DEATHS = 3
 """Consecutive deaths of verifiers under one text, without growth in between, after which its grammar is refused. A
-draft's death does not count: a text without a verifier does not grow, whatever ends its draft."""
+draft's death does not count: while a text has no verifier it does not grow, whatever ended its draft."""
 
 MAX_BLAME = 6.0
-"""Blame within DEATH_SECONDS after which a grammar is refused, over all its texts. The blame of a death is 1 / (1 +
-`crowd` of the pod), since a widespread grammar is open at every death, whatever the cause. Unrelated kills count too,
-several a minute while nodes are drained, so the limit is twice MAX_DEATHS."""
+"""Total blame within DEATH_SECONDS, over all its texts, after which a grammar is refused. The blame of a death is 1 /
+(1 + `crowd` of the pod), since a widespread grammar is open at every death, whatever the cause. Unrelated kills count
+too (several a minute while nodes are drained), so the limit is twice MAX_DEATHS."""
 
 AMONG_OTHERS = 2
-"""Factor on both limits while pods die without the grammar as well: something else kills them. The factor is finite:
-two grammars killing pods in turns would otherwise excuse each other forever."""
+"""Factor on both limits while pods without the grammar die as well: something else is killing pods. The factor is
+finite: two grammars killing pods in turns would otherwise excuse each other forever."""
 
 DEATH_SECONDS = 60.0
 """Seconds until a death is forgotten."""
@@ -47,7 +47,7 @@ QUARANTINE_SECONDS = 60.0
 """Seconds of a grammar's quarantine."""
 
 MAX_SUSPECTS = 1024
-"""Grammars with remembered deaths; the one with the oldest last death is dropped first."""
+"""Maximum grammars with remembered deaths; the grammar whose last death is oldest is dropped first."""
 
 
 class Death(NamedTuple):
@@ -59,13 +59,13 @@ class Death(NamedTuple):
     blame: float
 
     def is_of(self, pod: str, at: float) -> bool:
-        """Return True if a session lost by this pod at this time was lost by the same death."""
+        """Return True if this death also explains a session lost at this pod at this time."""
         return self.pod == pod and abs(self.at - at) < SAME_DEATH_SECONDS
 
 
 class GrammarCheck:
-    """Checks the grammars of requests for the model of a directory. Each may take `seconds` of processor time, and
-    `patience` seconds in all."""
+    """Checks the grammars of requests for the model of a directory. Each check may take `seconds` of processor time,
+    and `patience` seconds in all."""
 
     def __init__(self, model: Path, seconds: float = SECONDS, patience: float = PATIENCE) -> None:
         self.trials = GrammarTrials(model, seconds, patience)
@@ -81,7 +81,6 @@ class GrammarCheck:
             raise InvalidRequestError([(field, verdict.problem)])
 
     def check_quarantine(self, grammar: Grammar, field: str, tenant: str) -> None:
-        """Raise OverloadedError if a grammar is in quarantine."""
         key = key_of(grammar, tenant)
         left = self._refused_until.get(key, 0.0) - time.monotonic()
         if left > 0:
@@ -139,12 +138,11 @@ class GrammarCheck:
             )
 
     async def close(self) -> None:
-        """End the trial processes."""
         await self.trials.close()
 
 
 class GrammarWatch:
-    """Watches the pods with the grammar of one text."""
+    """Watches the pods that have the grammar of one text."""
 
     def __init__(
         self, check: GrammarCheck, grammar: Grammar, sample: Sample, text: CommittedText, peers: Peers
@@ -157,10 +155,10 @@ class GrammarWatch:
         self._field = f"grammar.{grammar.kind.value}"
         self._suspect = False  # a pod has died since the last trial
         self._counted = False  # a death was counted since a pod last got the text: draft and verifier may die together
-        self._verifier_counted = False  # the same for a verifier's death
+        self._verifier_counted = False  # the same, for a verifier's death
         self._died_at: dict[Pod, float] = {}  # monotonic times
         self._in_a_row = 0  # deaths of verifiers since the text last grew
-        self._length = -1  # of the text at the last one
+        self._length = -1  # length of the text at the last of these deaths
         self._trying = asyncio.Lock()
 
     def lost(self, pod: Pod, lost: LostError, *, verifier: bool) -> None:
@@ -199,7 +197,8 @@ class GrammarWatch:
                     insistent=self._in_a_row > 1,
                 )
             except (OverloadedError, InternalError) as error:
-                # Continue the text: most likely it is as innocent as the others lost with the pod. Deaths still count.
+                # Continue the text: its grammar is most likely as innocent as the others at the pod. Deaths still
+                # count.
                 log.warning("grammar_not_tried_again", why=str(error))
                 return
             finally:

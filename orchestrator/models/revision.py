@@ -20,7 +20,7 @@ from specdec.serving.bounded_threads import BoundedThreads
 log = structlog.get_logger()
 
 MAX_RESUMING = 1024
-"""Limit on texts waiting for resumption: when an orchestrator dies, all of its texts come to the others."""
+"""Limit on texts waiting for resumption: when an orchestrator dies, all of its texts move to the others."""
 
 
 class Revision:
@@ -36,8 +36,8 @@ class Revision:
         grammars: GrammarCheck | None = None,
         finder: PeerFinder | None = None,
     ) -> None:
-        """The only revision of a model may have no `name`. Without `grammars`, pods get the grammars of requests
-        untried; without a `finder`, `peers` never changes."""
+        """The only revision of a model may have no `name`. Without `grammars`, the grammars of requests are not tried
+        before pods get them; without a `finder`, `peers` never changes."""
         self.name = name
         self.model = model
         self.peers = peers
@@ -80,7 +80,6 @@ class Revision:
 
     @contextmanager
     def request(self, tenant_class: str) -> Iterator[None]:
-        """Count a request of this tenant class, and its outcome."""
         self._idle.clear()
         try:
             with self.stats.request(tenant_class):
@@ -90,7 +89,6 @@ class Revision:
                 self._idle.set()
 
     async def until_idle(self) -> None:
-        """Wait until no request is running."""
         await self._idle.wait()
 
     async def look(self, entry: RevisionEntry) -> None:

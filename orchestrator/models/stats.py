@@ -33,7 +33,7 @@ class OrchestratorStats:
     running_requests: int = 0
     by_class: Counter[str] = field(default_factory=Counter)  # requests, by the class of their tenants
     failed: Counter[tuple[str, str]] = field(default_factory=Counter)  # requests, by error reason and tenant class
-    cancelled: int = 0  # requests whose callers left
+    cancelled: int = 0  # requests cancelled by their callers
     running: set[SampleTranscript] = field(default_factory=set)  # samples
     ended_samples: int = 0
     prompt_tokens: int = 0
@@ -48,7 +48,7 @@ class OrchestratorStats:
     decisions: model_pb2.SpeculationDecisions = field(default_factory=model_pb2.SpeculationDecisions)
     failover_events: Counter[str] = field(default_factory=Counter)  # by reason
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds that texts continued without the draft they wanted, by reason."""
+    """Seconds that texts continued without the draft they asked for, by reason."""
     first_token: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its first token
     between_tokens: Histogram = field(default_factory=Histogram)  # seconds; shared by tokens that arrive together
     whole: Histogram = field(default_factory=Histogram)  # seconds from a sample's start to its end
@@ -115,7 +115,7 @@ class OrchestratorStats:
     @contextmanager
     def sample(self, transcript: SampleTranscript) -> Iterator[Callable[[int], None]]:
         """Count a sample, and add its transcript's figures at its end. Yield a function to be called with the number of
-        new tokens as they come."""
+        new tokens as they arrive."""
         self.running.add(transcript)
         begin, last = time.monotonic(), None
 

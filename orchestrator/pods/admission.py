@@ -1,13 +1,13 @@
 """Admission control: how full a pod is, and whether a session may be opened at a possibly full verifier.
 
 Without it, a flood would be sent to the verifier to be refused there, and refusals would be slow when they matter most.
-A verifier reports its room for sessions: requests beyond it are refused without asking. While the room is unknown, one
-request goes ahead as a probe; its answer waits for no step. If there is no answer, the requests behind it do not repeat
-the wait one after another.
+A verifier reports its room for sessions; requests beyond it are refused here. While the room is unknown, one request
+goes ahead as a probe, whose answer does not wait for a step. If there is no answer, the requests behind the probe do
+not repeat the wait one after another.
 
 Sessions being opened count against the room, but only for tenants with openings in flight: if there is any room, a
 tenant's first opening goes ahead, however many openings other tenants have. A tenant with cancelled openings waits for
-the places these still hold (`CancelledOpenings`).
+the places that these openings still hold (`CancelledOpenings`).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class PodCapacity:
 
     @property
     def now(self) -> model_pb2.PodCapacity | None:
-        """The last report while it is valid, with this process's current sessions; else None. For display: a report
-        outlives a short text."""
+        """The last report while it is valid, with this process's current sessions; else None. For display: short texts
+        begin and end while a report is valid."""
         if (told := self.reported) is None:
             return None
         found = model_pb2.PodCapacity()
@@ -94,7 +94,7 @@ CANCELLED_SECONDS = 1.0
 
 MAX_CANCELLED = 16
 """Maximum places, in flight or kept, of a tenant with cancelled openings while other tenants are present. At some 4 ms
-of processor time each, 16 a second cost a fifteenth of a core."""
+of processor time each, 16 openings a second cost a fifteenth of a core."""
 
 PRESENT_SECONDS = 10.0
 """Seconds that a tenant counts as present after its last opening."""
@@ -105,12 +105,11 @@ class CancelledOpenings:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: dict[str, list[float]] = {}  # by tenant: when each place becomes free, sorted
+        self._kept: dict[str, list[float]] = {}  # by tenant: times at which its places become free, sorted
         self._sessions: Counter[str] = Counter()
         self._seen: OrderedDict[str, float] = OrderedDict()  # a tenant's last opening, latest last
 
     def opening(self, tenant: str) -> None:
-        """Note that a tenant opens a session."""
         now = self._clock()
         self._seen[tenant] = now
         self._seen.move_to_end(tenant)
@@ -148,22 +147,21 @@ class CancelledOpenings:
         return max(0.001, kept[min(len(kept) - 1, openings + len(kept) - MAX_CANCELLED)] - now)
 
     def _others(self, tenant: str, now: float) -> bool:
-        """Return True if other tenants are present."""
         return any(other != tenant for other in self._sessions) or any(
             other != tenant and at >= now - PRESENT_SECONDS for other, at in self._seen.items()
         )
 
 
 MAX_OPENINGS = 64
-"""Limit on openings in flight at a verifier. Its answers do not wait for steps, so more would only move the queue from
-here to the verifier. A tenant without an opening in flight may exceed it, up to twice the limit."""
+"""Limit on openings in flight at a verifier. Answers do not wait for steps, so more openings would only move the queue
+from here to the verifier. A tenant without an opening in flight may exceed the limit up to twofold."""
 
 MAX_WAITING = 16
-"""Limit on a tenant's requests waiting for places of its cancelled ones; more are refused before parsing."""
+"""Limit on a tenant's requests that wait for places of its cancelled openings; more are refused before parsing."""
 
 REFUSED_SECONDS = 0.05
-"""Seconds that other requests are refused after a refusal by the verifier. Every ended text makes room, so this is
-short: it only keeps a flood from asking again and again."""
+"""Seconds that other requests are refused after a refusal by the verifier. The time is short because every ended text
+makes room: it only keeps a flood from asking again and again."""
 
 
 class LeftAloneError(Exception):
@@ -184,8 +182,8 @@ class Admission:
     @asynccontextmanager
     async def opening(self, tenant: str = "", *, again: bool = False) -> AsyncIterator[None]:
         """Hold a place while a session is being opened. Raise OverloadedError if there is no room, LeftAloneError if
-        waiting for room is pointless. A resumed text (`again`) does not wait: the verifier refuses it
-        only at its session limit."""
+        waiting for room is pointless. A resumed text (`again`) does not wait: the verifier refuses it only at its
+        session limit."""
         load = self._load
         load.coming += 1
         try:
@@ -207,7 +205,7 @@ class Admission:
             try:
                 yield
             except (TenantLimitError, GrammarPendingError, TooLateError):
-                raise  # concerns this request only
+                raise  # concerns only this request
             except OverloadedError as refusal:
                 full = model_pb2.PodCapacity(sessions=load.ours, wait_us=int(1e6 * refusal.retry_after))
                 load.report(full, REFUSED_SECONDS)
@@ -233,7 +231,7 @@ class Admission:
     def refusal(self, tenant: str) -> OverloadedError | None:
         """Return the error for a new request of a tenant, if asking the verifier is pointless; else None."""
         if self._waiting[tenant] >= MAX_WAITING and (seconds := self.cancelled.wait(tenant, self._openings[tenant])):
-            problem = f"{self._waiting[tenant]} of its requests wait for places of those that it has cancelled"
+            problem = f"{self._waiting[tenant]} of its requests wait for the places of its cancelled requests"
             return TenantLimitError(tenant, problem, seconds)
         told = self._load.reported
         if told is None or told.room > (self._load.opening if self._openings[tenant] else 0):

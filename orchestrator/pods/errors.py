@@ -1,4 +1,4 @@
-"""Errors of a pod after which another one may be asked: it is lost, or it serves something else."""
+"""Errors of a pod after which another pod may be asked: the pod is lost, or serves something else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from specdec.serving.errors import ServiceError
 
 class LostError(Exception):
     """The session is gone; another pod may resume its text. `conclusive`: the pod is gone as well, for all sessions.
-    `died`: it was up, and vanished without a status."""
+    `died`: the pod was up, and vanished without a status."""
 
     def __init__(self, message: str, *, conclusive: bool = False, died: bool = False) -> None:
         super().__init__(message)
@@ -16,7 +16,7 @@ class LostError(Exception):
 
 
 class UnfitError(Exception):
-    """The pod works, but serves something else. `error` is for the client, if there is no other pod."""
+    """The pod works, but serves something else. `error` goes to the client if there is no other pod."""
 
     def __init__(self, error: ServiceError) -> None:
         super().__init__(str(error))

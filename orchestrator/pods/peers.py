@@ -23,7 +23,7 @@ class Peers:
     silence_seconds: float = 1.5  # a peer sends every 0.25 s; after this long without a message, it is lost
     stuck_seconds: float = 2.0  # longest step that never counts as stuck, however short others are
     failover_seconds: float = 30.0  # longest time without progress before the request fails
-    drafts_are_trusted: bool = False  # to influence which tokens are chosen, as some acceptance rules allow
+    drafts_are_trusted: bool = False  # drafts may influence the choice of tokens, as some acceptance rules allow
 
     def check_room(self, tenant: str) -> None:
         """Raise OverloadedError if every verifier has reported no room for a request of this tenant. Refusing before

@@ -27,8 +27,8 @@ SAME_DEATH_SECONDS = 5.0
 """Sessions of a pod lost within this many seconds count as one death."""
 
 UNFIT_SECONDS = 10.0
-"""Seconds for which an unfit pod is not asked. By then another pod may have its address, and asking costs one text the
-opening of a session."""
+"""Seconds for which an unfit pod is not asked. After that, another pod may have its address, and asking costs one text
+the opening of a session."""
 
 
 class Pod:
@@ -45,7 +45,7 @@ class Pod:
         self.turn = 0  # number of the `choose` call that last chose it
         self.candidates_at = -math.inf  # when this draft last sent candidates to any text; monotonic
         self._clock = clock
-        self.unfit_reason = ""  # of the last time it was found unfit; machine-readable
+        self.unfit_reason = ""  # why it was last found unfit; machine-readable
         self._unfit: Exception | None = None
         self._unfit_until = 0.0
 

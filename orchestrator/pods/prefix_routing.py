@@ -25,13 +25,13 @@ ASK_SECONDS = 0.25
 counts as cached."""
 
 MIN_SHARE = 0.5
-"""Smallest cached share of a text to count. A short shared prefix, such as a system prompt, must not route every text
+"""Minimum cached share of a text that counts. A short shared prefix, such as a system prompt, must not route every text
 to the verifier that saw it first."""
 
 LOAD_FACTOR = 1.25
 SPARE_SESSIONS = 2
 """Bounded load: a preferred verifier has fewer than LOAD_FACTOR x mean + SPARE_SESSIONS sessions. With few sessions,
-one more makes no step much longer."""
+one more hardly lengthens a step."""
 
 
 async def cached_tokens(

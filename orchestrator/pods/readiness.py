@@ -1,7 +1,7 @@
 """Readiness: whether requests can be served here, with a reachable verifier.
 
-Sessions report on their pods while they run. Otherwise one verifier is polled every second: the last one to answer, and
-all others only if it fails.
+Sessions report on their pods while they run. Otherwise the last verifier to answer is polled every second, and all
+others only if it fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOOK_SECONDS = 1.0
 """Interval in seconds between polls: soon enough for waiting clients, at a negligible cost to the verifier."""
 
 MAX_FINGERPRINTS = 64
-"""Number of remembered fingerprints: the verifiers of a revision have one, and another after an update."""
+"""Number of remembered fingerprints: the verifiers of a revision have one, and get another by an update."""
 
 VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 
@@ -52,8 +52,8 @@ class Readiness:
         self._model = model
         self._clock = clock
         self._reached: Pod | None = None  # by the last poll
-        self._lost_at: float | None = None  # time of the first poll without one
-        self._fit: set[Pod] = set()  # serve our model, as of their last answer
+        self._lost_at: float | None = None  # time of the first poll without a reachable verifier
+        self._fit: set[Pod] = set()  # verifiers that serve our model, as of their last answer
         self._fingerprints: OrderedDict[str, None] = OrderedDict()  # of models recently seen at verifiers
         self._tried: dict[str, str] | None = None  # problem of each verifier, as last logged
         self._watching = Periodic(self._look, look_seconds, "look_failed")
@@ -67,7 +67,6 @@ class Readiness:
 
     @property
     def reaches_verifier(self) -> bool:
-        """True if the last poll found a verifier."""
         return self._reached is not None
 
     def served(self, fingerprint: str) -> None:
@@ -90,7 +89,6 @@ class Readiness:
         await self._watching.close()
 
     async def _look(self) -> None:
-        """Poll for a reachable verifier; log changes."""
         before, tried = self._reached, dict[str, str]()
         self._reached = await self._reachable(tried)
         self._fit &= set(self._peers.verifiers)

@@ -107,7 +107,9 @@ def parse(
     end_tokens = frozenset(message.stop_tokens) | _unshown_stops(message, model, reasoning)
     end_tokens |= frozenset() if message.ignore_end_token else model.end_tokens
     if len(end_tokens) > MAX_STOP_TOKENS:  # a resumed text has all of them as stop tokens
-        problem = f"makes {len(end_tokens)} end tokens with the model's own, may make at most {MAX_STOP_TOKENS}"
+        problem = (
+            f"gives {len(end_tokens)} end tokens together with the model's own, must give at most {MAX_STOP_TOKENS}"
+        )
         violations.append(("stop_tokens", problem))
     sampling = _with_bans(sampling, message.sampling, model, violations)
     violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
@@ -115,7 +117,7 @@ def parse(
     violations += typicality_violations(message.rule, message.typicality)
 
     room = model.context - len(prompt)
-    most = max(1, room) + 1  # one more than fits: such a text ends with CONTEXT, not LENGTH
+    most = max(1, room) + 1  # one more than fits, so that such a text ends with CONTEXT, not LENGTH
     unasked = most if defaults.max_new_tokens is None else min(most, defaults.max_new_tokens)
     max_tokens = message.max_tokens if message.HasField("max_tokens") else unasked
     violations += _length_violations(message, max_tokens, room)
@@ -140,7 +142,7 @@ def parse(
         problem = f"is {rule.name}, must be COUPLED: the drafts here are not trusted (--trust-drafts)"
         raise InvalidRequestError([("rule", problem)])
     if message.prompt_digest and message.prompt_digest != digest(prompt):
-        raise PromptChangedError("prompt: gives other tokens here than those of the resumed text")
+        raise PromptChangedError("prompt: gives other tokens here than when the text began")
 
     sample = Sample(
         index=0,
@@ -290,7 +292,7 @@ def _prompt_sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -
 
 
 def _sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[tuple[str, str]]:
-    """Find other fields too long to be parsed. Cheap as well."""
+    """Find other fields too long to be parsed. Also cheap."""
     found: list[tuple[str, str] | None] = [
         too_many("generated_tokens", len(message.generated_tokens), model.context, "tokens"),
         too_many("stop", len(message.stop), MAX_STOP_STRINGS, "strings"),
@@ -313,7 +315,7 @@ def _speculation(
 ) -> SpeculationOptions:
     """Return how to speculate; faults are appended to `violations`."""
     wanted = message.speculation
-    rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown one is refused
+    rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown rule is refused
     wrong = speculation_limit_violations("speculation", wanted)
     wrong += drafter_violations("speculation.drafters", wanted.drafters)
     if wrong:
@@ -328,7 +330,7 @@ def _speculation(
         field = "off" if wanted.off else "drafters"
         violations.append((f"speculation.{field}", "leaves out REMOTE, which the CONTRASTIVE rule needs"))
     if rule is Rule.REJECTION and options.lookahead is not None and not wanted.drafters and not wanted.off:
-        options = replace(options, drafters=OWN_DRAFTERS)  # draws of a draft would exclude the window
+        options = replace(options, drafters=OWN_DRAFTERS)  # draws of a draft would exclude the lookahead window
     violations += window_violations("speculation", options, rule)
     return options
 
@@ -351,8 +353,8 @@ def _reasoning(
 def _grammar(
     message: generation_pb2.GenerateRequest, model: ServedModel, violations: list[tuple[str, str]]
 ) -> tuple[model_pb2.Grammar | None, UniqueItems | None]:
-    """Return the grammar of the text (of its answer, and of tool calls in its place), None if the text is
-    unconstrained; and the check that the finished answer needs, if any (never with tools)."""
+    """Return the grammar of the text, for its answer or the tool calls in place of an answer; None if the text is
+    unconstrained. Also return the check that the finished answer needs, if any (never with tools)."""
     answer = message.grammar if message.HasField("grammar") else None
     if message.json_schema:
         if answer is not None:
@@ -361,7 +363,7 @@ def _grammar(
     if violations:
         return None, None
     if answer is not None and answer.WhichOneof("kind") is None:
-        return answer, None  # the checks of grammars refuse it
+        return answer, None  # refused by `grammar_violations`
     check = None
     try:
         if answer is not None and answer.WhichOneof("kind") == "json_schema":
@@ -385,8 +387,8 @@ def grammar_field(message: generation_pb2.GenerateRequest) -> str:
 def _unshown_stops(
     message: generation_pb2.GenerateRequest, model: ServedModel, reasoning: Reasoning | None
 ) -> frozenset[int]:
-    """Return the tokens for stop strings equal to the text of a hidden token (a special token or a mark of reasoning).
-    They end the text like end tokens. If a string merely contains such a text, detokenisation searches for it
+    """Return the hidden tokens (special tokens or marks of reasoning) whose text equals a stop string. They end the
+    text like end tokens. Detokenisation searches for stop strings that merely contain the text of a hidden token
     (`StopStrings`)."""
     marks = () if reasoning is None else (reasoning.opening, reasoning.closing)
     found = {
@@ -395,7 +397,7 @@ def _unshown_stops(
         if (token := model.tokenizer.added_token(stop)) is not None
         and (token in marks or token == model.tokenizer.special_token(stop))
     }
-    return frozenset(token for token in found if token < model.vocabulary)  # others are never chosen
+    return frozenset(token for token in found if token < model.vocabulary)  # the model never chooses others
 
 
 def _check_stops(

@@ -29,7 +29,7 @@ class Sample:
     min_tokens: int
     end_tokens: frozenset[int]
     stop: tuple[str, ...]
-    top_logprobs: int | None  # number of top tokens with logprobs; None: no logprobs, not even the chosen token's
+    top_logprobs: int | None  # number of top tokens with logprobs; None: no logprobs, not even of the chosen token
     speculation: SpeculationOptions
     tenant: str
     rule: Rule
@@ -39,7 +39,7 @@ class Sample:
     priority: int = 0  # within the tenant: lower goes first
     revision: str = ""  # of the model at the start of the text; empty: any
     coalesce_commits: bool = False  # the client reads the text only when it is complete
-    rejected_candidates: bool = False  # return them
+    rejected_candidates: bool = False  # return rejected candidates
     grammar: model_pb2.Grammar | None = None  # of the text; None: any text
     shown_tokens: frozenset[int] = frozenset()  # special tokens that the text shows
     show_special: bool = False  # all special tokens are shown
@@ -53,7 +53,6 @@ class Sample:
 
     @property
     def cache_scope(self) -> bytes:
-        """The scope of the text in prefix caches."""
         return cache_scope(self.tenant, self.cache_salt)
 
     @property
@@ -113,7 +112,7 @@ class Request:
 
     @property
     def given_tokens(self) -> int:
-        """Tokens for a verifier to prefill before it chooses the first one."""
+        """Tokens for a verifier to prefill before it chooses the first new one."""
         return self.prompt_tokens + len(self.samples[0].generated)
 
 
@@ -123,7 +122,7 @@ def digest(tokens: Sequence[int]) -> str:
 
 
 def resolved(sample: Sample, model: str) -> generation_pb2.ResolvedRequest:
-    """Return the resolved request of a sample. `model` names its revision; empty if there is no other."""
+    """Return the resolved request of a sample. `model` names its revision; empty if the model has no other."""
     message = generation_pb2.ResolvedRequest(
         model=model,
         sampling=generation_pb2.SamplingParameters(**{name: getattr(sample.sampling, name) for name in NUMBERS}),

@@ -187,13 +187,13 @@ def _value(
 
 
 def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of an argument with the definitions of the whole schema: it may refer to them."""
+    """Return the schema of an argument, with the definitions of the whole schema that it may refer to."""
     return {key: root[key] for key in DEFINITIONS if key in root} | dict(schema)
 
 
 def _text(rule: str, pattern: str, style: TaggedCall, marker: str, marks: Marks) -> Iterator[str]:
     """Yield the rules for a string and its closing tag. The string must contain neither the closing tag nor a marker: a
-    parser would take them for the real ones."""
+    parser would take them for real ones."""
     ends = "|".join(_escaped(text) for text in (style.value[1], marker) if text not in marks.tokens)
     excluded = f" & ~/(.|\\n)*({ends})(.|\\n)*/" if ends else ""
     terminal = rule.upper()

@@ -1,4 +1,4 @@
-"""Recognises a model's tool format from its chat template, by the calls it writes for earlier turns."""
+"""Recognises a model's tool format from the calls that its chat template writes for earlier turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANSWERED: dict[str, Any] = {"role": "tool", "content": "an answer", "tool_call_i
 NOON = datetime(2000, 1, 1, 12, tzinfo=UTC)
 
 BY_TEXT = ((GRANITE, "<|tool_call|>"),)
-"""Formats of families whose templates describe calls to the model, but write none for earlier turns."""
+"""Formats of model families whose templates describe how to write calls, but write none for earlier turns."""
 
 
 def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
@@ -52,8 +52,8 @@ def _rendered(tokenizer: Tokenizer, turns: list[dict[str, Any]]) -> str:
 
 
 def _format_in(text: str, prompt: str) -> ToolFormat | None:
-    """Return the format of the call in a rendered conversation after `prompt`: preferably one whose writer matches to
-    the letter, else one whose reader parses it."""
+    """Return the format of the call in a rendered conversation after `prompt`: preferably the format whose writer
+    reproduces the call exactly, else a format whose reader parses it."""
     for tool_format in FORMATS.values():
         call = written(tool_format, [(NAME, ARGUMENTS)])
         if call in text if tool_format.marker else text.startswith(prompt + call):

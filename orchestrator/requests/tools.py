@@ -21,7 +21,7 @@ MAX_TOOLS = 128
 
 MAX_VALUES = 1 << 17
 """Maximum values, names and containers in the schemas of all tools, and in the arguments of all calls: json.loads needs
-10 ms for as many."""
+10 ms for this many."""
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -136,8 +136,8 @@ def turns_for_template(messages: Sequence[generation_pb2.ChatMessage]) -> list[d
 
 
 def arguments_of(call: generation_pb2.ToolCall) -> dict[str, Any] | None:
-    """Return the arguments of a call in the conversation, the existing part if they were cut short; None if they are
-    not a JSON object."""
+    """Return the arguments of a call in the conversation, or their existing part if they were cut short; None if they
+    are not a JSON object."""
     text = call.arguments or "{}"
     return found if (found := _object(text)) is not None else _cut_object(text)
 
@@ -159,11 +159,11 @@ def parameters_of(tool: generation_pb2.Tool) -> dict[str, Any]:
 
 
 def _values(texts: Sequence[str]) -> int:
-    """Return an upper bound of the values, names and containers in JSON texts."""
+    """Return an upper bound on the number of values, names and containers in JSON texts."""
     found = sum(text.count(sign) for text in texts for sign in _SIGNS)
     if found <= MAX_VALUES:
         return found
-    bare = (_STRING.sub("", text) for text in texts)  # most are in strings, such as source code
+    bare = (_STRING.sub("", text) for text in texts)  # most of these signs are in strings, such as source code
     return sum(text.count(sign) for text in bare for sign in _SIGNS)
 
 
@@ -189,8 +189,8 @@ def _object(text: str) -> dict[str, Any] | None:
 
 
 def _cut_object(text: str) -> dict[str, Any] | None:
-    """Parse a JSON object that was cut short, without the name, word or escape that is unfinished at its end; None if
-    the text is anything else."""
+    """Parse a JSON object that was cut short, dropping an unfinished name, word or escape at its end; None if the text
+    is anything else."""
     data = text.encode(errors="replace")
     try:
         jiter.from_json(data)
@@ -207,15 +207,15 @@ def _cut_object(text: str) -> dict[str, Any] | None:
 def tool_grammar(
     chat: generation_pb2.ChatPrompt, model: ServedModel, answer: model_pb2.Grammar | None = None
 ) -> model_pb2.Grammar | None:
-    """Return the grammar of a text that may or must hold calls of these tools; without calls it must match `answer`.
-    None if the text is unconstrained. GrammarError if this kind of answer cannot be combined with calls."""
+    """Return the grammar of a text that may or must hold calls of these tools; a text without calls must match
+    `answer`. None if the text is unconstrained. GrammarError if this kind of answer cannot be combined with calls."""
     wanted, must = model.tool_format, chat.tool_required or bool(chat.tool_name)
     if not chat.tools or wanted is None:
         return answer
     held = must or chat.single_tool_call or any(tool.strict for tool in chat.tools)
     if not held and answer is None:
         return None
-    # Without `held`, the grammar only tells calls from the answer: arguments may be any object.
+    # Without `held`, the grammar only distinguishes calls from the answer: arguments may be any object.
     tools = {
         tool.name: parameters_of(tool) if held else {"type": "object"}
         for tool in chat.tools
@@ -297,8 +297,8 @@ def _beside_text(wanted: ToolFormat, marks: Marks, single: bool) -> Iterator[str
 def _call_rules(
     tools: Mapping[str, Mapping[str, Any]], wanted: ToolFormat, marks: Marks, *, as_json: bool
 ) -> Iterator[str]:
-    """Yield the rules for one call. With `as_json` the whole call is a rule for JSON: the lexer could not tell fixed
-    characters from an answer in JSON."""
+    """Yield the rules for one call. With `as_json` the whole call is a rule for JSON: the lexer could not tell a call's
+    fixed characters from an answer in JSON."""
     yield "call: " + " | ".join(f"call_{number}" for number in range(len(tools)))
     for number, (name, schema) in enumerate(tools.items()):
         arguments = f"arguments_{number}"

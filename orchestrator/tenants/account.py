@@ -11,12 +11,12 @@ from specdec.serving.callers.token_bucket import TokenBucket
 from specdec.serving.errors import InvalidRequestError, TenantLimitError
 
 RETRY_SECONDS = 1.0
-"""Retry-after in seconds for a tenant with too many concurrent requests: their ends cannot be predicted."""
+"""Retry-after in seconds for a tenant with too many concurrent requests: it cannot be predicted when they end."""
 
 
 class Account:
-    """Counts a tenant's running texts, requests and tokens against its limits. With None: all callers together, without
-    limits."""
+    """Counts a tenant's running texts, requests and tokens against its limits. A `tenant` of None means all callers
+    together, without limits."""
 
     def __init__(self, tenant: Tenant | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.running = 0  # running texts: n samples count n times, since they cost as much as n requests
@@ -51,7 +51,7 @@ class Account:
                 problem = f"is {samples}, must be at most {most}, max_concurrent_requests of tenant {tenant.name!r}"
                 raise InvalidRequestError([("n", problem)])
             if most is not None and self.running + samples > most:
-                problem = f"max_concurrent_requests is {most}, {self.running} are under way, n is {samples}"
+                problem = f"max_concurrent_requests is {most}, {self.running} are running, n is {samples}"
                 raise TenantLimitError(tenant.name, problem, RETRY_SECONDS)
             for name, rate in self._rates.items():
                 if seconds := rate.seconds_until(1):
@@ -64,7 +64,7 @@ class Account:
             self.running -= samples
 
     def spend_tokens(self, tokens: int) -> None:
-        """Count tokens of a prompt or of a text, as they come."""
+        """Count tokens of a prompt or of a text, as they arrive."""
         self._spend("tokens_per_minute", tokens)
 
     def _spend(self, name: str, units: int) -> None:

@@ -37,7 +37,6 @@ class Accounts:
             self._take(self._watched.contents)
 
     async def start(self) -> None:
-        """Start watching the file for changes."""
         if self._watched is not None:
             self._reloading = Periodic(partial(self._reload, self._watched), RELOAD_SECONDS, "tenants_not_taken")
             self._reloading.start()

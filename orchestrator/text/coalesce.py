@@ -1,7 +1,7 @@
 """Coalesced responses: merges a sample's messages that follow each other faster than a client can use them.
 
 A drafted text is committed step by step, since its draft must receive every commit. Forwarding each commit to the
-client costs orchestrator and client half a millisecond, on the same cores as small models.
+client costs orchestrator and client half a millisecond, on cores that small models use too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from specdec.v2 import generation_pb2
 
 COALESCE_SECONDS = 0.02
 """Shortest interval in seconds between two messages of a sample. It must be shorter than the interval between two
-commits of an undrafted text: otherwise each of these would be held for the next one."""
+commits of an undrafted text: otherwise each of these commits would be held for the next one."""
 
 ADDED = ("text", "reasoning", "reasoning_tokens", "steps", "offered")
 """Fields of a response to be summed; lists are joined, and other fields are set in the first or last response only."""
@@ -23,9 +23,9 @@ Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 
 async def coalesced(responses: Responses, seconds: float = COALESCE_SECONDS) -> Responses:
-    """Yield the responses of one sample, coalesced. The first and the last are sent at once; any other that comes too
-    early is sent with the next one, or before an error. There is no timer: when a text stalls, the tokens of its last
-    hundredths of a second are held too."""
+    """Yield the responses of one sample, coalesced. The first and the last are sent immediately; any other that arrives
+    too early is sent with the next one, or before an error. There is no timer: when a text stalls, tokens from the last
+    hundredths of a second stay held."""
     pending: generation_pb2.GenerateResponse | None = None
     told = -seconds
     async with aclosing(responses):

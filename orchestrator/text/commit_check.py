@@ -1,8 +1,8 @@
 """Checks a verifier's commit against the request.
 
-No message shows whether the verifier's choice of tokens is right; the checksum shows only that it arrived as sent.
-Everything else about a commit follows from the request and the text so far. A mismatch means that the pod is broken or
-the message corrupted: the session is lost, as if its stream had ended.
+No message shows whether the verifier's choice of tokens is right; the checksum shows only that the tokens arrived as
+sent. Everything else about a commit follows from the request and the text so far. A mismatch means that the pod is
+broken or the message corrupted: the session is lost, as if its stream had ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_SCORES_A_MESSAGE = 64
 """Tokens of the prompt with log-probabilities in one message, as the contract says."""
 
 MAX_CANDIDATES_A_STEP = 1024
-"""Candidates of one session in one step: four times the limit of any of our steps for all sessions together."""
+"""Maximum candidates of one session in one step: four times the limit of our own steps for all sessions together."""
 
 ROUNDING = 1e-3
 """Amount by which the logarithm of a probability may exceed 0: float32 sums over a vocabulary have smaller errors."""
@@ -35,13 +35,13 @@ MAX_QUEUED_US = 1 << 50
 fields of a response."""
 
 MAX_FED_BYTES = 64 << 20
-"""Maximum bytes of features between two commits: a verifier keeps an eighth of that, and sends it once to a draft."""
+"""Maximum bytes of features between two commits: a verifier keeps an eighth of that, and sends it to a draft once."""
 
 LEAST_FEATURE_BYTES = 1 << 10
-"""Bytes that a message of features counts for at least."""
+"""Minimum bytes that a message of features counts for."""
 
 MAX_QUERIES = 8
-"""Maximum queries to a draft about one text: far more than an engine needs, even one with bits that vary from step to
+"""Maximum queries to a draft about one text: far more than an engine needs, even one whose bits vary from step to
 step."""
 
 
@@ -51,7 +51,7 @@ class CommitCheck:
     def __init__(
         self, sample: Sample, model: ServedModel, context_tokens: int, keepers: Collection[object] = ()
     ) -> None:
-        """`keepers`: drafts that keep the text, so far."""
+        """`keepers`: drafts that keep the text, as known so far."""
         self._sample = sample
         self._model = model
         self._keepers = keepers
@@ -66,7 +66,7 @@ class CommitCheck:
             return f"its base is {query.base}, the text has {base} tokens"
         self._queries = Counter({base: self._queries[base] + 1})
         if self._queries[base] > MAX_QUERIES:
-            return f"it is number {self._queries[base]} about one text, at most {MAX_QUERIES} are allowed"
+            return f"it is query {self._queries[base]} about one text, at most {MAX_QUERIES} are allowed"
         try:
             query_from(query, self._model.vocabulary)
         except ValueError as error:
@@ -113,7 +113,8 @@ class CommitCheck:
         return next((problem for check in checks if (problem := check(commit, generated))), "")
 
     def _wrong_tokens(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """Check that there are tokens, directly after the text, within its limit and in the vocabulary."""
+        """Check that there are tokens, that they directly follow the text within its limit, and that they are in the
+        vocabulary."""
         base, tokens = len(self._sample.prompt) + generated, commit.committed.tokens
         if commit.committed.base != base:
             return f"its base is {commit.committed.base}, the text has {base} tokens"
@@ -126,8 +127,8 @@ class CommitCheck:
         return ""
 
     def _wrong_counts(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """Check steps, sources and candidates: every step ends with a token of the target's own, or with the end of the
-        text."""
+        """Check steps, sources and candidates: every step ends with one of the target's own tokens, or with the end of
+        the text."""
         tokens, sources = len(commit.committed.tokens), commit.sources
         if len(sources) != tokens or not SOURCES.issuperset(sources):
             return f"it has sources {list(sources[:8])} for {tokens} tokens"
@@ -184,8 +185,8 @@ class CommitCheck:
         return ""
 
     def _wrong_rejected(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """Check that there are rejected candidates only if requested, no more than were verified, in the vocabulary
-        and near the committed tokens."""
+        """Check that rejected candidates come only if requested, are at most the offered less the accepted ones, and
+        are in the vocabulary and near the committed tokens."""
         rejected, most = commit.rejected, commit.offered - commit.accepted if self._sample.rejected_candidates else 0
         if len(rejected) > most:
             return f"it has {len(rejected)} rejected candidates, at most {most} were rejected"

@@ -30,7 +30,6 @@ def operation(request: generation_pb2.GenerateRequest) -> str:
 
 
 def record_parsed(timeline: Timeline, request: Request) -> None:
-    """Record the parameters of a parsed request."""
     sample = request.samples[0]  # samples differ only in their seeds
     timeline.set(
         max_tokens=sample.max_tokens,
@@ -46,13 +45,13 @@ class SampleTimeline:
     """The part of one sample in the timeline of its request."""
 
     def __init__(self, timeline: Timeline, sample: Sample | None = None) -> None:
-        """`sample`: named in events, if the request has several."""
+        """`sample`: the sample to name in events, if the request has several."""
         self._timeline = timeline
         self._which: dict[str, Value] = {} if sample is None else {"sample": sample.index}
 
     @property
     def began(self) -> float:
-        """When the request came: time.monotonic."""
+        """When the request arrived: time.monotonic."""
         return self._timeline.began
 
     def event(self, name: str, **attributes: Value) -> None:
@@ -64,7 +63,6 @@ class SampleTimeline:
         self._timeline.attributes.setdefault("time_to_first_token", time.monotonic() - self._timeline.began)
 
     def failover(self, reason: str, pod: str) -> None:
-        """Record a failover event at a pod."""
         self.event("failover", reason=reason, pod=pod)
         self._timeline.add(**{f"failovers.{reason}": 1})
 
@@ -74,7 +72,6 @@ class SampleTimeline:
         self._timeline.add(**{f"drafting.{reason}": 1})
 
     def finish(self, finish: generation_pb2.Finish) -> None:
-        """Record that the text is complete."""
         reason, speculation = finish_name(finish.reason), finish.speculation
         self.event("finish", reason=reason)
         self._list("finish_reasons").append(reason)

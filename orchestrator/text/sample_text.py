@@ -1,8 +1,8 @@
-"""The text of one sample, made of tokens as they come: its reasoning, if it has any, then its answer.
+"""The text of one sample, made of tokens as they arrive: its reasoning, if it has any, then its answer.
 
-The text is in whole characters and ends at the first stop string; a possible beginning of one is held back. The text
-depends on the token sequence only, not on its split into commits: a resumed request replays its generated tokens here,
-and continues exactly where the text broke off.
+The text is in whole characters and ends at the first stop string; a possible beginning of a stop string is held back.
+The text depends on the token sequence only, not on its split into commits: a resumed request replays its generated
+tokens here, and continues exactly where the text broke off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from orchestrator.requests.sample import Sample
 from specdec.text.tokenizer import Tokenizer
 
 CONTEXT = 8
-"""Earlier tokens decoded with new ones: a token may spell something else at the beginning of a text."""
+"""Earlier tokens decoded with new ones: a token may spell something different at the beginning of a text."""
 
 SEARCHED = 4096
 """Tokens at the end of a prompt that are searched for this context. Special tokens and single bytes of characters do
@@ -23,7 +23,7 @@ not count towards its length."""
 
 
 class Detokenizer:
-    """An incremental decoder: joined, its pieces equal the library's decoding of all tokens at once, and no piece
+    """An incremental decoder: joined, its pieces equal the library's decoding of all tokens together, and no piece
     changes later. Tokens are held back until they make whole characters (`Characters`); special tokens are skipped."""
 
     def __init__(
@@ -236,21 +236,21 @@ def _overlap(text: str, stop: str) -> int:
 
 
 MAX_SPACE_BEFORE_MARK = 8
-"""Tokens of white space after which no reasoning can begin. Models write one or two line breaks at most, and the client
-does not get them before the next token."""
+"""Maximum tokens of white space before the mark that opens reasoning. Models write one or two line breaks at most. The
+client gets them only with the next token."""
 
 
 class SampleText:
-    """Detokenises one sample. Marks of reasoning are not shown; stop strings are searched for only in the answer.
-    White space around the opening mark and after the closing one is dropped. With a grammar the answer keeps its white
-    space, and there is reasoning only if the mark is the first token: the grammar holds for all other texts."""
+    """Detokenises one sample. Marks of reasoning are not shown; stop strings are searched for only in the answer. White
+    space around the opening mark and after the closing one is dropped. With a grammar the answer keeps its white space,
+    and there is reasoning only if the mark is the first token: the grammar applies to all other texts."""
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer) -> None:
         self._sample = sample
         self._tokenizer = tokenizer
         reasoning = sample.reasoning
         self._opening = None if reasoning is None or reasoning.begun else reasoning.opening  # if only space precedes it
-        self._closing = reasoning.closing if reasoning is not None and reasoning.begun else None  # in reasoning only
+        self._closing = reasoning.closing if reasoning is not None and reasoning.begun else None  # only in reasoning
         self._stream = self._answer(sample.prompt) if self._closing is None else self._thought(sample.prompt)
         self._ending = {
             token: stop
@@ -277,7 +277,6 @@ class SampleText:
         return None
 
     def push(self, token: int) -> Spelt:
-        """Take a token; return the text it completes."""
         if token == self._opening:
             self._open()
             return Spelt("")
@@ -311,7 +310,7 @@ class SampleText:
         self.reasoning_tokens += 1
 
     def _thought(self, prompt: Sequence[int]) -> TextStream:
-        """Return the stream of a reasoning."""
+        """Return the stream of the reasoning."""
         return TextStream(self._tokenizer, prompt, (), special=self._sample.show_special, drops_space=True)
 
     def _answer(self, prompt: Sequence[int], *, mark: int | None = None) -> TextStream:

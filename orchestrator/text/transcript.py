@@ -22,8 +22,8 @@ SOON_SPELT = 512
 
 
 ADDED = ("steps", "offered", "accepted", "queued_us")
-"""Fields summed when two commits are joined; lists are joined, and other fields are the later commit's,
-unless that is 0."""
+"""Fields summed when two commits are joined; lists are joined, and other fields are the later commit's, unless that
+value is 0."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class SampleTranscript:
         self._piece = model.tokenizer.piece
         self._prompt_tokens = 0  # leading tokens of the prompt in responses, if requested
         self._found: int | None = None  # cached tokens of the prompt at the first verifier
-        self._undecided: verifier_pb2.Commit | None = None  # has had no response yet
+        self._undecided: verifier_pb2.Commit | None = None  # a commit without a response so far
         self._completion_tokens = len(sample.generated)
         self._answer: list[str] = []  # pieces, if it is checked when finished
         self.finish_reason: model_pb2.FinishReason.ValueType = model_pb2.FINISH_REASON_UNSPECIFIED
@@ -70,7 +70,6 @@ class SampleTranscript:
 
     @property
     def usage(self) -> generation_pb2.Usage:
-        """The token counts so far."""
         return generation_pb2.Usage(
             prompt_tokens=len(self._sample.prompt),
             completion_tokens=self._completion_tokens,
@@ -120,12 +119,12 @@ class SampleTranscript:
 
     @property
     def _elapsed_us(self) -> int:
-        """Microseconds since the request arrived."""
         return int(1e6 * (time.monotonic() - self._arrived))
 
     def take(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse | None:
         """Add a commit to the text, cut at a stop string, and return its response; the last one has `finish`. Return
-        None if only the next token decides between reasoning and answer: these tokens come with the next response."""
+        None if only the next token decides between reasoning and answer: its tokens then come with the next
+        response."""
         commit = self._with_undecided(commit)
         tokens = list(commit.committed.tokens)
         reason = commit.finish_reason
@@ -181,7 +180,7 @@ class SampleTranscript:
         return response
 
     def _with_undecided(self, commit: verifier_pb2.Commit) -> verifier_pb2.Commit:
-        """Return a commit joined with the previous one, if that has had no response."""
+        """Return a commit, joined with the previous one if that has had no response."""
         held, self._undecided = self._undecided, None
         if held is None:
             return commit
@@ -225,12 +224,12 @@ class SampleTranscript:
             del commit.decisions.without[NO_DRAFTER]
             commit.decisions.without[self._why_no_drafter] += count
         add_decisions(statistics.decisions, commit.decisions)
-        if self._found is None:  # after a failover, `cached_tokens` counts the resumption's
+        if self._found is None:  # after a failover, `cached_tokens` is the resumed text's count
             self._found = commit.cached_tokens
 
     @property
     def _why_no_drafter(self) -> str:
-        """Why the policy names no drafter, or none that the verifier may use."""
+        """Why the policy names no drafter, or only drafters that the verifier may not use."""
         speculation = self._sample.speculation
         if not speculation.drafters:
             return OFF

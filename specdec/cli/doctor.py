@@ -1,4 +1,4 @@
-"""`specdec doctor`: the parts of this machine, missing parts, and whether the given models can be served."""
+"""`specdec doctor`: present and missing parts of this machine, and whether the given models can be served."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def doctor(
         print(json.dumps(report.as_json(), indent=2))
     else:
         for line in lines(report):
-            print(line, flush=True)  # show each line at once, since the next may load torch
+            print(line, flush=True)  # show each line immediately, since the next may load torch
     if report.problem:
         fail(report.problem)

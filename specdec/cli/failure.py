@@ -58,7 +58,7 @@ Arguments = ParamSpec("Arguments")
 
 
 def program() -> str:
-    """Return the command that runs this program again, for hints: its name if it was started by name."""
+    """Return the command that runs this program, for hints: its name if it was started by name."""
     return "specdec" if Path(sys.argv[0]).name == "specdec" else "python -m specdec.cli"
 
 
@@ -84,7 +84,7 @@ def say(line: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Make the end of a piped stdin, which a parent holds open, end this process as SIGTERM does."""
+    """End this process by SIGTERM when its stdin, a pipe that the parent holds open, is closed."""
 
     def wait() -> None:
         while os.read(0, 1024):  # not by sys.stdin, whose lock would be held when the interpreter ends

@@ -17,7 +17,7 @@ from specdec.v2 import learning_pb2, learning_pb2_grpc
 from specdec.wire.address import parse_addresses
 
 NOT_REMEMBERED = "NOT_REMEMBERED"
-"""Error reason: the draft has forgotten the tenant, but could not record it for the next start."""
+"""Error reason: the draft has forgotten the tenant, but could not record this for the next start."""
 
 
 def forget(

@@ -1,6 +1,6 @@
-"""Many prompts at once, limited by the concurrency and the servers' capacity. Results are printed in the order of the
-prompts. A results file receives each when it completes, so that an interruption loses none; the file is sorted at the
-end."""
+"""Many concurrent prompts, limited by --concurrency and the servers' capacity. Results are printed in the order of the
+prompts. A results file receives each result when it is complete, so that an interruption loses none, and is sorted at
+the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from specdec.client import AsyncClient, Overloaded, SpecdecError
 from specdec.exit_status import ExitStatus
 
 WAITING = 4
-"""Maximum results that wait for an earlier one, per concurrent prompt, since they take memory."""
+"""Maximum results held back for an earlier one, per concurrent prompt, since they take memory."""
 
 OVERLOADED_SECONDS = 600.0
 """Seconds during which a prompt is retried while the servers are full, unless its timeout is shorter."""

@@ -35,7 +35,7 @@ SET_BY_UP = frozenset(
 """Names of options that `specdec up` sets itself: which service serves what, and where."""
 
 ALSO_BARE = frozenset({"chat_template", "served_model_name", "speculation"})
-"""Names of options that are also accepted without their service's prefix, and listed so in the help."""
+"""Names of options that are also accepted without their service's prefix, and appear in the help."""
 
 Values = dict[str, Any]
 """Values of the options given for a service, by parameter name."""

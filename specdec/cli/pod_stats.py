@@ -1,6 +1,6 @@
 """The statistics of a pod of any of the three services.
 
-Each service implements its own `GetStats`, and answers UNIMPLEMENTED to that of another service.
+Each service implements only its own `GetStats`, and answers UNIMPLEMENTED to the other services'.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Prompt:
 
     line: int
     text: str | None
-    options: Mapping[str, Any]  # including the command's; `tokens` and `messages` are among them
+    options: Mapping[str, Any]  # the line's and the command's, including `tokens` and `messages`
 
     @property
     def digest(self) -> str:

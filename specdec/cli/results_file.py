@@ -16,7 +16,7 @@ class ResultsFileError(ValueError):
 
 
 class ResultsFile:
-    """Results by the line of their prompt. Whenever the process dies, all lines but the last are complete."""
+    """Results by the line of their prompt. If the process dies, at most the last line is incomplete."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         """Create the file, or index the existing one of an interrupted run."""
@@ -78,8 +78,8 @@ class ResultsFile:
         self._places[prompt.line] = (place, len(line))
 
     def close(self) -> None:
-        """Sort the results by prompt and close the file. After a failed write, the file is left unsorted: all lines but
-        the last are complete."""
+        """Sort the results by prompt and close the file. After a failed write, the file is left unsorted, with at most
+        the last line incomplete."""
         offsets = [self._places[line] for line in sorted(self._places)]
         try:
             if offsets != sorted(offsets):

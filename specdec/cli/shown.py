@@ -36,8 +36,7 @@ _CONTROLS = {
 
 
 def without_controls(text: str) -> str:
-    """Return a text with control characters replaced, except line ends and tabs. Carriage returns before line ends are
-    removed."""
+    """Return a text with control characters replaced, except line ends and tabs. Carriage returns are removed."""
     return text.translate(_CONTROLS)
 
 
@@ -47,7 +46,7 @@ def for_stdout(text: str) -> str:
 
 
 def styled(text: str, style: str, console: Console) -> str:
-    """Return a styled text for a console's terminal. Rich would expand tabs without knowing their column."""
+    """Return a styled text for a console's terminal. Rich's printing would expand tabs without knowing their column."""
     text = without_controls(text)
     if console.color_system is None or console.no_color:
         return text

@@ -35,7 +35,7 @@ def stats(
             metavar="ADDRESS",
             help="Address of an orchestrator, verifier or draft service: HOST:PORT, or a gRPC target.",
         ),
-    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # the parser takes it as it takes others
+    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # parsed like a given value
     watch: Annotated[
         float | None, duration("Refresh interval in seconds, until Ctrl-C. Default: print once.", min=0.1)
     ] = None,
@@ -66,7 +66,7 @@ def stats(
                 line, status = _told(error, at.target, timeout)
                 if not show.begun:
                     fail(line, status)
-                show.problem(f"specdec: {line}")  # it may return: keep watching
+                show.problem(f"specdec: {line}")  # the service may return: keep watching
             else:
                 show(seen)
             if watch is None:

@@ -44,7 +44,7 @@ def grid(address: str, seen: PodStats, before: PodStats | None) -> Table:
 
 
 def subjects(seen: PodStats, before: PodStats | None) -> Iterator[Line]:
-    """Yield a snapshot by subject."""
+    """Yield (name, text) for each subject of a snapshot."""
     stats = seen.stats
     # Only compare snapshots of the same process: after a restart, counters start from 0.
     earlier = before.stats if before and before.stats.pod.process_id == stats.pod.process_id else None
@@ -248,7 +248,7 @@ def _pod(pod: PodView) -> str:
 
 
 class _Counts(NamedTuple):
-    """The counters whose growth a watch shows."""
+    """The counters whose growth --watch shows."""
 
     tokens: int
     steps: int

@@ -73,4 +73,4 @@ def tokenize(
     else:
         for token, piece in zip(found.ids, found.pieces, strict=True):
             print(f"{token:>7}  {piece.text!r}")
-        print(f"{found.count} tokens of {found.context_tokens} that the context holds", file=sys.stderr)
+        print(f"{found.count} tokens; the context holds {found.context_tokens}", file=sys.stderr)

@@ -36,7 +36,7 @@ def trace(
             metavar="ADDRESS",
             help="Address of the orchestrator, which also queries its pods, or of a pod, for its own part.",
         ),
-    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # the parser takes it as it takes others
+    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # parsed like a given value
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeout: Annotated[float, duration("Timeout in seconds.", min=0.001)] = 5.0,
     tls: Tls = False,

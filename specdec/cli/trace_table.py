@@ -12,7 +12,7 @@ from specdec.cli.stats_table import printable
 from specdec.v2.trace_pb2 import GetTraceResponse, Timeline
 
 SPECULATION = "speculation"
-"""Attribute with a sentence for each sample, which gets its own line."""
+"""Attribute with one sentence per sample; each sentence is printed on its own line."""
 
 
 class TraceTable:

@@ -46,8 +46,8 @@ TRAFFIC_SECONDS = 120.0
 """Timeout of reading the texts of one draft service."""
 
 NICENESS = 19
-"""Lowest priority of Linux: on a core that both want, a process that is not niced gets some 70 times the processor
-time."""
+"""Lowest priority on Linux: if a niced and an un-niced process compete for a core, the latter gets about 70 times the
+CPU time."""
 
 
 def train_draft(
@@ -56,8 +56,8 @@ def train_draft(
         Path,
         typer.Argument(
             metavar="DRAFT",
-            help="Directory of the draft to begin with, or its GGUF file. It stays as it is. With --untrained its "
-            "config.json is enough.",
+            help="Directory of the draft to start from, or its GGUF file; it is not modified. With --untrained, its "
+            "config.json suffices.",
         ),
     ],
     out: Out,
@@ -71,7 +71,7 @@ def train_draft(
         ),
     ] = None,
     replay_share: Annotated[
-        float | None, number("Part of the windows that are of --replay. Default: 0.25.", min=0.01, max=0.99)
+        float | None, number("Share of windows taken from --replay. Default: 0.25.", min=0.01, max=0.99)
     ] = None,
     traffic: Annotated[
         str | None,
@@ -87,9 +87,9 @@ def train_draft(
         bool,
         typer.Option(
             "--served-labels",
-            help="Learn from what --traffic has alone: the tokens that the target chose, and its log-probabilities "
-            "where it overruled the draft. No step computes the target, which measures the draft as ever. Goes with "
-            "neither --text, --own-tokens nor --replay, and with --loss forward.",
+            help="Train only on the labels of --traffic: the tokens that the target chose, and its log-probabilities "
+            "where it overruled the draft. No step computes the target; it only measures the draft. Cannot be "
+            "combined with --text, --own-tokens or --replay; needs --loss forward.",
         ),
     ] = False,
     tls: Tls = False,
@@ -99,19 +99,19 @@ def train_draft(
     tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
     untrained: Annotated[
-        bool, typer.Option("--untrained", help="Begin with random weights: DRAFT gives the configuration alone.")
+        bool, typer.Option("--untrained", help="Begin with random weights: only DRAFT's configuration is used.")
     ] = False,
     loss: Annotated[
         Literal["forward", "reverse", "jsd", "tv"],
         typer.Option(
-            help="What is made small: forward KL, reverse KL, the Jensen-Shannon divergence, or total variation of the "
+            help="Loss to minimise: forward KL, reverse KL, the Jensen-Shannon divergence, or total variation of the "
             "two distributions."
         ),
     ] = "forward",
     overruled: Annotated[
         float,
         number(
-            "Extra weight of places where the target's likeliest token is not the draft's: they count 1 + this.",
+            "Extra weight of positions where the target's likeliest token is not the draft's: weight 1 + this.",
             min=0.0,
             max=1000.0,
         ),
@@ -133,15 +133,17 @@ def train_draft(
     ] = None,
     niced: Annotated[
         bool,
-        typer.Option("--niced", help="Run at the lowest priority, for services on the same cores to keep their speed."),
+        typer.Option(
+            "--niced", help="Run at the lowest priority, so that services on the same cores keep their speed."
+        ),
     ] = False,
     minutes: Minutes = None,
     resume: Resume = False,
 ) -> None:
-    """Distil a draft from its target, whose weights stay as they are. Ctrl-C keeps what was learned."""
+    """Distil a draft from its target, whose weights do not change. Ctrl-C saves the progress."""
     check_begin(text, resume=resume, traffic=traffic is not None)
     if traffic is not None and resume:
-        fail("--resume: does not go with --traffic, which stays in memory", ExitStatus.USAGE)
+        fail("--resume: cannot be combined with --traffic, which stays in memory", ExitStatus.USAGE)
     if served_labels:
         _check_served_labels(traffic, loss, {"--text": text, "--own-tokens": own_tokens, "--replay": replay})
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
@@ -209,7 +211,7 @@ def train_draft(
     for kind, found in after.items():
         say(f"{kind}: acceptance {training.before[kind]} -> {found}")
     if after[NEW].coupled <= training.before[NEW].coupled:
-        say("the draft is not better than before on held-out text: keep the one before")
+        say("the draft is not better than before on held-out text: keep the previous one")
     print(out)
 
 
@@ -218,10 +220,10 @@ def _check_served_labels(traffic: str | None, loss: str, others: Mapping[str, ob
     if traffic is None:
         fail("--served-labels: needs --traffic", ExitStatus.USAGE)
     if loss != "forward":
-        fail(f"--served-labels: does not go with --loss {loss}, but with forward", ExitStatus.USAGE)
+        fail(f"--served-labels: needs --loss forward, not {loss}", ExitStatus.USAGE)
     for option, given in others.items():
         if given:
-            fail(f"--served-labels: does not go with {option}, which has no labels", ExitStatus.USAGE)
+            fail(f"--served-labels: cannot be combined with {option}, which has no labels", ExitStatus.USAGE)
 
 
 def _read(addresses: str, allowed: Access) -> TrainingTraffic:

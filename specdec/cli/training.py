@@ -22,16 +22,18 @@ LOOK_SECONDS = 60.0
 """Minimum seconds between two evaluations of the training."""
 
 SHARE = 0.05
-"""Maximum share of the time for saving, and for evaluating."""
+"""Maximum share of the time for each of saving and evaluating."""
 
 Target = Annotated[
     Path, typer.Argument(metavar="TARGET", help="Directory of the target in Hugging Face's layout, or its GGUF file.")
 ]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; `--resume` goes on with what is there.")]
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT", help="Directory to write; `--resume` continues the training there.")
+]
 Text = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Text to train on, such as the target meets when it serves: a file, or a .jsonl file of objects with "
+        help="Text to train on, similar to the text that the target serves: a file, or a .jsonl file of objects with "
         "`text` or `messages`. May be given several times. With --resume it may be left out: OUT keeps it."
     ),
 ]
@@ -49,13 +51,13 @@ Rows = Annotated[int, typer.Option(min=1, max=4096, help="Windows of text in a s
 Length = Annotated[int, typer.Option(min=64, max=32_768, help="Tokens of a window.")]
 Device = Annotated[str, typer.Option(help="Device of the training: cpu, cuda, or cuda:N.")]
 Minutes = Annotated[
-    float | None, number("Stop after this many minutes; `--resume` goes on. Default: no limit.", min=0.1, max=1e5)
+    float | None, number("Stop after this many minutes; `--resume` continues. Default: no limit.", min=0.1, max=1e5)
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the unfinished training in OUT.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the unfinished training in OUT.")]
 
 
 class ResumableWork(Protocol):
-    """Work in units that can be saved after each, and resumed."""
+    """Work in units; it can be saved after each unit, and resumed."""
 
     @property
     def unit(self) -> str: ...
@@ -80,8 +82,8 @@ class ResumableWork(Protocol):
 
 
 class Stops:
-    """Records Ctrl-C and SIGTERM instead of ending the process, so that a step is completed, since half a step could
-    not be resumed. A second signal of the same kind ends the process at once and loses unsaved work."""
+    """Records Ctrl-C and SIGTERM, so that the process completes its step before it ends: half a step could not be
+    resumed. A second signal of the same kind ends the process immediately and loses unsaved work."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -171,5 +173,7 @@ def work_on(
             save()
     work.save(out)
     if not work.over:
-        goes_on = "the same command with --resume goes on" if resumable else "a training with --traffic does not go on"
-        say(f"stopped at {work.unit} {work.done} of {work.total}; {goes_on}")
+        next_step = (
+            "the same command with --resume continues" if resumable else "a training with --traffic cannot be resumed"
+        )
+        say(f"stopped at {work.unit} {work.done} of {work.total}; {next_step}")

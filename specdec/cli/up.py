@@ -53,7 +53,7 @@ def _pod(role: str, address: str, process: int) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any], *, https: bool = False) -> Iterator[str]:
-    """Yield a description as lines: one per service, then how to send requests, with `https` or without encryption."""
+    """Yield a description as lines: one per service, then how to send requests. `https`: the HTTP API uses TLS."""
     for role, pod in found["pods"].items():
         parts = [f"{pod['memory_bytes'] / 1e9:.2f} GB of memory now"]
         if "model" in pod:
@@ -66,18 +66,18 @@ def lines(found: Mapping[str, Any], *, https: bool = False) -> Iterator[str]:
     asked = "" if found["address"] == usual else f" --address {found['address']}"
     yield f'Try it: {program()} generate "def main("{asked}'
     if openai := found["services"].get("openai"):
-        # With tenants, only the holder of a key is told of models.
+        # With tenants, the orchestrator lists its models only to holders of a key.
         models = found["pods"]["orchestrator"].get("models", [])
         known = f" OPENAI_API_KEY=none (model {models[0]})" if models else ""
         yield f"With any OpenAI client: OPENAI_BASE_URL=http{'s' * https}://{openai}/v1{known}"
     at = "" if found["address"] == usual else f" {found['address']}"
-    yield f"Who proposes tokens, and why or why not: {program()} stats{at}"
+    yield f"Which drafters propose tokens, and why: {program()} stats{at}"
     yield "Ctrl-C stops all services."
 
 
 def _memory(process: int) -> int:
-    """Return the private resident bytes of a process, as the memory table counts them: pages of mapped files, such as
-    libraries and weights, are page cache. 0 if the process has ended."""
+    """Return the private resident bytes of a process; 0 if it has ended. Like the memory table, this excludes pages of
+    mapped files, such as libraries and weights, which are page cache."""
     with contextlib.suppress(OSError):
         told = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
         return 1024 * int(told.get("RssAnon", told["VmRSS"]).split()[0])  # some sandboxes report only the sum
@@ -176,7 +176,7 @@ def up(
     of_openai: Values = {"host": host} | passed["openai"]
     draining = (of_verifier, of_draft, of_orchestrator, of_openai)
     drain = max(float(values.get("drain_seconds", DRAIN_SECONDS)) for values in draining)
-    for values in draining:  # a text ends with its first service, so all get the same drain time
+    for values in draining:  # a text ends when the first service stops, so all get the same drain time
         values.setdefault("drain_seconds", drain)
     try:
         # 1. Validate early, before any service loads its model.
@@ -195,7 +195,9 @@ def up(
         runs_heads = "heads" in of_draft  # a draft service with heads: its model is the target, which feeds it
         others = {"--draft": draft, "--local-draft": local_draft, "--verifier-heads": of_verifier.get("heads")}
         if runs_heads and (given_too := [option for option, value in others.items() if value is not None]):
-            fail(f"{given_too[0]}: is given together with --draft-heads, which proposes in its place", ExitStatus.USAGE)
+            fail(
+                f"{given_too[0]}: cannot be combined with --draft-heads, which proposes in its place", ExitStatus.USAGE
+            )
         if runs_heads:
             models = models._replace(draft=models.target)
             of_draft.setdefault("engine", "torch")
@@ -232,7 +234,7 @@ def up(
 
         of_the_draft = "target" if runs_heads else "draft"
 
-        # 2. Start the services, and restart dead ones. Until here a signal ends this process at once.
+        # 2. Start the services, and restart dead ones. Until here a signal ends this process immediately.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda n, _: stop.append(n))
         with Stack.start(
@@ -259,7 +261,7 @@ def up(
                 time.sleep(0.2)
                 upkeep.look()
             least = min(float(values["drain_seconds"]) for values in (of_verifier, of_orchestrator))
-            say(f"stopping: running requests have {least:g} s to finish; Ctrl-C again stops at once")
+            say(f"stopping: running requests have {least:g} s to finish; Ctrl-C again stops immediately")
     except (LocalError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
         if stop:
             raise SystemExit(ExitStatus.INTERRUPTED) from None

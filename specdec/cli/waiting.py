@@ -83,7 +83,7 @@ class WaitReporter:
 
 
 def waited_for(targets: list[str], access: Access = OPEN) -> str:
-    """Return, as a line for a person, the reason why a request to these servers waits, from their health checks."""
+    """Return a line for a person: why a request to these servers waits, according to their health checks."""
     channels = [access.channel(target) for target in targets]
     asked = health_pb2.HealthCheckRequest(service=VERIFIER)
     calls = [health_pb2_grpc.HealthStub(channel).Check.future(asked, timeout=LOOK_SECONDS) for channel in channels]

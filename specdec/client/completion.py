@@ -62,9 +62,9 @@ class SpeculationLimits:
 
 @dataclass(frozen=True)
 class SpeculationDecisions:
-    """The decisions on the number of candidates per step of a completion. All are empty if the server reports none."""
+    """The decisions on the number of candidates per step of a completion. Empty if the server reports none."""
 
-    mode: str  # adaptive speculation's in most steps: "off", "ngram", "local_draft", "heads", ..., or "forced"
+    mode: str  # adaptive speculation's mode in most steps: "off", "ngram", "local_draft", "heads", ..., or "forced"
     why: str  # a readable line: modes, steps with candidates, and why others had none, with figures
     modes: dict[str, int]  # steps by mode
     without: dict[str, int]  # steps without candidates by reason: "row_cost", "plain_faster", "nothing_proposed", ...
@@ -76,7 +76,7 @@ class SpeculationDecisions:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Statistics of speculation for one completion. Of an interrupted part, only the received chunks count."""
+    """Statistics of speculation for one completion. For an interrupted part, only the received chunks count."""
 
     steps: int  # target steps that committed tokens
     offered: int  # candidates verified
@@ -102,7 +102,7 @@ class SchemaCheck:
 
     ok: bool | None  # whether the text is valid; None: no complete JSON value, or too large to check
     path: str  # JSON pointer to the invalid part of the value
-    keyword: str  # that it violates
+    keyword: str  # keyword of the schema that this part violates
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Chunk:
     """A piece of a stream. The last chunk of each sample has `finish`."""
 
     index: int  # which of the n samples
-    text: str  # of a chat, without the reasoning; empty while a character is incomplete
+    text: str  # without a chat's reasoning; empty while a character is incomplete
     tokens: list[int]
     token_texts: list[str]  # the part of `reasoning`, then of `text`, completed by each token
     # "remote_draft", "local_model", "heads", "ngram", "lookahead", "grammar", "correction", "bonus", "plain"
@@ -164,7 +164,7 @@ class Chunk:
     seed: int | None  # of the request; in the first chunk
     model_fingerprint: str  # of the generating model; empty after the first chunk
     resolved: Resolved | None  # the request with defaults resolved; in the first chunk of each sample
-    rejected: tuple[Rejected, ...] = ()  # candidates, if requested; those of one step in preorder
+    rejected: tuple[Rejected, ...] = ()  # if requested; the candidates of one step are in preorder
     reasoning: str = ""  # of a chat
     reasoning_tokens: int = 0  # number of leading `tokens` that are reasoning
     prompt: Sequence[PromptToken] = ()  # next tokens of the prompt, if requested; only in chunks of sample 0
@@ -386,7 +386,7 @@ def _read_prompt_token(told: pb.PromptToken) -> PromptToken:
 
 
 def _read_logprobs(logprobs: verifier_pb2.TokenLogprobs, piece: Piece | None = None) -> Logprobs:
-    """Convert log-probabilities; `piece`: the chosen token, if they do not carry it."""
+    """Convert log-probabilities; `piece` is the chosen token's, if the message lacks it."""
     return Logprobs(
         chosen=logprobs.chosen,
         top=dict(zip(logprobs.top_tokens, logprobs.top_logprobs, strict=True)),

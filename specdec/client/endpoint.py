@@ -26,9 +26,9 @@ _OPTIONS: dict[str, int | str] = {
     # While gRPC backs off from reconnecting, calls fail immediately; the default back-off outlasts the retries.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1_000,
-    # After a failure names are resolved again, since pods return under other addresses. The default is every 30 s.
+    # After a failure, resolve names again soon, since pods return under other addresses. gRPC's default is 30 s.
     "grpc.dns_min_time_between_resolutions_ms": 2_000,
-    # A frozen or vanished server is pinged after this silence, and its calls fail if it does not answer in time.
+    # After this silence the server is pinged. If it is frozen or gone, its calls fail when the timeout passes.
     # gRPC's own bandwidth probes may replace keepalive pings, so their timeout is set as well.
     "grpc.keepalive_time_ms": 20_000,
     "grpc.keepalive_timeout_ms": 10_000,

@@ -5,8 +5,8 @@
     ├── NotFound            no such model
     ├── AccessDenied        the credentials are missing or not sufficient
     ├── Overloaded          the server is full: try again after `retry_after`
-    ├── Unavailable         no server answers, retries included
-    ├── PromptChanged       all servers that answer tokenize the prompt of a text to resume differently
+    ├── Unavailable         no server answers, even after retries
+    ├── PromptChanged       the text cannot be resumed: no server that answers tokenizes its prompt as before
     ├── DeadlineExceeded    the timeout passed
     ├── Cancelled           the stream was cancelled, here or by the server
     ├── Unimplemented       the server does not implement this
@@ -57,7 +57,7 @@ class SpecdecError(Exception):
         self.retry_after = retry_after
         """Seconds after which the server suggests a retry; None if it does not."""
         self.request_id = request_id
-        """The request's id in the server's logs; empty if it gave none."""
+        """The request's id in the server's logs; empty if the server gave none."""
 
 
 class InvalidRequest(SpecdecError):
@@ -219,7 +219,7 @@ def _address_in(why: str) -> str:
 def is_loss(error: SpecdecError) -> bool:
     """Return True if the server, not the request, is at fault: another server may answer.
 
-    A server that is shutting down cancels late calls without details; no caller has cancelled those.
+    Cancelled without a reason comes from a server that is shutting down and cancels late calls, not from a caller.
     """
     return isinstance(error, Unavailable) or (isinstance(error, Cancelled) and not error.reason)
 

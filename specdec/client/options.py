@@ -69,7 +69,7 @@ class GenerateOptions(TypedDict, total=False):
     min_tokens: Annotated[int | None, "Minimum tokens before an end token."]
     stop: Annotated[str | Sequence[str] | None, "Stop strings: the text ends before the first one."]
     include_stop: Annotated[bool | None, "The text includes the stop string or end token that ended it."]
-    show_special_tokens: Annotated[bool | None, "The text includes special tokens, all but the end token."]
+    show_special_tokens: Annotated[bool | None, "The text includes special tokens, except the end token."]
     stop_tokens: Annotated[Iterable[int] | None, "Token ids that end the text, in addition to the model's own."]
     ignore_end_token: Annotated[bool | None, "Continue past the model's end tokens."]
     n: Annotated[int | None, "Samples, 1 to 16. Default: 1."]
@@ -78,8 +78,8 @@ class GenerateOptions(TypedDict, total=False):
     ]
     prompt_logprobs: Annotated[
         int | None,
-        "Return the tokens of the prompt, with the log-probability of each but the first and of the N most probable "
-        "ones in its place, 0 to 20. `max_tokens` may then be 0.",
+        "Return the tokens of the prompt. Each but the first has its log-probability, and those of the N most "
+        "probable tokens at its position, 0 to 20. `max_tokens` may then be 0.",
     ]
 
     ignore_generation_config: Annotated[bool | None, "Ignore the defaults in the model's generation_config.json."]
@@ -104,7 +104,8 @@ class GenerateOptions(TypedDict, total=False):
     banned_tokens: Annotated[Iterable[int] | None, "Token ids that are never chosen."]
     allowed_tokens: Annotated[
         Iterable[int] | None,
-        "The only token ids that may be chosen, end tokens included. A grammar that permits none of them wins.",
+        "The only token ids that may be chosen, end tokens included. A grammar that permits none of them takes "
+        "precedence.",
     ]
     bad_words: Annotated[
         Sequence[str] | None,

@@ -44,7 +44,7 @@ _WHOLE_NUMBERS = {
 
 
 def _wanted(field: FieldDescriptor) -> str:
-    """Return what a field accepts, "" for a message: protobuf's own errors describe Python types."""
+    """Return what a field accepts, since protobuf's own errors describe Python types; "" for a message."""
     if field.message_type is None:
         item = _item(field)
         return f"must be a list, each item {item}" if field.is_repeated else f"must be {item}"
@@ -308,7 +308,7 @@ def put_tool_calls(turn: pb.ChatMessage, option: str, calls: object) -> None:
 
 
 def _function(given: object, option: str, *fields: str) -> Mapping[str, Any]:
-    """Return the part `function` of a function or a call, checked to have only these fields."""
+    """Return the `function` part of a tool or a call, checked to have only these fields."""
     if not isinstance(given, Mapping) or given.get("type", "function") != "function":
         raise ValueError(f'{option} = {_shown(given)}: must have the type "function"')
     function = given.get("function")

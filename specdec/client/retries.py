@@ -20,8 +20,8 @@ _MAX_REST = 10.0
 class Rotation:
     """The servers of a client, shared by all of its calls and threads.
 
-    It starts at a random server, so that clients do not all start at the same one. A failed server rests, twice as long
-    after each consecutive failure. If no other is left, it is tried anyway.
+    It starts at a random server, so that clients do not all start at the same one. After a failure a server is avoided
+    for a while ("rest"), twice as long after each consecutive failure, unless no other is left.
     """
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,7 +80,7 @@ _RETURN_SECONDS = 10.0
 """Minimum seconds to wait for the return of a server that has answered before: restarting an orchestrator, as in
 `specdec up`, takes several."""
 _SETTLED_TRIES_OF_A_NAME = 3
-"""Settled refusals after which a name is given up: it may resolve to several servers, and each try reaches the next
+"""Settled refusals after which a name is given up. It may resolve to several servers, and each try reaches the next
 one."""
 _WAITED = ("DRAFT_REQUIRED", "VERIFIER_LOST")
 _SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
@@ -110,7 +110,7 @@ class Retries:
         self._failures: Counter[str] = Counter()  # in a row, by address
         self._settled: Counter[str] = Counter()  # settled refusals among these
         self._left_out: set[str] = set()  # addresses given up
-        self._refusal: SpecdecError | None = None  # the last one after which an address was given up
+        self._refusal: SpecdecError | None = None  # the last refusal after which an address was given up
         self._failing_since = 0.0  # time of the first of the consecutive failures
         self._begin = clock()
         self._timeout = timeout
@@ -144,7 +144,7 @@ class Retries:
         """Return the seconds to wait before the next try, at the new `address`; raise the error if no try is left.
 
         If the server is full the error is raised, unless the text has `begun`: then the call waits for room. After a
-        settled refusal the address is given up; the others are still tried, and waited for.
+        settled refusal the address is given up; the other addresses are still tried and waited for.
         """
         seen = from_rpc(error)
         if seen.reason:  # only servers give reasons

@@ -44,7 +44,7 @@ class Transcript:
             self._request.model_fingerprint = response.model_fingerprint
         if self._empty and self._samples == 1:
             _make_explicit(self._request, response.resolved)
-        if not self._empty and self._samples == 1:  # a server resuming the text repeats them
+        if not self._empty and self._samples == 1:  # a server that resumes the text sends the defaults again
             response.ClearField("resolved")
         if not self._empty:
             response.ClearField("seed")
@@ -99,7 +99,7 @@ class Transcript:
 
 
 def _make_explicit(request: GenerateRequest, resolved: ResolvedRequest) -> None:
-    """Set every default resolved by a server in the request, because another server that resumes the text might resolve
+    """Write every default that the server resolved into the request: another server that resumes the text might resolve
     it differently. The prompt is checked by digest, since a request cannot carry both its text and its tokens."""
     if not resolved.ByteSize():
         return
@@ -117,7 +117,7 @@ def _make_explicit(request: GenerateRequest, resolved: ResolvedRequest) -> None:
 
 
 def _not_resumed(why: str, error: grpc.RpcError) -> SpecdecError:
-    """Return the error that ended the stream; if other streams could survive it, with the reason why this cannot."""
+    """Return the error that ended the stream; if a stream could survive it, add the reason why this one cannot."""
     seen = from_rpc(error)
     if is_loss(seen):
         return Unavailable(f"{why}: {seen}", code=seen.code, reason=seen.reason, retry_after=seen.retry_after)

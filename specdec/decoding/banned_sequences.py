@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 
 
 class BannedSequences:
-    """The banned sequences of a request. Where the text ends with all tokens of one but its last, that one is
+    """The banned sequences of a request. If the text ends with all but the last token of a sequence, that last token is
     banned."""
 
     def __init__(self, sequences: Collection[Sequence[int]]) -> None:
         """`sequences`: at least one, each of at least two tokens. A single token is banned everywhere instead."""
-        self._completing: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last tokens, by those before
+        self._completing: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last token by earlier ones
         for *before, last in sequences:
             self._completing[tuple(before)].append(last)
         self._lengths = sorted({len(before) for before in self._completing})

@@ -1,4 +1,4 @@
-"""Block hashes: 64-bit names for prefixes of a text, used to ask a verifier which prefixes its cache holds.
+"""Block hashes: 64-bit names for prefixes of a text, used to ask a verifier which of these prefixes it has cached.
 
 A text is cut into blocks of `HASHED_TOKENS` tokens. The hash of a block covers the cache scope, all previous blocks and
 its own tokens, as in vLLM's prefix caching: equal hashes mean equal prefixes. One collision is expected among 2**32

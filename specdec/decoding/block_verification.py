@@ -13,9 +13,9 @@ prefix 0 always passes. The next token is drawn from norm(max(0, r p - q)) after
 induction from the end: given the first i draws, the accepted prefix includes them with probability r(i). Hence accepted
 and drawn tokens together follow p.
 
-The end of the chain may depend on the draws before it, never on those after it: m(i) averages over all values of the
-next draw. The random numbers are functions of (seed, position of the first draw, i), so a later block that begins after
-a rejection tests its draws with different numbers.
+The end of the chain may depend on earlier draws, never on later ones: m(i) averages over all values of the next draw.
+The random numbers are functions of (seed, position of the first draw, i), so a later block that begins after a
+rejection tests its draws with different numbers.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class Prefix(NamedTuple):
 
 
 def prefix(ratio: float, p: Weights, q: Weights, drawn: int) -> Prefix:
-    """Return the prefix with this `ratio`, r(i). `p` and `q` [n] are the probabilities of the draft's tokens after it;
-    `drawn` is the next draw's index. Tokens not listed have q = 0, so m(i) = r(i) - sum of min(r(i) p, q)."""
+    """Return the prefix with this `ratio`, r(i). `p` and `q` [n] are the target's and the draft's probabilities of the
+    draft's tokens after it; `drawn` is the next draw's index. Tokens not listed have q = 0, so m(i) = r(i) - sum of
+    min(r(i) p, q)."""
     mass = max(0.0, ratio - float(np.minimum(ratio * p, q).sum()))
     # With a ratio of 1 the test always passes, even if no mass is left.
     acceptance = mass / (mass + 1.0 - ratio) if ratio < 1.0 else 1.0
@@ -81,7 +82,7 @@ def residual(ratio: float, p: Weights, q: Weights) -> Weights:
     """Return the unnormalised distribution of the token after a prefix with this ratio, [n]. `p` and `q` are the
     probabilities of all tokens that survive the target's truncation."""
     left = np.maximum(ratio * p - q, 0.0)
-    return left if left.any() else p  # all zero only up to rounding, with q equal to p
+    return left if left.any() else p  # all zero only through rounding, if q equals p
 
 
 def verify(logits: Iterable[Logits], queries: Sequence[SamplingQuery]) -> AcceptedPrefix:

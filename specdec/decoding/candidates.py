@@ -15,16 +15,16 @@ from specdec.decoding.query import SamplingQuery
 from specdec.decoding.truncation import survivors_of_largest, truncates
 
 AGREEMENT_SCALE = 0.6
-"""Scale of the assumed noise between a draft's logits and its target's. For the demo pair, the value with the highest
-likelihood of the target's choices is 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at 1 (fitted once, by hand)."""
+"""Scale of the assumed noise between a draft's logits and its target's. For the demo pair, the maximum-likelihood value
+given the target's choices is 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at 1 (fitted once, by hand)."""
 
 SORTED_WHOLE = 4
-"""Largest row, in multiples of the candidates wanted, that is sorted completely. Longer rows are partitioned first,
+"""Largest row that is sorted completely, as a multiple of the candidates wanted. Longer rows are partitioned first,
 which is faster."""
 
 
 MIN_CONFIDENCE = 1e-6
-"""Minimum distance of a probability from 0 and 1, so that its logarithm and the rest's stay finite."""
+"""Minimum distance of a probability from 0 and 1, so that its logarithm and its complement's stay finite."""
 
 
 class AskedRow(NamedTuple):
@@ -36,7 +36,7 @@ class AskedRow(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """The candidates of n rows, most likely first. Rows with fewer end with logprobs of -inf."""
+    """The candidates of n rows, most likely first. Rows with fewer candidates end with logprobs of -inf."""
 
     tokens: NDArray[np.int64]  # [n, width]
     logprobs: NDArray[np.float64]  # [n, width]
@@ -72,8 +72,8 @@ def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) 
 
 def with_confidence(children: Candidates, confidence: NDArray[np.float64]) -> Candidates:
     """Return the children of n nodes, best first, after setting the best child's probability to `confidence` [n]. The
-    other children share the rest in the same proportions. An only child, as where a grammar leaves no choice, keeps its
-    probability."""
+    other children share the rest in the same proportions. An only child, for example where a grammar leaves no choice,
+    keeps its probability."""
     logprobs = children.logprobs.copy()
     several = (logprobs > -np.inf).sum(axis=1) > 1
     best = np.clip(confidence[several], MIN_CONFIDENCE, 1.0 - MIN_CONFIDENCE)
@@ -135,7 +135,7 @@ def _perturbed(values: Logits, ids: NDArray[np.int64], queries: Sequence[Samplin
     z = tempered(values, samplings)
     if any(truncates(sampling) for sampling in samplings):
         totals = np.exp(z - z[:, :1]).sum(axis=1, dtype=np.float64)
-        kept = survivors_of_largest(z, ids, totals, z.shape[1], samplings)  # the row is its shortlist
+        kept = survivors_of_largest(z, ids, totals, z.shape[1], samplings)  # the shortlist counts as the whole row
         columns = int(np.flatnonzero(kept.any(axis=0))[-1]) + 1
         z, ids, kept = z[:, :columns], ids[:, :columns], kept[:, :columns]
     else:

@@ -27,7 +27,7 @@ from specdec.decoding.truncation import survivors, truncates
 Tokens = NDArray[np.int64]
 
 BLOCK = 1 << 17
-"""Approximate number of logits processed at once, small enough for intermediate results to stay in a core's cache."""
+"""Approximate number of logits processed together, small enough for intermediate results to stay in a core's cache."""
 
 
 def choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:

@@ -27,11 +27,11 @@ from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Contrast
 
 UNDECIDED = -1
-"""In place of a chosen token: the draft's row lacks log q of a plausible one."""
+"""In place of a chosen token: the draft's row lacks log q of a plausible token."""
 
 MAX_LIKELIEST = 512
-"""Most tokens of an unrequested partial distribution: about 2 kB. A draft sends those of some ten prefixes for each
-token of the text."""
+"""Maximum tokens of an unrequested partial distribution: about 2 kB. A draft sends these distributions for some ten
+prefixes per token of the text."""
 
 
 class DraftQuery(NamedTuple):
@@ -90,10 +90,10 @@ def asked_ids(
     plausible: NDArray[np.int64], before: NDArray[np.int64] | None, vocabulary: int
 ) -> NDArray[np.int64] | None:
     """Return the ids to ask for: a row's plausible ones, and the ids requested before at the same prefix, if any. None:
-    the whole vocabulary, which is as short as a row with most of its tokens.
+    the whole vocabulary, whose row is as short as one with most of its tokens.
 
     An engine that is not exact may find another token plausible when it recomputes the row. Ids requested before stay
-    in the query, so that the next answer suffices for both.
+    in the query, so that the next answer suffices for both computations.
     """
     ids = plausible if before is None else np.union1d(plausible, before)
     return None if len(ids) > MAX_PARTIAL_IDS or _is_most(len(ids), vocabulary) else ids

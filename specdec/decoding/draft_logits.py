@@ -1,7 +1,7 @@
 """Draft logits: the logits of one of a draft's forward passes, from which candidates are made.
 
-Candidates come from the largest logits of a row, its *shortlist*. Only the class knows where its logits are: in this
-file, in host memory. A device transfers the shortlists of a pass, and whole rows only on request.
+Candidates come from the largest logits of a row, its *shortlist*. Only the implementing class knows where the logits
+are; in this file, in host memory. A device transfers the shortlists of a pass, and whole rows only on request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_DRAFT_LOGITS = 256
 """Number of a draft's largest logits searched for candidates."""
 
 COLUMNS, MIN_HEIGHT = 16 * MAX_DRAFT_LOGITS, 4
-"""Columns of the layout for searching a long row, and the minimum number of logits per column for it to pay."""
+"""Columns of the layout for searching a long row, and the fewest logits per column for which it pays."""
 
 
 class Shortlists(NamedTuple):

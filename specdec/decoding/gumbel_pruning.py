@@ -23,7 +23,7 @@ ROUNDING = 1e-6
 """Relative slack: more than the error of a few float32 operations (6e-8 each)."""
 
 STRIDE = 256
-"""Number of bounds compared at once: most stretches of this length hold no id that can win."""
+"""Number of bounds compared together: most stretches of this length hold no id that can win."""
 
 ROOM = 8
 """Ids per row that fit into the first attempt's buffer."""
@@ -35,9 +35,9 @@ def possible_winners(
     """Return the ids that can win: ascending indices into the flattened z [n, V], including the winner of every row of
     z / temperature.
 
-    An id is kept if its upper bound on logit plus noise is at least the actual logit plus noise of the id with the
-    highest bound in the row: one or two ids in most rows. The largest logit of each row must be finite; -inf elsewhere
-    rules an id out.
+    An id is kept if its upper bound on logit plus noise is at least the actual sum of the row's id with the highest
+    bound. One or two ids are kept in most rows. The largest logit of each row must be finite; -inf elsewhere rules an
+    id out.
     """
     z = np.ascontiguousarray(z)
     room = ROOM * len(z)
@@ -53,9 +53,9 @@ def possible_winners(
 def bounds(z: Any, temperature: Any, stream: Any, out: Any) -> None:
     """Write an upper bound on z / temperature + noise to `out` [V]. It may be too low by BOUND_ERROR and rounding.
 
-    Fusing `noise.token_words` with a bound on the noise keeps all numbers in registers. Since -log(u) >= 1 - u,
-    the noise is at most -log(1 - u), and 1 - u comes exactly from the word's complement. The binary logarithm of
-    2**e * (1 + m) is at least e + m and at most 0.09 more (Mitchell 1962), and e + m, scaled and biased, is the integer
+    Fusing `noise.token_words` with a bound on the noise keeps all numbers in registers. Since -log(u) >= 1 - u, the
+    noise is at most -log(1 - u), and 1 - u comes exactly from the word's complement. The binary logarithm of
+    2**e * (1 + m) is at least e + m and at most 0.09 more (Mitchell 1962). Scaled and biased, e + m is the integer
     value of a float's bits.
     """
     for token in range(len(z)):
@@ -72,7 +72,7 @@ def collect(z: Any, temperatures: Any, streams: Any, found: Any) -> int:
     bound = np.empty(vocabulary, dtype=np.float32)
     for row in range(len(z)):
         bounds(z[row], temperatures[row], streams[row], bound)
-        highest, promising = _highest(bound), 0  # the id with the highest bound: its actual sum is the one to reach
+        highest, promising = _highest(bound), 0  # the id with the highest bound; others must reach its actual sum
         while promising < vocabulary - 1 and bound[promising] != highest:
             promising += 1
         uniform = (np.float64(_word(streams[row], promising) >> np.uint64(12)) + 0.5) * 2.0**-52

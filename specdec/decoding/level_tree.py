@@ -1,9 +1,9 @@
-"""Trees made level by level, for several texts at once.
+"""Trees made level by level, for several texts together.
 
-Medusa's heads (Cai et al. 2024) guess positions independently of one another: every guess for a position may follow
-every guess for the one before it, and a tree is a choice among the paths of ranks. It is either the likeliest ones, or
-a fixed list, as published with Medusa's heads. Heads that read their own guesses (EAGLE) grow a tree: the likeliest
-nodes of a level get children, and the likeliest nodes of all levels are kept (EAGLE-2's dynamic trees, Li et al. 2024).
+Medusa's heads (Cai et al. 2024) guess positions independently of one another: any guess for a position may follow any
+guess for the position before. A tree is a selection of these paths of ranks: either the likeliest paths, or a fixed
+list, as published with Medusa's heads. Heads that read their own guesses (EAGLE) grow a tree: the likeliest nodes of a
+level get children, and the likeliest nodes of all levels are kept (EAGLE-2's dynamic trees, Li et al. 2024).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GUESSES = 10
 """Guesses of a head for one position, as in the trees published with Medusa."""
 
 MAX_NODES = 63
-"""Maximum nodes of a tree, as in those."""
+"""Maximum nodes of a tree, as in the trees published with Medusa."""
 
 
 class LevelTrees(NamedTuple):
@@ -32,11 +32,11 @@ class LevelTrees(NamedTuple):
 
 
 def likeliest(logprobs: NDArray[np.float64], count: int) -> LevelTrees:
-    """Return the trees of the `count` likeliest paths, likeliest first, from the log-probabilities [n, levels, width]
-    of guesses, which never rise along a row; -inf: no guess."""
+    """Return the trees of the `count` likeliest paths, likeliest first. The guesses' log-probabilities [n, levels,
+    width] never rise along a row; -inf: no guess."""
     texts, levels, width = logprobs.shape
     every = np.arange(texts)[:, None]
-    beam, offset = np.zeros((texts, 1)), 0  # path log-probabilities of the last level's nodes; the number of the first
+    beam, offset = np.zeros((texts, 1)), 0  # path log-probabilities of the last level's nodes; number of its first node
     parents, ranks, scores = list[NDArray[np.int64]](), list[NDArray[np.int64]](), list[NDArray[np.float64]]()
     for level in range(levels):
         paths = (beam[:, :, None] + logprobs[:, level, None, :]).reshape(texts, -1)
@@ -47,7 +47,7 @@ def likeliest(logprobs: NDArray[np.float64], count: int) -> LevelTrees:
         scores.append(beam)
         offset += 1 if level == 0 else parents[-2].shape[1]
     path_logprobs = np.concatenate(scores, axis=1)
-    # A path is never likelier than the one above it, and a stable sort leaves equal ones in the order of levels.
+    # A path is never likelier than its parent, and a stable sort keeps equal paths in the order of levels.
     order = (-path_logprobs).argsort(axis=1, kind="stable")[:, :count]
     numbers = np.zeros((texts, path_logprobs.shape[1] + 1), dtype=np.int64)  # by old number; the root keeps 0
     numbers[every, order + 1] = np.arange(1, order.shape[1] + 1)
@@ -62,7 +62,7 @@ def likeliest(logprobs: NDArray[np.float64], count: int) -> LevelTrees:
 
 class FixedTree:
     """A tree that is the same for all texts, from its paths of ranks, such as (0, 0, 2). ValueError, naming the path,
-    if one is empty, is given twice, or continues none of the others."""
+    if a path is empty, is given twice, or lacks its parent."""
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
         numbers: dict[tuple[int, ...], int] = {(): 0}
@@ -71,7 +71,7 @@ class FixedTree:
             if path in numbers:
                 raise ValueError(f"{list(path)} is {'empty' if not path else 'given twice'}")
             if path[:-1] not in numbers:
-                raise ValueError(f"{list(path)} continues no other path: {list(path[:-1])} is missing")
+                raise ValueError(f"{list(path)} has no parent: {list(path[:-1])} is missing")
             parents.append(numbers[path[:-1]])
             numbers[path] = len(numbers)
         nodes = list(numbers)[1:]
@@ -106,11 +106,11 @@ class GrownTrees(NamedTuple):
 
 
 class GrowingTrees:
-    """Token trees of n texts, grown by a level at a time. The `beam` likeliest nodes of the last level, its *frontier*,
-    get children; at first the root. A path below `least`, a log-probability, is not continued.
+    """Token trees of n texts, grown one level at a time. The *frontier*, at first the root, then the `beam` likeliest
+    nodes of the last level, gets children. A path with a log-probability below `least` is not continued.
 
-    `origins` [n, f] are the places of the frontier's parents in the frontier before, `tokens` and `path_logprobs` [n,
-    f] are its own, likeliest first; -inf: no node."""
+    `origins` [n, f]: the parent of each frontier node, as an index into the previous frontier. `tokens` and
+    `path_logprobs` [n, f]: the frontier's own, likeliest first; -inf: no node."""
 
     def __init__(self, texts: int, beam: int, least: float = -np.inf) -> None:
         self._beam = beam
@@ -151,7 +151,7 @@ class GrowingTrees:
     def best(self, count: int) -> GrownTrees:
         """Return the `count` likeliest nodes of each tree."""
         tokens, parents, logprobs, paths = self.nodes
-        # A path is never likelier than the one above it, and a stable sort leaves equal ones in the order of levels.
+        # A path is never likelier than its parent, and a stable sort keeps equal paths in the order of levels.
         order = (-paths).argsort(axis=1, kind="stable")[:, :count]
         numbers = np.zeros((len(paths), paths.shape[1] + 1), dtype=np.int64)  # by old number; the root keeps 0
         numbers[self._every, order + 1] = np.arange(1, order.shape[1] + 1)

@@ -1,12 +1,12 @@
 """The lookahead window (Fu et al. 2024, "Break the sequential dependency of LLM inference using lookahead decoding",
-section 3): the target guesses at W future positions at once, and N - 1 steps refine every guess.
+section 3): the target guesses at W future positions together, and N - 1 steps refine every guess.
 
 Level 0 holds W - 1 consecutive tokens after the root. Level l >= 1 holds W tokens: the target's choices after level
-l - 1, one step later. Token i of level l is at i + l positions after the root (in level 0, token 0 is the root). It
-sees the committed text, level 0 up to token i, and its own column in the levels between. So the window is a token tree:
-a chain, with one column below each of its tokens. The target's choices below the last level complete one n-gram per
-column. Every step adds one level. Level 0 starts with arbitrary tokens, and with one more for each missing level,
-because every step removes one.
+l - 1, one step later. Token i of level l is i + l positions after the root (in level 0, token 0 is the root). It sees
+the committed text, level 0 up to token i, and its own column in the levels between. So the window is a token tree: a
+chain, with one column below each of its tokens. The target's choices below the last level complete one n-gram per
+column. Every step adds one level. Level 0 starts with arbitrary tokens, one extra for each missing level, because every
+step removes one.
 
 With N = 2 there is only level 0, and the window is Jacobi decoding (Santilli et al. 2023, "Accelerating transformer
 inference for translation via parallel decoding"): level 0 proposes the next tokens, each step recomputes all of it, and
@@ -63,7 +63,7 @@ class Window:
 
         `root` is the token at the root of the step; the step then committed `committed` tokens. `chosen` holds the
         target's choice after every column, or after the root and every token of level 0 while there are no columns. The
-        window advances by one token regardless of the number committed; with N = 2, by all of them.
+        window advances by one token, however many were committed; with N = 2, it advances by all committed tokens.
         """
         first_level = self.levels[0]
         if self.jacobi:

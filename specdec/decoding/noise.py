@@ -6,7 +6,7 @@ add the *same* noise tend to choose the same token (Daliri, Musco, Suresh 2024).
 
 `specdec.engine.gpu.noise` computes the same words in torch.
 
-`gumbel_max` computes the noise in float64, only for ids that can win (`gumbel_pruning.py`). The result is exact: an
+`winners` computes the noise in float64, only for ids that can win (`gumbel_pruning.py`). The result is exact: an
 omitted id provably loses. No row's winner depends on other rows.
 """
 
@@ -91,7 +91,7 @@ def word_gumbel(value: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return float64, shaped as `value`: the standard Gumbel noise derived from these words.
 
     52 bits of each word become a uniform number strictly inside (0, 1), so the result is always finite. With 53 bits,
-    adding the half would round the largest one up to 1.
+    adding the half would round the largest number up to 1.
     """
     uniform = ((value >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return np.asarray(-np.log(-np.log(uniform)))

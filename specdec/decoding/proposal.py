@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from specdec.decoding.sampling import Rule
 
 WIDTH = 128
-"""Most tokens in a draft distribution under REJECTION: each costs bytes on the wire, each omitted one acceptance."""
+"""Maximum tokens in a draft distribution under REJECTION: each token costs bytes on the wire, each omitted token costs
+acceptance."""
 
 MIN_PART = 0.9
 """Minimum size of a whole-vocabulary distribution, as a fraction of the vocabulary: the vocabularies of draft and
@@ -23,8 +24,8 @@ BYTES_AN_ID = 2
 """Approximate bytes of a token id in a message: ids below 16,384, and gaps between ids, take one or two."""
 
 MAX_PARTIAL_IDS = 4096
-"""Most tokens of a partial distribution, and of a query for one. With float16 and gaps it takes at most 16 kB. If the
-target finds more tokens plausible, the whole vocabulary is sent."""
+"""Maximum tokens of a partial distribution, and of a query for one. With float16 and gaps, a distribution takes at most
+16 kB. If the target finds more tokens plausible, the whole vocabulary is sent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class DraftDistribution:
     ids: NDArray[np.int64] | None
     values: NDArray[np.float16]
     vocabulary: int | None = None  # the draft's number of token ids; partial only
-    answer: bool = False  # it answers a query, with just its tokens
+    answer: bool = False  # it answers a query, with only the tokens asked for
 
     @classmethod
     def received(cls, ids: list[int], values: bytes) -> DraftDistribution:

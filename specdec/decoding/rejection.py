@@ -8,14 +8,14 @@ rejected token and is normalised again (Chen et al. 2024, "Sequoia: scalable, ro
 decoding", algorithm 2; Jeon et al. 2024, "Recursive speculative decoding").
 
 The tokens follow p for any q, under two conditions. Candidates must be drawn from this very q, so q is truncated and
-rounded *before* the draw. Whether a candidate is tested must depend neither on it nor on a later draw.
+rounded *before* the draw. The decision to test a candidate must depend neither on that candidate nor on a later draw.
 
 Here positions are decided one by one; `block_verification.py` decides a chain of draws as a whole.
 
-Random numbers are functions of (seed, position), with one stream for each purpose. A draw's also depends on the text
-before it. Block verification looks at draws below a rejection and then drops them with their text; the draws of the
-text that replaces it must be independent of them. A restarted draft draws the same candidates, but tokens still depend
-on what was offered and in which step. At temperature 0 this rule equals COUPLED, and COUPLED is used.
+Random numbers are functions of (seed, position), with one stream for each purpose. The number for a draw also depends
+on the text before it. Block verification reads draws below a rejection, then drops them with their text; the draws of
+the replacement text must be independent of them. A restarted draft draws the same candidates, but tokens still depend
+on which candidates were offered, and in which step. At temperature 0 this rule equals COUPLED, and COUPLED is used.
 
 `verifier_service/verification/tree_verification.py` applies a rule along the token trees of a step. Together with this
 file and `block_verification.py` it is the whole of speculative sampling.
@@ -87,8 +87,8 @@ def _decide(z: Logits, query: SamplingQuery) -> int:
 def trials(ids: Ids, p: Weights, proposal: Proposal) -> Iterator[tuple[int, float]]:
     """Yield each candidate of a position and the probability of accepting it, given that those before it were rejected.
 
-    `p` [n] are the target's probabilities of `ids`, ascending. Resuming after a candidate rejects it: `p` becomes the
-    residual distribution, in place.
+    `p` [n] are the target's probabilities of `ids`, ascending. Resuming the iterator rejects the last candidate: `p`
+    becomes the residual distribution, in place.
     """
     drafted, q = draft_probabilities(proposal.row)
     for token in proposal.tokens:
@@ -130,11 +130,11 @@ DISAGREEMENT = 0.4
 """Assumed rejected fraction of the probability mass outside the draft's most probable token."""
 
 LATER_ACCEPTANCE = 0.3
-"""Assumed probability that a draw is accepted after those before it were rejected. It is low, because the residual is
-where the draft under-rates tokens; calibration corrects it by rank."""
+"""Assumed probability that a draw is accepted after all earlier ones were rejected. It is low, because the residual
+consists of tokens that the draft under-rates; calibration corrects it by rank."""
 
 LEAST_ACCEPTANCE = 1e-9
-"""Lower limit of an estimate: with a certain draft a second draw would have 0, and its logarithm would be infinite."""
+"""Lower limit of an estimate: a second draw of a certain draft would have probability 0, with an infinite logarithm."""
 
 
 def target_probabilities(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
@@ -152,8 +152,8 @@ def draft_probabilities(row: DraftDistribution) -> tuple[Ids, Weights]:
 
 
 def probabilities_of(wanted: Ids, ids: Ids, probabilities: Weights) -> Weights:
-    """Return float64, shaped as `wanted`: the probabilities of these ids, given those of `ids`; 0 for others. Both are
-    ascending. The shorter list is looked up in the longer one."""
+    """Return float64, shaped as `wanted`: the probabilities of these ids, found among those of `ids`; 0 for missing
+    ids. Both lists ascend; the shorter one is looked up in the longer one."""
     few, many = (wanted, ids) if len(wanted) < len(ids) else (ids, wanted)
     at = np.searchsorted(many, few)
     known = at < len(many)

@@ -30,7 +30,7 @@ class Contrast:
     optimization")."""
 
     alpha: float = 0.1
-    """A token is plausible if its probability is at least this times that of the most probable one. In (0, 1]."""
+    """A token is plausible if its probability is at least this fraction of the largest probability. In (0, 1]."""
     amateur_temperature: float = 1.0
     """Divides the draft's logits. Above 0."""
 
@@ -41,7 +41,7 @@ DEFAULT_CONTRAST = Contrast()
 @dataclass(frozen=True)
 class Typicality:
     """Parameters of the TYPICAL rule (Cai et al. 2024, "Medusa", section 3.3.1): a candidate is accepted if its
-    probability is above min(epsilon, delta * exp(-entropy)). The defaults are those of Medusa."""
+    probability is above min(epsilon, delta * exp(-entropy)). The defaults are Medusa's."""
 
     epsilon: float = 0.09
     """In (0, 1]."""
@@ -101,7 +101,7 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[int]) -> list[tuple[str, str]]:
     """Return (field, problem) for every field whose value is outside its range, at most one per field. `barred`: end
-    tokens excluded by `min_tokens` at first; together with the banned tokens they must not cover the vocabulary."""
+    tokens that `min_tokens` excludes at first; they and the banned tokens must not cover the vocabulary."""
     prefix = "sampling."
     found: list[tuple[str, str]] = []
 
@@ -131,7 +131,7 @@ def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[i
     if len(never) >= vocabulary:
         found.append((f"{prefix}banned_tokens", f"leaves none of the {vocabulary} tokens to choose"))
     elif len(never.union(tokens[-1] for tokens in s.banned_sequences)) >= vocabulary:
-        problem = f"may leave none of the {vocabulary} tokens to choose, with banned_tokens, where bad words would end"
+        problem = f"together with banned_tokens, may ban all {vocabulary} tokens where a banned sequence would end"
         found.append((f"{prefix}banned_sequences", problem))
     highest = max(map(max, s.banned_sequences), default=0)
     check("banned_sequences", highest, highest < vocabulary, f"a token id below {vocabulary}")

@@ -40,15 +40,15 @@ class SpeculationOptions:
     """A request's speculation: its drafters and its limits on candidates. 0 lets the services choose a limit."""
 
     drafters: frozenset[CandidateSource] = ALL_DRAFTERS
-    forced: bool = False  # even where it does not pay
+    forced: bool = False  # in every step, even at a loss
     max_candidates: int = 0  # verified per step
     max_depth: int = 0  # tokens verified ahead of the text
     max_branches: int = 0  # alternatives at one position
     max_nodes: int = 0  # live candidates of a draft service
-    min_path_probability: float = 0.0  # of nodes that it expands
+    min_path_probability: float = 0.0  # of nodes that a draft service expands
     scorer: Scorer | None = None  # None: the draft's default
     expansion: tuple[int, ...] = ()  # fixed widths of its token tree, by depth; (): by probability
-    lookahead: Lookahead | None = None  # the window for every step; None: one that pays
+    lookahead: Lookahead | None = None  # the window for every step; None: a window that pays
     jacobi: bool = False  # only windows with n-grams of 2 tokens
     unspecified: bool = False  # no drafters or window given: the verifier's default
 

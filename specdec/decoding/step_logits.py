@@ -1,6 +1,6 @@
 """Step logits: the logits of one forward pass, from which the sampling queries of sessions are answered.
 
-Only the implementing class knows where the logits are: those of `HostLogits` are in host memory, those of
+Only the implementing class knows where the logits are: `HostLogits` keeps them in host memory,
 `specdec.engine.gpu.sampler` on a device.
 """
 
@@ -108,6 +108,6 @@ class HostLogits:
         return self._logits[np.asarray(rows, dtype=np.int64)]
 
     def _blocks(self, rows: int) -> list[slice]:
-        """Return slices of rows small enough to copy: a copy of all rows at once would double the memory of a step."""
+        """Return slices of rows small enough to copy: a single copy of all rows would double the memory of a step."""
         step = max(1, BLOCK // self._logits.shape[1])
         return [slice(start, start + step) for start in range(0, rows, step)]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 MAX_DRAWS = 16
-"""Most siblings of a sampled tree: the contract's limit on `max_branches`. Each costs the verifier a pass over the
-vocabulary."""
+"""Maximum number of siblings in a sampled tree: the contract's limit on `max_branches`. Each costs the verifier a pass
+over the vocabulary."""
 
 
 class BaseAheadError(ValueError):
@@ -28,7 +28,7 @@ class BaseAheadError(ValueError):
 
 class Paths(NamedTuple):
     """Nodes as encoded in `specdec.v2.Extend`: parent 0 is the root, i the i-th token; parents precede children.
-    `distributions` are the draft's distributions over the children of (parent)."""
+    `distributions`: pairs of a parent and the draft's distribution over its children."""
 
     tokens: Sequence[int]
     parents: Sequence[int]
@@ -46,8 +46,8 @@ class Node:
         self.position = position  # absolute, of this token
         self.parent = parent
         self.logprob = logprob
-        self.origin = origin  # first proposer, in the holder's terms
-        self.drafted = False  # proposed by a remote draft, first or not
+        self.origin = origin  # first proposer, as numbered by the tree's owner
+        self.drafted = False  # proposed by a remote draft, if not necessarily first
         self.children: dict[int, Node] = {}
         self.distribution: DraftDistribution | None = None  # the draft's over the children, if the rule needs it
         self.match: int | None = None  # length of the n-gram match that proposed it
@@ -134,7 +134,7 @@ class TokenTree:
         """Insert paths starting from the committed text as of `base` tokens; return the new nodes. `drafted` marks them
         as a remote draft's.
 
-        ValueError if a parent does not precede its child, BaseAheadError if fewer tokens are committed.
+        ValueError if a parent does not precede its child, BaseAheadError if the base lies beyond the committed text.
         """
         if base > self.base:
             raise BaseAheadError(f"candidates start at {base}, the committed text has {self.base} tokens")
@@ -241,8 +241,8 @@ class TokenTree:
                         heapq.heappush(frontier, (-path_logprob - child.logprob, order, child))
                 if not frontier:
                     return
-                negative_reach, _, parent = heapq.heappop(frontier)
-                path_logprob = -negative_reach
+                negative_path_logprob, _, parent = heapq.heappop(frontier)
+                path_logprob = -negative_path_logprob
             yield path_logprob, parent
 
     def best_chain(self, usable: Callable[[Node], bool] | None = None) -> Iterator[tuple[float, Node]]:
@@ -293,7 +293,7 @@ NO_NODES = BestNodes([], [], 1.0, 1.0)
 
 
 def spell(nodes: Sequence[Node], rows: Sequence[tuple[Node, DraftDistribution]] = ()) -> Paths:
-    """Return the paths of nodes, of nodes with `rows`, and of all their ancestors.
+    """Return as paths: these nodes, the nodes with `rows`, and all their ancestors.
 
     `rows`: distributions over the children of nodes, possibly of the root, as they are sent.
     """

@@ -50,7 +50,8 @@ def survivors_of_largest(
     decide it, or if its largest logit is not finite.
 
     `z` [n, k] holds the k largest logits of each row, descending; `ids` their ids; `totals`, float64 [n], the sum of
-    all weights of each row. The result equals that of `survivors` on the whole row, bit by bit, if that sum does.
+    all weights of each row. The result equals that of `survivors` on the whole row if the totals have the same bits as
+    there.
     """
     every, most = np.arange(len(z)), z.shape[1]
     count = np.full(len(z), most) if z[:, -1].min() > -np.inf else (z > -np.inf).sum(axis=1)
@@ -61,7 +62,7 @@ def survivors_of_largest(
     if any(sampling.top_p < 1.0 for sampling in samplings):
         top_p = np.array([sampling.top_p for sampling in samplings])
         reached = np.exp(z - z[:, :1]).cumsum(axis=1, dtype=np.float64)
-        # top-p is relative to the weight left by top-k, or to the whole row's without one.
+        # top-p is relative to the weight left by top-k; without top-k, to the whole row's weight.
         of = np.where((top_k > 0) & (top_k < vocabulary), reached[every, size - 1], totals) if limited else totals
         enough = reached >= (top_p * of)[:, None]  # a row without any True reaches p beyond its k largest
         cut = np.minimum(size, enough.argmax(axis=1) + 1)
@@ -118,7 +119,8 @@ def _typical(z: Logits, mass: float) -> NDArray[np.bool_]:
     surprisals, probabilities = math.log(total) - logits, weights / total
     entropy = float((probabilities * surprisals).sum())
     # An id with a surprisal above 2 * entropy - min is farther from the entropy than the most probable id. Such ids
-    # come last, by falling probability. The ids below (1 - mass) / n together weigh less than 1 - mass and are cut off.
+    # come last, by falling probability. Those with a probability below (1 - mass) / n together weigh less than 1 - mass
+    # and are cut off.
     near = surprisals <= 2.0 * entropy - surprisals.min()
     possible = (near | (probabilities >= (1.0 - mass) / len(z))).nonzero()[0]
     order = possible[np.abs(surprisals[possible] - entropy).argsort(kind="stable")]

@@ -5,12 +5,12 @@ A candidate x is accepted if the target finds it typical, whether or not the tar
 
     accept x  if  p(x) > min(epsilon, delta * exp(-H(p)))          H: the entropy of p in nats
 
-p is the distribution that the request samples from. Of a tree, the longest path of accepted candidates is taken, and of
-equally long ones the most probable. Below it the target chooses as under COUPLED; if its choice is a candidate too,
-acceptance goes on below that.
+p is the distribution that the request samples from. In a tree, the longest path of accepted candidates is taken; among
+equally long paths, the most probable. Below it the target chooses as under COUPLED; if its choice is a candidate too,
+acceptance continues below that candidate.
 
-This is faster than the exact rules and changes the text, which depends on the candidates. A candidate that cannot be
-continued, such as an end token, loses to any longer path. At temperature 0 only the likeliest token is typical, and
+This is faster than the exact rules, but changes the text, which then depends on the candidates. A candidate that cannot
+be continued, such as an end token, loses to any longer path. At temperature 0 only the likeliest token is typical, and
 COUPLED is used.
 """
 
@@ -79,7 +79,7 @@ def accepted(logits: Sequence[Logits], query: TypicalQuery) -> list[int]:
 
 
 def threshold(p: Weights, typicality: Typicality) -> float:
-    """Return the probability that a typical token exceeds, of a distribution."""
+    """Return the probability that a typical token of this distribution exceeds."""
     positive = p[p > 0.0]
     entropy = -float((positive * np.log(positive)).sum())
     return min(typicality.epsilon, typicality.delta * math.exp(-entropy))

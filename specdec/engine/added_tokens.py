@@ -1,9 +1,9 @@
-"""Tokens that other files of a model directory add to those of tokenizer.json, following transformers.
+"""Tokens that other files of a model directory add to tokenizer.json's, as in transformers.
 
-transformers' `TokenizersBackend` adds the tokens in `added_tokens_decoder` of tokenizer_config.json; without that
-field, the tokens of added_tokens.json. Then it adds special tokens that no file has added yet: the named ones
-(`eos_token` and the like), and the others in `extra_special_tokens`. An existing token gets the other file's flags,
-including `special`.
+transformers' `TokenizersBackend` adds the tokens in `added_tokens_decoder` of tokenizer_config.json, or those of
+added_tokens.json if that field is missing. Then it adds special tokens that no file has added yet: the named ones
+(`eos_token` and the like), and the others in `extra_special_tokens`. A token that is already in tokenizer.json gets the
+other file's flags, including `special`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from specdec.engine.model_file import Fields, ModelDirectoryError
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that any tokenizer may have, in the order of adding them."""
+"""Special tokens that any tokenizer may have, in the order they are added."""
 
 MAX_ADDED_TOKENS = 100_000
-"""Limit on the tokens in files besides tokenizer.json; published models have some thousand at most."""
+"""Limit on the tokens in files besides tokenizer.json; published models have a few thousand at most."""
 
 MAX_TOKEN_ID = (1 << 32) - 1
 """Largest token id in tokenizer.json; ids there may exceed the model's vocabulary."""
@@ -67,8 +67,8 @@ class TokenizerFiles:
         return None if found is None else found.content
 
     def to_add(self) -> list[AddedToken]:
-        """Return the tokens to add to those of tokenizer.json, in order. Raises ModelDirectoryError, naming file and
-        field, if one is invalid."""
+        """Return the tokens to add to tokenizer.json's, in order. Raises ModelDirectoryError, naming file and field, if
+        a field is invalid."""
         known = {entry.integer("id", 0, MAX_TOKEN_ID): AddedToken.of(entry) for entry in self._known()}
         unchanged = set(known.values())
         adding = [token for token in self._by_id(set(known)) if token not in unchanged]
@@ -100,7 +100,7 @@ class TokenizerFiles:
         return self.tokenizer.objects("added_tokens") if self.tokenizer.has("added_tokens") else []
 
     def _by_id(self, known: set[int]) -> list[AddedToken]:
-        """Return the tokens given by id in another file, in order of id. If an older file repeats a `known` id, that of
+        """Return the tokens that another file gives by id, in order of id. If an older file repeats a `known` id,
         tokenizer.json takes precedence."""
         if self._is_modern:
             entries = self.settings.fields("added_tokens_decoder")

@@ -33,7 +33,8 @@ class PackedBatch:
 class Packer(ABC):
     """Collects rows and the keys they see, and packs them into a batch. Every row belongs to one path or tree.
 
-    `rows` are the invariant row counts, if any: all rows and the wanted rows are each padded to one of them.
+    `rows` are the invariant row counts, if any: the numbers of all rows and of wanted rows are each padded to one of
+    them.
     """
 
     rows: InvariantRowCounts | None = None

@@ -58,9 +58,9 @@ def rows_are_independent(engine: Engine, most_texts: int | None = None) -> bool:
 
 
 def long_rows_are_independent(engine: Engine, length: int) -> bool:
-    """Return whether the end of a text of `length` tokens gives the same logits, bit for bit, as a piece of prompt, row
-    by row, and beside the end of another such text or rows of short ones. Both texts use blocks from the second one
-    on."""
+    """Return whether the end of a text of `length` tokens gives the same logits, bit for bit, as a prompt chunk, row by
+    row, beside the end of another such text, and beside rows of short texts. Both texts leave the first block
+    unused."""
     texts = np.random.default_rng(3).integers(0, engine.vocabulary, (2, length)).tolist()
     room = -(-length // BLOCK) * BLOCK
     places = [BLOCK + number * room + np.arange(length) for number in range(2)]

@@ -1,8 +1,8 @@
 """The cache folder: results of one start, reused by the next.
 
-It is `$SPECDEC_CACHE_DIR`, else `$XDG_CACHE_HOME/specdec`, else `~/.cache/specdec`; an empty `SPECDEC_CACHE_DIR` turns
-it off. Its contents are executed, so a folder writable by others is never used. Entries are written atomically, and
-their keys include everything they depend on. An unusable folder costs only time.
+Its path is `$SPECDEC_CACHE_DIR`, else `$XDG_CACHE_HOME/specdec`, else `~/.cache/specdec`; an empty `SPECDEC_CACHE_DIR`
+turns it off. The contents are executed, so a folder writable by others is never used. Entries are written atomically,
+and their keys include everything they depend on. An unusable folder costs only time.
 """
 
 from __future__ import annotations
@@ -78,17 +78,17 @@ def _usable(folder: Path) -> bool:
 
 
 def keep_compiled_code() -> None:
-    """Point the engines' compilers to code caches that only this user can write to. The compilers execute what they
-    find there, and torch's default is a temporary folder that anyone may have created first. Folders set in the
-    environment are kept if no one else can write to them. Without a cache folder, code lives as long as this
-    process."""
+    """Point the engines' compilers to code caches that only this user can write to. The compilers execute the code in
+    their caches, and torch's default is a temporary folder that anyone may have created first. Folders set in the
+    environment are kept if no one else can write to them. Without a cache folder, compiled code is deleted when this
+    process ends."""
     for variable, name in COMPILERS.items():
         named = os.environ.get(variable)
         if named:
             why = why_unusable(Path(named))
             if not why:
                 continue
-            log.warning("cache_not_used", folder=named, why=why, cost=f"{variable} is not followed")
+            log.warning("cache_not_used", folder=named, why=why, cost=f"{variable} is ignored")
         folder = (usable() or temporary()) / name
         if why := why_unusable(folder):
             log.warning("cache_not_used", folder=str(folder), why=why, cost="every start compiles and checks again")
@@ -107,8 +107,8 @@ def temporary() -> Path:
 
 @functools.cache
 def sources() -> str:
-    """Return a digest of all our sources that affect an engine's results. It covers all of them, because a compiled
-    loop contains code from several files."""
+    """Return a digest of all our sources that affect an engine's results: a compiled loop contains code from several
+    files."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for folder in ("engine", "decoding"):

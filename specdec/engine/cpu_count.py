@@ -41,7 +41,8 @@ def _groups(membership: Path) -> list[tuple[str, str]]:
 
 
 def _upwards(mount: Path, group: str) -> Iterator[Path]:
-    """Yield the folders of a cgroup and its ancestors. In a container, its own may be mounted as the root."""
+    """Yield the folders of a cgroup and its ancestors. In a container, the cgroup's own folder may be mounted as the
+    root."""
     path = PurePosixPath(group.lstrip("/"))
     for folder in (path, *path.parents):
         if ".." not in folder.parts:
@@ -53,13 +54,13 @@ MAX_THREADS = 1024
 
 
 def threads_for(device: str) -> int:
-    """Return the default CPU threads of a forward pass: one per core, or a single one beside a GPU."""
+    """Return the default CPU threads of a forward pass: one per core, or a single one if a GPU computes."""
     return min(MAX_THREADS, cores_given()) if device == "cpu" else 1
 
 
 def cores_given(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
-    """Return the cores available to this process, at least 1. A quota of one and a half cores counts as two: using the
-    half is better than leaving it idle."""
+    """Return the cores available to this process, at least 1. A quota of one and a half cores counts as two, so that
+    the half is used."""
     given = float(len(os.sched_getaffinity(0)))
     for group in cgroups("cpu", mount, membership):
         quota = _quota(group)

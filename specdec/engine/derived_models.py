@@ -1,7 +1,7 @@
 """Models derived from others, stored in the user's cache: exports to ONNX, and conversions of GGUF files.
 
-They are in `$XDG_CACHE_HOME/specdec`, else `~/.cache/specdec`. `SPECDEC_CACHE_DIR` neither moves them nor turns them
-off, since a service with a derived model cannot start without it. Imports only the standard library, for `specdec
+They are in `$XDG_CACHE_HOME/specdec`, else `~/.cache/specdec`. `SPECDEC_CACHE_DIR` neither moves nor disables them,
+since a service with a derived model cannot start without that model. Imports only the standard library, for `specdec
 doctor`.
 """
 
@@ -28,8 +28,8 @@ def make_user_cache() -> None:
 
 
 def place_of_export(directory: ModelDirectory, dtype: str, *, quantised: bool = False) -> Path:
-    """Return the path of a model's export, whether or not it exists. `quantised`: the export chooses its weights'
-    bits."""
+    """Return the path of a model's export, whether or not it exists. `quantised`: the export chooses the bits of its
+    weights."""
     kind = f"{dtype}-fewest-bits" if quantised else dtype
     return user_cache() / EXPORTS / kind / directory.model_fingerprint[:24] / directory.name
 
@@ -40,7 +40,8 @@ def place_of_conversion(file: Path, fingerprint: str) -> Path:
 
 
 def what_is_broken(export: Path) -> str | None:
-    """Return the first file of an export that is missing or has not its recorded size; None if all are intact."""
+    """Describe the first file of an export that is missing or differs from its recorded size; None if all are
+    intact."""
     try:
         description = read_fields(export / DESCRIPTION)
         if description is None:

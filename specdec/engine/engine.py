@@ -46,15 +46,15 @@ class Pass(Protocol):
     """A launched forward pass."""
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        """Wait for the pass and return its wanted rows. Called at most once; if no row is needed, it need not be
-        called, and the next pass raises an error of this one. `asked` computes the sampling queries known in advance,
-        by their index among the wanted rows. Only engines that use them call it, on an asynchronous device during the
+        """Wait for the pass and return its wanted rows. Called at most once, or not at all if no row is needed; the
+        next pass then raises any error of this one. `asked` computes the sampling queries known in advance, by row
+        index among the wanted rows. Only engines that use the queries call it, on an asynchronous device during the
         pass."""
 
 
 @runtime_checkable
 class GpuSampling(Protocol):
-    """Forward passes of an engine with logits on the GPU, sampled there."""
+    """Forward passes of an engine that keeps its logits on the GPU and samples there."""
 
     def launch(self, batch: PackedBatch) -> Pass:
         """Launch a forward pass. An asynchronous device computes it while the host continues."""
@@ -62,7 +62,7 @@ class GpuSampling(Protocol):
 
 @dataclass(frozen=True)
 class HostPass:
-    """A forward pass of an engine with logits in host memory. It is computed when it is waited for."""
+    """A forward pass of an engine with logits in host memory. It runs only when its logits are requested."""
 
     engine: Engine
     batch: PackedBatch
@@ -76,8 +76,9 @@ Launch = Callable[[PackedBatch], Pass]
 
 
 def launch_of(engine: Engine, *, hidden: bool = False, features: Sequence[int] = ()) -> Launch:
-    """Return the function that launches a forward pass of this engine. Its step logits include hidden states with
-    `hidden`, or else the features of the layers `features`; UnsupportedModelError if the engine has none."""
+    """Return the function that launches a forward pass of this engine. Its step logits include the features of the
+    layers `features`, if given, else the hidden states if `hidden`. Raises UnsupportedModelError if the engine lacks
+    them."""
     if features:
         with_layers = layer_features(engine)
         if isinstance(with_layers, GpuLayerFeatures):
@@ -90,14 +91,14 @@ def launch_of(engine: Engine, *, hidden: bool = False, features: Sequence[int] =
 
 
 def queues_passes(engine: Engine) -> bool:
-    """Return whether a pass can be launched, and slots copied, while the last pass computes: the device executes in the
-    order given, and a pass reads only the slots among its rows' keys."""
+    """Return whether a pass can be launched, and slots copied, while the previous pass computes: the device executes in
+    launch order, and a pass reads only the slots among its rows' keys."""
     return getattr(engine, "queues_passes", False)
 
 
 @runtime_checkable
 class Shortlisting(Protocol):
-    """Draft passes of an engine with logits on its device, which sends only shortlists to the host."""
+    """Draft passes of an engine that keeps its logits on the device and sends only shortlists to the host."""
 
     def forward_shortlists(self, batch: PackedBatch) -> DraftLogits:
         """Run a forward pass and return its wanted rows. On return, the pass is complete and its shortlists are on the
@@ -121,7 +122,7 @@ class Placed(Protocol):
 
     device: str  # cpu, cuda:0
     dtype: str
-    threads: tuple[int, ...]  # possible thread counts of a pass, largest first; empty: no CPU
+    threads: tuple[int, ...]  # possible thread counts of a pass, largest first; empty if no CPU computes
 
 
 def on_cpu(engine: Engine) -> bool:
@@ -194,8 +195,8 @@ class HiddenStates(Protocol):
         losslessly from a narrower dtype."""
 
     def output_head(self, hidden: Any) -> Any:
-        """Return the products [n, vocabulary], float32, of the output head with any number of hidden states [n,
-        hidden_size], tensors on the engine's device: the logits before a model's processing after its head."""
+        """Return the output head's float32 products [n, vocabulary] with any number of hidden states [n, hidden_size],
+        all tensors on the engine's device: the logits before any processing after the head."""
 
 
 @runtime_checkable
@@ -227,7 +228,7 @@ def hidden_states(engine: Engine) -> HiddenStates:
 @runtime_checkable
 class LayerFeatures(Protocol):
     """Features of an engine: the residual stream entering its model's layers, for drafters that read several depths of
-    the target (EAGLE-3) or its last states (MTP), and the token embeddings that these drafters share."""
+    the target (EAGLE-3) or its last states (MTP). Also the token embeddings, which these drafters share."""
 
     def layer_count(self) -> int:
         """Return the number of layers that have features; UnsupportedModelError if the layers cannot be found."""
@@ -237,8 +238,8 @@ class LayerFeatures(Protocol):
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Run a forward pass like `forward`. Return the logits, with the same bits, and the residual stream [t,
         len(layers), d] entering each of these layers, before its norm. It covers *all* t rows of the batch, since
-        drafters read the prompt too. Layer 0 reads the embedded tokens; `layer_count()` stands for the states after the
-        last norm. The numbers are float32, converted losslessly from a narrower dtype."""
+        drafters read the prompt too. Layer 0 reads the embedded tokens; layer `layer_count()` stands for the states
+        after the last norm. Features are float32, converted losslessly from a narrower dtype."""
 
     def token_embeddings(self) -> Any:
         """Return the table of token embeddings, a tensor [ids, width] on the engine's device."""

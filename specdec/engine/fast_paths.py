@@ -68,8 +68,8 @@ def log_off() -> None:
 
 
 def of_this_machine() -> dict[str, FastPathOff | None]:
-    """Load the engine for CPUs, and return its fast paths by name; None if a path is on. Raises ImportError if a
-    package is missing or cannot be loaded."""
+    """Load the engine for CPUs, and return its fast paths by name, with None for a path that is on. Raises ImportError
+    if a package is missing or cannot be loaded."""
     for path in PATHS:
         importlib.import_module(path.module)
     return {path.name: path.found for path in PATHS}

@@ -1,7 +1,7 @@
 """A GGUF file, llama.cpp's format, used in place of a model directory.
 
 It is converted once to a directory in Hugging Face's layout (`hf/gguf_conversion.py`), stored in the cache folder.
-Detecting such a file, and finding its conversion, needs no torch.
+Detecting such a file and finding its conversion need no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ MARKER = "gguf.json"
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-"""Readable versions of the format. Version 1 had shorter sizes; big-endian files appear to have other versions."""
+"""Readable versions of the format. Version 1 had narrower size fields; a big-endian file's version reads as another
+number."""
 
 
 def open_model(path: Path) -> ModelDirectory:
@@ -35,7 +36,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def check_gguf(file: Path) -> None:
-    """Raise ModelDirectoryError unless a file begins as GGUF of a readable version does."""
+    """Raise ModelDirectoryError unless a file begins with GGUF's magic and a readable version."""
     with opened(file) as stream:
         begin = stream.read(8)
     version = int.from_bytes(begin[4:], "little")
@@ -49,16 +50,16 @@ def check_gguf(file: Path) -> None:
 
 def _converted(file: Path) -> Path:
     """Return the directory of a file's conversion in the cache, creating it if it is missing. A separate process
-    creates it, so that its memory is freed; it reports progress and errors on stderr."""
+    creates it, so that its memory is freed, and reports progress and errors on stderr."""
     check_gguf(file)
-    digest = hashlib.sha256(str(file.stat().st_mtime_ns).encode())  # tools edit fields in place
+    digest = hashlib.sha256(str(file.stat().st_mtime_ns).encode())  # the time, too: tools edit fields in place
     add_sample(digest, file)
     target = place_of_conversion(file, digest.hexdigest())
     if not (target / MARKER).is_file() and (why := _unwritable(target.parent)):
         target = _without_cache(why) / digest.hexdigest()[:24] / file.stem
     if not (target / MARKER).is_file():
         command = [sys.executable, "-m", "specdec.cli", "import-gguf", str(file), str(target)]
-        # Its stdin closes if this process dies; it then removes what it has written.
+        # If this process dies, the child's stdin closes, and the child removes its partial output.
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
             status = process.wait()
         if status:
@@ -78,7 +79,7 @@ def _unwritable(folder: Path) -> str:
 
 
 def _without_cache(why: str) -> Path:
-    """Return a folder for conversions that lives as long as this process, since the cache cannot be written."""
+    """Return a folder for conversions that is deleted when this process ends, for when the cache is not writable."""
     import structlog  # services have it; `specdec doctor` works without
 
     from specdec.engine.cache_folder import temporary

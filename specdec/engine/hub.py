@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def stay_away() -> None:
+def disable_hub() -> None:
     """Prevent transformers from loading code from a hub, even if a model's configuration requests it: attention,
     layers, or the kernels of quantised weights. Must be called before importing transformers, which reads these
     variables only once."""

@@ -1,8 +1,8 @@
 """The tenants whose texts a model has learned from: `learned_from.json`, next to its weights.
 
 A tenant is recorded as a salted hash, so that the file reveals no names, and files with different salts cannot be
-compared. A guessed name can still be checked against it. A draft trained from this model keeps the salt, because it
-inherits what its model has learned.
+compared. A guessed name can still be checked against the file. A draft trained from this model keeps the salt, because
+it inherits what this model has learned.
 """
 
 from __future__ import annotations

@@ -24,15 +24,15 @@ TEXT_TOKENS = 1024
 MIN_SLOTS = 512
 
 BLOCK_TOKENS = 64
-"""Tokens of a KV cache block (as in `kv/blocks.py`, not imported because it needs NumPy): a session has at least
-one."""
+"""Tokens of a KV cache block, as in `kv/blocks.py`, which is not imported because it needs NumPy. A session has at
+least one block."""
 
 LIMIT_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 """cgroup version to the files with a group's limit and use, in bytes."""
 
 MADV_POPULATE_WRITE = 23  # mman.h, since Linux 5.14
 TOUCHED_AT_ONCE = 4 << 20
-"""Bytes per call, which take some milliseconds. Meanwhile no other thread can get memory from the system."""
+"""Bytes per call. A call takes some milliseconds, in which no other thread can get memory from the system."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
 MAX_KEPT_BYTES = 1 << 30
@@ -78,7 +78,7 @@ def slots_within(free: int, slot_bytes: int, wanted: int, working: int, row_byte
 
 def free_bytes(device: str) -> int:
     """Return the free bytes of a CUDA device, or of the machine within its container's limit. Uses torch if it is
-    loaded, else the driver: ONNX services, and services before loading, must not import torch for this."""
+    loaded, else the driver: ONNX services, and services before loading a model, must not import torch for this."""
     if device.startswith("cuda"):
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
@@ -157,7 +157,7 @@ def give_freed_memory_back() -> None:
 
 def drop_file_pages(suffix: str, maps: Path = Path("/proc/self/smaps")) -> None:
     """Remove the pages of mapped files with this suffix from this process; later reads come from the page cache.
-    Mappings with written pages are kept, because those pages exist only there."""
+    Mappings with written pages are kept, because the file does not contain those pages."""
     libc = ctypes.CDLL(None)
     first = length = 0
     with contextlib.suppress(OSError, AttributeError):
@@ -189,11 +189,11 @@ def set_memory_policy() -> None:
     called before any thread starts and before torch allocates.
 
     By default glibc gives each thread its own arena, made of pieces of 64 MiB. Larger allocations come from the system
-    and return to it each time, even if malloc is set to retain memory. Products over 512 rows of 60M parameters took
-    49 ms in the main thread, 65 to 69 ms in another one, and 50 to 52 ms with a single arena (measured by hand).
+    and return to it each time, even if malloc is set to retain memory. Products of 512 rows with 60M parameters took 49
+    ms in the main thread, 65 to 69 ms in another thread, and 50 to 52 ms with a single arena (measured by hand).
     Without glibc nothing changes.
 
-    With huge pages, weights are laid out in two thirds of the time, and steps over few rows of 230M parameters take 3
+    With huge pages, laying out weights takes two thirds of the time, and steps of few rows with 230M parameters take 3
     to 8 % less (measured by hand). If the system's setting for huge pages is always or never, torch's request has no
     effect.
     """

@@ -25,7 +25,7 @@ DESCRIPTION = "specdec.json"
 exports of earlier versions lack), DESCRIPTION."""
 
 COMPLETE = "COMPLETE"
-"""File with any contents that marks a draft's version as complete, in a folder of versions."""
+"""File, with any contents, whose presence marks a draft's version as complete in a folder of versions."""
 
 WEIGHTS = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -171,7 +171,7 @@ class Fields:
         return value
 
     def integers(self, key: str, least: int, most: int, *, count: int) -> list[int]:
-        """Read an integer, or a list of at most `count` of them."""
+        """Read a list of at most `count` integers; an integer counts as a list of one."""
         value = self.content.get(key)
         if not isinstance(value, list):
             return [self.integer(key, least, most)]

@@ -16,10 +16,10 @@ from pathlib import Path
 from specdec.engine.model_file import ModelDirectoryError
 
 MARKERS = {"specdec.json": "an exported model", "gguf.json": "a converted GGUF file"}
-"""Marker files to the contents of their folders."""
+"""Marker file -> what its folder contains."""
 
 STALE_SECONDS = 3600.0
-"""Age of an unfinished folder without new files after which it is considered abandoned."""
+"""An unfinished folder that got no new files for this long is considered abandoned."""
 
 
 def check_replaceable(target: Path, marker: str) -> None:
@@ -61,7 +61,7 @@ def _replace(target: Path, new: Path, marker: str) -> None:
     try:
         new.rename(target)
     except OSError:
-        if (target / marker).is_file():  # another process has meanwhile written the same
+        if (target / marker).is_file():  # another process has written the same model meanwhile
             return
         if before.exists():
             before.rename(target)

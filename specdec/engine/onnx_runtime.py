@@ -1,8 +1,8 @@
 """ONNX Runtime, with its telemetry off. Every module of the product that uses it imports it from here.
 
-Official builds repeatedly write a device id to the user's cache and look up a host of their vendor. The variable turns
-all of this off, but only if it is set before the library is loaded; the call turns off the rest in builds that do not
-know the variable.
+Official builds repeatedly write a device id to the user's cache and look up a host of their vendor. The environment
+variable turns all of this off, if it is set before the library is loaded. In builds that do not know it, the function
+call turns off telemetry events.
 """
 
 from __future__ import annotations

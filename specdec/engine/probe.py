@@ -29,8 +29,8 @@ class EngineProbe:
         self._written = np.asarray(written, dtype=np.int64)
 
     def sessions_ended(self) -> None:
-        """Record that no session has memory any more. The next `recovers` overwrites whole blocks, because some
-        attention mixes the tokens of a block in memory, so that single tokens cannot be cleared."""
+        """Record that no session holds KV memory any more. The next `recovers` overwrites whole blocks, because some
+        attention kernels mix the tokens of a block in memory, so that single tokens cannot be cleared."""
         blocks = np.unique(self._written // BLOCK)
         slots = (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()
         self._written = slots[slots < self._engine.capacity]

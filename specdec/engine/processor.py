@@ -1,4 +1,5 @@
-"""Identifies this machine's processors without torch: their arithmetic, and what libraries choose kernels by."""
+"""Identifies this machine's processors without torch: their arithmetic, and the properties by which libraries choose
+kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def computes_bfloat16(cpuinfo: Path = CPUINFO, machine: str | None = None) -> bo
 
 
 def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
-    """Return a name for this machine's processor, which differs wherever a library may choose other kernels."""
+    """Return a name for this machine's processor, different if a library may choose other kernels."""
     try:
         first = cpuinfo.read_text().partition("\n\n")[0].splitlines()
     except OSError:  # not Linux, or hidden

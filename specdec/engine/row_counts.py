@@ -1,10 +1,10 @@
 """Invariant row counts: numbers of rows at which a matrix product gives a row the same bits.
 
 A kernel may split its sums differently for one, eight and sixty-four rows; then a token's logits would depend on the
-number of rows in its step. At a fixed number of rows they never do. So when a model is loaded,
-`hf/batch_invariance.py` groups the row counts of each shape of product by equal bits, and a product runs only at the
-counts of one group. A batch is padded to a number of rows that every product can compose from its own counts: a product
-without that count runs as several tiles.
+number of rows in its step. At a fixed number of rows they never do. So when a model is loaded, `hf/batch_invariance.py`
+groups the row counts of each shape of product by equal bits, and a product runs only at the counts of one group. A
+batch is padded to a number of rows that every product can compose from its own counts: a product without that count in
+its group runs as several tiles.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class InvariantRowCounts:
     counts: tuple[int, ...]
 
     def tiles(self, rows: int) -> list[int]:
-        """Return counts with a sum of at least `rows`: the largest repeatedly, then the smallest that fits the
+        """Return counts with a sum of at least `rows`: the largest repeatedly, then the smallest that covers the
         rest."""
         largest = self.counts[-1]
         whole, rest = divmod(rows, largest)
@@ -50,8 +50,8 @@ class InvariantRowCounts:
 
 @dataclass(frozen=True)
 class ShapeRowCounts:
-    """Invariant row counts of each shape of product, and of a `batch`: counts that all products can compose of
-    tiles."""
+    """Invariant row counts of each shape of product, and of a `batch`: the counts that every product can compose from
+    its own."""
 
     batch: InvariantRowCounts
     products: Mapping[Shape, InvariantRowCounts]
@@ -70,7 +70,7 @@ class ShapeRowCounts:
         return cls(InvariantRowCounts(tuple(batch)), products) if batch else None
 
     def tiles(self, shape: Shape, rows: int) -> list[int]:
-        """Return the tiles of a product of this shape in a batch of `rows`, already padded.
+        """Return the tiles of a product of this shape in a batch of `rows`, a padded count.
 
         An unknown shape, such as an output head whose rows need not be exact, gets the tiles of the batch.
         """

@@ -1,4 +1,4 @@
-"""Memory shortages: their recognition, since each library has its own exception or message, and their refusal while a
+"""Memory shortages: recognising them, since each library has its own exception or message, and reporting them while a
 model is loaded."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MESSAGES = (
     "bad_alloc",  # C++
     "bad allocation",
     "failed to allocate memory",  # ONNX Runtime
-    "available memory of",  # the same, of its arena
+    "available memory of",  # ONNX Runtime's arena
     "memory is short",  # our products (`cpu/packed_gemm.py`)
     "can't start new thread",
 )
@@ -46,7 +46,7 @@ def is_shortage(error: BaseException) -> bool:
 def _tells(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    # An error about a text may quote anything, but is no RuntimeError. ONNX Runtime's errors share no base class.
+    # An error about a text may quote such a message, but is no RuntimeError. ONNX Runtime's errors share no base class.
     of_library = isinstance(error, RuntimeError) or type(error).__module__.startswith("onnxruntime")
     return of_library and any(part in str(error).lower() for part in MESSAGES)
 

@@ -15,7 +15,7 @@ ENOUGH = 0.3
 """Seconds of measurement after which the last repeat is skipped."""
 
 CHEAPER = 0.93
-"""A time per row counts as less only below this fraction of another, since a smaller gain may be chance."""
+"""A time per row counts as less only if below this fraction of another, since a smaller gain may be chance."""
 
 
 def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf, *, few: bool = False) -> int:

@@ -63,9 +63,9 @@ STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", 
 leave few forced tokens."""
 
 STEP_ITEMS, ROW_ITEMS, STEP_FUEL = 5_000, 250, 50_000
-"""Limits on the parser's work, per token and per place, and on the lexer's, in the library's units. They mean a few
-milliseconds at its documented speeds, since other texts share the step. The schemas of `test_a_thousand_schemas` never
-reach them."""
+"""Limits on the parser's work, per token and per place, and on the lexer's, in the library's units: a few milliseconds
+at its documented speeds, since other texts share the step. The schemas of `test_a_thousand_schemas` never reach
+them."""
 
 
 class GrammarRoomError(Exception):
@@ -136,7 +136,7 @@ class GrammarCompiler:
         self._owner_bytes = owner_bytes
         self._kept: OrderedDict[_Key, Future[SharedMatcher]] = OrderedDict()  # in order of eviction
         self._bytes: Counter[str] = Counter()  # of all existing matchers, by owner
-        self._freed: deque[tuple[str, int]] = deque()  # (owner, bytes) of matchers freed since
+        self._freed: deque[tuple[str, int]] = deque()  # (owner, bytes) of freed matchers that are still counted
         self._collected_at = -math.inf  # time of the last garbage collection
         self._untrimmed = 0  # bytes freed since malloc was last trimmed
         self._lock = threading.Lock()
@@ -240,8 +240,8 @@ class GrammarCompiler:
 
     def _collect(self) -> bool:
         """Collect garbage: the token trees of ended sessions are cycles, which hold grammars until the next collection.
-        It stops other threads for some milliseconds, so it runs at most once in COLLECT_SECONDS; return True if it ran.
-        The caller holds the lock."""
+        A collection stops other threads for some milliseconds, so it runs at most once in COLLECT_SECONDS. Return True
+        if it ran. The caller holds the lock."""
         if time.monotonic() - self._collected_at < COLLECT_SECONDS:
             return False
         gc.collect()

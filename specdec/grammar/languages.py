@@ -198,7 +198,7 @@ class Languages:
         return found
 
     def derivative(self, number: int, character: int) -> int:
-        """Return the language of the continuations after a character at the start of a language's strings."""
+        """Return the derivative of a language by a character: the strings that can follow the character."""
         found = self._derived.get((number, character))
         if found is None:
             found = self._derived[number, character] = self._derive(number, character)
@@ -239,8 +239,8 @@ class Languages:
     # From expressions, and back.
 
     def of_pattern(self, pattern: str) -> int:
-        """Return the language of the strings that an expression of JSON Schema matches somewhere. PatternError if it
-        cannot be determined, UnreadableError if the expression is unreadable here."""
+        """Return the language of the strings that contain a match of an expression of JSON Schema. PatternError if it
+        cannot be determined, UnreadableError if the expression cannot be parsed here."""
         try:
             syntax = PatternReader(pattern).whole()
             at_begin = self._language(syntax, self.all, Place.BEGIN)
@@ -253,7 +253,7 @@ class Languages:
         return self.union((at_begin, self.concatenation(some, later)))
 
     def patterns(self, number: int) -> list[str]:
-        """Return expressions that together match the strings of a language."""
+        """Return expressions; the language consists of the strings that all of them match."""
         node = self._nodes[number]
         return [self.pattern(part) for part in (node.parts if node.kind is Operator.INTERSECTION else (number,))]
 
@@ -266,7 +266,7 @@ class Languages:
             raise PatternTooLargeError("nests too deep") from None
 
     def _language(self, syntax: Syntax, rest: int, place: Place) -> int:
-        """Return the language of strings that match from a place on, with `rest` after the match."""
+        """Return the language of strings, read from a place on, that consist of a match and then `rest`."""
         if not asserts(syntax):
             return self.concatenation(self._plain(syntax), rest)
         match syntax:
@@ -293,7 +293,7 @@ class Languages:
         raise AssertionError(syntax)
 
     def _repeated(self, syntax: Quantified, rest: int, place: Place) -> int:
-        """The same for a repetition that contains assertions."""
+        """Return the language as above, for a repetition that contains assertions."""
         part, least, most = syntax.part, syntax.least, syntax.most
         match part:
             case Concatenation((LookAhead(excluded, True), CharacterClass(ranges))) if most is None and least == 0:

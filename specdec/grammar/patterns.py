@@ -27,7 +27,7 @@ class PatternTooLargeError(PatternError):
 
 
 class UnreadableError(ValueError):
-    """An expression is unreadable here: it is not ECMA-262's, or uses classes of Unicode."""
+    """An expression cannot be parsed here: it is not ECMA-262's, or uses classes of Unicode."""
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -119,8 +119,8 @@ class PatternReader:
         self._depth = 0
 
     def whole(self) -> Syntax:
-        """Return the syntax of the expression. UnreadableError if it is unreadable here, PatternError for parts that no
-        grammar can follow."""
+        """Return the syntax of the expression. UnreadableError if it cannot be parsed here, PatternError for parts that
+        no grammar can follow."""
         found = self._choice()
         if self._at < len(self._text):
             raise UnreadableError("has a closing parenthesis too many")
@@ -198,7 +198,7 @@ class PatternReader:
                 self._at += 1
                 high = self._member()
                 if len(low) > 1 or len(high) > 1 or low[0][0] != low[0][1] or low[0][0] > high[0][1]:
-                    raise UnreadableError("has a range that is none")
+                    raise UnreadableError("has an invalid range")
                 low = ((low[0][0], high[0][1]),)
             found += low
         self._at += 1
@@ -218,7 +218,7 @@ class PatternReader:
             self._at = found.end()
             code = int(found[1] or found[2] or found[3], 16)
             if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
-                raise UnreadableError("has half a character")
+                raise UnreadableError("has an invalid code point")
             return ((code, code),)
         if not in_class and character in "123456789k" and character:
             raise PatternError("refers back to a group, which no grammar can follow")
@@ -239,14 +239,14 @@ class PatternReader:
 
 
 def _times(found: re.Match[str]) -> tuple[int, int | None]:
-    """Return the minimum and maximum repetitions of a quantifier. A lazy one allows the same strings."""
+    """Return the minimum and maximum repetitions of a quantifier. A lazy quantifier matches the same strings."""
     sign, least, comma, most = found.groups()
     if sign:
         return {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
     if not comma:
         return int(least), int(least)
     if most is not None and int(most) < int(least):
-        raise UnreadableError("repeats at most fewer times than at least")
+        raise UnreadableError("has a maximum below its minimum")
     return int(least), None if most is None else int(most)
 
 
@@ -263,7 +263,7 @@ def asserts(syntax: Syntax) -> bool:
 
 
 def width(syntax: Syntax) -> tuple[int, int]:
-    """Return the shortest and the longest match as 0 or 1: whether it has a character."""
+    """Return whether the shortest and the longest match contain any character, each as 0 or 1."""
     match syntax:
         case CharacterClass():
             return 1, 1

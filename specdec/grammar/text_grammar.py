@@ -42,11 +42,11 @@ class TextGrammar:
         """Why the grammar is no longer followed: it is too complex, or the text has left it."""
         self._matcher = matcher
         self._awaited = grammar.after_token  # the grammar starts after this token; None: it has started
-        self._opening = grammar.opening_token  # only a text that begins with it is free until then; None: any text
+        self._opening = grammar.opening_token  # only a text that begins with this is free before that; None: any text
         self._end_tokens = end_tokens
         self._vocabulary = vocabulary
         self._ends = np.array(sorted(end_tokens), dtype=np.int64)
-        self._free = np.full(-(-vocabulary // 8), 0xFF, np.uint8)  # before the grammar: all tokens but the end tokens
+        self._free = np.full(-(-vocabulary // 8), 0xFF, np.uint8)  # before the grammar: all tokens except end tokens
         np.bitwise_and.at(self._free, self._ends // 8, (~(1 << (self._ends % 8)) & 0xFF).astype(np.uint8))
         self._ahead_matcher = matcher.deep_copy()
         self._ahead: list[int] = []  # tokens consumed by the copy beyond the committed text
@@ -148,7 +148,7 @@ class TextGrammar:
         return mask
 
     def _constrained(self, path: Sequence[int]) -> Sequence[int] | None:
-        """Return the part of a path that is subject to the grammar; None if the grammar has not started at its end."""
+        """Return the part of a path that is subject to the grammar; None if the grammar starts after the path."""
         if self._awaited is None or (self._opening is not None and (not path or path[0] != self._opening)):
             return path
         return path[path.index(self._awaited) + 1 :] if self._awaited in path else None

@@ -32,17 +32,17 @@ MEMORY_BYTES = 256 << 20
 """Address space available to a grammar, in addition to that of the ready process."""
 
 WORN_BYTES = 64 << 20
-"""Growth of resident memory, since the process was ready, at which it counts as worn. A worn process is replaced."""
+"""Growth of resident memory at which a process counts as worn, from when it was ready. A worn process is replaced."""
 
 WALK_TOKENS = 8
 """Tokens of the random text that a trial follows, with all of a service's queries at each."""
 
 FOLLOWED_CLOSELY = 64
-"""Tokens at the end of a text that are followed one by one, because a crashed service was there. Earlier tokens are
+"""Tokens at the end of a text that are followed one by one, because the service crashed there. Earlier tokens are
 followed as in a resumed text."""
 
 TOKEN_SECONDS = 0.02
-"""CPU seconds per token of a text that is followed again; the library's work limits end far below."""
+"""CPU seconds allowed per token of a text that is followed again, far above the library's work limits."""
 
 
 class TrialAnswer(TypedDict):

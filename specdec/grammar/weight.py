@@ -1,9 +1,9 @@
 """Upper bounds for compiled grammars: the number of lexer states, and their memory.
 
 The lexer grows while texts follow it, by one state for each new path through the source. All texts of an owner with the
-same grammar share it. The library does not report its size, so a grammar is charged in advance for its maximum number
-of states, which is derived from its source: a lexer with counters needs as many states as it counts to; other lexers
-need few.
+same grammar share a lexer. The library does not report the lexer's size, so a grammar is charged in advance for the
+maximum number of states, which is derived from its source: a lexer with counters needs as many states as it counts to;
+other lexers need few.
 """
 
 from __future__ import annotations

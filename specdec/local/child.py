@@ -91,7 +91,7 @@ class Child:
 def stop(
     children: Collection[Child], drain_seconds: float = DRAIN_SECONDS, forced: Callable[[], bool] = lambda: False
 ) -> None:
-    """Stop all services at the same time. Each drains running requests for at most `drain_seconds`. A service that is
+    """Stop all services concurrently. Each drains running requests for at most `drain_seconds`. A service that is still
     alive END_SECONDS later, or when `forced` returns True, is killed."""
     alive = [child for child in children if child.process.poll() is None]
     for child in alive:

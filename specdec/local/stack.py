@@ -77,8 +77,8 @@ class Stack:
         not start; a draft that cannot be exported is left out instead. `ModelPaths.chosen` selects the models; `dtype`
         and `device` are the target's.
 
-        With `openai_options`, OpenAI's HTTP API is served as well. All services but the orchestrator use free ports
-        unless their options set one. `drain_seconds` bounds the drain, and `forced` cuts it short once it returns True.
+        With `openai_options`, OpenAI's HTTP API is served as well. All services except the orchestrator use free ports
+        unless their options set one. `drain_seconds` bounds the drain; `forced` ends it as soon as it returns True.
         `say` receives a line for the user when a service starts and when it is ready. `programs` are the modules to run
         by role; `route` maps a service's address to the one given to the orchestrator. Benchmarks use these two to run
         variants of a service, or to insert a proxy.

@@ -29,7 +29,7 @@ def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
 
 
 RECENT_SECONDS = 5.0
-"""Seconds between a kill for memory, anywhere on the machine, and the end of a service that it may have hit."""
+"""Maximum seconds from a kill for memory, anywhere on the machine, to the end of a service counted as killed by it."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ with needed_by("openai", "openai"):
     from specdec.command_line import Host, LogLevel, address, duration, run_command
     from specdec.openai_api.http_server import KEEP_ALIVE_SECONDS, MAX_CONNECTIONS
     from specdec.openai_api.origins import origin
-    from specdec.openai_api.process import Asking, serve
+    from specdec.openai_api.process import OrchestratorEndpoints, serve
     from specdec.openai_api.response_store import (
         MAX_STORED_BYTES,
         STORED_SECONDS,
@@ -61,8 +61,8 @@ def main(
         bool | None,
         typer.Option(
             "--serve-metrics/--no-serve-metrics",
-            help="Serve this server's Prometheus metrics at /metrics of this port too, to callers whose key is "
-            "accepted, and the pods' statistics at /v1/specdec/stats, to those who may see them. Default: only if "
+            help="Serve this server's Prometheus metrics at /metrics on this port too, for callers with an accepted "
+            "key, and the pods' statistics at /v1/specdec/stats, for callers allowed to read them. Default: only if "
             "--host is a loopback address.",
         ),
     ] = None,
@@ -153,10 +153,10 @@ def main(
             store = ResponseStore(file, most_bytes=response_store_mib << 20, seconds=3600 * response_store_hours)
         except ResponseStoreError as error:
             raise typer.BadParameter(str(error), param_hint="--response-store") from None
-    asking = Asking([parsed.target for parsed in addresses], theirs if any(theirs.all) else None)
+    endpoints = OrchestratorEndpoints([parsed.target for parsed in addresses], theirs if any(theirs.all) else None)
     serving = serve(
         settings,
-        asking,
+        endpoints,
         most_connections=max_connections,
         keep_alive_seconds=keep_alive_seconds,
         origins=allow_origin or (),

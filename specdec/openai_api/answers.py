@@ -22,7 +22,7 @@ from specdec.wire.tool_formats import ToolFormat
 from specdec.wire.tool_scanner import Schemas
 
 REASONS = {"stop": "stop", "length": "length", "context": "length"}
-"""Finish reasons to OpenAI's names; a full context counts as "length"."""
+"""Finish reasons, mapped to OpenAI's names; a full context counts as "length"."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Frame:
     ignored: Sequence[str] = ()  # fields of the request
 
     def whole(self, choices: Sequence[Choice], others: Mapping[str, str] = MappingProxyType({})) -> bytes:
-        """Return the complete answer as JSON, with the already encoded fields `others`; all choices must have ended. A
-        chat's answer has the prompt's token ids itself; for completions, each choice has its own."""
+        """Return the complete answer as JSON, including the already encoded fields `others`; all choices must have
+        ended. Prompt token ids are a field of a chat's answer, but of each choice in completions."""
         kind = "chat.completion" if self.chat else "text_completion"
         told = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
         told |= self.told_ignored
@@ -78,11 +78,11 @@ class Choice:
         stop_tokens: Collection[int] = (),
         tells_end: bool = True,
     ) -> None:
-        """`first_sample`: it is the first sample of its prompt, and counts the prompt's tokens. `reasoning`: include
+        """`first_sample`: the first of its prompt, for which usage counts the prompt's tokens. `reasoning`: include
         the reasoning, if any. `calls`: collects tool calls; None if the text has none. `prompt`: the prompt, if a
         completion's choice shows any part of it. `chunks`: include the tokens of each chunk; `token_ids`: include token
-        ids. `stop_tokens`: the request's own end tokens. `tells_end`: log-probabilities cover the token that ends the
-        text."""
+        ids. `stop_tokens`: end tokens named in the request. `tells_end`: log-probabilities cover the token that ends
+        the text."""
         self._calls = calls
         self.index = index
         self.first_sample = first_sample
@@ -102,7 +102,7 @@ class Choice:
         self.prompt_token_ids: list[int] | None = None
         """Token ids of the prompt, for the first piece of a stream, if requested."""
         self.encoded_prompt = ""
-        """The same as JSON, for a complete answer."""
+        """Token ids of the prompt as JSON, for a complete answer."""
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._logprobs = EncodedLogprobs(self._logprobs_of)
@@ -153,7 +153,7 @@ class Choice:
         self._text.append(self._said(chunk)[0])
         self._reasoning.append(self._thought(chunk))
         logprobs = of_text(chunk, with_end=self._tells_end)
-        if logprobs or chunk.finish:  # not before the prompt is complete: their offsets begin at its end
+        if logprobs or chunk.finish:  # wait for the whole prompt: text offsets begin at its end
             self._logprobs.add(logprobs)
         self._own |= self._note(chunk, seed)
         if self._wants_chunks and chunk.tokens:
@@ -202,7 +202,7 @@ class Choice:
         return {"finish_reason": reason, "stop_reason": finish.stop or token}
 
     def _chunk(self, chunk: Chunk) -> Json:
-        """Return the tokens of a chunk with their sources; times in seconds. Excluded reasoning has no texts."""
+        """Return the tokens of a chunk with their sources; times in seconds. Texts of excluded reasoning are empty."""
         hidden = 0 if self._wants_reasoning else chunk.reasoning_tokens
         told: Json = {
             "tokens": chunk.tokens,

@@ -22,7 +22,7 @@ ERRORS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""HTTP statuses to error names; other statuses are server errors."""
+"""HTTP statuses, mapped to error names."""
 
 
 SIGNATURE = "specdec"
@@ -81,7 +81,7 @@ class MessageAnswer:
                 yield from self._end(part)
 
     def failed(self, error: ApiError) -> Iterator[Json]:
-        """Yield the event of a failure in mid-stream."""
+        """Yield the event for an error in mid-stream."""
         yield error_body(error, self._request_id)
 
     def _event(self, kind: str, **fields: Any) -> Json:

@@ -1,6 +1,7 @@
-"""Requests of the Messages API, parsed as a chat with the same fields.
+"""Requests of the Messages API, translated into chat fields and parsed as a chat.
 
-As for chats, unknown fields are ignored and named, and unsupported ones refused (`specdec/openai_api/fields.py`).
+As for chats, unknown fields are ignored and named in the answer; unsupported ones are refused
+(`specdec/openai_api/fields.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from specdec.v2.generation_pb2 import TokenizeRequest
 SAME = SAMPLING | frozenset(
     {"cache_salt", "chat_template_kwargs", "max_tokens", "model", "priority", "seed", "specdec", "stream", "top_k"}
 )
-"""Fields equal to those of a chat."""
+"""Fields with the same name and meaning as in chats."""
 
 READ = frozenset({"messages", "output_config", "stop_sequences", "system", "thinking", "tool_choice", "tools"})
 """Fields read below."""
@@ -63,10 +64,10 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice",
 }
-"""Chat field names to names in this API."""
+"""Chat field names, mapped to names in this API."""
 
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
-"""Thinking modes. The chat template decides when a model thinks; "disabled" only leaves its thoughts out."""
+"""Thinking modes. The chat template decides when a model thinks; "disabled" only omits the thoughts."""
 
 SCHEMAS = ("function.parameters", "parameters")
 """Names of a tool's schema in errors about a chat."""
@@ -116,7 +117,7 @@ def parse_count(fields: Mapping[str, Any], *, strict: bool = False) -> tuple[Tok
 
 
 def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[Json], list[str]]:
-    """Return the messages of a chat, and for each its name in the request. Appends the names of ignored fields to
+    """Return the messages of a chat, and the place of each in the request. Appends the names of ignored fields to
     `ignored`."""
     made: list[tuple[Json, str]] = []
     if (system := given.get("system")) is not None:
@@ -219,7 +220,7 @@ def _check_fields(block: Mapping[str, Any], place: str, *known: str) -> None:
 
 
 def _names_of_tools(number: int) -> dict[str, str]:
-    """Return names of a chat's tools in errors, and their names in this API."""
+    """Return the names of tools in chat errors, mapped to their names in this API."""
     schema = {f"tools[{index}].{field}": f"tools[{index}].input_schema" for index in range(number) for field in SCHEMAS}
     return {f"tools[{index}].function": f"tools[{index}]" for index in range(number)} | schema
 

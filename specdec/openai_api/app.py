@@ -176,8 +176,8 @@ def make_app(
         ApiError: _answer_error,
         OverloadedError: _answer_overloaded,
         HTTPException: _answer_http_error,
-        CallerLeftError: _answer_nobody,
-        ClientDisconnect: _answer_nobody,
+        CallerLeftError: _answer_nothing,
+        ClientDisconnect: _answer_nothing,
         Exception: _answer_mistake,
     }
     browsers = Middleware(
@@ -333,11 +333,11 @@ async def _answer_mistake(request: Request, __: Exception) -> JSONResponse:
     return _answered(request, MISTAKE)
 
 
-async def _answer_nobody(_: Request, __: Exception) -> Nobody:
-    return Nobody()
+async def _answer_nothing(_: Request, __: Exception) -> NoResponse:
+    return NoResponse()
 
 
-class Nobody:
+class NoResponse:
     """The empty response to a disconnected caller."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -34,19 +34,19 @@ RATE_GRACE_SECONDS = 2.0
 """Seconds excluded from the average: a network may pause."""
 
 LINGER_SECONDS = 2.0
-"""Seconds for which an unwanted body is read. Closing a connection before its caller has sent everything resets it, and
+"""Seconds for which an unwanted body is read. Closing a connection before the caller has sent everything resets it, and
 the caller may lose the answer."""
 
 LINGER_BYTES = 256 << 10
 LINGER_PAUSE_SECONDS = 0.1
-"""Bytes read at once, and the pause after them in seconds: reading costs the event loop 4 ms per MiB."""
+"""Bytes of such a body read between pauses, and seconds of a pause: reading costs the event loop 4 ms per MiB."""
 
 SMALL_BODY_BYTES = 64 << 10
 SMALL_BODY_SECONDS = 0.05
 """Maximum bytes of an unwanted body that is read to its end, and seconds to wait for it."""
 
 EVICTABLE = "specdec.evictable"
-"""ASGI scope key for a refused request: its connection may be evicted."""
+"""ASGI scope key set for a refused request: its connection may be evicted."""
 
 
 class Bodies:
@@ -119,13 +119,13 @@ class Bodies:
 
     def take(self, caller: str, size: int) -> None:
         """Reserve bytes for a caller; ApiError if there is no room. The thresholds are dynamic (Choudhury and Hahne
-        1998): a caller may hold as much as it leaves free. So a single caller gets half of the room, each of n callers
-        1 / (n + 1), and a further caller always finds some."""
+        1998): a caller may hold at most the bytes left free. So a single caller gets half of the room, each of n
+        callers 1 / (n + 1), and a further caller always finds some."""
         own = self._held[caller]
         # After the reservation the caller must hold no more than is left free.
         if own + size > self._free - size:
             if own:
-                raise too_many(f"{own} bytes of bodies of your requests are being received, the limit is reached")
+                raise too_many(f"{own} bytes of your requests and stored responses are in flight, the limit is reached")
             raise overloaded("the limit of concurrent requests is reached")
         self._free -= size
         self._held[caller] += size
@@ -164,7 +164,7 @@ class Unread:
         return message
 
     async def skip_if_small(self) -> None:
-        """Read the body if it is small and arrives at once, so that an early answer need not close the connection."""
+        """Read the body if it is small and arrives quickly, so that an early answer need not close the connection."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SMALL_BODY_SECONDS):
                 while self.left and self._is_small:

@@ -1,8 +1,8 @@
 """Callers: identifies them by headers alone, and limits their requests.
 
 Only orchestrators know the keys. Their verdict on a key is cached for a while, so that a request with a wrong key costs
-no call and no resource that tenants share. The call itself refuses a key revoked in the meantime, so a request that
-makes a call does not wait for the key to be checked again.
+no call and no resource that tenants share. An orchestrator refuses a call with a key revoked in the meantime, so a
+request that makes a call does not wait for a new check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specdec.openai_api.errors import ApiError, too_many
 from specdec.serving.callers.token_bucket import TokenBuckets
 
 ACCEPTED_SECONDS = 60.0
-"""Seconds after which an accepted key, and whether keys are required, is checked again. The old verdict applies until
+"""Seconds after which an accepted key is checked again, as is whether keys are required. The old verdict applies until
 the new one arrives."""
 
 REFUSED_SECONDS = 5.0
@@ -33,7 +33,7 @@ REFUSED_SECONDS = 5.0
 
 MAX_ACCEPTED = 16384
 MAX_REFUSED = 4096
-"""Number of cached verdicts, keyed by the key's hash; the oldest are evicted."""
+"""Maximum cached verdicts of each kind, keyed by the key's hash; the oldest are evicted."""
 
 CHECK_SECONDS = 15.0
 """Timeout of a check in seconds: longer than the client waits for a restarting orchestrator."""
@@ -45,7 +45,7 @@ MAX_CHECKS = 64
 """Maximum number of concurrent key checks."""
 
 ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST = 50.0, 100.0
-"""The same for all networks in total."""
+"""Rate and burst of refused unknown keys in total."""
 
 REFUSAL_RATE, REFUSAL_BURST = 20.0, 50.0
 """Rate and burst of refusals per network that are answered without delay."""
@@ -61,7 +61,7 @@ CANCEL = "/cancel"
 """Path suffix of the only POST that is answered without an orchestrator."""
 
 MAX_NETWORKS = 4096
-"""Number of networks and callers with a rate limit on record."""
+"""Maximum networks, and maximum callers, whose rates are tracked."""
 
 Check = Callable[[str], Awaitable[object]]
 """Asks an orchestrator about a value of the `authorization` header, "" for none; raises an ApiError on refusal."""

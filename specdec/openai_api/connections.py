@@ -1,7 +1,7 @@
 """HTTP connections: limits on their number and headers, and the answers of a full server.
 
 On their own, uvicorn and h11 wait forever for slow headers, refuse requests rather than connections, accept headers of
-any length in one piece, and spend seconds on some short ones.
+any length in one piece, and take seconds to parse some short ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_CHUNK_LINE = 1 << 10
 """Maximum bytes of a chunk's size line, or of the trailer: h11 parses a trailer in quadratic time."""
 
 PIECE_BYTES = 1 << 10
-"""Bytes of a chunked body passed to h11 at once: up to 170 chunks, which take 1 ms."""
+"""Bytes of a chunked body passed to h11 per call: up to 170 chunks, which take 1 ms."""
 
 PIECES_A_TURN = 8
 """Number of such pieces before yielding to the event loop."""
@@ -53,7 +53,7 @@ FLUSH_SECONDS = 10.0
 """Seconds for a caller to read the rest of an answer before its connection may be evicted."""
 
 MAX_HEALTH_ONLY = 64
-"""Maximum connections above the limit from which a request is read; further ones are refused unread."""
+"""Maximum connections above the limit that may send a request; further ones are refused unread."""
 
 _HEAD_END = re.compile(rb"\n\r?\n")
 _BAD_HEAD = re.compile(rb"[\x00\x0b\x0c]|\r(?!\n)|\n[ \t]")
@@ -131,7 +131,7 @@ class HttpConnection(H11Protocol):
         self._health_only = False
         self._ahead = bytearray()  # received but not yet passed to h11
         self._is_chunked = False  # of the current body
-        self._body_left = 0  # bytes to come of an unchunked body
+        self._body_left = 0  # bytes of an unchunked body still to come
         self._waiting: asyncio.TimerHandle | None = None  # timeout for headers
         self._since = 0.0  # start of the current wait
         self._next_piece: asyncio.Handle | None = None

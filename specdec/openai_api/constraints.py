@@ -16,10 +16,10 @@ from specdec.openai_api.fields import flag
 from specdec.openai_api.structural_tags import tags_in_lark
 
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
-"""Fields of `structured_outputs` to client options."""
+"""Fields of `structured_outputs`, mapped to client options."""
 
 FURTHER = ("json_object", "structural_tag")
-"""Further fields of `structured_outputs`, which map to one of these options."""
+"""Fields of `structured_outputs` that are converted to one of these options."""
 
 
 def constraint(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -60,7 +60,7 @@ def constraint(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _layout(own: dict[str, Any]) -> dict[str, str]:
     """Remove the fields about white space, and vLLM's other fields without effect, from `structured_outputs`. Return
-    the `x-guidance` of a schema with the requested layout; empty for the default layout."""
+    the requested layout as a schema's `x-guidance`; empty for the default layout."""
     for name in ("disable_any_whitespace", "disable_additional_properties"):
         asked = flag(own, name, where="structured_outputs.")
         own.pop(name, None)
@@ -102,7 +102,7 @@ def _constraint(name: str, value: object, layout: Mapping[str, str]) -> tuple[st
 
 def _parsed(value: object, field: str) -> object:
     """Return the value of a JSON text; any other value, or a text that is not JSON, is returned unchanged. The limits
-    on the body's structure do not cover the content of texts, so a long one is refused."""
+    on the body's structure do not cover the content of texts, so a long text is refused."""
     if isinstance(value, str):
         if len(value) > MAX_SOURCE_BYTES:
             raise refused(field, f"has {len(value)} characters, must have at most {MAX_SOURCE_BYTES}")
@@ -142,8 +142,8 @@ def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_enforced(schema: dict[str, Any]) -> None:
-    """Refuse a schema of a strict format that could only be checked in the finished text. The orchestrator refuses
-    other unenforceable schemas, strict or not."""
+    """Refuse a strict schema that can be checked only in the finished text. The orchestrator refuses other
+    unenforceable schemas, strict or not."""
     if f'"{KEYWORD}"' not in json.dumps(schema):
         return
     try:

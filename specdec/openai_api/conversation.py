@@ -12,7 +12,7 @@ OF_TURN = ("name", "tool_call_id", "tool_calls")
 """Message fields besides role, content and reasoning."""
 
 PREFIX = "prefix"
-"""Field of the assistant's last message that marks it as to be continued."""
+"""Field that marks a final assistant message as unfinished: the answer continues it."""
 
 MEANT = ("audio", "function_call", PREFIX)
 """Unsupported message fields that would change the prompt. Others are ignored, and listed in the answer."""
@@ -27,7 +27,7 @@ OF_TOOLS = frozenset({"type", "function", "name", "description", "parameters", "
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_CALLS = 4096
-"""Maximum entries of a conversation: the time for small ones is out of proportion to their bytes."""
+"""Maximum entries of a conversation: small entries take long for their bytes."""
 
 
 def conversation(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
@@ -56,14 +56,14 @@ def conversation(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]
 
 
 def tool_schemas(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the functions' argument schemas by name, from a body that a message was already built from."""
+    """Return the functions' argument schemas by name, from a body already converted into a message."""
     functions = [tool["function"] for tool in given.get("tools", [])]
     found = {function["name"]: function.get("parameters") for function in functions}
     return {name: schema if isinstance(schema, dict) else {} for name, schema in found.items()}
 
 
 def _end(given: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield how the prompt ends, if not with the start of an assistant turn. The last message may itself ask to be
+    """Yield how the prompt ends, unless with the start of an assistant turn. The last message may itself ask to be
     continued (`prefix`, as in Mistral's and DeepSeek's APIs)."""
     flags = {name: given[name] for name in ("add_generation_prompt", "continue_final_message") if name in given}
     for name, value in flags.items():
@@ -126,7 +126,7 @@ def _reasoning(message: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any
     """Yield the reasoning before the content; servers use two names for this field."""
     given = [message[key] for key in REASONING if message.get(key) not in (None, "")]
     if len(given) > 1 and given[0] != given[1]:
-        raise refused(f"{name}.reasoning_content", "is given together with another reasoning")
+        raise refused(f"{name}.reasoning_content", "differs from reasoning: give one of them")
     yield from (("reasoning", text) for text in given[:1])
 
 

@@ -44,12 +44,12 @@ MAX_REFERENCES = 256
 """Maximum references to items of stored responses in one request."""
 
 _ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{1,64})_\d{1,6}")
-"""Ids of output items, with the hexadecimal part of their response's."""
+"""Matches ids of output items; its group is the hexadecimal part of the response's id."""
 
 
 class StoredAnswer:
-    """A stored response being sent. Its reader may be slow, so until it is read its bytes count as the owner's, as a
-    body's bytes do. ApiError if there is no room."""
+    """A stored response being sent. Its reader may be slow, so its bytes count against the owner's limit until they are
+    sent, like a body's. ApiError if there is no room."""
 
     status_code = 200
 
@@ -157,8 +157,8 @@ class Responses:
 
     @asynccontextmanager
     async def _continued(self, taken: TakenRequest[ResponsesReader]) -> AsyncIterator[tuple[list[Json], int]]:
-        """Yield the items of the responses that a request continues, and the total bytes of these and its body. Until
-        the context exits, the bytes count as the caller's, as a body's bytes do."""
+        """Yield the items of the responses that a request continues, and the bytes of stored data and body in total.
+        Until the context exits, the stored bytes count against the caller's limit, like a body's."""
         reader, owner = taken.request, taken.owner
         chain, size = await self._chain(owner, reader.previous)
         size += await self._resolve(reader, owner)
@@ -236,7 +236,7 @@ class Responses:
         self, answer: ResponseAnswer, request: ResponsesRequest, parts: Parts, owner: str | None
     ) -> AsyncGenerator[Json, None]:
         """Yield the events of a response. It is stored for `owner` before its last event, so that the caller may
-        continue it at once."""
+        continue it immediately."""
         async with aclosing(_events_of(answer, parts)) as events:
             async for event in events:
                 yield event

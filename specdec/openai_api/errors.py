@@ -29,7 +29,7 @@ MAX_VALUE_CHARACTERS = 100
 """Maximum characters of a value in an error message."""
 
 _GROUP = re.compile(r"^(sampling|speculation|contrast|typicality|chat)\.")
-"""gRPC message prefixes of fields that are top-level in these APIs."""
+"""Prefixes of gRPC fields that are top-level fields in these APIs."""
 
 _MESSAGE = re.compile(r"messages\[(\d{1,9})\]")
 _PART_END = re.compile(r"(?=[.\[])|$")
@@ -62,8 +62,8 @@ def refused(param: str, problem: str) -> ApiError:
 
 
 def wrong(param: str, value: object, wanted: str) -> ApiError:
-    """Return the error for a field or an entry whose value, None if there is no such field, is not `wanted`."""
-    missing = value is None and not param.endswith("]")  # an entry of a list is null
+    """Return the error for a field or list entry whose value is not `wanted`; None stands for a missing field."""
+    missing = value is None and not param.endswith("]")  # a list entry is null, not missing
     return refused(param, f"is {'missing' if missing else _shown(value)}, must be {wanted}")
 
 
@@ -78,7 +78,7 @@ def unknown(param: str, problem: str = "unknown parameter") -> ApiError:
 
 
 def renamed(error: ApiError, places: Sequence[str], names: Mapping[str, str]) -> ApiError:
-    """Return an error about a chat with another API's names: `places` are its names of the messages, `names` maps other
+    """Return a chat's error with another API's names: `places` are its names for the messages, `names` maps other
     fields."""
     if error.param is None or not error.message.startswith(error.param):
         return error
@@ -105,7 +105,7 @@ def from_specdec(
     error: SpecdecError, names: Mapping[str, str] = MappingProxyType({}), places: Sequence[str] = ()
 ) -> ApiError:
     """Map an error of the gRPC API to an HTTP error. `names` maps the gRPC API's fields to the caller's names; `places`
-    are the caller's names of a chat's messages."""
+    are the caller's names for a chat's messages."""
     message, code = str(error), error.reason.lower() or error.code.name.lower()
     match error:
         case InvalidRequest():
@@ -141,8 +141,8 @@ def from_specdec(
 
 
 def _field(name: str, names: Mapping[str, str]) -> str:
-    """Return the caller's name of a field: `sampling.top_p` is `top_p`, `stop_tokens[3]` may be `stop_token_ids[3]`.
-    `names` may have a field's beginning; the longest one counts."""
+    """Return the caller's name for a field: `sampling.top_p` is `top_p`, `stop_tokens[3]` may be `stop_token_ids[3]`.
+    `names` may map a prefix of the field; the longest match counts."""
     bare = _GROUP.sub("", name)
     for end in sorted((part.start() for part in _PART_END.finditer(bare)), reverse=True):
         if bare[:end] in names:
@@ -151,14 +151,15 @@ def _field(name: str, names: Mapping[str, str]) -> str:
 
 
 def _placed(text: str, places: Sequence[str]) -> str:
-    """Return a text that starts with a message of a chat, using the caller's name of that message; empty for others."""
+    """Return a text with the caller's name for the chat message that it starts with; empty if it starts with none."""
     found = _MESSAGE.match(text)
     known = found is not None and int(found[1]) < len(places)
     return places[int(found[1])] + text[found.end() :] if found is not None and known else ""
 
 
 def _shown(value: object) -> str:
-    """Return a value for an error. Lists and objects are only named: encoding a large one would hold up others."""
+    """Return a value for an error. Of lists and objects only the type is shown: encoding a large one would delay other
+    requests."""
     match value:
         case dict():
             return "an object" if value else "an empty object"

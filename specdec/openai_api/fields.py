@@ -116,7 +116,6 @@ WITHOUT_EFFECT = frozenset(
         "verbose",
     }
 )
-"""Fields without effect on tokens."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,6 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "top_n_sigma": Unsupported((-1, 0)),
     "xtc_probability": _ZERO,
 }
-"""Unsupported fields."""
 
 MAX_IGNORED = 32
 MAX_NAME_CHARACTERS = 64
@@ -193,7 +191,7 @@ def check_names(
 ) -> list[str]:
     """Refuse unsupported fields; return the names of unknown ones.
 
-    `known` fields are read by the caller of this function. `hints` are problems of fields that belong to another API;
+    `known` fields are read by the caller of this function. `hints` maps fields of other APIs to error messages;
     `others` are unsupported fields in addition to `UNSUPPORTED`.
     """
     ignored: list[str] = []
@@ -211,12 +209,12 @@ def check_names(
 
 
 def cut_names(ignored: Sequence[str]) -> tuple[str, ...]:
-    """Return as many names of ignored fields as an answer lists."""
+    """Return the names of ignored fields that an answer lists."""
     return tuple(name[:MAX_NAME_CHARACTERS] for name in ignored[:MAX_IGNORED])
 
 
 def flag(given: Mapping[str, Any], name: str, *, default: bool = False, where: str = "") -> bool:
-    """Return a field that is true or false; ApiError, with `where` before its name, for another value."""
+    """Return a boolean field; ApiError for another value. In the error, `where` precedes the field's name."""
     value = given.get(name, default)
     if not isinstance(value, bool):
         raise wrong(where + name, value, "true or false")

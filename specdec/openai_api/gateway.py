@@ -33,7 +33,7 @@ STATS_SECONDS = 5.0
 Lend = Callable[[], AbstractAsyncContextManager[AsyncClient]]
 
 Names = Mapping[str, str]
-"""Names of options and gRPC fields to the caller's names."""
+"""Names of options and gRPC fields, mapped to the caller's names."""
 
 Chunks = AsyncGenerator[tuple[int, Chunk], None]
 """Chunks with their prompt's number."""
@@ -76,7 +76,7 @@ class Gateway:
         await _models(self._key_client, Caller(new_request_id(), metadata))
 
     async def named(self, request: ParsedRequest, caller: Caller) -> ParsedRequest:
-        """Return the request; if it names no model, with the name of the only served model."""
+        """Return the request. If it names no model, set the only served one."""
         if request.model:
             return request
         served = await self.models(caller)
@@ -86,7 +86,7 @@ class Gateway:
         return replace(request, model=served[0].name)
 
     async def tool_format(self, request: ParsedRequest, caller: Caller) -> ToolFormat | None:
-        """Return the tool format of the requested model; None if the request has no tools or the model no format."""
+        """Return the requested model's tool format; None if the request has no tools or the model has no format."""
         if not request.calls_tools:
             return None
         name = next((model.tool_format for model in await self.models(caller) if model.is_asked_as(request.model)), "")
@@ -168,7 +168,7 @@ class Gateway:
         *,
         several: bool,
     ) -> Chunks:
-        """Yield the chunks of one prompt. If it is refused by a limit of the tenant, it starts after another prompt of
+        """Yield the chunks of one prompt. If a limit of the tenant refuses it, it is retried after another prompt of
         the request has ended."""
         request_id = _numbered(caller.request_id, number) if several else caller.request_id
         begun = False
@@ -222,7 +222,7 @@ class _Places(asyncio.Semaphore):
 
 
 def _prompts(request: ParsedRequest) -> list[AnsweredPrompt]:
-    """Return the prompts to show in the answer; empty if it shows nothing of them."""
+    """Return the prompts to show in the answer, if any."""
     if not request.echo and request.prompt_logprobs is None:
         return []
     top = request.options.logprobs if request.echo and request.logprobs else None
@@ -230,7 +230,7 @@ def _prompts(request: ParsedRequest) -> list[AnsweredPrompt]:
 
 
 async def _text(client: AsyncClient, request: ParsedRequest, number: int, caller: Caller) -> bytes | None:
-    """Return the text of a prompt, given or decoded from its tokens; None if tokens arrive with their scores."""
+    """Return the text of a prompt, given or decoded from its tokens; None if it will be built from scored tokens."""
     prompt = request.prompts[number]
     if prompt.WhichOneof("prompt") == "text":
         return prompt.text.encode(errors="replace")
@@ -321,17 +321,19 @@ class _Answer:
         if self.scores > MAX_SCORES_BYTES:
             name = "logprobs" if self.request.prompt_logprobs is None else "prompt_logprobs"
             limit = f"{MAX_SCORES_BYTES >> 20} MiB"
-            raise refused(name, f"the prompts' take more than {limit}: ask for fewer, or send fewer prompts")
+            raise refused(
+                name, f"log-probabilities of the prompts take more than {limit}: request fewer, or send fewer prompts"
+            )
 
     def echo(self, number: int, chunk: Chunk) -> list[Json]:
-        """Return the pieces of a stream, one for each sample, with a chunk's part of its prompt."""
+        """Return the stream pieces for the part of a prompt in a chunk: one for each sample, or none."""
         piece = self.prompts[number].echo(chunk.prompt) if self.prompts else None
         samples = self.request.samples
         return [] if piece is None else [{"index": samples * number + sample, **piece} for sample in range(samples)]
 
     def note(self, number: int, chunk: Chunk) -> None:
-        """Record what only a prompt's first chunk contains. Token ids are encoded as they arrive: encoding those of all
-        prompts at once takes a tenth of a second."""
+        """Record the fields that only a prompt's first chunk has. Token ids are encoded as they arrive: encoding the
+        ids of all prompts together takes a tenth of a second."""
         if number in self.seeds:
             return
         self.seeds[number] = chunk.seed

@@ -141,7 +141,7 @@ class ServerTls:
         """Read the files; TlsError if they are unusable."""
         if files.certificate is None:
             raise TlsError("{2} is given, {0} and {1} are missing".format(*files.options))
-        files.read()  # its error is one line
+        files.read()  # raises one-line errors
         self._own = replace(files, authorities=None)
         self._watched = Watched(self._own)
         self.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

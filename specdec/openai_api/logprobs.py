@@ -76,7 +76,7 @@ def completion_logprobs(found: Iterable[Logprobs | PromptToken], offset: Offset,
             continue
         told["token_logprobs"].append(max(logprobs.chosen, MIN_LOGPROB))
         top: dict[str, float] = {}
-        for token, logprob in islice(logprobs.top.items(), most):  # best first, so the best of equal texts is kept
+        for token, logprob in islice(logprobs.top.items(), most):  # best first, so of equal texts the best is kept
             top.setdefault(logprobs.top_pieces.get(token, UNTOLD).text, max(logprob, MIN_LOGPROB))
         top.setdefault(entry.piece.text, told["token_logprobs"][-1])
         told["top_logprobs"].append(top)
@@ -87,7 +87,7 @@ Entry = TypeVar("Entry")
 
 
 class EncodedLogprobs(Generic[Entry]):
-    """Log-probabilities encoded as they arrive: encoding thousands of tokens' at once takes seconds."""
+    """Log-probabilities encoded as they arrive: for thousands of tokens, encoding all at the end takes seconds."""
 
     def __init__(self, tell: Callable[[Sequence[Entry]], Json]) -> None:
         """`tell` converts a chunk's log-probabilities to lists by field name."""
@@ -108,7 +108,7 @@ class EncodedLogprobs(Generic[Entry]):
         return size
 
     def whole(self, before: EncodedLogprobs[Any] | None = None) -> str:
-        """Return all of them as JSON, after the ones in `before`."""
+        """Return all log-probabilities as JSON, after those in `before`."""
         earlier = {} if before is None else before._lists
         lists = {name: json_list([*earlier.get(name, ()), *parts]) for name, parts in self._lists.items()}
         return json_object(self._others, lists)

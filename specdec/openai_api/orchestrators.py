@@ -36,9 +36,8 @@ CHECKS = 4
 """Concurrent checks of an address that may resolve to several orchestrators, reached round-robin."""
 
 OWN_CONNECTIONS = (("grpc.use_local_subchannel_pool", 1),)
-"""Channel options that prevent channels of this process from sharing connections. An orchestrator accepts a bounded
-number of calls per connection, and gRPC opens a bounded number of connections; completions must not delay control
-calls."""
+"""Channel options that prevent channels of this process from sharing connections. An orchestrator limits the calls per
+connection, and gRPC limits the connections: on shared ones, completions would delay control calls."""
 
 SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses that mean no answer from an orchestrator."""
@@ -144,8 +143,8 @@ class Channels:
 
     @asynccontextmanager
     async def key_client(self) -> AsyncIterator[AsyncClient]:
-        # Once an address has made many refused calls, orchestrators stop answering its connections that carry nothing
-        # else. The first refusal on a connection is always answered.
+        # After many refused calls from an address, orchestrators stop answering its connections that carry only such
+        # calls. The first refusal on a connection is always answered.
         async with self._control_client.renewed(self._credentials) as client:
             yield client
 

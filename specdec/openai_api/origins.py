@@ -1,4 +1,4 @@
-"""Origins whose pages may send requests from a browser. They must be spelled as browsers do: others never match."""
+"""Origins whose pages may send requests from a browser. Spellings that no browser sends never match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at `/`: static files, read once at start and served to everyone. Serving costs no more than their bytes.
+"""The page at `/`: static files, read once at start and served to everyone from memory.
 
 The page holds no secrets: it gets its data from the API, with the key of the person using it.
 """
@@ -26,7 +26,7 @@ TYPES = {
 """Media types of the files, by suffix."""
 
 HEADERS = {
-    "cache-control": "no-cache",  # cached, but revalidated by ETag: a new version shows at once
+    "cache-control": "no-cache",  # cached, but revalidated by ETag: a new version shows immediately
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",

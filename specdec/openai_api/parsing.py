@@ -20,8 +20,7 @@ SHORT_BODY = 4 << 10
 """Maximum bytes of a body parsed inline, which takes a few milliseconds at most."""
 
 LONG_BODY = 64 << 10
-"""Size in bytes from which a body counts as long. Long bodies have a separate queue and thread, so that they do not
-delay others."""
+"""Minimum bytes of a long body. Long bodies have a separate queue and thread, so that they do not delay others."""
 
 MAX_WAITING = 1024
 MAX_LONG_WAITING = 16
@@ -62,13 +61,13 @@ class TakenRequest(Generic[Parsed]):
     request: Parsed
     size: int  # bytes of the body
     caller: Caller
-    owner: str  # name that the request counts under in the limits per caller
+    owner: str  # the caller's name in the limits per caller
 
 
 @dataclass(frozen=True)
 class Intake:
-    """Reads and parses the bodies of all endpoints. `who` returns a request's caller for orchestrators, and its name in
-    the limits per caller."""
+    """Reads and parses the bodies of all endpoints. `who` returns a request's caller for orchestrators, and the
+    caller's name in the limits per caller."""
 
     parser: Parser
     bodies: Bodies

@@ -71,9 +71,9 @@ Part = BeginPart | ReasoningPart | TextPart | CallPart | EndPart
 async def parts_of(
     chunks: AsyncGenerator[Chunk, None], calls: Calls | None, *, reasoning: bool, with_end: bool
 ) -> AsyncGenerator[Part, None]:
-    """Yield the parts of a sample, from its beginning to its end. `calls` reads its tool calls; None if it may have
-    none. `reasoning`: include the reasoning; `with_end`: as in `of_text`. The logprobs of text that may still become a
-    call are held back with the text."""
+    """Yield the parts of a sample in order. `calls` reads its tool calls; None if it cannot have any. `reasoning`:
+    include the reasoning; `with_end`: as in `of_text`. The logprobs of text that may still become a call are held back
+    with the text."""
     logprobs: list[Logprobs] = []
     begun = False
     async with aclosing(chunks):

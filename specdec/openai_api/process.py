@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Asking:
+class OrchestratorEndpoints:
     """How to reach the orchestrators."""
 
     targets: Sequence[str]
@@ -43,7 +43,7 @@ class Asking:
 
 async def serve(
     settings: ServerSettings,
-    asking: Asking,
+    endpoints: OrchestratorEndpoints,
     *,
     most_connections: int,
     keep_alive_seconds: int,
@@ -64,7 +64,7 @@ async def serve(
     if settings.metrics_port:
         bound(settings.host, settings.metrics_port, option="--metrics-port").close()
     tls = None if settings.tls is None else ServerTls(settings.tls)
-    orchestrators = Orchestrators(asking.targets, asking.tls)
+    orchestrators = Orchestrators(endpoints.targets, endpoints.tls)
     gateway = Gateway(orchestrators.client, orchestrators.control_client, orchestrators.key_client)
 
     def exposed() -> bytes:
@@ -104,7 +104,7 @@ async def serve(
     log.info("serving", address=f"{settings.host}:{server.port}")
     await stop.wait()
     for number in STOP_SIGNALS:
-        asyncio.get_running_loop().remove_signal_handler(number)  # a second signal kills the process at once
+        asyncio.get_running_loop().remove_signal_handler(number)  # a second signal kills the process immediately
     log.info("draining", seconds=settings.drain_seconds)
     await server.stop()
     if endpoint is not None:

@@ -16,8 +16,8 @@ MAX_SCORES_BYTES = 64 << 20
 
 
 class EchoOffset:
-    """The character offset of the next prompt token in the prompt's text. Tokens that the text lacks, such as BOS, have
-    no characters."""
+    """The character offset of the next prompt token in the prompt's text. Tokens that are not in the text, such as BOS,
+    do not advance it."""
 
     def __init__(self, text: bytes) -> None:
         self._text = text
@@ -40,8 +40,8 @@ class AnsweredPrompt:
     """One prompt in an answer. Its tokens are passed as they arrive, to `gather` or, in a stream, to `echo`."""
 
     def __init__(self, top: int | None = None, entries: int | None = None) -> None:
-        """`top`: number of top log-probabilities before those of completions; None: no log-probabilities there.
-        `entries`: the same for vLLM's field `prompt_logprobs`; None: no such field."""
+        """`top`: top log-probabilities per prompt token, placed before those of the completions; None: no prompt
+        log-probabilities there. `entries`: the same for vLLM's field `prompt_logprobs`; None: no such field."""
         self.text = ""  # in front of completions
         self.logprobs = EncodedLogprobs(self._logprobs_of)
         self._offset: Offset = TextOffset()
@@ -52,8 +52,8 @@ class AnsweredPrompt:
         self._untold = False  # the text has not been streamed
 
     def begin(self, text: bytes | None) -> None:
-        """Set the text before the prompt's completions; call it before any of their chunks. None: the text is built
-        from the tokens."""
+        """Set the text that precedes the prompt's completions; must be called before their first chunk. None: the text
+        is built from the tokens."""
         if text is None:
             self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         else:
@@ -75,8 +75,8 @@ class AnsweredPrompt:
         return size if self._top is None else size + self.logprobs.add(tokens)
 
     def echo(self, tokens: Sequence[PromptToken]) -> Json | None:
-        """Return the fields of a stream's piece with the next tokens of the prompt; a given text is in the first piece.
-        None if there is nothing new."""
+        """Return the fields of a stream piece for the next prompt tokens; None if there is nothing new. A text that
+        was given is in the first piece."""
         scored, text = self._top is not None and tokens, self._spell(tokens)
         if self._untold:
             text, self._untold = self.text, False
@@ -121,8 +121,8 @@ def _with_told_once(chunk: Chunk, first: Chunk) -> Chunk:
 
 
 async def prompt_first(chunks: AsyncIterable[Chunk]) -> AsyncGenerator[Chunk, None]:
-    """Yield the chunks of one prompt. The first sample carries the prompt; chunks of others are held back until the
-    prompt is complete. The first chunk yielded has the fields sent once, whichever sample they came with."""
+    """Yield the chunks of one prompt. The first sample carries the prompt; chunks of other samples are held back until
+    the prompt is complete. Fields sent only once are moved to the first chunk yielded, from whichever sample."""
     held: list[Chunk] | None = []
     begun = False
     async for chunk in chunks:

@@ -85,7 +85,7 @@ MAX_PROMPTS = 64
 """Maximum prompts of a completion request."""
 
 PROMPT_FIELDS = {"text": "prompt", "tokens": "prompt", "tokens.ids": "prompt", "chat": "messages"}
-"""Names of prompts in the gRPC API and its client to their names here."""
+"""Names of prompts in the gRPC API and its client, mapped to their names here."""
 
 _OPTION = re.compile(r"(\w+)((\[\d+\])|(\.\w+))* = ")
 """The start of a client error about a single option."""
@@ -103,12 +103,12 @@ class ParsedRequest:
     """Options common to all prompts. They are merged in when a prompt is sent (`message`): they may be megabytes in
     size, and there may be many prompts."""
     names: Mapping[str, str]
-    """Option and gRPC field names to the caller's names."""
+    """Option and gRPC field names, mapped to the caller's names."""
     stream: bool
     usage_in_stream: bool
     """True if the stream ends with the usage."""
     usage_in_pieces: bool
-    """True if each event of the stream has the usage of its choice so far."""
+    """True if each stream event has its choice's usage so far."""
     schemas: Mapping[str, Mapping[str, Any]]
     """The functions' argument schemas by name."""
     reasoning: bool = True
@@ -123,10 +123,10 @@ class ParsedRequest:
     """Number of the prompts' top log-probabilities in vLLM's field; None: no such field."""
 
     places: Sequence[str] = ()
-    """The caller's names of the chat's messages, for APIs with other names."""
+    """The caller's names for the chat's messages, for APIs with other names."""
 
     def renamed(self, names: Mapping[str, str], places: Sequence[str]) -> ParsedRequest:
-        """Return the request with the caller's names of further options, gRPC fields, and messages."""
+        """Return the request with the caller's names for further options, gRPC fields, and messages."""
         here = {field: names.get(name, name) for field, name in self.names.items()}
         return replace(self, names={**here, **names}, places=places)
 
@@ -153,8 +153,8 @@ class ParsedRequest:
 
     @property
     def tells_end(self) -> bool:
-        """True if log-probabilities cover the token that ends the text. A chat's log-probabilities cover its content,
-        as in OpenAI's API: the end token only if the text shows it or, as in vLLM, if the answer has token ids."""
+        """True if log-probabilities cover the token that ends the text. In a chat they cover the content, as in
+        OpenAI's API, so the end token counts only if the text shows it or, as in vLLM, if the answer has token ids."""
         options = self.options
         return not self.chat or self.token_ids or options.show_special_tokens or options.include_stop
 
@@ -187,7 +187,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
     ignored = _check_names(given, chat=chat)
     for name in given.keys() - LONG:
         _check_entries(name, given[name])
-    if isinstance(own := given.get("specdec"), dict):  # its bans may cover the whole vocabulary
+    if isinstance(own := given.get("specdec"), dict):  # banned_tokens may be the whole vocabulary
         _check_entries("specdec", {name: value for name, value in own.items() if name != "banned_tokens"})
     options = {name: value for name, value in given.items() if name in SAME}
     options |= {
@@ -249,7 +249,7 @@ def _check_entries(name: str, value: object) -> None:
 
 def fields_of(body: bytes) -> dict[str, Any]:
     """Return the fields of a body; ApiError if it is not a JSON object."""
-    try:  # `structure.py` counts UTF-8 only
+    try:  # only UTF-8, since `structure.py` cannot count other encodings
         found = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as error:  # covers JSONDecodeError and UnicodeDecodeError
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
@@ -279,12 +279,12 @@ def _check_names(given: Mapping[str, Any], *, chat: bool) -> list[str]:
     for name, option in RENAMED.items():
         for alias in [other for other in given if other != name and RENAMED.get(other, other) == option]:
             if name in given and not alike(given[name], given[alias]):
-                raise refused(alias, f"is given together with another {name}, which means the same")
+                raise refused(alias, f"conflicts with {name}, which means the same")
     return ignored
 
 
 def _names(given: Mapping[str, Any], *, chat: bool) -> dict[str, str]:
-    """Return the caller's names of options and fields whose names differ in the gRPC API."""
+    """Return the caller's names for options and fields with other names in the gRPC API."""
     names = dict(PROMPT_FIELDS) | {"template_arguments": "chat_template_kwargs"}
     names |= {"tool_name": "tool_choice", "tool_required": "tool_choice", "single_tool_call": "parallel_tool_calls"}
     names |= {RENAMED[name]: name for name in given if name in RENAMED}
@@ -384,7 +384,7 @@ def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, in
 
 def _prompt_logprobs(given: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Yield the number of top log-probabilities for the prompts' tokens: the larger of vLLM's field and, with `echo`,
-    the completions' number. With `echo` and nothing to generate, prompts are scored in any case."""
+    the completions' number. With `echo` and nothing to generate, prompts are always scored."""
     wanted: list[int] = []
     if (top := given.get("prompt_logprobs")) is not None:
         if type(top) is not int or top < 0:
@@ -426,7 +426,7 @@ def _chunks(given: Mapping[str, Any]) -> bool:
 
 
 def _stream_options(given: Mapping[str, Any]) -> dict[str, bool]:
-    """Return which usage the stream reports, by attribute of ParsedRequest."""
+    """Return the attributes of ParsedRequest about usage in the stream."""
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
         raise wrong("stream_options", options, "an object")

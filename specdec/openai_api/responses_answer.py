@@ -95,7 +95,7 @@ class ResponseAnswer:
         return self._event(f"response.{self.whole['status']}", response=self.whole)
 
     def failed(self, error: ApiError) -> Iterator[Json]:
-        """Yield the events of a failure in mid-stream."""
+        """Yield the events for an error in mid-stream."""
         if self._item is not None:
             self._item["content"][0]["text"] = "".join(self._text)
             self._item["status"] = "incomplete"

@@ -1,7 +1,7 @@
-"""Requests of the Responses API, parsed as a chat with the same fields.
+"""Requests of the Responses API, translated into chat fields and parsed as a chat.
 
-The sampling fields equal those of a chat; the others are read below. As for chats, unknown fields are ignored and
-listed in the answer, and unsupported ones refused (`specdec/openai_api/fields.py`).
+Sampling fields have the same names and meaning as in chats; the others are read below. As for chats, unknown fields are
+ignored and listed in the answer; unsupported ones are refused (`specdec/openai_api/fields.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SAME = SAMPLING | frozenset(
         "truncate_prompt_tokens",
     }
 )
-"""Fields equal to those of a chat."""
+"""Fields with the same name and meaning as in chats."""
 
 OF_AN_ITEM = frozenset(
     {
@@ -87,7 +87,6 @@ READ = frozenset(
 """Fields read below."""
 
 OWN_WITHOUT_EFFECT = WITHOUT_EFFECT | {"client_metadata"}
-"""Fields without effect on tokens."""
 
 OWN_UNSUPPORTED: Mapping[str, Unsupported] = {
     "access_programs": Unsupported(),
@@ -116,7 +115,7 @@ INCLUDED = (LOGPROBS, ENCRYPTED)
 """Accepted values of `include`."""
 
 CARRIER = "specdec:"
-"""Prefix of `encrypted_content`, which carries the text of a reasoning for clients that return nothing else."""
+"""Prefix of `encrypted_content`, which carries the reasoning text for clients that return only this field."""
 
 NAMES = {
     "max_tokens": "max_output_tokens",
@@ -132,16 +131,16 @@ NAMES = {
     "tool_name": "tool_choice",
     "tool_required": "tool_choice",
 }
-"""Chat field names to names in this API."""
+"""Chat field names, mapped to names in this API."""
 
 TRUNCATIONS = ["auto", "disabled"]
 
 NESTED: Mapping[str, tuple[str, ...]] = {
-    "reasoning": ("effort", "summary", "generate_summary"),  # summaries: the reasoning itself is in the answer
+    "reasoning": ("effort", "summary", "generate_summary"),  # no summaries: the answer has the reasoning itself
     "stream_options": ("include_obfuscation", "include_usage"),
     "text": ("format", "verbosity"),
 }
-"""Fields that are objects, and the names in them that are read or request the default behaviour."""
+"""Object fields with their accepted members; other members are ignored."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ class ResponsesRequest:
 
 
 class ResponsesReader:
-    """Reads a body, and builds the request once the items before it are known."""
+    """Reads a body, and builds the request once the items of earlier responses are known."""
 
     def __init__(self, fields: Mapping[str, Any], *, strict: bool = False) -> None:
         """ApiError for an unsupported field and, with `strict`, for an unknown one."""
@@ -201,15 +200,15 @@ class ResponsesReader:
             raise unsupported("stream_options.include_obfuscation")
 
     def cuts(self, earlier: Sequence[Json]) -> Iterator[int]:
-        """Yield increasing numbers of first items to drop, `earlier` ones included, for retries while the prompt is too
-        long. Each drops items up to a user message. Nothing is yielded unless the request allows truncation."""
+        """Yield increasing numbers of leading items to drop, `earlier` ones included, for retries while the prompt is
+        too long. After each cut, a user message comes first. Yield nothing unless the request allows truncation."""
         if self.fields.get("truncation") == "auto":
             items = [*earlier, *self.items]
             of_user = [index for index, item in enumerate(items) if index and item.get("role") == "user"]
             yield from (of_user[min(number, len(of_user)) - 1] for number in _doubled(len(of_user)))
 
     def request(self, earlier: Sequence[Json] = (), cut: int = 0) -> ResponsesRequest:
-        """Return the request: the items of `earlier` responses and its own, without the first `cut` of both. ApiError
+        """Return the request: the items of `earlier` responses, then its own, without the first `cut` items. ApiError
         if it is invalid or unsupported."""
         given, left_out = self.fields, list[str]()
         tools = offered(given.get("tools", []), given.get("tool_choice"), left_out)
@@ -316,7 +315,7 @@ class _Turns:
         return "".join(texts)
 
     def _append(self, place: str, message: Json) -> None:
-        self._reasoning = ""  # belongs to an assistant message without content
+        self._reasoning = ""  # this message has it, or no assistant message follows it
         self.messages.append(message)
         self.places.append(place)
 
@@ -345,7 +344,7 @@ def _part(part: object, place: str) -> str:
 
 
 def _reasoning_text(item: Json, place: str) -> str | None:
-    """Return the text of a reasoning item in this server's format; None if it has none."""
+    """Return the text of a reasoning item; None if it has none in this server's format."""
     carried = item.get("encrypted_content")
     if not item.get("content") and isinstance(carried, str) and carried.startswith(CARRIER):
         return decoded(carried)
@@ -359,7 +358,7 @@ def _reasoning_text(item: Json, place: str) -> str | None:
 
 
 def carried(text: str) -> str:
-    """Return the `encrypted_content` of a reasoning."""
+    """Return a reasoning text as `encrypted_content`."""
     return CARRIER + base64.b64encode(text.encode(errors="replace")).decode()
 
 

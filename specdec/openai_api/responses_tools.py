@@ -116,7 +116,7 @@ def _of_namespace(tool: Json, place: str) -> Iterator[OfferedTool]:
         made = _of_caller(member, where, namespace)
         if not isinstance(made.name, str) or not _NAME.fullmatch(made.function_name):
             problem = (
-                f"makes {str(made.function_name)[:80]!r} with its namespace, must make at most 64 letters, digits, "
+                f"becomes {str(made.function_name)[:80]!r} with its namespace, must be at most 64 letters, digits, "
             )
             raise refused(f"{where}.name", f"{problem}underscores and hyphens")
         own = made.function.get("description")

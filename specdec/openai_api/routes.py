@@ -25,7 +25,7 @@ PROBES = (HEALTH, PING, LIVE)
 """Routes for probes, open to everyone."""
 
 ALIASES = {"/completions": COMPLETIONS, "/chat/completions": CHAT}
-"""Paths without a version, as in llama.cpp, to their routes."""
+"""Paths without a version, as in llama.cpp, mapped to their routes."""
 
 ITEM, INPUTS, CANCEL = (f"{RESPONSES}/{{response}}{rest}" for rest in ("", "/input_items", "/cancel"))
 MODEL = f"{MODELS}/{{model}}"
@@ -68,19 +68,19 @@ DESCRIBED = (
     Described(COMPLETIONS, "post", "Completions of prompts, whole or as events.", _GENERATED - OF_CHAT),
     Described(CHAT, "post", "The next message of a conversation, whole or as events.", _GENERATED - OF_COMPLETIONS),
     Described(RESPONSES, "post", "A response, whole or as typed events.", _OF_RESPONSES),
-    Described(RESPONSE_TOKENS, "post", "The number of tokens of such a prompt.", _OF_RESPONSES),
+    Described(RESPONSE_TOKENS, "post", "The number of input tokens of such a request.", _OF_RESPONSES),
     Described(ITEM, "get", "A stored response."),
     Described(ITEM, "delete", "Deletes a stored response."),
     Described(INPUTS, "get", "The input items of a stored response."),
     Described(CANCEL, "post", "An error: close the connection to end a response."),
     Described(MESSAGES, "post", "A message of Anthropic's API, whole or as events.", _OF_MESSAGES),
-    Described(MESSAGE_TOKENS, "post", "The number of tokens of such a prompt.", _OF_MESSAGES),
+    Described(MESSAGE_TOKENS, "post", "The number of input tokens of such a request.", _OF_MESSAGES),
     Described(MODELS, "get", "The served models."),
     Described(MODEL, "get", "A served model."),
     Described(TOKENIZE, "post", "The tokens of a text or a conversation.", OF_TOKENIZE),
     Described(DETOKENIZE, "post", "The text of tokens.", OF_DETOKENIZE),
     Described(HEALTH, "get", "200 while an orchestrator takes requests, else 503."),
-    Described(PING, "get", "The same."),
+    Described(PING, "get", "The same as /health."),
     Described(LIVE, "get", "200 while this server answers."),
     Described(METRICS, "get", "Prometheus metrics of this server, with --serve-metrics."),
     Described(VERSION, "get", "The version of this server."),
@@ -142,9 +142,10 @@ def advice(path: str) -> str:
     for prefix in ("/v1", "/openai", "/api"):
         rest = plain.removeprefix(prefix)
         if rest != plain and (rest in ROUTES or f"/v1{rest}" in ROUTES):
-            return f"use {rest if rest in ROUTES else f'/v1{rest}'}; is {prefix} twice or too much in the base URL?"
+            route = rest if rest in ROUTES else f"/v1{rest}"
+            return f"use {route}; check the base URL: it may contain {prefix} twice, or needlessly"
     near = difflib.get_close_matches(plain, ROUTES, 1, 0.75) if len(plain) <= MAX_COMPARED else []
-    return f"{near[0]} is one" if near else f"GET {DOCS} lists them"
+    return f"did you mean {near[0]}?" if near else f"GET {DOCS} lists them"
 
 
 def openapi() -> Json:

@@ -17,8 +17,8 @@ MAX_CHARACTERS = 1024
 
 
 def tags_in_lark(given: Mapping[str, Any], field: str) -> str:
-    """Return the grammar of a text with these tags, in Lark; ApiError if they are invalid or unsupported. `field` is
-    their name in errors."""
+    """Return the grammar of a text with these tags, in Lark; ApiError if they are invalid or unsupported. `field` names
+    them in errors."""
     for name, value in given.items():
         if name == "format" and value is not None:
             raise refused(f"{field}.format", "is not supported: use structures and triggers")

@@ -45,10 +45,10 @@ FIXED = {
 """Flags that must have their default value, and why."""
 
 MAX_BODY_WITH_TEXTS = 32 << 10
-"""Maximum bytes of a body that requests the text of each token: reading one of this size takes 30 ms."""
+"""Maximum bytes of a body that requests the text of each token: reading the texts then takes up to 30 ms."""
 
 AT_ONCE = 1 << 14
-"""Token ids encoded at once, which takes a millisecond."""
+"""Token ids encoded per slice, in a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedT
     given = {name: value for name, value in fields.items() if value is not None}
     forms = [form for form in FORMS if form in given]
     if len(forms) != 1:
-        raise refused(forms[1] if forms else "prompt", f"must be given alone: one of {', '.join(FORMS)}")
+        raise refused(forms[1] if forms else "prompt", f"give exactly one of {', '.join(FORMS)}")
     form = forms[0]
     flags = FLAGS[form]
     others = {"chat_template_kwargs", "tools"} if form == "messages" else set()

@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 
 class BoundedThreads:
     """`threads` threads with places for `limit` waiting callers; owners take turns. `work` is a plural noun for the
-    work, used in error messages. With `reserve`, a named owner gets at most all threads but one. `executor` supplies
-    threads of another kind."""
+    work, used in error messages. With `reserve`, a named owner leaves one of several threads to others. `executor`
+    supplies threads of another kind."""
 
     def __init__(
         self, work: str, threads: int, limit: int, *, reserve: bool = False, executor: ThreadPoolExecutor | None = None
@@ -48,7 +48,7 @@ class BoundedThreads:
             async with asyncio.timeout(patience):
                 await self._turns.acquire(owner)
         except TimeoutError:
-            raise OverloadedError(f"{self._work} are being processed: none finished within {patience:g} s") from None
+            raise OverloadedError(f"no thread for {self._work} became free within {patience:g} s") from None
         finally:
             self.waiting -= 1
             self._owners[owner] -= 1

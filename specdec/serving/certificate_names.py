@@ -14,8 +14,8 @@ MAX_ECHOED = 4
 
 
 class CertificateNames:
-    """Admits clients whose certificate has any of these names. An authority may sign certificates of more pods than may
-    call."""
+    """Admits clients whose certificate has any of these names. An authority may also sign certificates of pods that may
+    not call."""
 
     def __init__(self, names: Iterable[Name]) -> None:
         self._names = frozenset(names)
@@ -25,6 +25,6 @@ class CertificateNames:
         if self._names.isdisjoint(names):
             found = ", ".join(echo(str(name)) for name in sorted(names)[:MAX_ECHOED])
             raise PermissionDeniedError(
-                f"the client's certificate is for {found or 'no host, address or URI'}, which is not allowed to call",
+                f"the client's certificate names {found or 'no host, address or URI'}: not allowed to call",
                 "WRONG_CERTIFICATE",
             )

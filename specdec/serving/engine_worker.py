@@ -2,8 +2,8 @@
 
 An exception in a pass (out of memory, a device error, a text the model cannot process) does not identify the session at
 fault. If the engine still computes, the sessions of the step are retried one by one (`StepRetry`): clients see a pause.
-If it does not, all sessions end so that they can continue at another pod, and the worker accepts no more until it
-recovers. If recovery takes too long, the process ends, since only a new process can use a lost GPU again.
+If it does not, all sessions end so that they can continue at another pod, and the worker accepts no more until the
+engine recovers. If recovery takes too long, the process ends, since only a new process can use a lost GPU again.
 
 A memory shortage (`engine/shortage.py`) is no session's fault. Free memory is returned to the system and, after a
 pause, the sessions are computed one by one, which needs less memory. After several steps in a row without memory, the
@@ -44,8 +44,8 @@ class StepRetry(Generic[Session]):
         return next((session for session in self._failures if session in ready), None)
 
     def failed(self, sessions: Sequence[Session]) -> Session | None:
-        """Record a failed step. Return the session to end, which has now failed alone after an earlier failure; None
-        otherwise."""
+        """Record a failed step. If its only session had failed before, return it: this session must end. Otherwise
+        return None."""
         self._failures.update(sessions)
         (session, *others) = sessions
         if others or self._failures[session] < 2:
@@ -149,6 +149,6 @@ class EngineWorker(Worker, Generic[Session]):
         gc.collect()
         give_freed_memory_back()
         self._retry.failed(sessions)  # puts them on trial; a shortage has no culprit
-        if not self.recover():  # no memory for this pass either; the failed step left partial writes
+        if not self.recover():  # the probe got no memory either; the failed step left partial writes
             self.works, self._worked = False, time.monotonic()
             self.end_sessions(ShortOfMemoryError())

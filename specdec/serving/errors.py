@@ -1,13 +1,13 @@
 """The errors of a service, and the one table that maps them to gRPC statuses.
 
 ServiceError
-├── InvalidRequestError      INVALID_ARGUMENT      the caller's fields, each with its limit
+├── InvalidRequestError      INVALID_ARGUMENT      invalid fields, each with its limit
 │   └── PromptTooLongError   INVALID_ARGUMENT      the prompt leaves no room in the context
 ├── UnknownModelError        NOT_FOUND             no such model here
-├── UnknownRequestError      NOT_FOUND             nothing is recorded of this request
+├── UnknownRequestError      NOT_FOUND             no record of this request
 ├── NotBuiltError            UNIMPLEMENTED         a feature of the contract that does not exist yet
-├── UnauthenticatedError     UNAUTHENTICATED       the API key is missing or not known
-├── PermissionDeniedError    PERMISSION_DENIED     the caller may not ask for this
+├── UnauthenticatedError     UNAUTHENTICATED       the API key is missing or unknown
+├── PermissionDeniedError    PERMISSION_DENIED     the caller may not do this
 ├── OverloadedError          RESOURCE_EXHAUSTED    full; carries a retry delay
 │   ├── TenantLimitError     RESOURCE_EXHAUSTED    the tenant is at its limit, even if there is room
 │   ├── GrammarPendingError  RESOURCE_EXHAUSTED    the pod cannot take the text's grammar yet
@@ -55,7 +55,7 @@ MESSAGE_BYTES = 1024
 MAX_VIOLATIONS = 8
 FIELD_BYTES = 64
 PROBLEM_BYTES = 200
-"""Limits of an error's list: number of violations, bytes of a field name, bytes of a problem."""
+"""Limits on the violations in an error: their number, bytes of a field name, bytes of a problem."""
 
 MAX_RETRY_SECONDS = 3600.0
 
@@ -149,8 +149,7 @@ class TenantLimitError(OverloadedError):
 
 
 class GrammarPendingError(OverloadedError):
-    """The pod is busy trying or compiling grammars, of this text or others. It has room for texts with other
-    grammars."""
+    """The pod is busy trying or compiling this grammar or others. It has room for texts with other grammars."""
 
     reason = "GRAMMAR_PENDING"
 
@@ -208,7 +207,7 @@ class ProtocolError(ServiceError):
 
 
 class PromptChangedError(ServiceError):
-    """The prompt of a resumed text becomes other tokens here: a different template or tokenizer."""
+    """The prompt of a resumed text has other tokens here, because the template or tokenizer differs."""
 
     reason = "PROMPT_CHANGED"
 
@@ -339,7 +338,7 @@ def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
 
 
 def _violations(error: grpc.aio.AioRpcError) -> list[tuple[str, str]]:
-    """Return the invalid fields the peer listed."""
+    """Return the invalid fields that the peer listed."""
     bad = _detail(error, error_details_pb2.BadRequest())
     return [] if bad is None else [(found.field, found.description) for found in bad.field_violations]
 

@@ -16,7 +16,7 @@ class Pool:
         self._waiting = sum(weights.values())
 
     def order(self, wanted: Mapping[str, float]) -> list[str]:
-        """Return the tenants in the order of taking their parts: least demand per weight first."""
+        """Return the tenants in the order in which to take their parts: least demand per weight first."""
         return sorted(wanted, key=lambda tenant: wanted[tenant] / self._weights[tenant])
 
     def part(self, tenant: str) -> float:

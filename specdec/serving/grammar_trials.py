@@ -44,13 +44,13 @@ START_SECONDS = 30.0
 """Maximum seconds for a process to start."""
 
 PROCESSES = 2
-"""Grammars tried at once. A named owner has at most one process, so that no other owner waits for its trials."""
+"""Grammars tried concurrently. A named owner has at most one process, so that no other owner waits for its trials."""
 
 MAX_WAITING = 64
 """Maximum number of waiting grammars, including those whose requests were cancelled."""
 
 MAX_REPLAYS = 8
-"""Maximum concurrent replays of one owner after a pod has died: some 50 ms each."""
+"""Maximum concurrent replays of one owner after a pod has died: each takes some 50 ms."""
 
 TENANT_SHARE = 8
 """A named owner gets 1/TENANT_SHARE of the waiting places."""
@@ -139,8 +139,8 @@ class GrammarTrials:
         insistent: bool = False,
     ) -> TrialResult:
         """Try a grammar along a text with these tokens, ignoring any cached verdict. OverloadedError if the machine is
-        too busy, or if the owner has MAX_REPLAYS replays in flight, which would stall its texts for too long. An
-        `insistent` caller is exempt from the latter."""
+        too busy, or if the owner has MAX_REPLAYS replays in flight: more would stall its texts for too long. An
+        `insistent` caller is exempt from this limit."""
         key = key_of(grammar, owner)
         own = sum(owner == other for other in self._replays.values())
         if own >= MAX_REPLAYS and not insistent:
@@ -239,7 +239,7 @@ class GrammarTrials:
         return answer
 
     async def _process(self) -> TrialProcess:
-        """Return an idle process."""
+        """Return an idle process, or a new one."""
         while self._idle:
             process = self._idle.pop()
             if process.process is not None and process.process.returncode is None:

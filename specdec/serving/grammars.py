@@ -33,7 +33,7 @@ PENDING_SECONDS = 0.25
 """Retry delay in seconds for a pending grammar."""
 
 THREADS = 2
-"""Grammars compiled at once."""
+"""Grammars compiled concurrently."""
 
 MAX_WAITING = 64
 """Maximum number of grammars waiting for a thread."""
@@ -88,7 +88,7 @@ class Grammars:
         if self._trials is not None:
             try:
                 verdict = await self._trials.verdict(grammar, owner)
-            except (TenantLimitError, InternalError) as error:  # temporary: a starting pod tries many at once
+            except (TenantLimitError, InternalError) as error:  # temporary: a starting pod tries many grammars
                 raise GrammarPendingError(str(error), PENDING_SECONDS) from None
             if verdict.problem:
                 raise GrammarError(verdict.problem)

@@ -12,11 +12,11 @@ from specdec.v2 import model_pb2
 PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL_VERSION = 2
 """The newest and the oldest protocol version supported here. Additions that a peer may ignore do not raise the version.
-The first version of a compatible line is in the package name, as in specdec.v2."""
+The package name contains the first of a series of compatible versions, as in specdec.v2."""
 
 
 def protocol_mismatch(identity: model_pb2.ModelIdentity) -> str | None:
-    """Return how a pod's protocol versions fail to overlap with ours; None if they do overlap."""
+    """Return the problem if a pod's protocol versions do not overlap with ours; None if they do."""
     newest, oldest = identity.protocol_version, identity.oldest_protocol_version or identity.protocol_version
     if newest < OLDEST_PROTOCOL_VERSION or oldest > PROTOCOL_VERSION:
         theirs, ours = _versions(oldest, newest), _versions(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)

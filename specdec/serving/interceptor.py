@@ -1,7 +1,7 @@
 """The interceptor around every call: applies gates, binds propagated metadata, maps exceptions to statuses.
 
-Streaming handlers are coroutines that write to their context, not generators, so that cancellation ends them at once,
-at their current await.
+Streaming handlers are coroutines that write to their context, not generators, so that cancellation ends them
+immediately, at their current await.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Metadata = Collection[tuple[str, str | bytes]]
 """A caller's metadata in gRPC's form."""
 
 Gate = Callable[[str, Metadata], None]
-"""Raises the error that refuses a call, from its method's full name (as in "/specdec.v2.DraftService/Draft") and its
+"""Refuses a call by raising an error, given the method's full name (as in "/specdec.v2.DraftService/Draft") and the
 metadata. Runs before any other work on the call."""
 
 CallerGate = Callable[[Context], None]
-"""Raises the error that refuses a call, from its context."""
+"""Refuses a call by raising an error, given its context."""
 
 MAX_REFUSALS = 256
 """Maximum number of cached refusals: building a rich status takes longer than all other Python work of a refusal."""
@@ -106,7 +106,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 self._openings[service],
                 answers_once=not handler.response_streaming,
             )
-        call = self._anybodys(behaviour) if service in self._open_services else self._callers(behaviour)
+        call = self._open_method(behaviour) if service in self._open_services else self._callers(behaviour)
         return grpc.stream_stream_rpc_method_handler(call, decode, handler.response_serializer)
 
     def _callers(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
@@ -140,11 +140,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
-    def _anybodys(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
+    def _open_method(self, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
         """Wrap a method that anyone may call."""
 
         async def counted(requests: Any, context: Context) -> None:
-            self._guard.answer_anybody(context.peer())
+            self._guard.charge_open_call(context.peer())
             try:
                 await _run(behaviour, requests, context)
             except _NoRequestError:
@@ -185,7 +185,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if isinstance(reader := aiter(requests), AsyncGenerator):
                 await (
                     reader.aclose()
-                )  # gRPC's server keeps its last call until the next one, and so the reader's message
+                )  # gRPC's server keeps its last call, and with it the reader's message, until the next
             if len(message) > (most := self._max_request_bytes()):
                 problem = f"has {len(message)} bytes, must have at most {most}"
                 raise InvalidRequestError([("request", problem)])

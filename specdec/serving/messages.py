@@ -214,7 +214,7 @@ def distribution_from(message: model_pb2.DraftDistribution, most: DistributionSi
         ("values", len(message.values) // 2, most.values),  # float16
     ):
         if size > limit:
-            raise ValueError(f"{field}: is of {size} tokens, must be of at most {limit}")
+            raise ValueError(f"{field}: has {size} tokens, must have at most {limit}")
     if not message.id_gaps:
         return replace(DraftDistribution.received(list(message.ids), message.values), answer=message.answer)
     if message.ids:

@@ -94,7 +94,6 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     @property
     def works(self) -> bool:
-        """True while the engine works."""
         return self._worker.works
 
     @property
@@ -209,7 +208,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
                 await context.write(self.opened(session))
             reader = asyncio.create_task(self._read(requests, session, responses))
             await responses.write_to(context, heartbeat=partial(self.heartbeat, session), is_last=self.is_last)
-            # Let the caller end the stream: it may still be writing, and a write to a closed stream would lose it the
+            # Let the caller end the stream: it may still be writing, and a write to a closed stream would cost it the
             # last response.
             await asyncio.wait({reader}, timeout=LINGER_SECONDS)
         finally:
@@ -218,7 +217,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
             self._worker.submit(partial(self.detach, session))
 
     def _take(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> bool:
-        """Attach a session; return False if that failed, which puts the error among its responses. Runs in the worker's
+        """Attach a session. If that fails, put the error among its responses and return False. Runs in the worker's
         thread."""
         self._submitted.popleft()
         try:

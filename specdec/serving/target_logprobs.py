@@ -80,13 +80,14 @@ def _place(message: model_pb2.TargetLogprobs, vocabulary: int) -> TargetLogprobs
     if not np.isfinite(logprobs).all() or (logprobs[1:] > logprobs[:-1]).any():
         raise ValueError("overruled: has log-probabilities that are not finite, or rise")
     if logprobs[0] > 0 or np.exp(logprobs).sum() > MAX_SUM:
-        raise ValueError(f"overruled: has probabilities of more than {MAX_SUM:g} in sum")
+        raise ValueError(f"overruled: has probabilities that sum to more than {MAX_SUM:g}")
     return TargetLogprobs(message.position, tokens, logprobs.astype(np.float16))
 
 
 @dataclass(frozen=True, eq=False)
 class PackedPlaces:
-    """The places of a text, packed. Places with fewer than MAX_TOP tokens have log-probabilities of -inf."""
+    """The places of a text, packed. Places with fewer than MAX_TOP tokens are padded, with log-probabilities of
+    -inf."""
 
     positions: NDArray[np.uint32]  # [n], ascending
     tokens: NDArray[np.uint32]  # [n, MAX_TOP]
@@ -105,7 +106,7 @@ class PackedPlaces:
         return len(self.positions)
 
     def after(self, cut: int) -> PackedPlaces:
-        """Return the places of a text without its first `cut` tokens."""
+        """Return the places that are left if the text loses its first `cut` tokens."""
         kept = self.positions >= cut
         return PackedPlaces(self.positions[kept] - np.uint32(cut), self.tokens[kept], self.logprobs[kept])
 

@@ -20,7 +20,8 @@ KEPT = 256
 """Number of ended timelines kept in a process, besides those of running requests."""
 
 FIRST_EVENTS, LAST_EVENTS = 48, 16
-"""Events kept in a timeline: its first and its latest ones. A full timeline takes 26 KB; a usual request has ten."""
+"""Events kept in a timeline: its first and its latest ones. A full timeline takes 26 KB; a usual request has ten
+events."""
 
 VALUE_CHARACTERS = 128
 
@@ -68,7 +69,6 @@ class Timeline:
         return any(event.name == name for event in self.events)
 
     def set(self, **attributes: Value) -> None:
-        """Set attributes of the timeline."""
         self.attributes |= {key: _cut(value) for key, value in attributes.items()}
 
     def add(self, **amounts: int) -> None:
@@ -90,8 +90,8 @@ class Exporter(Protocol):
     """Turns timelines into spans."""
 
     def begin(self, timeline: Timeline) -> Span:
-        """Begin a timeline's span in the trace of the call being served, and bind its trace context, so that calls on
-        its behalf become its children."""
+        """Begin a timeline's span in the trace of the call being served, and bind the span's trace context, so that
+        calls made on its behalf become its children."""
 
 
 class Timelines:

@@ -1,5 +1,5 @@
 """Validation of messages. Every check returns all violations as (field, problem with value and limit), so that a caller
-can fix them all at once."""
+can fix all together."""
 
 from __future__ import annotations
 
@@ -169,8 +169,8 @@ def typicality_violations(
 def grammar_violations(
     message: model_pb2.Grammar, end_tokens: frozenset[int], vocabulary: int, source_field: str = ""
 ) -> list[tuple[str, str]]:
-    """Return violations of a grammar that are visible without compiling it. `source_field` is the reported field of its
-    source; by default the field that holds it."""
+    """Return violations of a grammar that are visible without compiling it. `source_field` is the field to report for
+    its source; by default the field that holds it."""
     kind = message.WhichOneof("kind")
     if kind is None:
         return [("grammar", "is set and empty, must have one of json_schema, regex, lark, choice")]
@@ -227,7 +227,7 @@ def depth_violations(
 
 
 def overruled_violations(field: str, message: verifier_pb2.VerifyPolicy) -> list[tuple[str, str]]:
-    """Return the violation if the requested number of log-probabilities for a draft is one that no verifier returns."""
+    """Return the violation of a number of log-probabilities for a draft that exceeds what any verifier returns."""
     return _above(field, message.overruled_logprobs, "overruled_logprobs", MAX_TOP)
 
 

@@ -1,7 +1,7 @@
 """Files that are reloaded when they change.
 
-Operators replace files one after the other or all at once. Files that are inconsistent or unreadable are ignored until
-they become usable.
+Operators replace files one by one or all together. Files that are inconsistent or unreadable are ignored until they
+become usable.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Watched(Generic[Contents]):
     """Files as last read, reloaded on change. Thread-safe."""
 
     def __init__(self, files: Files[Contents]) -> None:
-        """Read the files; raises their `unusable` error if they are unusable."""
+        """Read the files; raise their `unusable` error if that fails."""
         self._files = files
         self._lock = threading.Lock()
         self._refused = ""  # why the last check rejected the files; "" if it did not
@@ -98,8 +98,8 @@ _all: WeakSet[Watched[Any]] = WeakSet()
 
 
 def refused() -> Mapping[str, int]:
-    """Return the number of unusable watched sets of files, by kind. TLS files are always listed, since any service may
-    use them."""
+    """Return the number of watched file sets that are unusable, by kind. TLS files are always listed, since any service
+    may use them."""
     found: Counter[str] = Counter({TlsFiles.what: 0})
     for watched in list(_all):
         found[watched.what] += watched.refused

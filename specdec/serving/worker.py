@@ -87,8 +87,8 @@ class Worker(ABC):
             while self._receive(wait):
                 wait = self.turn()
         except BaseException as error:
-            # Without its worker, the process would answer health checks and nothing else, while peers of a dead process
-            # fail over at once. So the process exits, even if logging fails.
+            # Without its worker, the process would answer health checks and nothing else. Peers of a dead process fail
+            # over immediately, so the process exits, even if logging fails.
             status = ExitStatus.INTERNAL
             try:
                 if is_shortage(error):

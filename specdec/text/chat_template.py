@@ -1,9 +1,9 @@
 """A model's chat templates: finds them, and renders them in a sandbox.
 
 The environment is transformers' own (`transformers.utils.chat_template_utils`), rebuilt here because the orchestrator
-does not install transformers; `tests/text/test_published_templates.py` compares every rendering. It differs in two
-points, so that the same conversation gives the same prompt everywhere: it uses the request's clock, and has no random
-numbers.
+does not install transformers; `tests/text/test_published_templates.py` compares every rendering. The copy differs in
+two points, so that the same conversation gives the same prompt everywhere: it uses the request's clock, and has no
+random numbers.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "strftime
 """Variables of the conversation itself, which arguments cannot set."""
 
 CONTINUED = "\ue000continued\ue000"
-"""A marker that is appended to a content to be continued while it is rendered. The template may trim white space or end
-the turn after it, so only its output before the marker is used."""
+"""A marker that is appended, for rendering, to a message that is to be continued. The template may trim white space or
+end the turn after it, so only the output before the marker is used."""
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's reasoning; the first one present is used."""

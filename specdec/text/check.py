@@ -10,7 +10,7 @@ from specdec.text.tokenizer import Tokenizer
 
 
 def check_text(directory: ModelDirectory, chat_template: Path | None = None) -> None:
-    """Raise ModelDirectoryError unless the tokenizer works, the chat template, the model's or this one, compiles, and a
-    request could set the values of the generation defaults. Configuration and files were checked with the directory."""
+    """Raise ModelDirectoryError unless the tokenizer works, the chat template (given or the model's) compiles, and the
+    generation defaults are values that a request could set. Configuration and files were checked with the directory."""
     Tokenizer(directory, chat_template)
     GenerationDefaults.of(directory)

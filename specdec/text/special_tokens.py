@@ -34,7 +34,7 @@ OF_CLASS = {
     },
     "Qwen2Tokenizer": {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},
 }
-"""Tokenizer class to its tokens for fields that no file has. A null in a file means no token."""
+"""For each tokenizer class, the tokens of fields that no file has. A null in a file means no token."""
 
 OF_ARCHITECTURE = {
     "gemma2": "GemmaTokenizer",

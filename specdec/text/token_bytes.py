@@ -62,8 +62,8 @@ class Characters:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")  # over the text (byte-level) or the run
 
     def whole_after(self, token: int) -> bool:
-        """Take the next token of the text, which must not be one that decoding skips. Return True if the characters are
-        whole after it."""
+        """Take the next token of the text, which must not be a token that decoding skips. Return True if the characters
+        are whole after it."""
         if not (self._byte_level or self._has_fallback):
             return True
         piece = self._tokenizer.id_to_token(token) or ""

@@ -93,8 +93,8 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def is_spelt(self, token: int, *, special: bool = False) -> bool:
-        """Return True if decoded texts include a token: it is known, and it is not special or `special` includes
-        those."""
+        """Return True if decoded texts include a token: it is known, and either not special or included by
+        `special`."""
         return (special or token not in self.special_tokens) and self._tokenizer.id_to_token(token) is not None
 
     def names_special_token(self, text: str) -> bool:
@@ -136,7 +136,7 @@ class Tokenizer:
 
     def _count_in_pieces(self, text: str, limit: int) -> None:
         """Raise TooManyTokensError as soon as the pieces of a text have more than `limit` tokens. Cutting a text adds
-        only a few tokens. Encoding millions of tokens at once would take a gigabyte of memory and keep it."""
+        only a few tokens. Encoding millions of tokens in one call would take a gigabyte of memory and keep it."""
         count = 0
         for start in range(0, len(text), PIECE):
             piece = text[start : start + PIECE]

@@ -1,9 +1,9 @@
 """Training block drafts, DSpark, beside a frozen target (DeepSeek 2026, arXiv:2607.05147).
 
-The target reads windows of text once. In each window, some positions are anchors: the draft sees the target's features
-at the positions before, the token at the anchor and masks, as when it guesses. Guess k learns the target's distribution
-p_k of the token at the anchor + k, with the tokens before it from the text. With q_k of the draft and c_k its
-confidence,
+The target reads windows of text once. In each window, some positions are anchors. The draft sees the target's features
+at the positions before an anchor, the token at the anchor, and masks, as when it guesses. Guess k learns the target's
+distribution p_k of the token at the anchor + k, with the tokens before it from the text. With the draft's distribution
+q_k and its confidence c_k,
 
     loss = mean over anchors of sum_k w_k (0.1 H(p_k, q_k) + 0.9 |p_k - q_k|_1 + H(1 - TV(p_k, q_k), c_k))
     w_k = exp(-(k - 1) / 4) / sum_j exp(-(j - 1) / 4)
@@ -37,13 +37,13 @@ from specdec.training.plan import DSPARK, Origin, Plan
 from specdec.training.texts import Windows
 
 FEATURES = 5
-"""Layers whose features are read, as by the published drafts, if the target has as many."""
+"""Number of layers whose features are read, as in the published drafts, if the target has enough layers."""
 
 GAMMA = 4.0
-"""Decay of the guesses' weights, in positions: DFlash's."""
+"""Decay of the guesses' weights, in positions, as in DFlash."""
 
 CROSS_ENTROPY, DISTANCE = 0.1, 0.9
-"""DSpark's weights of the two losses of distributions."""
+"""DSpark's weights for the two losses that compare distributions."""
 
 MAX_NORM = 1.0
 """Limit on the norm of a step's gradient."""
@@ -69,7 +69,7 @@ class BlockTraining(HeadTraining[BlockPlan]):
     remedy = "use fewer --rows or --layers, or a smaller --length"
 
     def __init__(self, model: PreTrainedModel, windows: Windows, plan: BlockPlan, origin: Origin) -> None:
-        """UnsupportedModelError as in `check`, or if the device has no room. The plan's windows are longer than a
+        """UnsupportedModelError as in `check`, or if the device has no room. The plan's windows must be longer than a
         block."""
         self.check(model)
         self.layers = layers_read(len(decoder_layers(model)))
@@ -102,7 +102,7 @@ class BlockTraining(HeadTraining[BlockPlan]):
         anchors, first = self._anchors(windows.shape[1]), math.nan
         features, of_target = read_features(self._model, windows, self.layers)
         states = self._states(windows, features, anchors)
-        # The gradient of each guess's state is computed at once: the logits of one guess are in memory, not of all.
+        # Compute the gradient guess by guess, so that only one guess's logits are in memory.
         leaf = states.detach().requires_grad_()
         for ahead, weight in enumerate(guess_weights(self.plan.block)):
             before = windows[:, anchors + ahead]
@@ -138,16 +138,16 @@ class BlockTraining(HeadTraining[BlockPlan]):
         return torch.from_numpy(1 + np.sort(places[: self.plan.anchors])).to(self._model.device)
 
     def _guess(self, before: Tensor, states: Tensor) -> Tensor:
-        """Return the logits [rows, anchors, V] of guesses with h [rows, anchors, d'] that follow these tokens [rows,
-        anchors]."""
+        """Return the logits [rows, anchors, V] of guesses from their states h [rows, anchors, d'] and the tokens before
+        them [rows, anchors]."""
         logits = self.draft.logits(states)
         if self.draft.variant.markov is None:
             return logits
         return logits + self.draft.markov(before, states, None)[0]
 
     def _states(self, windows: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
-        """Return h [rows, anchors, block, d'] of blocks at these anchors [n] of windows [rows, length], with the
-        target's features [rows * length, m, d]. A block sees the context before its anchor, and itself."""
+        """Return the states h [rows, anchors, block, d'] of blocks at these anchors [n] in windows [rows, length], from
+        the target's features [rows * length, m, d]. A block sees the context before its anchor, and itself."""
         rows, length = windows.shape
         positions = torch.arange(length, device=windows.device)
         fused = self.draft.fused(features).view(rows, length, -1)
@@ -214,30 +214,31 @@ class BlockTraining(HeadTraining[BlockPlan]):
 
 
 def layers_read(count: int) -> tuple[int, ...]:
-    """Return the layers of a target of `count` layers whose features are read: five, evenly spread from the third to
-    the last but one, as in the published drafts; of a shallow target from the second to the last, or fewer."""
+    """Return the layers whose features are read, for a target of `count` layers: five, evenly spread from the third to
+    the second to last, as in the published drafts. In a shallow target they spread from the second to the last, and may
+    be fewer."""
     first, last = (2, count - 2) if count >= 2 * FEATURES else (min(1, count - 1), count - 1)
     return tuple(sorted({round(layer) for layer in np.linspace(first, last, FEATURES).tolist()}))
 
 
 def guess_weights(count: int) -> list[float]:
-    """Return the weights of a block's guesses, of sum 1."""
+    """Return the weights of a block's guesses, which sum to 1."""
     weights = np.exp(-np.arange(count) / GAMMA)
     found: list[float] = (weights / weights.sum()).tolist()
     return found
 
 
 def rarest(tokens: Tensor, embeddings: Tensor) -> int:
-    """Return the id that is rarest among tokens [n], the highest of equally rare ones: the mask of a target that has
-    none. An id whose embedding, of `embeddings` [ids, d], is zero is no mask: rows of nothing but masks would ask for
-    nothing."""
+    """Return a mask token for a target that has none: the rarest id among tokens [n], the highest if several are
+    equally rare. Ids with a zero row in `embeddings` [ids, d] are excluded, since a row of such a mask would have a
+    zero query."""
     counts = torch.bincount(tokens, minlength=len(embeddings))[: len(embeddings)].to(embeddings.device)
     counts = torch.where(embeddings.any(dim=1), counts, counts.max() + 1)
     return int((counts == counts.min()).nonzero()[-1])
 
 
 def _untrained(shape: BlockShape, model: PreTrainedModel, seed: int) -> BlockWeights:
-    """Return weights to begin with, float32. c begins as the last feature. The Markov head begins without effect, and
+    """Return initial weights, float32. The context c_t starts as the last feature, the Markov head without effect, and
     the confidence as one half."""
     begun = Untrained(seed, model.device)
     table: Any = model.get_input_embeddings()
@@ -276,7 +277,7 @@ def _untrained(shape: BlockShape, model: PreTrainedModel, seed: int) -> BlockWei
 
 
 def _learning(weights: BlockWeights) -> list[Tensor]:
-    """Return the weights that learn, in a fixed order: all but the target's."""
+    """Return the weights that learn, in a fixed order: all except the target's."""
     found = [
         weights.fusion,
         weights.context_norm,

@@ -53,7 +53,7 @@ class DraftOrigin(Origin):
     target_fingerprint: str
     draft: str  # its name
     draft_fingerprint: str
-    replay: str  # digest of the files of older text; empty without
+    replay: str  # digest of the files of older text; empty if there are none
     replay_share: float
 
     @classmethod

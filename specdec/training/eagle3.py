@@ -3,8 +3,8 @@
 
 The target reads windows of text once. In step 0 of the test the heads read its features; in step i > 0 they read their
 own states of step i - 1, as when they guess. Row t of step i holds the token at t + 1 + i and learns the target's
-distribution p of the token at t + 2 + i. It attends to the rows of step 0 up to t, and to row t of the steps 1 ... i:
-what a chain of guesses below the text up to t sees. With q of the heads and V_d the tokens that they know,
+distribution p of the token at t + 2 + i. It attends to the rows of step 0 up to t, and to row t of the steps 1 ... i,
+as a chain of guesses after the text up to t does. With the heads' distribution q and their vocabulary V_d,
 
     loss = sum_i 0.8^i mean_t [argmax p is in V_d] H(p restricted to V_d, q)
 """
@@ -45,7 +45,7 @@ MAX_NORM = 0.5
 """Limit on the norm of a step's gradient, as in EAGLE."""
 
 MIN_LAYERS = 7
-"""Minimum layers of a target for EAGLE's choice of features: of fewer, they are not three different ones."""
+"""Minimum layers of a target for EAGLE's choice of feature layers; with fewer, the three are not all different."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ class Eagle3Plan(Plan):
 
 
 class Eagle3Training(HeadTraining[Eagle3Plan]):
-    """A training of EAGLE-3 heads: one layer of the target's sizes, the target's token embeddings, and an output head
-    of their own for the tokens that are most frequent in the text, fewer if it has fewer kinds."""
+    """A training of EAGLE-3 heads: one layer of the target's sizes, the target's token embeddings, and their own output
+    head for the most frequent tokens of the text."""
 
     trains = EAGLE3
     guess = "guess"
@@ -98,7 +98,7 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
         first = math.nan
         passed, gradients = list[Tensor](), list[Tensor]()
         for step, states in enumerate(self._states(windows, features)):
-            # The gradient of each step's states is computed at once: the logits of one step are in memory, not of all.
+            # Compute the gradient step by step, so that only one step's logits are in memory.
             leaf = states.detach().requires_grad_()
             guessed, _ = self.heads.outcome(leaf)
             loss = F.cross_entropy(guessed.flatten(0, 1), targets[:, 1 + step :].flatten(0, 1), reduction="none")
@@ -133,7 +133,7 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
             query, key, value = self.heads.projected(u, positions[:, :count] + step)
             keys = [*(own[:, :count] for own in keys), key]
             values = [*(own[:, :count] for own in values), value]
-            # Its weights take length^2 numbers a head: those of one step are in memory, computed again for gradients.
+            # Attention weights take length^2 numbers per head: keep only one step's, and recompute them for gradients.
             attended: Tensor = checkpoint(_attended, query, keys, values, use_reentrant=False)
             read = self.heads.state(residual, attended)  # without norm_output, guesses read the states themselves
             yield read
@@ -175,24 +175,24 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
 
 
 def layers_read(count: int) -> tuple[int, int, int]:
-    """Return the layers of a target of `count` layers whose features its heads read: EAGLE's third, middle and third
-    last; in a shallow target one in the first part, the middle one and the last."""
+    """Return the layers whose features the heads read, for a target of `count` layers: EAGLE's third, middle and third
+    last. In a shallow target these are one in the first part, the middle one and the last."""
     if count >= MIN_LAYERS:
         return 2, count // 2, count - 3
     return count // 6, count // 2, count - 1
 
 
 def most_frequent(tokens: Tensor, count: int) -> Tensor:
-    """Return the ids of the `count` most frequent of tokens [n], ascending, int64; fewer if there are fewer kinds. Of
-    equally frequent ones the lower ids."""
+    """Return the ids of the `count` most frequent tokens among tokens [n], ascending, int64; fewer if fewer ids occur.
+    Of equally frequent ids, the lower ones win."""
     counts = torch.bincount(tokens)
     by_frequency = counts.argsort(descending=True, stable=True)[: min(count, int((counts > 0).sum()))]
     return by_frequency.sort().values
 
 
 def _attended(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Return the attention's output [rows, n, heads * width] of queries [rows, n, heads, width]: over the first keys
-    [rows, n, kv_heads, width] up to a row's own, and over the row's own of the further ones."""
+    """Return the attention output [rows, n, heads * width] of queries [rows, n, heads, width]. Row t attends to the
+    rows up to t of the first keys [rows, n, kv_heads, width], and only to row t of each further tensor of keys."""
     shared = query.shape[2] // keys[0].shape[2]
     keys, values = ([own.repeat_interleave(shared, dim=2) for own in parts] for parts in (keys, values))
     text = torch.einsum("rqhw,rkhw->rhqk", query, keys[0])
@@ -213,9 +213,9 @@ def _shape_for(sizes: LayerSizes, features: int, outputs: int) -> Eagle3Shape:
 
 
 def _untrained(shape: Eagle3Shape, model: PreTrainedModel, output: Tensor, seed: int) -> Eagle3Weights:
-    """Return weights to begin with, float32, and a copy of the target's `output` rows. g begins as the last feature,
-    which that output head nearly reads: beside random weights alone, 40 steps on the demo target ended 0.18 nats
-    lower."""
+    """Return initial weights, float32, with a copy of the target's `output` rows. The fused features g start as the
+    last feature, which that output head nearly reads: 40 steps on the demo target ended 0.18 nats lower than from
+    random weights alone."""
     begun = Untrained(seed, model.device)
     table: Any = model.get_input_embeddings()
     hidden, queries = shape.hidden, shape.heads * shape.width
@@ -237,6 +237,6 @@ def _untrained(shape: Eagle3Shape, model: PreTrainedModel, output: Tensor, seed:
 
 
 def _learning(weights: Eagle3Weights) -> list[Tensor]:
-    """Return the weights that learn, in a fixed order: all but the target's token embeddings."""
+    """Return the weights that learn, in a fixed order: all except the target's token embeddings."""
     values = (getattr(weights, field.name) for field in fields(weights) if field.name != "embeddings")
     return [value for value in values if isinstance(value, Tensor)]

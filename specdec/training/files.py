@@ -1,5 +1,5 @@
 """Files of an unfinished training. Each is replaced as a whole, so a process killed at any moment leaves either the old
-file or the new one. Imports no torch, so that a command reports at once whether a training may begin."""
+file or the new one. Imports no torch, so that a command reports immediately whether a training may begin."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def replacing(file: Path) -> Iterator[Path]:
         os.replace(partial, file)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
-            partial.unlink(missing_ok=True)  # a full disk has room again
+            partial.unlink(missing_ok=True)  # makes room on a full disk
         why = error.strerror if isinstance(error, OSError) and error.strerror else in_one_line(error)
         raise WriteError(f"{file}: cannot be written: {why}") from error
 

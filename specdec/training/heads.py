@@ -18,7 +18,7 @@ from specdec.training.texts import Windows
 from specdec.training.training import P, Training, check_room, rows_a_pass
 
 DECAY = 0.8
-"""Weight of a guess's loss, relative to the previous guess: Medusa's and EAGLE-3's."""
+"""Weight of a guess's loss, relative to the previous guess's, as in Medusa and EAGLE-3."""
 
 TOLD_RANKS = (1, 3, 10)
 
@@ -44,7 +44,7 @@ class HeadTraining(Training[P]):
         trained: Iterable[Tensor],
         max_norm: float | None = None,
     ) -> None:
-        """`trained`, `max_norm`: as in Training. UnsupportedModelError if the device has no room for it."""
+        """`trained`, `max_norm`: as in Training. UnsupportedModelError if the device has no room for the training."""
         self._model = model.requires_grad_(False).eval()
         self._windows = windows
         trained = [*trained]
@@ -84,9 +84,9 @@ class HeadTraining(Training[P]):
 
     @torch.no_grad()
     def accuracies(self, most: int = 64) -> list[dict[int, float]]:
-        """Return, for each position ahead, the part of held-out places at which the target's likeliest token is among
-        the k likeliest guesses, by k in TOLD_RANKS; over `most` windows, evenly spread. The tokens before a place are
-        those of the text."""
+        """Return, for each position ahead, the fraction of held-out places at which the target's likeliest token is
+        among the k likeliest guesses, by k in TOLD_RANKS. At most `most` windows are measured, evenly spread. The
+        tokens before a place come from the text."""
         hits = defaultdict[int, Tensor](lambda: torch.zeros(max(TOLD_RANKS)))  # by position ahead: hits of each rank
         count = Counter[int]()
         for windows in self._passes(self._windows.spread(most)):

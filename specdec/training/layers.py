@@ -1,4 +1,4 @@
-"""Decoder layers to train beside a target: its sizes, random weights to begin with, and what the target must have."""
+"""Decoder layers to train beside a target: the target's sizes, random initial weights, and the check of the target."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def layer_fields(sizes: LayerSizes, *, layers: int, context: int, vocabulary: in
 
 
 class Untrained:
-    """Weights to begin with, float32: random products, and norms of ones. The same seed gives the same ones."""
+    """Initial weights, float32: random matrices, and norms of ones. The same seed gives the same weights."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._random = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ class Untrained:
         return (SPREAD * torch.randn(rows, columns, generator=self._random)).to(self._device)
 
     def fusion(self, hidden: int, features: int) -> Tensor:
-        """Return the fusion of features [hidden, features * hidden] that nearly gives the last one."""
+        """Return the fusion of features [hidden, features * hidden] whose result is nearly the last feature."""
         found = self.product(hidden, features * hidden)
         found[:, -hidden:] += torch.eye(hidden, device=self._device)
         return found

@@ -22,7 +22,7 @@ def load_draft(directory: ModelDirectory, device: str) -> PreTrainedModel:
 
 
 def for_windows(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model the fastest attention that computes its own logits."""
+    """Give a model the fastest attention that computes its logits correctly."""
     config = model.config.get_text_config()
     capped = getattr(config, "attn_logit_softcapping", None)  # torch's function does not support it
     model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")

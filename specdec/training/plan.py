@@ -9,7 +9,7 @@ from specdec.engine.model_file import Fields, ModelDirectoryError, read_fields
 from specdec.training.files import PLAN, make_folder, replace_json
 
 TRAINS = "trains"
-"""Field of PLAN: what is trained. Medusa heads may lack it."""
+"""Field of PLAN: what is trained. A plan for Medusa heads may lack it."""
 
 MEDUSA, EAGLE3, DSPARK, DRAFT = "Medusa heads", "EAGLE-3 heads", "a DSpark block draft", "a draft"
 

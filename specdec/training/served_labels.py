@@ -41,9 +41,9 @@ class ServedLabels:
         """Return the weighted sum of the losses of the counted tokens of some windows, []: KL from the target's
         likeliest tokens where these exist, else the token's -log q.
 
-        `positions`: int64 [rows, length], the windows' tokens as indices into the n. `counted`: bool, of the same
-        shape, as from `counts`. `log_q`: log-probabilities of the draft, [rows, length, V]; a place's describe the
-        token after it.
+        `positions`: int64 [rows, length], the windows' tokens as indices into the n tokens. `counted`: bool, of the
+        same shape, as from `counts`. `log_q`: log-probabilities of the draft, [rows, length, V]; the row of a place
+        describes the token after it.
         """
         after, counted, log_q = positions[:, 1:], counted[:, 1:], log_q[:, :-1]
         soft = counted & (self.places[after] >= 0)
@@ -59,8 +59,8 @@ class ServedLabels:
         return total + (soft_loss * weights[soft].to(device)).sum()
 
     def counts(self, positions: Tensor, first: Tensor, vocabulary: int) -> Tensor:
-        """Return which tokens of windows have a loss, bool [rows, length]: tokens that the target chose, below
-        `vocabulary`, from each window's `first` counted token on, int64 [rows]. A window's first token has none."""
+        """Return which tokens of windows have a loss, bool [rows, length]: tokens below `vocabulary` that the target
+        chose, starting at index `first` of each window, int64 [rows]. A window's very first token has no loss."""
         places = torch.arange(positions.shape[1])
         is_new = (places >= first[:, None]) & (places > 0) & (positions != NO_TOKEN)
         return is_new & self.chosen[positions] & (self.tokens[positions] < vocabulary)
@@ -70,7 +70,7 @@ class TextWindows:
     """Windows of `length` tokens, each from one text, in random order; the same seed and step give the same windows."""
 
     def __init__(self, texts: Sequence[range], length: int) -> None:
-        """`texts`: the positions of their tokens."""
+        """`texts`: the positions of each text's tokens."""
         positions, first = [], []
         for text in texts:
             for begin in range(0, max(1, len(text) - length // 2), length // 2):
@@ -89,9 +89,9 @@ class TextWindows:
 
 
 def divergence_of_top(tokens: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return KL(p, q), [m], of distributions that treat all tokens but the given ones as one: p from log-probabilities
-    [m, k] of int64 `tokens` [m, k] (-inf: no token), q from [m, V]. It never exceeds the KL of the whole distributions.
-    Tokens that q lacks count among the others."""
+    """Return KL(p, q), [m], with all tokens except the given ones merged into one: p from log-probabilities [m, k] of
+    int64 `tokens` [m, k] (-inf: no token), q from [m, V]. It never exceeds the KL of the whole distributions. Tokens
+    that q lacks count as merged."""
     known = (log_p > -torch.inf) & (tokens < log_q.shape[-1])
     p = log_p.masked_fill(~known, -torch.inf).exp()
     p = p / p.sum(-1, keepdim=True).clamp(min=1.0)  # the sum of rounded values may exceed 1

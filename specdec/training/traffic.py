@@ -1,6 +1,6 @@
 """Traffic: the texts that draft services keep to learn from. A training holds them only in memory.
 
-A draft's record of the tenants it has learned from is written beside its weights, before them
+The record of the tenants that a draft has learned from is written beside its weights, and before them
 (`specdec/engine/learned_from.py`).
 """
 
@@ -31,11 +31,11 @@ class TrainingTraffic:
 
     texts: Sequence[learning_pb2.KeptText]
     tenants: Mapping[str, float]
-    """Digest of a tenant to the time when its oldest text was kept, in Unix seconds."""
+    """For the digest of each tenant, the time when its oldest text was kept, in Unix seconds."""
 
     @classmethod
     def of(cls, messages: Iterable[learning_pb2.KeptText], read: float) -> TrainingTraffic:
-        """Return texts that were read at this time or later, in Unix seconds."""
+        """Return the texts in messages that were read at this time or later, in Unix seconds."""
         texts = list(messages)
         tenants: dict[str, float] = {}
         for text in texts:
@@ -93,8 +93,8 @@ class TrainingTraffic:
         return [range(begin, end) for begin, end in pairwise(ends)]
 
     def parted(self, length: int) -> tuple[TrainingTraffic, TrainingTraffic]:
-        """Return the texts to learn from, and the newest ones, which are held out: one token in HELD_OUT of all, and at
-        least two windows of `length` tokens. TextError if nothing is left to learn from."""
+        """Return the texts to learn from, and the newest texts, which are held out. These have at least one in HELD_OUT
+        of all tokens, and two windows of `length` tokens. TextError if nothing is left to learn from."""
         needed = max(2 * length, sum(len(text.tokens) for text in self.texts) // HELD_OUT)
         held = tokens = 0
         while held < len(self.texts) and tokens < needed:

@@ -19,7 +19,7 @@ from specdec.training.files import PLAN, STATE, TEXTS, make_folder, read_tensors
 from specdec.training.plan import DivergedError, Origin, Plan, ResumeError, write_plan
 
 DONE = "done"
-"""Name of the number of steps among the tensors of STATE."""
+"""Name of the tensor in STATE that holds the number of steps."""
 
 WARM_UP = 0.1
 """Part of the steps during which the learning rate rises."""
@@ -144,7 +144,7 @@ class Training(ABC, Generic[P]):
         return state
 
     def resume(self, out: Path) -> None:
-        """Resume from the state in a directory whose plan has been compared; ResumeError if it does not fit the
+        """Resume from the state in a directory whose plan has been compared; ResumeError if the state does not fit the
         model."""
         state = read_tensors(out / STATE)
         numbered = [(f"{number}", parameter) for number, parameter in enumerate(self._trained)]
@@ -172,8 +172,8 @@ def rows_a_pass(plan: Plan, vocabulary: int) -> int:
 def check_room(
     name: str, trained: Iterable[Tensor], plan: Plan, vocabulary: int, device: str | torch.device, remedy: str
 ) -> None:
-    """Raise UnsupportedModelError, with the model's name and a remedy, unless a training has the room that it needs
-    besides its models and the weights to learn."""
+    """Raise UnsupportedModelError, with the model's name and a remedy, unless the device has room for a training, in
+    addition to its models and the weights to learn."""
     weights = sum(parameter.numel() for parameter in trained)
     logits = rows_a_pass(plan, vocabulary) * plan.length * vocabulary
     needed = BYTES["float32"] * (COPIES * weights + LOGIT_COPIES * logits)

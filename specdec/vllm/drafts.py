@@ -33,13 +33,13 @@ SILENCE_SECONDS = 1.5
 """Seconds without any message, including heartbeats, after which a draft is given up."""
 
 UNSENT = 64
-"""Maximum unsent messages of a session. Above it, the draft has stopped reading and is given up."""
+"""Maximum unsent messages of a session. With more, the draft has stopped reading and is given up."""
 
 TOLD_AT_ONCE = 64
 """Committed tokens sent to a paused draft in one batch, so that it has little to catch up on when it resumes."""
 
 AGAIN_SECONDS = 0.5
-"""Seconds before a text that has lost its draft is offered to one again."""
+"""Seconds before a text that has lost its draft is offered to a draft again."""
 
 IDLE_SECONDS = 10.0
 """Seconds without a step after which a text's session at its draft ends, since vLLM does not report the end of a
@@ -49,7 +49,7 @@ FULL_SECONDS = 5.0
 """Back-off in seconds from a draft without room for a text; others may have room."""
 
 ROOM = 1024
-"""Tokens by which a text may grow in one session, because its draft reserves KV memory for all of them at once."""
+"""Tokens by which a text may grow in one session, because its draft reserves KV memory for all of them in advance."""
 
 MAX_LOGGED_REASONS = 32
 """Maximum number of distinct refusal reasons logged per draft, since some contain numbers specific to the text."""
@@ -111,7 +111,7 @@ class RemoteDraftSession:
     outgoing: asyncio.Queue[draft_pb2.DraftRequest] = field(default_factory=asyncio.Queue)
     task: asyncio.Task[None] | None = None
     open: bool = False  # the draft knows the text except for `unsent`
-    answered: bool = False  # the draft has accepted it
+    answered: bool = False  # the draft has accepted the session
     again_at: float = 0.0  # earliest time for the next attempt, in monotonic time
     followed_at: float = 0.0  # time of the text's last step
     paused: bool = False  # the draft proposes nothing
@@ -134,8 +134,8 @@ class Drafts:
         threading.Thread(target=self._run, name="remote-draft", daemon=True).start()
 
     def follow(self, text: VllmText, tokens: list[int], *, proposing: bool) -> None:
-        """Send the tokens that the target has committed to a text's draft, and whether to propose. Find a draft for a
-        text without one. The caller holds the lock."""
+        """Send a text's draft the tokens that the target has committed, and whether to propose. Find a draft for a text
+        without one. The caller holds the lock."""
         session, now = self._sessions.setdefault(text, RemoteDraftSession(text)), time.monotonic()
         session.followed_at = now
         if session.open and self._may_outgrow(session):  # the next session has room again
@@ -281,7 +281,7 @@ class Drafts:
             with self.lock:  # tokens committed from now on are sent later
                 opening = self._opening(session.text)
                 session.open, session.end = True, len(session.text) + opening.max_tokens
-            with contextlib.suppress(asyncio.InvalidStateError):  # it has ended; the reader gets the error
+            with contextlib.suppress(asyncio.InvalidStateError):  # the stream has ended; the reader gets the error
                 await stream.write(draft_pb2.DraftRequest(open=opening))
             opened = await self._read(stream)
             self._check(opened.opened)

@@ -1,12 +1,13 @@
 """A proposer for vLLM (`method` "custom_class" in its speculative configuration) with candidates from draft services.
 
 vLLM calls it after each step and verifies its candidates in the next one. Drafts work while the target computes, so
-candidates usually arrive in time; a step waits for them for a limited time (`settings.py`). Drafts affect nothing but
-speed, because vLLM's own rejection sampler decides acceptance. Where continuous measurement shows that proposals slow
-texts down (`worth.py`), none are made.
+candidates usually arrive in time; a step waits for them for a limited time (`settings.py`). Drafts affect only speed,
+because vLLM's own rejection sampler decides acceptance. If continuous measurement (`worth.py`) shows that proposals
+slow texts down, none are made.
 
 This kind of proposer returns tokens without probabilities. At temperature 0 a candidate is accepted if it is the
-target's choice; with sampling, with the probability that the target gives it. So drafts send their likeliest tokens.
+target's choice; with sampling, its acceptance probability is its probability under the target. So drafts send their
+likeliest tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MAX_MISTAKES = 8
 """Number of errors in proposing, caused by bugs here, after which proposing is turned off."""
 
 REMEMBERED_STEPS = 64
-"""Steps without a text in the batch after which it counts as ended."""
+"""Number of steps after which a text that is missing from the batch counts as ended."""
 
 
 class RemoteDraft:

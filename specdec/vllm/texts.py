@@ -22,7 +22,7 @@ MIN_PATH_PROBABILITY = 0.1
 """Minimum path probability of a proposed candidate, since each costs the target a row."""
 
 IN_VAIN = 3
-"""Consecutive steps that waited in vain for a text's draft, after which no step waits until the draft sends
+"""Number of consecutive steps that wait in vain for a text's draft. After these, no step waits until the draft sends
 something."""
 
 

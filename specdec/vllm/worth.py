@@ -1,6 +1,6 @@
 """Decides whether proposing pays, by measuring throughput with and without proposals. The better alternative is used.
-The other is tried again from time to time, with a back-off that doubles with every defeat. It is tried at once when the
-one in use falls below the other's last result.
+The other is retried with a back-off that doubles with every defeat, or immediately when the one in use falls below the
+other's last result.
 
 Whether candidates pay depends on the number of texts in a step, so batches are measured by size.
 """
@@ -22,7 +22,7 @@ CLEARLY = 1.05
 """Factor by which the alternative must be faster to replace the one in use."""
 
 NOTICED = 2
-"""Consecutive measurements below the other's last result that trigger a trial at once: a single one may be noise."""
+"""Consecutive measurements below the other's last result that trigger an immediate trial: a single one may be noise."""
 
 IDLE_SECONDS = 1.0
 """Gap in seconds between two steps above which the engine counts as idle."""

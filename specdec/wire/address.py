@@ -73,8 +73,8 @@ class Address:
 
 
 def parse_addresses(given: str | Sequence[str]) -> list[Address]:
-    """Parse comma-separated addresses or a sequence of them, without duplicates; ValueError for an invalid one or
-    none."""
+    """Parse comma-separated addresses or a sequence of them, without duplicates; ValueError if one is invalid or there
+    are none."""
     texts = [text.strip() for text in (given.split(",") if isinstance(given, str) else given)]
     if not texts:
         raise ValueError(f"there is none; an address is {FORMS}")

@@ -1,4 +1,4 @@
-"""Speculation decisions: why a text's steps had their numbers of candidates, summed and put into words."""
+"""Speculation decisions: the reasons for the numbers of candidates in a text's steps, summed and put into words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROW_COST = "row_cost"
 """A reason. The figures of `SpeculationDecisions` are means over the steps with this reason."""
 
 NO_DRAFTER, OFF, NO_DRAFT_SERVICE = "no_drafter", "off", "no_draft_service"
-"""The reason of a verifier without drafters, and the reasons of an orchestrator, which knows the request."""
+"""The reason given by a verifier without drafters, and those given by an orchestrator, which knows the request."""
 
 MODES: Mapping[str, str] = {
     "off": "off",
@@ -33,10 +33,10 @@ PROPOSERS: Mapping[str, str] = {
 """Sources of accepted candidates in words for people."""
 
 REASONS: Mapping[str, str] = {
-    NO_DRAFTER: "no permitted drafter is there",
+    NO_DRAFTER: "no permitted drafter is available",
     OFF: "off by request",
     "off_by_default": "off by the verifier's default",
-    NO_DRAFT_SERVICE: "no draft service is there, and no other drafter is permitted",
+    NO_DRAFT_SERVICE: "no draft service is available, and no other drafter is permitted",
     "heads_not_loaded": "heads are not loaded at the verifier (--heads)",
     "local_model_not_loaded": "no local draft is loaded at the verifier (--draft-model)",
     "heads_failed": "the verifier's heads failed",
@@ -48,7 +48,7 @@ REASONS: Mapping[str, str] = {
     ROW_COST: "no candidate is worth its row",
     "no_room": "the step had no room for candidates",
     "nothing_proposed": "nothing was proposed",
-    "draft_gains_nothing": "the draft brings this text next to nothing",
+    "draft_gains_nothing": "the draft hardly helps this text",
     "prompts_first": "the draft pauses while prompts are computed",
     "prompt": "the step ended a prompt",
 }
@@ -61,8 +61,8 @@ DRAFTING_EVENTS = frozenset({"draft_paused", "draft_resumed", "draft_useless"})
 """Failover events without a failure: a working draft did not pay, paid again, or was wrong for a long time."""
 
 MAX_KEYS, MAX_NAME = 32, 64
-"""Maximum entries of each kind in a sum, and maximum characters of a name. Only a faulty server sends more, which are
-dropped."""
+"""Maximum entries of each kind in a sum, and maximum characters of a name. Entries beyond these, which only a faulty
+server sends, are dropped."""
 
 _MAX_COUNT = (1 << 64) - 1
 _MAX_FIGURE = 1e12
@@ -99,7 +99,7 @@ def main_mode(decisions: SpeculationDecisions) -> str:
 
 
 def explained(decisions: SpeculationDecisions) -> str:
-    """Return, as a line for a person, the modes, how many steps had candidates, and why others had none; empty if the
+    """Return a line for a person: the modes, how many steps had candidates, and why others had none; empty if the
     server reports no decisions."""
     steps = sum(decisions.modes.values())
     if not steps:

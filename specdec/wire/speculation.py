@@ -27,8 +27,9 @@ DrafterName = Literal["remote", "ngram", "lookahead", "local_model", "heads"]
 SpeculationName = Literal[
     "auto", "off", "always", "draft", "local", "ngram", "lookahead", "local_model", "heads", "jacobi"
 ]
-"""Named sets of drafters. `local` means all but draft services; `draft` and `always` mean only these, `always` even at
-a loss. The other names mean a single drafter; `jacobi` is the lookahead drafter with n-grams of 2 tokens."""
+"""Named sets of drafters. `local` means all except draft services; `draft` and `always` mean only draft services,
+`always` even at a loss. The other names mean a single drafter; `jacobi` is the lookahead drafter with n-grams of 2
+tokens."""
 
 ScorerName = Literal["calibrated", "probability"]
 
@@ -56,4 +57,4 @@ SPECULATIONS: Mapping[str, Speculation] = {
     **{name: Speculation(drafters=[number]) for name, number in _OWN.items()},
     "jacobi": Speculation(drafters=[DRAFTER_LOOKAHEAD], jacobi=True),
 }
-"""`SpeculationName`s to the speculation of a request."""
+"""For each `SpeculationName`, the speculation of a request."""

@@ -64,7 +64,7 @@ class ToolFormat:
     marker: str
     call: JsonCall | NamedCall | TaggedCall
     between: str = ""
-    """Separates two calls with a marker each."""
+    """Separates two calls that each have a marker."""
 
     @property
     def closing(self) -> str:

@@ -26,7 +26,7 @@ _TAGGED_NAME = re.compile(r'[^\s<>"]*')
 _KEY = re.compile(r'[^<>"]*')
 _STRING = re.compile(r'[^"\\\x00-\x1f]*')
 _OUTSIDE_STRINGS = re.compile(r"[ \t\n\r,:0-9+\-.eEtrufalsn]*")
-"""White space, separators, numbers, `true`, `false` and `null`, which no marker consists of."""
+"""White space, separators, numbers, `true`, `false` and `null`; no marker consists only of these."""
 
 
 class Cursor:

@@ -61,7 +61,7 @@ def test_hints_name_the_program_as_it_was_started(started_by: str, words: str, m
     found = {"pods": {}, "address": "h:1", "services": {}}
     assert list(lines(found))[:2] == [
         f'Try it: {words} generate "def main(" --address h:1',
-        f"Who proposes tokens, and why or why not: {words} stats h:1",
+        f"Which drafters propose tokens, and why: {words} stats h:1",
     ]
 
 

@@ -230,7 +230,7 @@ def test_a_start_that_is_killed_is_told_with_the_memory_that_it_needs(pair: Pair
     with pytest.raises(LocalError) as told, Stack.start(pair.target, "none", programs=programs):
         pass
     needed = memory_needed(ModelDirectory(pair.target), Placement())
-    how = "verifier did not start: killed by SIGKILL, as the system does where memory is short"
+    how = "verifier did not start: killed by SIGKILL, as the system does when memory is short"
     assert str(told.value).startswith(f"{how}; {needed}, together {in_gigabytes(needed.total)} at least")
     assert str(told.value).endswith("free")
 

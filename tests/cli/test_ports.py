@@ -85,7 +85,7 @@ def test_one_port_for_two_services_is_refused_at_once(unused_tcp_port: int) -> N
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", port, "--verifier-port", port, "--target", "/none"]
     done = subprocess.run([*run, "--draft", "none"], capture_output=True, text=True, timeout=60, env=environment())
     assert done.stderr == (
-        f"specdec: --verifier-port {port} and --port {port}: two services cannot have one port, change one\n"
+        f"specdec: --verifier-port {port} and --port {port}: two services cannot share a port, change one\n"
     )
 
 

@@ -21,7 +21,7 @@ def told() -> GetTraceResponse:
     answer = GetTraceResponse()
     request = answer.timelines.add(service="orchestrator", age_us=3_000_000, end_age_us=500_000, error="VERIFIER_LOST")
     request.attributes.update({"steps": 3, "finish_reasons": ["stop", "length"], "time_to_first_token": 0.25})
-    request.attributes.update({"speculation": ["off: no permitted drafter is there"]})
+    request.attributes.update({"speculation": ["off: no permitted drafter is available"]})
     request.events.add(age_us=2_999_000, name="parsed")
     failover = request.events.add(age_us=2_000_000, name="failover")
     failover.attributes.update({"reason": "verifier_lost", "pod": "a:1"})
@@ -41,7 +41,7 @@ def test_lines_are_in_order_of_time() -> None:
         "      1100.1 ms  verifier b:2  queued",
         "      2500.0 ms  orchestrator  end failed=VERIFIER_LOST finish_reasons=stop,length steps=3 "
         "time_to_first_token=0.25",
-        "speculation: off: no permitted drafter is there",
+        "speculation: off: no permitted drafter is available",
         "running: verifier b:2",
         "left out: 7 events of verifier b:2",
         "accuracy: the times of verifier b:2 may be shifted by 0.4 ms",
@@ -56,7 +56,7 @@ def test_json_has_microseconds_since_the_beginning() -> None:
     assert request["attributes"] == {
         "steps": 3,
         "finish_reasons": ["stop", "length"],
-        "speculation": ["off: no permitted drafter is there"],
+        "speculation": ["off: no permitted drafter is available"],
         "time_to_first_token": 0.25,
     }
     assert isinstance(request["attributes"]["steps"], int)

@@ -64,7 +64,7 @@ def test_a_signal_stops_it_after_the_step_at_hand(
     work = Counting(interrupted_at=3, by=by)
     work_on(work, tmp_path, stops, math.inf)
     assert work.saved == [4]
-    assert "stopped at step 4 of 10; the same command with --resume goes on" in capsys.readouterr().err
+    assert "stopped at step 4 of 10; the same command with --resume continues" in capsys.readouterr().err
     assert signal.getsignal(by) == signal.SIG_DFL  # a second one ends the process
     with pytest.raises(SystemExit) as ended:
         stops.end()

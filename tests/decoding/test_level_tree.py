@@ -74,7 +74,7 @@ def test_a_fixed_tree_of_all_paths_has_their_log_probabilities(logprobs: NDArray
     [
         ([[0], []], r"\[\] is empty"),
         ([[0], [0]], r"\[0\] is given twice"),
-        ([[0], [1, 0]], r"\[1, 0\] continues no other path: \[1\] is missing"),
+        ([[0], [1, 0]], r"\[1, 0\] has no parent: \[1\] is missing"),
     ],
 )
 def test_paths_that_are_no_tree_are_named(paths: list[list[int]], why: str) -> None:

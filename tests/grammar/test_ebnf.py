@@ -69,7 +69,7 @@ def test_the_same_texts_are_derived(source: str, derived: list[str], others: lis
         ('root ::= "a")', "line 1, column 13: a rule must begin here"),
         ("root ::= * ", "line 1, column 10: * cannot stand here"),
         ('root ::= "a"**', "line 1, column 14: * cannot stand here"),
-        ('root ::= "a"{3,2}', "line 1, column 13: {3,2} repeats at most fewer times than at least"),
+        ('root ::= "a"{3,2}', "line 1, column 13: {3,2} has a maximum below its minimum"),
         ('root ::= "\\q"', "line 1, column 10: \\q is no escape"),
         ('root ::= "\\ud800"', "line 1, column 10: \\ud800 is no character"),
         ("root ::= [z-a]", "line 1, column 10: z-a is not a range"),

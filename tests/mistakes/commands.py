@@ -75,7 +75,9 @@ MISTAKES = (
         "specdec train-draft target draft new --text a --replay-share 0.5", USAGE, "--replay-share: needs --replay"
     ),
     Mistake(
-        "specdec train-draft target draft new --traffic h:1 --resume", USAGE, "--resume: does not go with --traffic"
+        "specdec train-draft target draft new --traffic h:1 --resume",
+        USAGE,
+        "--resume: cannot be combined with --traffic",
     ),
     Mistake("specdec train-draft target draft new --text a --served-labels", USAGE, "--served-labels: needs --traffic"),
     Mistake("specdec verifier", USAGE, "Missing option '--model'."),
@@ -135,7 +137,7 @@ MISTAKES = (
     Mistake(
         "specdec verifier --model target --features draft --heads draft",
         USAGE,
-        "--features: is given together with --heads: draft services run the heads",
+        "--features: cannot be combined with --heads: draft services run the heads",
     ),
     Mistake("specdec verifier --config none.yaml", USAGE, "file 'none.yaml' does not exist"),
     Mistake("specdec verifier --config typo.yaml", USAGE, "kv-token is not an option of this service; kv-tokens is"),
@@ -192,7 +194,7 @@ MISTAKES = (
     Mistake(
         "specdec up --target target --draft draft --draft-heads draft",
         USAGE,
-        "--draft: is given together with --draft-heads, which proposes in its place",
+        "--draft: cannot be combined with --draft-heads, which proposes in its place",
     ),
     Mistake("specdec up --target target --workers 2", USAGE, "No such option: --workers"),
 )

@@ -153,7 +153,9 @@ async def test_an_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = 2 + (1 << 20) // (16 * tokens * each)
     assert prompts <= 64
     async with FakeServer(*[Act(0)] * 64) as server, front(server.address) as http:
-        with pytest.raises(openai.BadRequestError, match="logprobs: the prompts' take more than 1 MiB"):
+        with pytest.raises(
+            openai.BadRequestError, match="logprobs: log-probabilities of the prompts take more than 1 MiB"
+        ):
             await http.client.completions.create(model="fake", prompt=[prompt] * prompts, n=16, logprobs=20, echo=True)
         assert server.calls
 

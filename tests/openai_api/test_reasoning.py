@@ -103,7 +103,7 @@ async def test_the_next_request_repeats_it(pair: tuple[Path, Path], name: str) -
         with pytest.raises(BadRequestError, match=r"messages\[1\]\.reasoning"):
             await http.client.chat.completions.create(**asked_of(services.model.name, messages=messages))
         messages[1] = {**turn, "reasoning": "one", "reasoning_content": "another"}
-        with pytest.raises(BadRequestError, match="reasoning_content: is given together with another reasoning"):
+        with pytest.raises(BadRequestError, match="reasoning_content: differs from reasoning: give one of them"):
             await http.client.chat.completions.create(**asked_of(services.model.name, messages=messages))
 
 

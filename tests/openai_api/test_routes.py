@@ -133,9 +133,9 @@ async def test_an_unknown_path_is_told_what_to_use() -> None:
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/v1/chat/completion", "/v1/chat/completions is one"),
-        ("/v1/v1/chat/completions", "use /v1/chat/completions; is /v1 twice"),
-        ("/openai/v1/models", "use /v1/models; is /openai"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", "use /v1/chat/completions; check the base URL: it may contain /v1 twice"),
+        ("/openai/v1/models", "use /v1/models; check the base URL: it may contain /openai"),
         ("/v1/tokenize", "use /tokenize"),
         ("/chat/completions/v1/chat/completions", "GET /docs lists them"),
         ("/" + "v1/" * 5000, "GET /docs lists them"),

@@ -114,7 +114,7 @@ async def test_the_command_prints_a_line_a_token(address: str) -> None:
     ids = MODEL.tokenizer.encode("def main(")
     assert status == 0
     assert said.splitlines()[0].split() == [str(ids[0]), "'def'"]
-    assert said.splitlines()[-1] == f"{len(ids)} tokens of {MODEL.context} that the context holds"
+    assert said.splitlines()[-1] == f"{len(ids)} tokens; the context holds {MODEL.context}"
     assert counted == f"{len(ids)}\n"
     assert wrong == 2
     assert "--no-special" in refused

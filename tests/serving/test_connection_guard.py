@@ -95,7 +95,7 @@ async def test_probes_of_such_an_address_are_not_muted() -> None:
         await wasted_until_closed(guard, named(port))
     before = guard.closed_connections
     for _ in range(int(guards.CONNECTION_BURST)):
-        guard.answer_anybody(named(9))
+        guard.charge_open_call(named(9))
     assert guard.closed_connections == before
 
 

@@ -10,7 +10,7 @@ from specdec.serving.process.listening import ListenError, check_apart
 @pytest.mark.parametrize("hosts", [("a", "a"), ("0.0.0.0", "a"), ("a", "::")])
 def test_one_port_for_two_services(hosts: tuple[str, str]) -> None:
     one, other = hosts
-    with pytest.raises(ListenError, match=r"^--verifier-port 7 and --port 7: two services cannot have one port"):
+    with pytest.raises(ListenError, match=r"^--verifier-port 7 and --port 7: two services cannot share a port"):
         check_apart({"--verifier-port": (one, 7), "--draft-port": ("a", 8), "--port": (other, 7)})
 
 

@@ -75,9 +75,9 @@ def message(position: int = 5, tokens: Any = (7, 8), logprobs: Any = (-0.5, -1.5
         ([message(logprobs=[-1.0, -math.inf])], "not finite"),
         ([message(logprobs=[math.inf, -1.0])], "not finite"),
         ([message(logprobs=[-2.0, -1.0])], "or rise"),
-        ([message(logprobs=[0.5, -1.0])], "more than 1.01 in sum"),
-        ([message(logprobs=[-0.1, -0.1])], "more than 1.01 in sum"),
-        ([message(logprobs=[60_000.0, 60_000.0])], "more than 1.01 in sum"),
+        ([message(logprobs=[0.5, -1.0])], "sum to more than 1.01"),
+        ([message(logprobs=[-0.1, -0.1])], "sum to more than 1.01"),
+        ([message(logprobs=[60_000.0, 60_000.0])], "sum to more than 1.01"),
     ],
 )
 def test_what_is_not_sound_is_refused(messages: list[model_pb2.TargetLogprobs], problem: str) -> None:

@@ -88,7 +88,7 @@ def test_minutes_and_a_full_disk_keep_what_was_learned(folder: Path) -> None:
     assert {file.name: file.read_bytes() for file in (folder / "short").iterdir()} == good
     timed = run(folder, *again, "--minutes", "0.2")
     assert timed.returncode == 0, timed.stderr
-    assert "of 100000; the same command with --resume goes on" in timed.stderr
+    assert "of 100000; the same command with --resume continues" in timed.stderr
 
 
 def test_what_it_leaves_drafts_for_its_target(folder: Path) -> None:

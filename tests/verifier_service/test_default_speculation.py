@@ -118,11 +118,11 @@ def test_a_pods_limit_on_windows_refuses_by_value_and_limit() -> None:
             "--jacobi",
             "is 500: adds 499 tokens to a step, must add at most 128 (--max-window-rows)",
         ),
-        (("auto", (4, 3, 4), 8), "--jacobi", "is given together with --lookahead"),
+        (("auto", (4, 3, 4), 8), "--jacobi", "cannot be combined with --lookahead"),
         (
             ("ngram", (4, 3, 4), None),
             "--lookahead",
-            "is 4 3 4: needs lookahead windows, which --speculation ngram leaves out",
+            "is 4 3 4, but --speculation ngram uses no lookahead windows",
         ),
         (("jacobi", (4, 3, 4), None), "--lookahead", "is 4 3 4: N is 3, must be 2 with --speculation jacobi"),
     ],

@@ -103,7 +103,7 @@ def test_a_cache_salt_is_told_to_be_known() -> None:
         (
             sequences(*([2, token] for token in range(VOCABULARY))),
             "",
-            "may leave none of the 12 tokens to choose, with banned_tokens, where bad words would end",
+            "together with banned_tokens, may ban all 12 tokens where a banned sequence would end",
         ),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_text_that_cannot_be_finished_in_time_is_refused_at_once() -> None:
     load.interval, load.usual_tokens, load.lifetime = 0.1, 400.0, 40.0
     service.admit(long, now + 0.001)
     load.running = 4
-    with pytest.raises(TooLateError, match=r"would take about 50\.0 s, must take at most \d+\.\d s") as refused:
+    with pytest.raises(TooLateError, match=r"would take about 50\.0 s, but its deadline leaves \d+\.\d s") as refused:
         service.admit(long, now + 30)
     assert refused.value.retry_after > 0
     service.admit(long, now + 60)

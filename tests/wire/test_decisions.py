@@ -62,7 +62,7 @@ def test_a_faulty_server_cannot_make_a_sum_grow_or_become_no_number() -> None:
     ("told", "line"),
     [
         ({}, ""),
-        ({"modes": {"off": 9}, "without": {"no_drafter": 9}}, "off: no permitted drafter is there"),
+        ({"modes": {"off": 9}, "without": {"no_drafter": 9}}, "off: no permitted drafter is available"),
         ({"modes": {"off": 9}, "without": {"off": 8, "prompt": 1}}, "off by request"),
         (
             {"modes": {"off": 2, "ngram": 7}, "without": {"off": 2}},

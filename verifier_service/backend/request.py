@@ -54,7 +54,7 @@ class Policy:
     max_depth: int = 0  # tokens verified ahead of the last committed one; 0: no limit
     overruled_logprobs: int = 0  # likeliest tokens to report where a remote draft is overruled; 0: none
     features_session: int = 0  # number of the draft session that gets features; 0: none
-    why_none: Without = Without.NO_DRAFTER  # why there are no drafters, if there are none
+    why_none: Without = Without.NO_DRAFTER  # the reason, if there are no drafters
 
     def __post_init__(self) -> None:
         # Computed once: needed several times a step.

@@ -73,8 +73,8 @@ class Without(StrEnum):
     PLAIN_FASTER = "plain_faster"
     """The mode permits none of the session's drafters: decoding without them was measured to be as fast."""
     PROBED = "probed"
-    """To measure a mode or the cost of rows, the mode excluded the session's drafters, or its candidates were left
-    out."""
+    """A probe of a mode excluded the session's drafters, or a measurement of the cost of rows left out its
+    candidates."""
     ROW_COST = "row_cost"
     """No candidate was worth its row."""
     NO_ROOM = "no_room"
@@ -83,7 +83,7 @@ class Without(StrEnum):
     DRAFT_GAINS_NOTHING = "draft_gains_nothing"
     """The remote draft has gained the session almost no tokens. It is tried again later."""
     PROMPTS_FIRST = "prompts_first"
-    """Its draft pauses while prompts take the CPU cores."""
+    """The session's draft pauses while prompts take the CPU cores."""
     PROMPT = "prompt"
     """The step also computed the end of the session's prompt."""
 
@@ -138,7 +138,7 @@ class VerifyResult:
     rejected: list[RejectedCandidate] = field(default_factory=list)  # if requested; in preorder within a step
     finish: int = 0  # FinishReason; 0: continues
     steps: int = 1
-    undrafted: int = 0  # tokens of steps that wanted a remote draft's candidates and had none
+    undrafted: int = 0  # tokens of steps that lacked the expected candidates of a remote draft
     checksum: int = 0  # as in specdec.v2.Commit
     decisions: list[Decision] = field(default_factory=list)  # one per step; none if the loop does not speculate
 
@@ -179,7 +179,7 @@ class FeatureRows(NamedTuple):
 
     first: int  # position of the first row
     rows: Sequence[bytes]
-    session: int  # of the draft that they are for, as in `Policy`
+    session: int  # number of the draft session that gets them, as in `Policy`
 
     def parts(self) -> Iterator[FeatureRows]:
         """Yield the rows in parts, one per message."""
@@ -190,7 +190,7 @@ class FeatureRows(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of one step in seconds, and other fields of a session's commit that the verify result does not have."""
+    """Times of one step in seconds, and other fields of a session's commit that are not in the verify result."""
 
     forward: float
     step: float

@@ -50,8 +50,8 @@ class BackendSession(Protocol):
         Thread-safe."""
 
     def extend(self, base: int, paths: Paths, arrived: float, base_age: float) -> None:
-        """Take candidates that start at `base`, known to their sender for `base_age` seconds; `arrived`: arrival by
-        `time.monotonic`. ValueError if they are invalid."""
+        """Take candidates that start at `base`; ValueError if they are invalid. `arrived`: arrival by `time.monotonic`;
+        `base_age`: seconds since their sender learned of this base."""
 
     def set_policy(self, policy: Policy) -> None:
         """Replace the speculation policy."""
@@ -76,7 +76,7 @@ class SessionBackend(Worker):
     chains_only: bool = False
     """True if a step verifies a single chain of candidates per session: no tree and no lookahead window."""
     features_fingerprint: str = ""
-    """Fingerprint of the features that it can send to drafts; empty: none."""
+    """Fingerprint of the features that the backend can send to drafts; empty: none."""
 
     @property
     @abstractmethod
@@ -101,10 +101,10 @@ class SessionBackend(Worker):
         features: MakeFeatures,
         timeline: Timeline,
     ) -> None:
-        """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached. Send
-        the log-probabilities of its prompt before them, if requested, under CONTRASTIVE queries to its draft, and
-        features to a draft that reads them. Record in the timeline when it is admitted or preempted and when its prompt
-        is computed. EngineLostError if the engine is lost. In the worker's thread."""
+        """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached. Before
+        the commits, send the log-probabilities of its prompt, if requested. Also send queries to its draft
+        (CONTRASTIVE), and features to a draft that reads them. Record in the timeline when the session is admitted or
+        preempted, and when its prompt is computed. EngineLostError if the engine is lost. In the worker's thread."""
 
     @abstractmethod
     def detach(self, session: Any) -> None:
@@ -126,4 +126,4 @@ class SessionBackend(Worker):
 
     @abstractmethod
     def fitting(self, tokens: float) -> int:
-        """Return how many sessions with texts of `tokens` tokens would get memory at once. Thread-safe."""
+        """Return how many sessions with texts of `tokens` tokens would get memory immediately. Thread-safe."""

@@ -18,8 +18,8 @@ INTERVAL_SMOOTHING = 0.1
 """Weight of the last step in the moving average of intervals."""
 
 OUTLIER = 4.0
-"""Largest interval counted, relative to the moving average: a pod that stood still for a while is not a slow one, and a
-pod that became slow is known within some ten steps."""
+"""Cap on a counted interval, relative to the moving average: a single stall does not make a pod look slow, and lasting
+slowness shows within some ten steps."""
 
 SLOWER = 1.25
 """Expected duration of a text relative to the current pace: later arrivals will share its steps."""
@@ -31,8 +31,7 @@ class VerifierStats:
 
     running: int = 0
     waiting: int = 0
-    # By tenant, and replaced as a whole:
-    new_of: Counter[str] = field(default_factory=Counter)  # waiting sessions not admitted yet
+    new_of: Counter[str] = field(default_factory=Counter)  # waiting, not admitted yet; by tenant; replaced as a whole
     throttled: int = 0  # waiting sessions far ahead of their readers
     steps: int = 0
     rows: int = 0
@@ -83,8 +82,8 @@ class VerifierStats:
     def observe_pace(
         self, seconds: float, results: Sequence[VerifyResult], *, sat_out: bool = False, in_turn: int = 0
     ) -> None:
-        """Count the seconds from step to step, however spent. Texts that have `sat_out` the step for a prompt wait for
-        the next one as well; `in_turn` sessions take turns and are not in this step."""
+        """Count the seconds since the last step, however spent. `sat_out`: decoding texts sat this step out for a
+        prompt, and still wait for the next one; `in_turn`: sessions that take turns and are not in this step."""
         self._held_up += seconds
         if sat_out:
             return
@@ -111,9 +110,9 @@ class VerifierStats:
         self.usual_tokens += smoothing * (tokens - self.usual_tokens) if self.usual_tokens else tokens
 
     def too_late(self, most: int, deadline: float | None, waiting: int) -> TooLateError | None:
-        """Return the error for a text behind `waiting` others if at the current pace it would miss its deadline
-        (`time.monotonic`), else None. Its expected length is that of ended texts, at most `most` tokens; 0 if none has
-        ended yet. Also None if no session is running."""
+        """Return the error for a text behind `waiting` others that would miss its deadline (`time.monotonic`) at the
+        current pace; None if it would not, or if no session is running. Its expected length is the average of ended
+        texts, at most `most` tokens; 0 if none has ended yet."""
         if deadline is None or not self.running:
             return None
         wait = self.expected_wait(waiting) if waiting else 0.0
@@ -121,7 +120,7 @@ class VerifierStats:
         if seconds <= left:
             return None
         return TooLateError(
-            f"the text would take about {seconds:.1f} s, must take at most {max(0.0, left):.1f} s",
+            f"the text would take about {seconds:.1f} s, but its deadline leaves {max(0.0, left):.1f} s",
             self.expected_wait(waiting),
         )
 

@@ -46,8 +46,8 @@ ONCE = 1.0
 """Seconds of a step beyond which it is not repeated, unless it was delayed."""
 
 DELAYED = 2.0
-"""A step counts as delayed if it takes this many times as long as a step over more rows, or as its rows at the pace of
-a smaller step. The usual cause is kernel compilation, which takes seconds in Triton."""
+"""A step counts as delayed if it takes this many times as long as a step over more rows, or as the pace of a smaller
+step predicts. The usual cause is kernel compilation, which takes seconds in Triton."""
 
 GREEDY = SamplingQuery(RequestSampler(Sampling()), WARM_UP_KEYS)
 """The sampling query of every row at warm-up."""
@@ -72,17 +72,17 @@ MIN_VARIANCE = 1e-6
 class StepLatency:
     """T_v(n) in seconds: piecewise linear between measured points, non-decreasing, updated by every step.
 
-    The logarithms x of the points are the state of a Kalman filter with covariance P. In a second of steps, P grows by
-    speed_drift^2 * 1 1^T + shape_drift^2 * I: the speed of the machine, common to all points, changes within seconds,
-    the shape of the curve slowly. A step over n rows observes h^T x to first order, with h the two neighbouring points'
-    shares of the predicted time. The measurement at start-up is the first estimate, with a wide error, so that a few
-    steps outweigh it.
+    The logarithms x of the points are the state of a Kalman filter with covariance P. Per second of steps, P grows by
+    speed_drift^2 * 1 1^T + shape_drift^2 * I: the speed of the machine, common to all points, changes within seconds;
+    the shape of the curve changes slowly. A step over n rows observes h^T x to first order, with h the two neighbouring
+    points' shares of the predicted time. The measurement at start-up is the first estimate, with a wide error, so that
+    a few steps outweigh it.
 
     The error of an unvisited point grows again. Then a step may *explore* the point, that is, take more rows than the
     current estimate justifies. Exploring has a budget, a fraction of the time of all steps.
 
-    Noise is one-sided: a step may take longer than its rows need, since others use the machine, but never less. So
-    faster steps than expected get more weight than slower ones, and a delayed one gets little.
+    Noise is one-sided: other processes may make a step take longer than its rows need, but never less. So a step faster
+    than expected gets more weight than a slower one, and a delayed step gets little.
     """
 
     def __init__(self, rows: tuple[int, ...], seconds: list[float], tuning: LatencyTuning = DEFAULTS.latency) -> None:
@@ -96,7 +96,7 @@ class StepLatency:
         self._drift = tuning.speed_drift**2 + tuning.shape_drift**2 * np.eye(count)  # added per second of steps
         self._budget = tuning.first_exploration_seconds
         self._exploring: float | None = None  # worth in seconds of the coming step, if it explores
-        self._steps_since = 0  # since the last exploring step; the first is a baseline and does not explore
+        self._steps_since = 0  # since the last exploring step; the step after that is a baseline and does not explore
         self._tabulate()
 
     @classmethod
@@ -119,7 +119,8 @@ class StepLatency:
         return seconds + [self.of(rows) for rows in range(first + len(seconds), end)]
 
     def rows_within(self, seconds: float) -> int:
-        """Return the largest number of rows with a step time of at most `seconds`; for T_v(n), at least n."""
+        """Return the largest number of rows with a step time of at most `seconds`; given T_v(n), it returns at least
+        n."""
         table, seconds = self._table, seconds / self._speed * (1.0 + ROUNDING)
         if seconds < table[-1]:
             return max(0, bisect_right(table, seconds) - 1)
@@ -161,8 +162,8 @@ class StepLatency:
 
     def uncertain_below(self, rows: int, least: int) -> int:
         """Return the last measured point below `rows`, but at least `least`, if the time it saves is uncertain and the
-        coming step may try it; else `rows`. The experiment costs few tokens, so it is made from time to time even
-        without budget: if fewer rows turn out better, further experiments cost no budget."""
+        coming step may try it; else `rows`. The experiment costs few tokens, so it is sometimes made even without
+        budget: if fewer rows turn out better, further experiments cost no budget."""
         due = self.may_explore or self._steps_since >= UNPAID_STEPS
         if rows == least or rows > self._points[-1] or not due:
             return rows
@@ -171,7 +172,7 @@ class StepLatency:
 
     def explore(self, worth: float) -> None:
         """Note that the coming step explores. `worth`: seconds in which a step without exploration would bring as many
-        tokens. The budget pays for the excess."""
+        tokens. The budget pays for the time beyond."""
         self._exploring = worth
 
     def _error(self, rows: int, other: int) -> float:
@@ -241,7 +242,7 @@ class StepLatency:
 
     def _tabulate(self) -> None:
         """Tabulate T_v at every number of rows up to the last measured one: a step looks it up often."""
-        self._tabulated, self._speed = self._logs.copy(), 1.0  # state in the table, and the factor on it
+        self._tabulated, self._speed = self._logs.copy(), 1.0  # logarithms in the table, and the factor on the table
         own = self._errors.diagonal() - self._errors.min()  # without the common part, which does not change the shape
         points = never_falling(self._logs.tolist(), own.tolist())
         seconds = self._start * np.exp(points - np.log(self._start))  # exact before any update
@@ -296,9 +297,9 @@ def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: 
 
 
 def best_prefill_rows(engine: Engine, slots: int, most: int) -> int:
-    """Return the smallest number of prompt rows, up to `most`, with the lowest time per row: new arrivals wait for the
-    end of a step, so larger steps would only add latency. The engine runs over its first `slots` slots, which no
-    session may hold yet; with too few slots, return `most`."""
+    """Return the smallest number of prompt rows, up to `most`, with the lowest time per row: arrivals wait for the end
+    of a step, so larger steps only add latency. The engine runs over its first `slots` slots, which no session may hold
+    yet; with too few slots, return `most`."""
     room = slots // BLOCK * WARM_UP_KEYS if chains_only(engine) else slots
     best = cheapest(lambda rows: _timed_prefill(engine, rows), most, LONG, few=True) if most < room else most
     log.info("prefill_rows", best=best)
@@ -328,7 +329,7 @@ def _timed(engine: Engine, rows: int) -> float:
 
 def _keys(engine: Engine, row: int) -> Slots:
     """Return the slots of a text ending with this row. Texts share the slots before their last row, unless the engine
-    needs blocks of its own for each text."""
+    needs separate blocks for each text."""
     if chains_only(engine):
         return BLOCK * row + np.arange(WARM_UP_KEYS + 1)
     return np.append(np.arange(1, 1 + WARM_UP_KEYS), 1 + WARM_UP_KEYS + row)

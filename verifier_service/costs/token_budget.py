@@ -1,9 +1,9 @@
 """The token budget: chooses a step's candidates for the highest goodput.
 
-Every decoding session has its root in the step. Candidates are added in the order of their path probabilities q while
-the tokens they bring per second they add exceed the step's rate without them (Liu et al. 2024, "Optimizing speculative
-decoding for serving large language models using goodput"). In a step of n rows that brings E tokens, after S seconds of
-proposers, the next candidate pays if
+Every decoding session has its root in the step. Candidates are added in descending order of path probability q, as long
+as the tokens that they bring per added second exceed the step's rate without them (Liu et al. 2024, "Optimizing
+speculative decoding for serving large language models using goodput"). With n rows in the step, E expected tokens, and
+S seconds of proposers before it, the next candidate pays if
 
     q  >=  break_even  =  E * (T_v(n + 1) - T_v(n)) / (T_v(n) + S)
 """
@@ -36,13 +36,13 @@ class Selection(NamedTuple):
     nodes: list[list[Node]]
     """The candidates of each session, best first; always a connected tree."""
     price: RowPrice
-    """The price of another row, by which candidates were left out."""
+    """The price of another row, for leaving candidates out."""
     break_even: float
     """The break-even probability for drafters. Where row costs are uncertain, it is the optimistic one, so that there
     are candidates to try."""
     exploring: float | None = None
-    """In a step exploring more or fewer rows than pay by the current estimate: the seconds in which a step of the
-    paying rows would bring the same number of tokens."""
+    """For a step that explores more or fewer rows than pay by the current estimate: the seconds in which a step with
+    the paying number of rows would bring as many tokens."""
 
 
 def select_candidates(
@@ -55,15 +55,15 @@ def select_candidates(
     explore: bool = False,
     leave_out: bool = True,
 ) -> Selection:
-    """Return the candidates with the highest goodput of a step, out of each session's offer.
+    """Choose the candidates that give the step the highest goodput, out of the sessions' offers.
 
     The step has `rows` rows already, each certain to bring a token; at most `most` rows are added. `spent`: seconds
     taken by the local draft model before the step.
 
-    With `explore`, and if the latency model permits it now, the step may be an experiment: it adds candidates that may
-    pay although the estimate says no, up to the next measured point, or leaves out some that pay, to learn whether
-    fewer rows cost as much as estimated. Without `leave_out`, and with `spent` independent of the offers, no
-    probability below a candidate decides on it but its first child's, as block verification requires.
+    With `explore`, and if the latency model permits it now, the step may be an experiment. It adds candidates that may
+    pay despite the estimate, up to the next measured point, or leaves out some that pay, to learn whether fewer rows
+    cost as much as estimated. Without `leave_out`, and if `spent` does not depend on the offers, the decision on a
+    candidate depends on no probability below it except its first child's, as block verification requires.
     """
     ranked = sorted((-logprob, index) for index, offer in enumerate(offers) for logprob in offer.logprobs)
     ranked = ranked[: max(0, most)]
@@ -91,7 +91,7 @@ def select_candidates(
     chosen = [offer.nodes[:count] for offer, count in zip(offers, counts, strict=True)]
     if taken == paying:
         return Selection(chosen, price, break_even)
-    if taken < paying:  # some were worth their rows; the break-even probability rose above theirs with the tokens
+    if taken < paying:  # some that paid are left out; later tokens raised the break-even probability above theirs
         price = price._replace(break_even=min(price.break_even, gains[paying - 1]))
     return Selection(chosen, price, break_even, seconds[paying] * (rows + sum(gains[:taken])) / expected)
 
@@ -103,8 +103,8 @@ def _optimistic_break_even(expected: float, latency: StepLatency, rows: int, spe
 
 
 class WindowCosts:
-    """The costs of lookahead windows, in tokens, in a step of `rows` rows expected to bring `tokens` tokens without
-    them: r further rows cost tokens * (T_v(rows + r) / T_v(rows) - 1)."""
+    """The costs of lookahead windows, in tokens. The step has `rows` rows and is expected to bring `tokens` tokens
+    without windows; r further rows cost tokens * (T_v(rows + r) / T_v(rows) - 1)."""
 
     def __init__(self, tokens: float, latency: StepLatency, rows: int) -> None:
         self._tokens, self._latency, self._rows = tokens, latency, rows

@@ -1,4 +1,5 @@
-"""A session at the local draft model: the part of its text read so far, and the chain of proposals below the text."""
+"""A session at the local draft model: the part of its text read so far, and the chain of proposals that continues
+it."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ log = structlog.get_logger()
 
 
 class PrefixState:
-    """The part of a session's text read by a draft model with this `context` and `vocabulary`. Proposed tokens are read
-    in the slots they keep if accepted, so that they need not be read again."""
+    """The part of a session's text read by a draft model with this `context` and `vocabulary`. The draft reads proposed
+    tokens into the slots that they keep if accepted, so it need not read them again."""
 
     def __init__(
         self,
@@ -83,8 +84,7 @@ class PrefixState:
         return True
 
     def _has_unknown(self, tokens: Sequence[int]) -> bool:
-        """Return True if a token is beyond the draft's vocabulary, which is smaller than the target's where its padding
-        was left out."""
+        """Return True if a token is beyond the draft's vocabulary, which may lack the padding of the target's."""
         return self._vocabulary < self.session.vocabulary and max(tokens) >= self._vocabulary
 
     def take(self, most: int) -> tuple[list[int], int, Slots]:
@@ -96,7 +96,7 @@ class PrefixState:
 
 
 class DraftChain:
-    """A chain of the likeliest tokens, one below the other, with alternatives beside each of them."""
+    """A chain of the likeliest tokens, each with alternatives as siblings."""
 
     def __init__(self, prefix: PrefixState, tuning: DraftModelTuning) -> None:
         self.prefix = prefix
@@ -109,7 +109,7 @@ class DraftChain:
         self.calibration = prefix.calibration
         self._tuning = tuning
         self._places: list[tuple[list[int], list[float]]] = []  # tokens and logprobs of siblings
-        self._rows: list[DraftDistribution] = []  # distributions they were drawn from (REJECTION)
+        self._rows: list[DraftDistribution] = []  # distributions that the tokens were drawn from (REJECTION)
         prefix.chain = self
 
     def take(self) -> tuple[int, int, Slots]:
@@ -181,7 +181,7 @@ class DraftChain:
             )
 
     def learn(self, committed: Sequence[int]) -> None:
-        """Update the calibration with the tokens committed after the text."""
+        """Update the calibration with the tokens committed since the chain was proposed."""
         for depth, (token, (tokens, logprobs)) in enumerate(zip(committed, self._places, strict=False)):
             taken = tokens.index(token) if token in tokens else None
             self.calibration.learn(depth, taken, logprobs)

@@ -1,7 +1,7 @@
 """The local draft: a small model in the verifier's process, proposing candidates between two steps.
 
-A draft service is for a separate device: it drafts while the target verifies. On the target's machine it takes a CPU
-core from the target, and every message costs time. The local draft alternates with the target: only one of them
+A draft service is for a separate device: it drafts while the target verifies. On the target's machine it would take a
+CPU core from the target, and every message costs time. The local draft alternates with the target: only one of them
 computes at a time, with all CPU threads, and nothing is sent. One pass reads a token of every session's chain; passes
 continue while they are worth their time.
 """
@@ -37,7 +37,7 @@ MAX_TENANTS = 256
 
 class DraftModelProposer(Proposer):
     """The local draft of a verifier, owned by the step loop's thread. `engine` has the target's tokenizer and need not
-    be exact. A failure costs no token: the draft is not used again."""
+    be exact. After a failure the draft is not used again; no token is lost."""
 
     phase = Phase.AFTER_DELAY
     drafter = CandidateSource.LOCAL_MODEL
@@ -68,7 +68,7 @@ class DraftModelProposer(Proposer):
         return self._pool.held
 
     def serves(self, session: VerifierSession) -> bool:
-        """Return True if it may propose candidates for a session, now or later."""
+        """Return True if the draft may propose candidates for a session, now or later."""
         prefix = self._prefixes.get(session)
         return self.works and session.tree.base < self._context and (prefix is None or not prefix.over)
 
@@ -80,7 +80,7 @@ class DraftModelProposer(Proposer):
     def guess(
         self, sessions: Sequence[VerifierSession], decoding: int, latency: StepLatency, break_even: float
     ) -> ProposalStats:
-        """Propose candidates to these sessions, while that is worth its time before the next step.
+        """Propose candidates for these sessions, as long as they are worth the delay of the next step.
 
         The step has `decoding` sessions; `latency`: of the target's steps. Sessions are skipped if their existing
         candidates promise more than a chain.
@@ -112,7 +112,7 @@ class DraftModelProposer(Proposer):
             self._close(prefix)
 
     def _begin(self, sessions: Sequence[VerifierSession]) -> list[DraftChain]:
-        """Read committed tokens, shortest remaining first; return the chains of fully read sessions."""
+        """Read committed tokens, shortest remainder first; return the chains of fully read sessions."""
         prefixes = [prefix for session in sessions if (prefix := self._followed(session)) is not None]
         prefixes.sort(key=lambda prefix: prefix.pending)
         packer, budget = self.engine.packer(), self._tuning.max_prefill_rows + 2 * len(prefixes)
@@ -134,8 +134,8 @@ class DraftModelProposer(Proposer):
     def _go_on(
         self, chains: Sequence[DraftChain], decoding: int, latency: StepLatency, break_even: float, begin: float
     ) -> None:
-        """Extend chains by one token a pass, while a pass adds more tokens a second than the step would have without
-        it."""
+        """Extend chains by one token a pass, as long as a pass adds more tokens a second than the step would have
+        without it."""
         expected, rows = float(decoding), decoding
         longer = [chain for chain in chains if chain.tokens]
         while longer:

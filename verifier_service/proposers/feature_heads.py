@@ -1,12 +1,12 @@
-"""Heads that read features of the target's layers: what the verifier does for EAGLE-3, block drafts and MTP layers.
+"""Heads that read features of the target's layers: the verifier's part of EAGLE-3, block drafts and MTP layers.
 
-Every row that a step commits is read once, with the target's features: prompts as they are computed, then the root and
-the accepted candidates. The heads keep keys and values of it. Between two steps they grow a tree for each text from
-there, a level at a time; nothing of it is kept. A level is grown if it pays.
+The heads read every committed row once, with the target's features: prompts as they are computed, then the root and the
+accepted candidates. They keep the keys and values of these rows. Between two steps they grow a tree for each text, one
+level at a time while another level pays; the tree's keys and values are not kept.
 
-Features exist only of rows that the target computes while the heads may propose for the text. What it finds in the
-prefix cache, or computed under another policy, is missing. The heads then read the text from the first row after the
-gap: they know less, and no token depends on it.
+Features exist only for rows that the target computes while the heads may propose for the text. Rows found in the prefix
+cache, or computed under another policy, have none. The heads then read the text from the first row after the gap: they
+guess from less context, but no token depends on it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Asked = Sequence[tuple[VerifierSession, "FeatureText"]]
 
 
 class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
-    """Heads of a verifier that read features. `layers`: whose features, in order. A text without room in the heads'
-    memory has no guesses until there is some."""
+    """Heads of a verifier that read features of `layers`, in this order. While the heads' memory has no room for a
+    text, the text has no guesses."""
 
     def __init__(
         self, reader: HeadsReader, layers: Sequence[int], tuning: DraftModelTuning = DEFAULTS.draft_model
@@ -114,8 +114,7 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
 
     @torch.inference_mode()
     def _read(self, wanted: Rows, others: Rows, logits: StepLogits) -> Tensor:
-        """Read rows with logits, and other rows of a step. Return what is read of their features [n, d'], in this
-        order."""
+        """Read a step's rows with logits, and other rows. Return their fused features [n, d'], in this order."""
         found = logits.features(wanted.places, others.places)
         fused = self._reader.heads.fused(found if isinstance(found, Tensor) else torch.from_numpy(found))
         rows = wanted + others
@@ -123,7 +122,7 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
         return fused
 
     def _skipped(self, session: VerifierSession) -> int:
-        """Return the number of a text's next rows that are too far behind to be seen."""
+        """Return how many of a text's next rows are too far back for the heads' context."""
         return max(0, session.tree.base - self._reader.context - session.computed)
 
     # --- growing trees ------------------------------------------------------------------------------
@@ -146,7 +145,8 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
                     session.add_candidates(certain(paths) if session.samples_candidates else paths, HEADS)
 
     def _groups(self, asked: Asked) -> Iterator[Asked]:
-        """Yield texts to grow trees for at once, of similar length, within the limits on logits and gathered rows."""
+        """Yield groups of texts of similar length to grow trees for together, within the limits on logits and gathered
+        rows."""
         group, reader = list[tuple[VerifierSession, FeatureText]](), self._reader
         for pair in sorted(asked, key=lambda pair: pair[1].slots.count):
             rows = (len(group) + 1) * min(reader.context, pair[1].slots.count)
@@ -159,7 +159,7 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
 
     @torch.inference_mode()
     def _grown(self, group: Asked, step: ComingStep, begin: float) -> GrowingTrees:
-        """Grow trees while another level pays. `begin`: of the work before the step."""
+        """Grow trees while another level pays. `begin`: start of the work before the step."""
         texts = [text for _, text in group]
         limits = np.array([self._levels(session) for session, _ in group])
         trees = GrowingTrees(len(group), BEAM, math.log(self._tuning.min_probability))
@@ -175,7 +175,7 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
                 if first[0] > -np.inf:
                     text.usefulness.observe_token(min(1.0, float(np.exp(first).sum())))
             trees.grow(guesses, logprobs)
-            if level:  # the first one waits for what `_growth` has launched
+            if level:  # the first level also waits for the work launched before it
                 seconds = time.monotonic() - started
                 known = self._level_seconds
                 self._level_seconds += LEVEL_SMOOTHING * (seconds - known) if known else seconds
@@ -216,7 +216,7 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
         return tokens, logprobs
 
     def _pays(self, texts: Sequence[FeatureText], trees: GrowingTrees, step: ComingStep, begin: float) -> bool:
-        """Return whether another level adds more tokens than the step would bring in its time."""
+        """Return whether another level adds more tokens than the step would bring in the same time."""
         frontier = np.exp(trees.path_logprobs)
         acceptance = np.array([[text.usefulness.next_token_acceptance] for text in texts])
         gain = float(np.maximum(frontier * acceptance - step.break_even, 0.0).sum())
@@ -238,11 +238,11 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
 
 @dataclass
 class FeatureText(HeadsText):
-    """A text's part in the proposer."""
+    """The proposer's state for one text."""
 
     slots: TextSlots = field(kw_only=True)
     state: Any = None  # fused features [d'] of the row before the last token, once there are some
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [nodes] of the last tree, then
+    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [nodes] of the last tree
     parents: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
@@ -265,7 +265,8 @@ class FeatureText(HeadsText):
         )
 
     def learn(self, base: int, committed: Sequence[int]) -> None:
-        """Learn from the tokens committed after the first `base` ones, down to the first that was no guess."""
+        """Learn from the tokens committed after the first `base` ones, up to and including the first one that was not
+        guessed."""
         if self.proposed != base:
             return
         node = 0  # the root
@@ -286,7 +287,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.places: list[int] = []
-        self.tokens: list[int] = []  # the ones after them
+        self.tokens: list[int] = []  # the token after each row
         self.positions: list[int] = []
         self.slots: list[Slots] = []
 
@@ -298,7 +299,7 @@ class Rows:
         self.slots.append(slots)
 
     def __add__(self, others: Rows) -> Rows:
-        """Return these rows and then others."""
+        """Return these rows followed by others."""
         joined = Rows()
         joined.places, joined.tokens = self.places + others.places, self.tokens + others.tokens
         joined.positions, joined.slots = self.positions + others.positions, self.slots + others.slots

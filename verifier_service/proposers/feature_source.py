@@ -1,8 +1,8 @@
 """The source of features for draft services with heads: it proposes nothing itself, a draft service does.
 
-Every row that a step commits is read as it is for heads in the verifier (`feature_heads.py`), but only fused: the last
-rows of a text are kept, and sent to its draft before the commit of the token after them. So a draft that takes over a
-text gets what its predecessor had. Rows found in the prefix cache have no features. No token depends on any of it.
+Committed rows are read as for heads in the verifier (`feature_heads.py`), but only fused. The last rows of a text are
+kept, and sent to its draft before the commit of the token after them. So a draft that takes over a text gets the rows
+that its predecessor had. Rows found in the prefix cache have no features. No token depends on features.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ MAX_WINDOW_BYTES = 8 << 20
 """Maximum bytes kept of a text, in host memory."""
 
 DRAFTED = frozenset({Rule.COUPLED, Rule.TYPICAL})
-"""Rules for which heads in a draft service propose."""
+"""Rules under which heads in a draft service propose."""
 
 
 class KeptRows:
-    """The last rows of a text, at most `most`, at consecutive positions: `rows[i]` is that of `end - len(rows) + i`."""
+    """The last rows of a text, at most `most`, at consecutive positions: `rows[i]` is at `end - len(rows) + i`."""
 
     def __init__(self, most: int) -> None:
         self.end = 0
         self.rows: deque[bytes] = deque(maxlen=most)
         self._sent = 0  # position up to which they were sent
-        self._session = 0  # of the draft that they were sent to
+        self._session = 0  # number of the draft session that they were sent to
 
     def add(self, first: int, rows: Sequence[bytes]) -> None:
-        """Add rows from a position on. After a gap the earlier ones are of no use."""
+        """Add rows from a position on. After a gap, drop the earlier rows as useless."""
         if first != self.end:
             self.rows.clear()
         self.rows += rows
         self.end = first + len(rows)
 
     def unsent(self, session: int) -> FeatureRows | None:
-        """Return the rows that the draft of this session number lacks, and count them as sent."""
+        """Return the rows that the draft session with this number lacks, and count them as sent."""
         if session != self._session:
             self._session, self._sent = session, 0
         begin = self.end - len(self.rows)
@@ -62,7 +62,7 @@ class KeptRows:
 
 
 class Read(NamedTuple):
-    """Rows of a step that belong to one text: the first position, and where they are among the fused rows."""
+    """Rows of a step that belong to one text: their first position, and their places among the fused rows."""
 
     session: VerifierSession
     first: int
@@ -70,8 +70,8 @@ class Read(NamedTuple):
 
 
 class FeatureSource(Proposer):
-    """The features of a verifier's texts. `layers`: whose, in order; `window`: rows kept of a text, as far as
-    `MAX_WINDOW_BYTES` permits; `fingerprint`: of what makes the rows."""
+    """The features of a verifier's texts. `layers`: their layers, in order; `window`: rows kept of a text, as far as
+    `MAX_WINDOW_BYTES` permits; `fingerprint`: of the fusion."""
 
     def __init__(self, fusion: Fusion, layers: Sequence[int], fingerprint: str, window: int) -> None:
         self.works = True
@@ -92,7 +92,8 @@ class FeatureSource(Proposer):
         self._texts.pop(session, None)
 
     def unsent(self, session: VerifierSession) -> FeatureRows | None:
-        """Return the features that the session's draft lacks, and count them as sent; None: none, or no draft asks."""
+        """Return the features that the session's draft lacks, and count them as sent; None if there are none, or no
+        draft asks."""
         text, number = self._texts.get(session), session.policy.features_session
         return None if text is None or not number else text.unsent(number)
 
@@ -138,14 +139,14 @@ class FeatureSource(Proposer):
                 self._keep(read, logits, [], others)
 
     def _reads(self, session: VerifierSession) -> bool:
-        """Return whether rows of a session are kept: of one that heads may propose for, even while it has no draft."""
+        """Return whether to keep rows of a session: yes if heads may propose for it, even while it has no draft."""
         if session.request.sampler.rule not in DRAFTED:
             return False
         return session.policy.remote or session in self._texts
 
     @torch.inference_mode()
     def _keep(self, read: Sequence[Read], logits: StepLogits, wanted: Sequence[int], others: Sequence[int]) -> None:
-        """Fuse rows with logits, and other rows of a step, and give them to their texts."""
+        """Fuse a step's rows with logits and its other rows, and add them to their texts."""
         found = logits.features(wanted, others)
         fused = as_bytes(self._fusion(found if isinstance(found, Tensor) else torch.from_numpy(found)))
         size = 2 * self._fusion.width

@@ -1,7 +1,7 @@
-"""Heads in the verifier: what proposers share that guess from the target's own states, between two steps.
+"""Heads in the verifier: the common part of proposers that guess from the target's own states between two steps.
 
-Under COUPLED a position's guesses are ranked with the noise of that position, and are what the target would choose if
-the heads' logits were its own. Under REJECTION a candidate is certain to be drawn, and there is one at each position.
+Under COUPLED, guesses are ranked with the noise of their position, as the target would rank them if it had the heads'
+logits. Under REJECTION each position has one candidate, drawn with certainty.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 @dataclass
 class HeadsText:
-    """A text's part in a proposer with heads."""
+    """A proposer's state for one text."""
 
     sampler: RequestSampler  # of the queries that rank guesses
     calibration: Calibration
@@ -44,11 +44,12 @@ class HeadsText:
 Text = TypeVar("Text", bound=HeadsText)
 
 NewText = Callable[[RequestSampler, Calibration, Usefulness], Text]
-"""Makes a text's part."""
+"""Makes the state for a text."""
 
 
 class HeadsProposer(Proposer, Generic[Text]):
-    """Heads of a verifier, owned by the step loop's thread. A failure costs no token: the heads are not used again."""
+    """Heads of a verifier, owned by the step loop's thread. After a failure the heads are not used again; no token is
+    lost."""
 
     phase = Phase.AFTER_DELAY
     drafter = CandidateSource.HEADS
@@ -66,10 +67,10 @@ class HeadsProposer(Proposer, Generic[Text]):
 
     @abstractmethod
     def _propose(self, asked: Sequence[tuple[VerifierSession, Text]], step: ComingStep) -> None:
-        """Add candidates to the trees of these sessions, at least one."""
+        """Add candidates to the trees of these sessions (at least one)."""
 
     def serves(self, session: VerifierSession) -> bool:
-        """Return True if it may propose candidates for a session, now or later."""
+        """Return True if the heads may propose candidates for a session, now or later."""
         return self.works
 
     def propose(self, step: ComingStep) -> ProposalStats:
@@ -128,7 +129,7 @@ class HeadsProposer(Proposer, Generic[Text]):
 
 
 def certain(paths: Paths) -> Paths:
-    """Return paths, one candidate at each place, each certain to be drawn (REJECTION)."""
+    """Return paths of one candidate at each place, each drawn with certainty (REJECTION)."""
     placed = zip(paths.parents, paths.tokens, strict=True)
     return paths._replace(distributions=[(place, DraftDistribution.certain(token)) for place, token in placed])
 

@@ -22,7 +22,7 @@ from verifier_service.verification.tree_verification import TreeVerification
 
 class LookupProposer(Proposer):
     """N-gram lookup for all sessions. A session keeps its own text (`ngram.py`); this object keeps `cached_tokens`
-    tokens of each tenant's finished texts, without those that have a cache salt."""
+    tokens of each tenant's finished texts, except texts with a cache salt."""
 
     def __init__(self, cached_tokens: int) -> None:
         self._cache = SuffixCache(cached_tokens)
@@ -34,7 +34,7 @@ class LookupProposer(Proposer):
         return NO_PROPOSALS
 
     def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
-        """Update the windows of a step with the target's choices below their rows."""
+        """Update the windows of a step with the target's choices after their rows."""
         with_window = [
             verification
             for verification in verifications
@@ -99,7 +99,7 @@ def open_windows(
 def _charge(
     session: VerifierSession, size: Lookahead, costs: WindowCosts, window: LookaheadRows, nodes: Sequence[Node]
 ) -> None:
-    """Record the costs of a window and of candidates from windows, unless the request wants windows at any cost."""
+    """Record the costs of a window and of candidates from windows, unless the request asks for windows at any cost."""
     if session.policy.lookahead is None and not session.policy.forced:
         gain = session.ngrams.gain
         gain.begin(size, session.window_sizes, costs.of)
@@ -127,7 +127,7 @@ def window_rows(
 
 
 def _wanted(session: VerifierSession, cost: Cost, eligibility: Eligibility) -> Lookahead | None:
-    """Return the size of the window for a session, or None; a forced session that may use nothing else always has
+    """Return the size of a session's window; None: no window. A forced session that may use only windows always has
     one."""
     policy = session.policy
     if not policy.windows or session.chains_only or not eligibility.uses_proposers(session):

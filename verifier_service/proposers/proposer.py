@@ -1,9 +1,9 @@
 """The seam for drafters inside the verifier: a proposer adds candidates to the token trees of sessions.
 
 A new drafter is one file with a subclass of `Proposer`, and an entry in the step loop's list. A drafter that requests
-can name, or with its own token source, needs more (CONTRIBUTING.md). A proposer only suggests tokens that may follow a
-text: the token budget chooses the candidates to verify, and the speculation controller decides whether proposers are
-used.
+can name, or that has its own token source, needs more (CONTRIBUTING.md). A proposer only suggests tokens that may
+follow a text: the token budget chooses the candidates to verify, and the speculation controller decides whether
+proposers are used.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Phase(Enum):
     """The time at which a proposer runs."""
 
     BEFORE_DELAY = "before_delay"
-    """Before the decision on the step delay, which its candidates influence. It may be called again before the step
-    begins, so it has to be fast and to skip sessions already served."""
+    """Before the decision on the step delay, which its candidates influence. The proposer may be called again before
+    the step begins, so it must be fast and skip sessions already served."""
     AFTER_DELAY = "after_delay"
     """Once, just before the step begins: it may take time, which enters the break-even probability of candidates."""
 
@@ -58,8 +58,8 @@ class ComingStep:
         return [session for session in self.sessions if not session.remaining_prompt]
 
     def proposed_for(self) -> Iterator[VerifierSession]:
-        """Yield the decoding sessions that use proposers. Where candidates are sampled (REJECTION), a place takes a
-        single one: sessions that use a local model are left out, since it has precedence."""
+        """Yield the decoding sessions that use proposers. If candidates are sampled (REJECTION), a place takes only
+        one. So sessions that use a local model, which has precedence, are left out."""
         for session in self.sessions:
             if session.remaining_prompt or not self.eligibility.uses_proposers(session):
                 continue
@@ -80,7 +80,7 @@ class Proposer(ABC):
         """Learn from a verified step, before its tokens are committed. Logits are not kept."""
 
     def observe_prompts(self, prompts: Prompts, logits: StepLogits) -> None:  # noqa: B027
-        """Learn from the rows of prompts in a verified step that choose no token, before they count as computed."""
+        """Learn from a verified step's prompt rows that choose no token, before they count as computed."""
 
     def forget(self, session: VerifierSession) -> None:  # noqa: B027 -- most proposers keep nothing
         """Free the state of a session that left or was preempted; it may come back."""

@@ -1,4 +1,4 @@
-"""The usefulness of a model inside the verifier: what its chains of candidates bring."""
+"""The usefulness of a model inside the verifier: the tokens that its chains of candidates bring."""
 
 from __future__ import annotations
 

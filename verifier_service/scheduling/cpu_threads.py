@@ -5,7 +5,7 @@ itself: speculation that does not pay must not leave it slower than plain decodi
 
 The threads of a forward pass synchronise several times in every layer. If another process takes part of a core, each
 synchronisation waits for the operating system to return it, and a step can take thirty times as long as with one thread
-fewer. So the latencies of both numbers of threads are compared continuously.
+fewer. So the latencies of both thread counts are compared continuously.
 
 For an engine with a fixed number of threads, such as one on a GPU, the policy only measures.
 """
@@ -33,7 +33,7 @@ class ThreadPolicy(Protocol):
 
     @property
     def yields(self) -> bool:
-        """True if steps use fewer threads while drafts work, on any machine."""
+        """True if steps use fewer threads while drafts work, wherever the drafts run."""
 
     @property
     def yielding(self) -> bool:

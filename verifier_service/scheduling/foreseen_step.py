@@ -2,8 +2,8 @@
 
 A text continuing without candidates gets exactly one token. Its next row is therefore known in advance: position, slot
 and keys. Only the token is filled in later. On a GPU this hides most of the planning behind the current pass; vLLM
-calls it async scheduling. The packed batch is dropped, and the step planned when due, if a text joins or gets
-candidates, or if a text ends and the step is not launched early.
+calls it async scheduling. If a text joins or gets candidates, or if a text ends and the step is not launched early, the
+packed batch is dropped and the step is planned when due.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verifier_service.sessions.step_rows import ScheduledRows
 
 class _Row(NamedTuple):
     row: int  # index among the batch's results
-    base: int  # tokens of the text by then
+    base: int  # length of the text by then
     table: BlockTable
 
 
@@ -42,8 +42,8 @@ class ForeseenStep:
         self._batch, self._rows = None, {}
 
     def prepare(self, packer: Packer, entries: Sequence[tuple[RunningSession, ScheduledRows]]) -> None:
-        """Pack a row for every text that continues after the current step. Nothing is packed if any text has candidates
-        or a window in this step, a prompt not finished by it, or no memory for another token."""
+        """Pack a row for every text that continues after the current step. Pack nothing if any text has candidates or a
+        window in this step, has a prompt that this step does not finish, or has no memory for another token."""
         self.forget()
         for entry, rows in entries:
             session = entry.session

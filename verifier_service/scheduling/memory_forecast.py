@@ -27,7 +27,7 @@ REMEMBERED = 256
 """Maximum finished texts whose lengths are kept."""
 
 MOMENTS = 64
-"""Limit on the values of m examined, spread over the expected ends. A peak missed between two of them may cost
+"""Maximum number of values of m examined, spread over the expected ends. A peak missed between two of them may cost
 preemptions."""
 
 
@@ -44,12 +44,12 @@ class TextLengths:
         self._sorted = None
 
     def expected(self, generated: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the expected final lengths [n] of texts with `generated` [n] tokens now, sorted from the oldest to the
+        """Return the expected final lengths [n] of texts with `generated` [n] tokens now, sorted from oldest to
         youngest.
 
         Text k of n (from 0) is expected to end at quantile (k + 1/2) / n of the remembered lengths above its current
-        length: together they end like past texts, the oldest at the lowest quantile. With no longer text on record: one
-        more block.
+        length. Together the texts then end like past ones, the oldest at the lowest quantile. If no remembered text is
+        longer: one more block.
         """
         if self._sorted is None:
             self._sorted = np.sort(np.asarray(self._last, dtype=np.int64))
@@ -61,8 +61,8 @@ class TextLengths:
 
 
 def expected_growth(texts: Sequence[VerifierSession], lengths: TextLengths) -> int:
-    """Return the peak growth in blocks of these texts, the oldest first, if none is added (module docstring). All hold
-    memory for their current length, except perhaps the one being admitted."""
+    """Return the peak growth in blocks of these texts, sorted from oldest to youngest, if no text is added (module
+    docstring). All hold memory for their current length, except perhaps the one being admitted."""
     now, generated, left, blocks, exclusive = np.array(
         [
             (
@@ -79,10 +79,10 @@ def expected_growth(texts: Sequence[VerifierSession], lengths: TextLengths) -> i
     # Less one: the last token of a text is never written to the KV cache.
     steps = np.maximum(1, np.minimum(left, lengths.expected(generated) - generated)) - 1  # s_k
     moments = np.unique(steps)
-    # Round the stride up, for at most MOMENTS of them.
+    # Round the stride up, so that at most MOMENTS remain.
     moments = moments[:: -(-len(moments) // MOMENTS)]
     going_on = steps >= moments[:, None]  # [moments, texts]
-    # A text may hold more blocks than it needs yet: these are not given back before it ends.
+    # A text may hold more blocks than it needs so far; it gives none back before it ends.
     taken = np.maximum(0, -(-(now + moments[:, None]) // BLOCK) - blocks)
     balance = np.where(going_on, taken, -exclusive).sum(axis=1)
     return max(0, int(balance.max()))

@@ -1,7 +1,7 @@
 """The plan of a step: the rows of each session in it.
 
-Steps over n rows take T_v(n) seconds (`StepLatency`), longer by a factor with rows of prompts (`PrefillSlowdown`). The
-plan is made in this order:
+A step over n rows takes T_v(n) seconds (`StepLatency`), times a factor if it has rows of prompts (`PrefillSlowdown`).
+The plan is made in this order:
 
 1. Decoding sessions yield to urgent prompts of other tenants if that makes the step notably shorter, in at most
    `most_waiting_steps` steps in a row (`step_prompts.py`).
@@ -90,7 +90,7 @@ class Planner:
         """Plan a step. Sessions that yield to urgent prompts are left out. `spent`: seconds the proposers took for
         these sessions; `division`: the division among tenants that selected `ready`; None: no division."""
         self.shares.begin(division)
-        # 1. Who yields to urgent prompts.
+        # 1. Sessions that yield to urgent prompts.
         prompts, plain, speculating = self._sorted(ready)
         decoders = [*plain, *speculating]
         waiting = [] if division is None else division.sitting_out

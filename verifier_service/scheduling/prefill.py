@@ -44,8 +44,8 @@ def prefill_chunks(
     and the unused share of a short prompt goes to the others (max-min).
 
     The step already has `rows` rows of `decoding` sessions and `urgent_rows` rows of urgent prompts. Without decoding
-    sessions, `most` alone limits the prompts. With them, `most` limits all rows together, rounded up to the multiple
-    that leaves room for `min_chunk_tokens`; the time limit in the module docstring applies too.
+    sessions, `most` alone limits the prompts. With them, the lowest multiple of `most` that leaves room for
+    `min_chunk_tokens` limits all rows together, and the time limit in the module docstring applies too.
     """
     budget = most
     if decoding:

@@ -115,7 +115,7 @@ class RunQueue:
         return entry.session.unread + ahead > self._max_unread_tokens
 
     def consists_of(self, entries: Sequence[RunningSession]) -> bool:
-        """Return whether these distinct running sessions are all sessions."""
+        """Return whether these distinct running sessions are all sessions of the queue."""
         return len(entries) == len(self.running) and not self._waiting
 
     def reserve_texts(self, entries: Iterable[RunningSession]) -> list[RunningSession]:
@@ -183,8 +183,8 @@ class RunQueue:
         growth of all. PoolFullError, without any preemption, if no choice of victims makes enough room."""
         running, room = self.running, self.pool.available
         victims, tables = list[RunningSession](), list[BlockTable]()
-        # Victims are chosen on paper first: preempting some without making enough room would waste their work. The
-        # forecast is needed only once the text itself fits.
+        # Choose all victims first: preempting some without making enough room would waste their work. The forecast is
+        # needed only once the text itself fits.
         while (wanted := blocks if blocks > room else max(blocks, self._growth(entry, running))) > room:
             victim = self._next_victim(entry, running)
             if victim is None:
@@ -205,8 +205,8 @@ class RunQueue:
         return youngest_beyond(running, entry, entry.session.tree.base)
 
     def _growth(self, entry: RunningSession, running: list[RunningSession]) -> int:
-        """Return the forecast growth in blocks of a session being admitted and the running ones. Sessions that would be
-        preempted for it count only if they give back more than they take."""
+        """Return the forecast growth in blocks of a session being admitted and the running ones. Running sessions that
+        this admission would preempt count only if they give back more than they take."""
         growth = expected_growth([*(other.session for other in running), entry.session], self.lengths)
         if all(other.tenant == entry.tenant for other in running):  # fairness preempts between tenants only
             return growth
@@ -216,7 +216,7 @@ class RunQueue:
         return growth
 
     def _preempt(self, entry: RunningSession) -> None:
-        """Preempt a session. Its text is recomputed once there is room, before new sessions of its tenant."""
+        """Preempt a session. Its text is recomputed once there is room, ahead of new sessions of its tenant."""
         self._on_preempt(entry)
         self._take_memory(entry.session)
         entry.preemptions += 1

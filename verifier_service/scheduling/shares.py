@@ -5,7 +5,7 @@ with weights w:
 
     c_i = (cost of the tokens tenant i was served) / w_i,    1 for a prompt token, GENERATED_COST for a generated one
 
-The tenant with the smallest counter is next. When a tenant without new sessions waiting submits one, its counter is
+The tenant with the smallest counter is next. When a tenant with no new session waiting opens one, its counter is
 lifted:
 
     c_i = max(c_i, max(V, min of c_j over tenants j with new sessions waiting) - BURST * u / w_i)
@@ -35,8 +35,8 @@ GENERATED_COST = 2.0
 """Cost of a generated token relative to a prompt token, as in the paper: it takes a whole step, not just a row."""
 
 BURST = 4.0
-"""Credit of a tenant that returns from idle, in mean texts. Without it, each of a few simultaneous requests would wait
-until other tenants had been served as much as the request before it. Light users seldom submit evenly."""
+"""Credit of a tenant that returns from idle, in mean texts. Without it, each of a few requests sent together would wait
+until other tenants had been served as much as the request before it. Light users seldom space their requests evenly."""
 
 USUAL_SMOOTHING = 0.05
 """Weight of the latest text in the moving average of text costs."""
@@ -45,9 +45,9 @@ REMEMBERED = 1024
 """Number of idle tenants with a counter kept: leaving and returning must not reset a large counter."""
 
 IMBALANCE = 1.25
-"""A tenant is preempted only if, after the preemption, it still holds this multiple of the memory per weight of the
-tenant whose text is admitted: preemption costs a recomputation, and smaller differences even out as texts end. With 2,
-a tenant asking for a fifth of the memory sometimes waits for a text of a flooding tenant to end."""
+"""A tenant is preempted only if it still holds, after the preemption, this multiple of the admitted tenant's memory per
+weight: preemption costs a recomputation, and smaller differences even out as texts end. With 2, a tenant asking for a
+fifth of the memory sometimes waits for a text of a flooding tenant to end."""
 
 
 class Urgent(NamedTuple):
@@ -123,8 +123,8 @@ class TenantShares:
         return min(waiting, key=turn, default=None)
 
     def urgent(self, prompts: Collection[RunningSession], decoding: Collection[RunningSession]) -> Urgent:
-        """Return the urgent and the yielding tenants of a step (module docstring). A tenant yields to another with
-        fewer sessions per weight that has been served no more, not counting prompt tokens still to be computed."""
+        """Return the urgent and the yielding tenants of a step (module docstring). A tenant yields to another that has
+        fewer sessions per weight and has been served no more, not counting prompt tokens still to be computed."""
         if not prompts or len(self._sessions) < 2:  # the common case, kept cheap
             return NOBODY
         sessions: defaultdict[str, float] = defaultdict(float)
@@ -139,8 +139,8 @@ class TenantShares:
         decoders = {entry.tenant for entry in decoding}
         most = max((sessions[tenant] for tenant in decoders), default=0.0)
         highest = max((self._counters[tenant] for tenant in decoders), default=0.0)
-        # Necessary for going before any decoding tenant. Fewer sessions per weight: with many sessions a tenant could
-        # otherwise stop all decoding by its prompts. Served no more: a tenant ahead of its share waits its turn.
+        # Necessary for going before any decoding tenant: fewer sessions per weight, as a tenant with many could stop
+        # all decoding by its prompts; and no more service, as a tenant ahead of its share waits its turn.
         able = [tenant for tenant in had if sessions[tenant] < most and had[tenant] <= highest]
         if not able:
             return NOBODY
@@ -180,8 +180,8 @@ def given_back(entry: RunningSession) -> float:
 
 
 def spared(running: Iterable[RunningSession]) -> list[RunningSession]:
-    """Return the sessions, in order, without the oldest of each tenant. That one is exempt, however much its tenant
-    holds: otherwise a long text could be recomputed again and again without ever finishing."""
+    """Return the sessions, in order, without the oldest of each tenant. The oldest is exempt from preemption, however
+    much its tenant holds: otherwise a long text could be recomputed again and again and never finish."""
     first: dict[str, RunningSession] = {}
     return [entry for entry in running if first.setdefault(entry.tenant, entry) is not entry]
 
@@ -194,12 +194,12 @@ def youngest_of_largest(running: list[RunningSession]) -> RunningSession:
 
 
 def who_counts(running: Sequence[RunningSession], entry: RunningSession, tokens: int) -> list[RunningSession]:
-    """Return the running sessions whose growth may take memory from the waiting `entry`, which needs `tokens` tokens:
-    all but those that would be preempted first. Each tenant holding at least `IMBALANCE` times this tenant's future
-    share would lose all its sessions but the oldest."""
+    """Return the running sessions whose growth may take memory from the waiting `entry`, which needs `tokens` tokens.
+    Sessions that would be preempted first are left out: each tenant holding at least `IMBALANCE` times this tenant's
+    future share would lose all its sessions except the oldest."""
     shares = held(running)
     own = shares.pop(entry.tenant, 0.0) + tokens / entry.weight
-    # Well above this tenant's share once admitted: these would be preempted for it, so their growth cannot displace it.
+    # Tenants well above its share once admitted would be preempted for it, so their growth cannot displace it.
     beyond = {tenant for tenant, tokens_held in shares.items() if tokens_held >= IMBALANCE * own}
     giving_way = {id(other) for other in spared(running) if other.tenant in beyond}
     return [other for other in running if id(other) not in giving_way]

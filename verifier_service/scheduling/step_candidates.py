@@ -10,7 +10,7 @@ where E_i are the expected tokens of i's sessions (1 for a root, its path probab
 the seconds of the joint step and of i's step alone. Otherwise tenant i gets C_i, or the best k_i candidates and windows
 if its part of the step leaves room for k_i < |C_i| rows (`Division.candidates`).
 
-A session that is forced to speculate gets its best candidate in any case, even at a loss.
+A session forced to speculate gets its best candidate even at a loss.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class StepCandidates(NamedTuple):
 
     nodes: list[list[Node]]
     windows: list[LookaheadRows | None]
-    prices: list[RowPrice]  # by which a session's candidates were left out
-    break_even: float  # probability; the one for drafters
+    prices: list[RowPrice]  # for leaving a session's candidates out
+    break_even: float  # break-even probability for drafters
     exploring: bool = False  # fewer or more candidates than pay, to learn the cost of rows
 
     def why_none(self, place: int, best: float) -> Without:
@@ -129,9 +129,9 @@ class CandidateChoice:
         got = {
             tenant: alone.roots + sum(_tokens(joint.nodes[i]) for i in alone.places) for tenant, alone in own.items()
         }
-        # The joint choice has the highest total goodput: keep it where no tenant pays for it.
+        # The joint choice has the highest total goodput: keep it unless a tenant pays for it.
         if division.is_fair(rows, got, {tenant: (alone.extra, alone.tokens) for tenant, alone in own.items()}):
-            # Open no more window rows than in steps of one tenant each: `is_fair` counted these.
+            # Open no more window rows than in the tenants' separate steps: `is_fair` counted these.
             left = min(self.free - sum(map(len, joint.nodes)), windowed)
             windows = open_windows(sessions, joint.nodes, decoding, left, self.latency, self.eligibility)
             return StepCandidates(joint.nodes, windows, [joint.price] * len(sessions), joint.break_even)

@@ -1,9 +1,9 @@
 """The step delay: whether to put a step off for candidates in flight.
 
 A step of T seconds started now, w seconds after the last one ended, yields E tokens: a rate of E / (T + w). A session's
-next draft message, expected in r seconds, adds about A * q tokens and a row worth p tokens: q is the path probability
-of the best leaf, A the acceptance, p the break-even probability. All sessions of a step wait together, so waiting pays
-while
+next draft message, expected in r seconds, adds about A * q tokens and costs a row worth p tokens: q is the path
+probability of the best leaf, A the acceptance, p the break-even probability. All sessions of a step wait together, so
+waiting pays while
 
     sum over sessions of (A * q - p) / r  >  E / (T + w)
 

@@ -2,8 +2,8 @@
 
 With T_v(n) the seconds of a step over n rows, and s the slowdown of steps with prompts (`PrefillSlowdown`):
 
-- Decoding sessions sit out while urgent prompts of other tenants are computed (`TenantShares.urgent`) if the step gets
-  shorter by more than a factor. With p urgent prompt rows, d decoding sessions in total, and d' that do not yield:
+- Decoding sessions sit out a step for urgent prompts of other tenants (`TenantShares.urgent`) if that shortens the step
+  by more than a factor. With p urgent prompt rows, d decoding sessions in total, and d' that do not yield:
 
       T_v(p + d)  >  worth_a_wait * T_v(p + d')
 
@@ -52,7 +52,7 @@ class StepPrompts:
         self, prompts: Sequence[RunningSession], urgent: Urgent, decoding: Sequence[RunningSession]
     ) -> bool:
         """Return whether sessions yielding to `urgent` prompts sit out this step: only if it gets notably shorter."""
-        # In the flat region of T_v decoding sessions hardly delay the prompts, and sitting out would gain nothing.
+        # In the flat region of T_v, decoding sessions hardly delay the prompts, and sitting out would gain nothing.
         rows = sum(entry.session.computable for entry in prompts if entry.tenant in urgent.tenants)
         if not rows:
             return False
@@ -130,7 +130,7 @@ class StepPrompts:
         return kept
 
     def _fitting(self, seconds: float, rows: int, latency: StepLatency) -> int:
-        """Return the rows of prompts that fit in these seconds of a step, beside `rows` rows."""
+        """Return the prompt rows that fit in these seconds of a step, beside `rows` rows."""
         # The part is in seconds of this step, T_v in seconds of short texts: divide by the slowdown.
         fitting = latency.rows_within(latency.of(rows) + seconds / self.slowdown.factor) - rows
         # A prompt must progress: if its minimum chunk exceeds the part, the excess is charged to the next steps.

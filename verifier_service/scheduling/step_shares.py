@@ -1,8 +1,8 @@
 """Shares of a step: the sessions in it, and the time that each tenant's rows may add.
 
-Every session of a step waits for all its rows, so a tenant with many rows slows down a tenant with few, however fairly
-they share memory. Processor sharing (Kleinrock 1967) would give each tenant present a machine W / w times as slow, with
-w its weight and W the sum of weights. A step keeps this guarantee for all tenants if it takes at most
+Every session of a step waits for all rows of the step, so a tenant with many rows slows down a tenant with few, however
+fairly they share memory. Processor sharing (Kleinrock 1967) would give each tenant present a machine W / w times as
+slow, with w its weight and W the sum of weights. A step keeps this guarantee for all tenants if it takes at most
 
     B = min over tenants i of  (W / w_i) * A_i,      A_i = T_v(rows of i) + other costs of i
 
@@ -14,7 +14,7 @@ costing more than a whole part runs every few steps. No session starves, and the
 such session.
 
 Rows beyond the roots (candidates, lookahead windows, chunks of prompts) get the rest of the tenant's part. No session
-sits out where extra rows are free, or with a single tenant.
+sits out if extra rows are free or there is only one tenant.
 
 The bound is only as good as the estimate of A_v, and while tenants share steps, no step has the rows of v alone. So an
 occasional step has only these, to measure A_v.
@@ -41,7 +41,7 @@ BESIDE_SMOOTHING = 0.2
 
 MEASURED_FIRST, MEASURED_EVERY, MEASURED_LATER = 2, 4, 64
 """A tenant's rows alone are measured twice at first, four steps apart, then in every 64th step: the others lose a
-sixty-fourth of their part. More at first would distort the measurements of drafts."""
+sixty-fourth of their part. More measurements at first would distort those of drafts."""
 
 REMEMBERED = 1024
 """Tenants with a remembered grammar cost and number of measurements."""
@@ -159,7 +159,7 @@ class StepShares:
         """`prefill_rows`: limit on a step's rows of prompts."""
         self._prefill_rows = prefill_rows
         self._steps = 0
-        self._measured: OrderedDict[str, tuple[int, int]] = OrderedDict()  # tenant: (number, step of the last)
+        self._measured: OrderedDict[str, tuple[int, int]] = OrderedDict()  # tenant: (measurements, step of the last)
         self._usual: OrderedDict[str, float] = OrderedDict()  # a grammar's seconds in a step, by tenant
         self.credit: dict[str, float] = {}
         """Seconds left of a tenant's decoding parts in the last steps; negative: overdrawn."""
@@ -267,7 +267,7 @@ class StepShares:
                 division.sitting_out += presence.decoders
 
     def _choose(self, division: Division, bound: float, least: str) -> None:
-        """Choose the sessions of a step, which would exceed its bound with all sessions."""
+        """Choose the sessions of a step that would exceed its bound with all sessions."""
         latency, tenants = division.latency, division.tenants
         division.used = bound
         taken = division.taking_part
@@ -286,7 +286,7 @@ class StepShares:
         for tenant in pool.order(wanted):
             presence, part = tenants[tenant], pool.part(tenant)
             count = len(presence.prompts) + len(presence.decoders)
-            # Decoding and prompts of a tenant divide its part by their numbers of sessions.
+            # A tenant's decoding and prompts divide its part in proportion to their sessions.
             of_texts = part * len(presence.decoders) / count
             of_prompts = part - of_texts - self._prompt_debt.get(tenant, 0.0)
             left, waiting = _take(presence.decoders, of_texts + self.credit.get(tenant, 0.0), taken, beside, latency)

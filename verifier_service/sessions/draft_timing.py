@@ -8,7 +8,7 @@ from typing import NamedTuple
 from verifier_service.settings.tuning import DEFAULTS, DraftGainTuning, DraftTimingTuning
 
 MAX_ROUND_TRIP_SECONDS = 60.0
-"""Maximum plausible round trip in seconds; beyond it, the draft's claim of how long it has known a text is ignored."""
+"""Maximum plausible round trip in seconds; beyond it, the age that the draft reports for a text is ignored."""
 
 
 class WaitEstimate(NamedTuple):
@@ -101,7 +101,7 @@ MAX_TENANTS = 256
 
 class DraftGain:
     """The gain of a draft for one text. If the gain is next to nothing, the text rests its draft and tries it again
-    later: the text may have changed in character. `expected`: gain for the tenant's texts."""
+    later, when the text may have changed in character. `expected`: gain for the tenant's texts."""
 
     def __init__(self, expected: float | None = None, tuning: DraftGainTuning = DEFAULTS.draft_gain) -> None:
         self._tuning = tuning
@@ -123,7 +123,7 @@ class DraftGain:
         if self._gain < tuning.least_gain:
             self._resting = self._next_rest
             self._next_rest = min(2 * self._next_rest, tuning.longest_rest_steps)
-        # Clearly useful for long: the next rest is a short one again.
+        # Clearly useful for long: the next rest is short again.
         elif self._gain > 2 * tuning.least_gain and self._seen == tuning.remembered_steps:
             self._next_rest = tuning.first_rest_steps
 

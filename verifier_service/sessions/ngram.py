@@ -1,7 +1,7 @@
 """A session's n-grams: candidates found without a draft model, by n-gram lookup and lookahead windows.
 
-Both add to the token tree beside the draft's candidates. N-gram lookup (`continuations`) proposes what followed an
-earlier occurrence of the text's last tokens, and costs only the rows that verify it. A lookahead window
+Both add to the token tree beside the draft's candidates. N-gram lookup (`continuations`) proposes the tokens that
+followed an earlier occurrence of the text's last tokens, and costs only the rows that verify them. A lookahead window
 (`lookahead.py`) costs rows in every step for its n-grams. P(a proposal is right) depends on how many preceding tokens
 agree with its source, and is learned from verify results.
 """
@@ -64,8 +64,8 @@ class LookaheadRows(NamedTuple):
 
 
 class SessionNgrams:
-    """The n-grams of one session. `text`: prompt and generated tokens so far; `end`: the position before which the text
-    ends; `shared_pool`: in place of a pool of its own."""
+    """The n-grams of one session. `text`: prompt and generated tokens so far; `end`: the maximum length of the text;
+    `shared_pool`: replaces the session's own n-gram pool."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class SessionNgrams:
     ) -> bool:
         """Add candidates to the tree: n-gram lookups in the text and in `shared` texts, and n-grams of the window.
 
-        Those far below `break_even`, a path probability, are dropped. `every`: add all n-grams of the window;
-        `sampled`: candidates need a distribution (REJECTION). Return False if nothing was looked up: because it was
-        before, at this length of the text, or because this step is skipped.
+        Candidates far below `break_even`, a path probability, are dropped. `every`: add all n-grams of the window;
+        `sampled`: candidates need a distribution (REJECTION). Return False if nothing was looked up: this length of the
+        text had its look-up, or this step is skipped.
         """
         if self._proposed == self._length:
             return False
@@ -194,7 +194,7 @@ class SessionNgrams:
         return LookaheadRows(nodes, [tree.root, *nodes], candidates)
 
     def close_window(self) -> None:
-        """Close the window, if any: without steps its tokens are soon stale. Its n-grams stay."""
+        """Close the window, if any: its tokens soon go stale without steps. Its n-grams stay."""
         self.size = self.window = None
 
     def queries(self, lookahead_rows: LookaheadRows, penalty_state: PenaltyState | None) -> Iterator[SamplingQuery]:

@@ -188,7 +188,7 @@ class VerifierSession:
 
     def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
         """Insert candidates of a draft, received at the time `arrived`; ValueError if they are invalid. `held`: seconds
-        that the draft had the text up to `base` before it sent them; 0: unknown."""
+        that the draft had known the text up to `base` when it sent them; 0: unknown."""
         rule = self.request.sampler.rule
         rows = [(parent, row) for parent, row in paths.distributions if row.fits(rule, self.vocabulary)]
         self._best_nodes = None  # first, since a message with an error may be inserted in part
@@ -199,8 +199,8 @@ class VerifierSession:
         self.draft_timing.arrived(base, arrived, held)
 
     def ask(self, plausible: NDArray[np.int64]) -> DraftQuery:
-        """Return the query to the draft after an undecided row: the draft's row at the root lacks some of the
-        `plausible` tokens. Until the answer arrives, the session waits as for a first row (CONTRASTIVE)."""
+        """Return the query to the draft after an undecided row: the draft's distribution at the root lacks some of the
+        `plausible` tokens. Until the answer arrives, the session waits as for a first distribution (CONTRASTIVE)."""
         root, before = self.tree.root, None if self._query is None else self._query.ids
         assert root.distribution is not None
         ids = contrastive.asked_ids(plausible, before, root.distribution.size)
@@ -246,7 +246,7 @@ class VerifierSession:
 
     def usable(self, node: Node) -> bool:
         """True if verifying a candidate now is permitted and can add a token. Depth counts from the last committed
-        token. Under CONTRASTIVE nothing can be chosen below a candidate without the draft's distribution."""
+        token. Under CONTRASTIVE, nothing can be chosen below a candidate that lacks the draft's distribution."""
         most = self.policy.max_depth
         if most and node.position >= self.tree.base + most:
             return False
@@ -292,8 +292,8 @@ class VerifierSession:
             self._best_nodes = None
 
     def add_candidates(self, paths: Paths, source: int) -> None:
-        """Add a proposer's candidates below the text, with `source` as the source of resulting tokens. Where candidates
-        are sampled (REJECTION), one without the distribution it was drawn from is dropped."""
+        """Add a proposer's candidates below the text, with `source` as the source of resulting tokens. If candidates
+        are sampled (REJECTION), a candidate without the distribution it was drawn from is dropped."""
         self.tree.insert(self.tree.base, paths, origin=source)
         self._best_nodes = None
 
@@ -312,8 +312,7 @@ class VerifierSession:
 
     @property
     def has_draft_candidates(self) -> bool:
-        """True if a remote draft's candidates for the next token have arrived; candidates of proposers alone do not
-        count."""
+        """True if a remote draft's candidates for the next token have arrived; proposers' candidates do not count."""
         return any(node.drafted for node in self.tree.root.children.values())
 
     @property
@@ -343,8 +342,8 @@ class VerifierSession:
 
     @property
     def verifies_blocks(self) -> bool:
-        """True if the chain below the text may be verified as a block. A chain with a draw that was compared may not:
-        the draw influenced where a step ended."""
+        """True if the chain below the text may be verified as a block. A chain with a compared draw may not: the draw
+        influenced where a step ended."""
         return self.block_verification and self.tree.base > self._compared
 
     def wait_estimate(self, now: float, break_even: float) -> WaitEstimate:
@@ -371,7 +370,7 @@ class VerifierSession:
         lookahead: LookaheadRows | None = None,
     ) -> ScheduledRows:
         """Add rows to a batch: the next `count` uncomputed committed tokens and, if the root is among them, a window
-        and those candidates with a slot at their position. `nodes`: the candidates, best first; `tree_slots`: free
+        and the candidates that have a slot at their position. `nodes`: the candidates, best first; `tree_slots`: free
         slots for side branches, popped from the end."""
         start, end = self.computed, self.computed + count
         own = self.slots

@@ -29,11 +29,11 @@ class ScheduledRows:
 
     count: int  # committed tokens among the rows
     root_row: int | None = None  # index among the results; None: a chunk of prompt before the root
-    first_row: int = 0  # index in the batch of the first of these rows; not set where the root is the only one
+    first_row: int = 0  # index in the batch of the first of these rows; not set if the root's is the only one
     scored: Sequence[int] = ()  # indices among the results, of the rows that score the next tokens of the prompt
     tree: TreeRows | None = None
-    drafted: bool = False  # wanted a remote draft's candidates, and had some for the next token
-    undrafted: bool = False  # wanted them, and had none
+    drafted: bool = False  # expected a remote draft's candidates, and had some for the next token
+    undrafted: bool = False  # expected them, and had none
     decision: Decision | None = None  # on its candidates; None: nothing to decide
 
     @property

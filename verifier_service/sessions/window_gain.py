@@ -5,13 +5,13 @@ and gain are in tokens a step: the cost follows from the step latency of the bat
 from the steps that had a window of this size.
 
 - The gain of a size in a text is its gain in all texts of the tenant, times the *likeness* of the text to these. The
-  likeness is learned from all windows of the text. Of the sizes with a known gain, the one with the highest
-  gain - cost is used, if that is positive.
-- The next larger size is tried, at first the smallest. A *trial* is paid in advance, from a budget that is a share of
-  the tenant's tokens. It ends when its price is lost or after enough steps, and refunds the rest. After a trial that
-  does not pay, the text pauses, twice as long each time.
+  likeness is learned from all windows of the text. Among sizes with a known gain, the one with the highest gain - cost
+  is used, if that is positive.
+- The next larger size is then tried, at first the smallest. A *trial* is paid in advance, from a budget that is a share
+  of the tenant's tokens. It ends after enough steps or when its price is used up, and refunds the rest. After a trial
+  that does not pay, the text pauses, twice as long each time.
 
-So where no window ever hits, windows and their candidates cost at most that share of the tokens.
+So if no window ever hits, windows and their candidates cost at most that share of the tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specdec.decoding.ngrams import NgramPool
 from verifier_service.settings.tuning import DEFAULTS, WindowTuning
 
 MAX_TENANTS = 256
-"""Tenants with remembered gains; the one whose last text began first is forgotten first."""
+"""Tenants with remembered gains; the tenant whose latest text began earliest is forgotten first."""
 
 TENANT_GUESSES = 8
 """N-grams per first token in the pool that a tenant's texts share."""
@@ -36,7 +36,7 @@ LEAST_GAIN = 1e-3
 """Gain in tokens a step below which texts are not compared: a ratio of two such gains says nothing."""
 
 LEAST_LIKENESS = 0.25
-"""Minimum likeness by which the first gain of a size is divided, to estimate the size's gain in the tenant's other
+"""Lower bound on the likeness that divides a size's first gain, to estimate the size's gain in the tenant's other
 texts."""
 
 Cost = Callable[[Lookahead], float]
@@ -115,7 +115,7 @@ class WindowGain:
 
     def wanted(self, sizes: Sequence[Lookahead], cost: Cost, current: Lookahead | None) -> Lookahead | None:
         """Return the size of window for the next step, out of `sizes` in ascending order; None if none pays. `current`
-        is the size of the open window: another one begins empty, so it has to be better by a margin."""
+        is the size of the open window: a window of another size begins empty, so it must be better by a margin."""
         if self._trial is not None and self._trial.size in sizes:
             return self._trial.size
         best, net = self._best(sizes, cost, current)
@@ -126,7 +126,7 @@ class WindowGain:
         return sizes[place] if affordable else best
 
     def begin(self, size: Lookahead, sizes: Sequence[Lookahead], cost: Cost) -> None:
-        """Note that the coming step has a window of this wanted size; pay for a trial if it begins one."""
+        """Note that the coming step has a window of this wanted size; pay for a trial if the step begins one."""
         if self._trial is not None:
             return
         best, net = self._best(sizes, cost, size)
@@ -192,8 +192,8 @@ class WindowGain:
         self._next_pause = min(2 * self._next_pause, self._tuning.longest_pause)
 
     def _may_try(self, size: Lookahead, best: Lookahead | None) -> bool:
-        """Return True if a size may go on trial: if there is a `best` size, only once the text's likeness is known; a
-        size with a known gain, only after a pause."""
+        """Return True if a size may go on trial. If there is a `best` size, the text's likeness must be known first; a
+        size with a known gain must wait for the end of a pause."""
         if best is not None and self._likeness.steps < self._tuning.remembered_steps:
             return False
         return self._pause <= 0 or size not in self._tenant.gains
@@ -207,8 +207,8 @@ class WindowGain:
     ) -> tuple[Lookahead | None, float]:
         """Return the size with the highest positive gain - cost, and that difference; (None, 0) if none is positive.
 
-        A larger size must be better than the smaller ones by a standard error: a few steps must not decide for one, as
-        the text may just be repeating itself."""
+        A larger size must be better than the smaller ones by a standard error: a few steps must not decide for a larger
+        size, as the text may just be repeating itself."""
         best, highest = None, 0.0
         for size in sizes:
             of_tenant = self._tenant.gains.get(size)
@@ -221,7 +221,7 @@ class WindowGain:
         return best, highest
 
     def _price(self, size: Lookahead, best: Lookahead | None, net: float, cost: Cost) -> float:
-        """Return the price of a trial: the rows beyond those of the `best` known size, and the gain `net` that this
-        size no longer brings while the new window fills up."""
+        """Return the price of a trial: the cost of rows beyond those of the `best` known size, and that size's gain
+        `net`, which is lost while the new window fills up."""
         more = cost(size) - (0.0 if best is None else cost(best))
         return max(0.0, more) * self._tuning.priced_steps + net * (size.ngram - 2)

@@ -14,7 +14,7 @@ from specdec.decoding.lookahead import Lookahead
 
 @dataclass(frozen=True)
 class ControllerTuning:
-    """Adaptive speculation: duration of measurements and frequency of probes. Seconds are seconds of steps: with idle
+    """Adaptive speculation: duration of measurements and frequency of probes. Seconds are seconds of steps: if idle
     time counted, probes would take a larger share of the work."""
 
     window_seconds: float = 0.5
@@ -30,7 +30,7 @@ class ControllerTuning:
     read the prompt."""
 
     warmup_seconds: float = 0.1
-    """Unmeasured seconds after a change of mode: drafts have to be notified and to catch up with the text."""
+    """Unmeasured seconds after a change of mode: drafts must be notified and catch up with the text."""
 
     min_improvement: float = 1.05
     """A probed mode replaces the best one if its rate is higher by this factor."""
@@ -38,7 +38,8 @@ class ControllerTuning:
     first_probe_pause: float = 1.0
     longest_probe_pause: float = 30.0
     """Seconds between two probes of a mode: first value and maximum, doubled after every loss. A probe takes about 0.6
-    s, hence a cost of 2 %. The maximum bounds how long a mode is avoided after losing while others used the machine."""
+    s, hence a cost of 2 %. The maximum bounds how long a mode is avoided after losing while other processes used the
+    machine."""
 
     linger_seconds: float = 1.0
     """Wall-clock seconds for which departed sessions still count: others often leave soon after. Waking the drafts for
@@ -59,12 +60,12 @@ class LatencyTuning:
     """
 
     start_error: float = 1.0
-    """Error of a point measured at start-up, when others may have used the machine: the first steps over a number of
-    rows outweigh it."""
+    """Error of a point measured at start-up, when other processes may have used the machine: the first steps over this
+    number of rows outweigh it."""
 
     step_error: float = 0.25
     slower_step_error: float = 0.5
-    """Error of the time of a step, and of a step that took longer than expected: it may have been delayed."""
+    """Error of a step's time; the larger value is for a slower step than expected, which may have been delayed."""
 
     most_slower: float = 1.0
     """Cap on the surprise of a slower step."""
@@ -108,8 +109,8 @@ class ThreadTuning:
 
     linger_seconds: float = 0.05
     """Wall-clock seconds for which drafts keep their core after their candidates are last used: the message has to
-    reach them, and they may be in the middle of a long step over unread text. Taking the core at once cost a step of
-    thirty times the usual length."""
+    reach them, and they may be in the middle of a long step over unread text. Taking the core immediately cost a step
+    of thirty times the usual length."""
 
     settled_seconds: float = 1.0
     """Seconds of steps with all threads, without a loss, after which the pause is reset to `first_probe_pause`."""
@@ -120,7 +121,7 @@ class PrefillTuning:
     """How far prompts may lengthen a step with decoding sessions."""
 
     max_decode_slowdown: float = 0.7
-    """Fraction of its length by which prompts may lengthen a step; `slice_seconds` in total are always allowed. If more
+    """Fraction by which prompts may lengthen a step; a step of `slice_seconds` in total is always allowed. If more
     sessions are in prefill than decoding, both limits rise in proportion."""
 
     slice_seconds: float = 0.025
@@ -131,11 +132,11 @@ class PrefillTuning:
     """Weight of the latest step with prompts in the moving average of `PrefillSlowdown`."""
 
     worth_a_wait: float = 1.1
-    """Minimum factor by which texts that yield must lengthen a step with urgent prompts to sit it out."""
+    """Texts that yield sit out a step with urgent prompts if they would lengthen it by more than this factor."""
 
     most_waiting_steps: int = 2
-    """Limit on consecutive steps in which texts of a tenant with many sessions wait for prompts of one with few. With
-    1, the second of two simultaneous prompts takes three steps instead of two."""
+    """Limit on consecutive steps in which texts of a tenant with many sessions wait for prompts of a tenant with few.
+    With 1, the second of two simultaneous prompts takes three steps instead of two."""
 
     min_chunk_tokens: int = 8
     """Minimum progress of all prompts together in a step, in tokens."""
@@ -143,15 +144,15 @@ class PrefillTuning:
 
 @dataclass(frozen=True)
 class CommitTuning:
-    """Send times of commits that are not awaited; awaited ones are sent at once."""
+    """Send times of commits that are not awaited; awaited ones are sent immediately."""
 
     messages_a_second: float = 400.0
     """Approximate commits a second over all sessions if the engine computes on CPU cores. Each takes 0.1 ms of the GIL,
-    which event loop and steps share, and, at servicer, orchestrator and client, 1.5 ms of the cores that compute
+    which event loop and steps share, and 1.5 ms (at servicer, orchestrator and client) of the cores that compute
     steps."""
 
     device_messages_a_second: float = 2000.0
-    """The same if the engine computes on a device: a fifth of the GIL's time, and no time of the device."""
+    """The same if the engine computes on a device: a fifth of the GIL's time, and none of the device's."""
 
     coalesce_seconds: float = 0.025
     """Minimum seconds between two such commits of a session; hardly noticeable for a reader. With 0.01 s, one stream of
@@ -190,7 +191,7 @@ class DraftGainTuning:
     first_weight: int = 4
     """`first_gain`: initial gain for a text of an unknown tenant. `trial_gain`: minimum initial gain of a text, and
     initial gain of a draft tried again. `first_weight`: steps that an initial gain counts for. Without any accepted
-    candidate, they last for 16 and 4 steps."""
+    candidate, these initial gains last for 16 and 4 steps."""
 
     remembered_steps: int = 64
     """Maximum number of steps averaged in the gain."""
@@ -202,7 +203,7 @@ class DraftGainTuning:
 
 @dataclass(frozen=True)
 class NgramTuning:
-    """N-grams of a session: lookups, and how sure n-grams of any source are."""
+    """N-grams of a session: lookups, and the confidence in n-grams of any source."""
 
     branches: int = 3
     depth: int = 24
@@ -211,7 +212,7 @@ class NgramTuning:
     min_probability: float = 0.02
     break_even_share: float = 0.5
     """Minimum path probability of a proposal in the tree, absolute and as a fraction of the break-even probability:
-    below that it may still pay if rows get cheaper."""
+    proposals below the latter may still pay if rows get cheaper."""
 
     fruitless_steps: int = 8
     max_skipped: int = 15
@@ -245,15 +246,15 @@ class WindowTuning:
 
     trial_share: float = 0.02
     most_budget: float = 8.0
-    """Share of a tenant's tokens that trials may cost, and the most tokens saved for them: one trial must not be felt
-    in a text. A window whose trial has a higher price is not tried."""
+    """Share of a tenant's tokens that trials may cost, and the maximum tokens saved for them: no trial may be
+    noticeable in a text. A window whose trial has a higher price is not tried."""
 
     priced_steps: int = 16
     trial_steps: int = 16
     least_trial_steps: int = 6
     """Steps in the price of a trial, and its maximum and minimum steps with a full window. A window that finds nothing
-    lasts as long as it is paid for, less the cost of its wrong candidates. After fewer steps than the minimum, only the
-    cost estimate was wrong: the next trial, at the right price, decides."""
+    ends when its rows and its wrong candidates have used up the price. A trial with fewer steps than the minimum shows
+    only that the cost estimate was wrong: the next trial, at the right price, decides."""
 
     first_pause: int = 64
     longest_pause: int = 4096
@@ -263,11 +264,11 @@ class WindowTuning:
     remembered_steps_of_tenant: int = 256
     first_weight: int = 12
     """Steps averaged in the likeness of a text and in the gains of a tenant, and steps that the initial likeness of a
-    text, 1, counts for. Windows hit in spells: with 20 and 4 steps, texts of the demo closed them between two
-    spells."""
+    text, 1, counts for. Windows hit in spells: with 20 remembered and 4 initial steps, texts of the demo closed them
+    between two spells."""
 
     spread: float = 1.5
-    """Standard deviation of a step's gain, in tokens: windows find several tokens at once, or none."""
+    """Standard deviation of a step's gain, in tokens: windows find several tokens together, or none."""
 
     margin: float = 0.1
     """Tokens a step by which another size must beat the open window's: a new window begins empty."""
@@ -279,7 +280,7 @@ class DraftModelTuning:
 
     max_prefill_rows: int = 256
     """Limit on committed tokens read between two steps over all sessions, since the next step waits for them. Two more
-    per session are allowed: any step may leave that many."""
+    per session are allowed: any step may leave two tokens unread."""
 
     branches: int = 3
     """Maximum candidates per place: the chain's own token, and the next likeliest ones."""
@@ -320,4 +321,3 @@ class Tuning:
 
 
 DEFAULTS = Tuning()
-"""The default tuning."""

@@ -1,10 +1,10 @@
 """Adaptive speculation: measures the token rate of each mode and uses the best, so that speculation is never slower
 than plain decoding.
 
-A latency model misses part of the cost of speculation: drafts may share the verifier's cores, and messages occupy
-the event loop. So the controller measures committed tokens a second, by mode and by kind of batch: a contextual bandit
-with modes as arms and kinds of batch as contexts. Exploration is by probes with exponential back-off: the other modes
-are measured from time to time, less often after every loss.
+A latency model misses part of the cost of speculation: drafts may share the verifier's cores, and messages occupy the
+event loop. So the controller measures committed tokens a second, by mode and by kind of batch: a contextual bandit with
+modes as arms and kinds of batch as contexts. Exploration is by probes with exponential back-off: the other modes are
+measured occasionally, less often after every loss.
 
 Kinds of batch differ in size (a power of two; speculation gains less with more sessions), in the drafters that their
 sessions permit, in whether tokens are sampled, and in the number of exempt sessions. Exempt sessions speculate in
@@ -13,7 +13,7 @@ every mode: their rows cost all modes the same, and their tokens are credited to
 Acceptance depends on the text and its tenant, so a pod has a controller for each group of texts with similar
 acceptance. One tenant's texts must not decide another's modes: each tenant's modes are measured separately, by its own
 tokens over the time of whole steps. For the same reason, texts with unhelpful drafts are separate from the tenant's
-others.
+other texts.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ModeStats:
         rate, first, conclusive = self.tokens / self.seconds, not self.rates, self._conclusive
         seconds = self.tuning.warmup_seconds + self.seconds
         self.tokens, self.seconds, self.steps, self.speculated, self.speculated_seconds = 0, 0.0, 0, 0, 0.0
-        before = self.rates.get(self.best, rate) if self.probing is None else rate  # a probe's old rate is stale
+        before = self.rates.get(self.best, rate) if self.probing is None else rate  # at a probe, the old rate is stale
         self.rates[self.mode] = before + 0.5 * (rate - before)
         self.told_rates = {mode.value: measured for mode, measured in self.rates.items()}
         # A second measurement counts even if few steps had candidates: a poor draft delays steps although its
@@ -178,7 +178,7 @@ class Lingering:
             self.held, self._seen = sessions, now
 
     def lasts(self, now: float) -> bool:
-        """Return True if the number was last `held` at most the configured seconds ago."""
+        """Return True if the number of sessions last equalled `held` at most the configured seconds ago."""
         return now - self._seen <= self._seconds
 
 
@@ -237,16 +237,15 @@ class SpeculationController:
         self._use(self._at_least(kind))
 
     def _use(self, kind: BatchProfile) -> None:
-        """Use the mode of this kind of batch."""
         stats = self._of(kind)
         self._mode, self.rates, self.probing = stats.mode, stats.told_rates, stats.probing is not None
 
     def _at_least(self, kind: BatchProfile) -> BatchProfile:
-        """Return the kind of batch counting just departed sessions."""
+        """Return the kind of batch, with just departed sessions counted."""
         return kind._replace(sessions=max(kind.sessions, self._sessions.held))
 
     def _beside_exempt(self, kind: BatchProfile) -> BatchProfile:
-        """Return the kind of batch counting the current and just departed exempt sessions: sessions that skip steps
+        """Return the kind of batch, with current and just departed exempt sessions counted: sessions that skip steps
         (CONTRASTIVE, draft late) still count, so that the kind does not flip every step."""
         return kind._replace(exempt=max(kind.exempt, self._exempt.held))
 
@@ -293,7 +292,7 @@ class ControllerGroup(NamedTuple):
 
 
 class Controllers:
-    """The controllers, by group. `shared`: a single one for all texts, where their modes are known or measured
+    """The controllers, by group. `shared`: a single controller for all texts, if their modes are known or measured
     elsewhere."""
 
     def __init__(

@@ -32,7 +32,7 @@ class LocalModel(Protocol):
     drafter: CandidateSource
 
     def serves(self, session: VerifierSession) -> bool:
-        """Return True if it may propose candidates for the session, now or later."""
+        """Return True if the model may propose candidates for the session, now or later."""
 
 
 class Eligibility:
@@ -86,7 +86,7 @@ class Eligibility:
         return Decision(self._mode_name(session), without)
 
     def row_cost(self, session: VerifierSession, price: RowPrice) -> Decision:
-        """Return the decision on a step of the session without candidates because of the price of a row."""
+        """Return the decision on a session's step that has no candidates because of the price of a row."""
         best = session.candidates().logprobs
         expected = math.exp(best[0]) if best else 0.0
         return Decision(self._mode_name(session), Without.ROW_COST, price.seconds, min(price.break_even, 1.0), expected)
@@ -115,8 +115,8 @@ class Eligibility:
         return self._why_no_model(session) or Without.NOTHING_PROPOSED
 
     def _why_no_model(self, session: VerifierSession) -> Without | None:
-        """Return why no model inside the verifier proposes for a session that permits no other drafter; None if one
-        does, or another drafter may."""
+        """Return why no model inside the verifier proposes for a session that permits no other drafter; None if a model
+        does, or the session permits another drafter."""
         drafters = session.policy.drafters
         if not (session.takes_own_candidates and drafters <= LOCAL_MODELS.keys()):
             return None
@@ -131,15 +131,15 @@ class Eligibility:
         return None
 
     def rates(self, session: VerifierSession) -> Mapping[str, float] | None:
-        """Return the tokens a second by mode, as last measured for the session's group; replaced as a whole. None:
-        never."""
+        """Return the tokens a second by mode, as last measured for the session's group; replaced as a whole. None: not
+        measured yet."""
         return self._controllers.of(session).rates
 
     def _mode_name(self, session: VerifierSession) -> str:
         return FORCED if is_exempt(session) else self._mode_of(session).value
 
     def _mode_of(self, session: VerifierSession) -> Mode:
-        """Return the mode that governs a session, as far as the session permits its drafters."""
+        """Return the mode that governs a session, limited to the drafters that the session permits."""
         if not session.speculates:
             return Mode.OFF
         mode = self._controllers.of(session).mode

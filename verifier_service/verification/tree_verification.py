@@ -121,8 +121,8 @@ class VerifiedStep:
             verification.result.logprobs = list(islice(found, len(verification.rows)))
 
     def _add_overruled(self, logits: StepLogits) -> None:
-        """Add the target's log-probabilities to the results where it overruled a remote draft that learns: at most
-        PLACES_A_STEP positions, since all sessions wait for them."""
+        """Add the target's log-probabilities to the results at positions where it overruled a remote draft that learns:
+        at most PLACES_A_STEP, since all sessions wait for them."""
         places = [(verification, place) for _, verification in self._sound for place in verification.overruled]
         if not places:
             return
@@ -275,7 +275,7 @@ class TreeVerification:
             return None
         rows, queries, candidates = list[int](), list[SamplingQuery](), list[TypicalCandidate]()
         waiting: list[tuple[Node, list[int], int, int | None]] = [(self._node, self._path, self.row, None)]
-        for node, path, row, place in waiting:  # grows by the children of each
+        for node, path, row, place in waiting:  # grows by each node's children
             below = [child for child in node.children.values() if id(child) in tree.results]
             if not below:
                 continue
@@ -434,7 +434,7 @@ class TreeWalker(Protocol):
         """Return the query about the candidates below the current node (TYPICAL); None if there is none."""
 
     def query(self) -> SamplingQuery:
-        """Return the sampling query below the current node; GrammarError if the grammar is too complex for one."""
+        """Return the sampling query below the current node; GrammarError if the grammar is too complex."""
 
     def take(self, token: int) -> bool:
         """Commit the chosen token and move to its child; return False if verification ends here."""
@@ -476,7 +476,7 @@ def _past_chains(walkers: Sequence[TreeWalker], rows: StepLogits) -> Sequence[Tr
 
 
 def _past_typical(walkers: Sequence[TreeWalker], rows: StepLogits) -> Sequence[TreeWalker]:
-    """Take what is typical below the current nodes (TYPICAL); return the walkers that go on."""
+    """Take the typical candidates below the current nodes (TYPICAL); return the walkers that go on."""
     queries = [walker.typical() for walker in walkers]
     asked = [query for query in queries if query is not None]
     if not asked:

@@ -18,11 +18,11 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 NUMBA = f"{numba.__version__}-{llvm.get_host_cpu_name()}"
-"""Numba's version and the processor that the loops are compiled for; others may sum in another order."""
+"""Numba's version and the processor that the loops are compiled for: others may sum in another order."""
 
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}
-"""LLVM's fast-math flags. The compiler may reorder a sum, but its order is then fixed; infinities and NaNs keep their
-meaning."""
+"""LLVM's fast-math flags. The compiler may reorder a sum, but the compiled order is fixed; infinities and NaNs keep
+their meaning."""
 
 
 Array = np.ndarray[Any, Any]
@@ -78,8 +78,8 @@ def _from_bits(_context: Any, bits: Any) -> Any:
 
 @numba.njit(inline="always", fastmath=REORDERED)  # type: ignore[untyped-decorator]
 def exp(x: Any) -> Any:
-    """Return e**x for x <= 0, accurate to five units in the last place. Loops that call it can be vectorised (after
-    Cephes' expf: a power of two times a polynomial)."""
+    """Return e**x for x <= 0, accurate to five units in the last place (after Cephes' expf: a power of two times a
+    polynomial). Loops that call it can be vectorised."""
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     whole = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     rest = x - whole * np.float32(0.693359375) - whole * np.float32(-2.12194440e-4)

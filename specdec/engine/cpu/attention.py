@@ -67,7 +67,7 @@ def _whole_lines(numbers: int, width: int) -> int:
 class RaggedMemory:
     """Keys and values of all layers, each [kv_heads, slots, width], and the number of threads that read them.
 
-    They may be one tensor if all layers have the same shape. All keys of a head are adjacent, in the order that
+    Both may be single tensors if all layers have the same shape. All keys of a head are adjacent, in the order that
     attention reads them.
     """
 
@@ -160,8 +160,8 @@ def pieces(first: NDArray[np.int64], threads: int) -> NDArray[np.int64]:
 def shares(
     positions: NDArray[np.int64], pieces: NDArray[np.int64], kv_heads: int, width: int, threads: int
 ) -> openmp.Cuts:
-    """Cut the batch's (piece, key head) units, in this order, into shares with about equal numbers of keys, one per
-    thread; a single share for little work."""
+    """Cut the batch's (piece, key head) units, in this order, into one share per thread, with about equal numbers of
+    keys; a single share for little work."""
     keys = np.repeat(np.add.reduceat(positions + 1, pieces[:-1]), kv_heads)
     ends = np.cumsum(keys)
     if not openmp.AVAILABLE or ends[-1] * width < SHARED_FROM:
@@ -261,8 +261,8 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
                 if members == 1:
                     sums_of_one(sums, weights, flat_values, value_at, any_begin, any_end)
                 else:
-                    # Sum keys seen by the whole group together. Keys seen by only some are summed for each query alone:
-                    # memory a query does not see may contain NaN.
+                    # Sum over keys seen by the whole group together, and over other keys for each query alone: memory
+                    # that a query does not see may contain NaN.
                     all_end = max(all_begin, all_end)
                     for i in range(members):
                         sums_of_one(sums[i:], weights[i:], flat_values, value_at, begins[i], min(all_begin, ends[i]))

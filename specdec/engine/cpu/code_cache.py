@@ -1,7 +1,7 @@
 """Compiled loops in the cache folder, so that only the first start on a machine compiles them.
 
-Numba's own cache checks time and size of the single file that defines a function, and cannot name a function that
-closes over others, as ours do. Here the key consists of the name passed to `kept`, the arguments' types, the processor,
+Numba's own cache checks only the time and size of the file that defines a function, and has no key for functions that
+close over others, as ours do. Here the key consists of the name passed to `kept`, the arguments' types, the processor,
 Numba's settings, and all our sources with the versions of their dependencies (`engine/cache_folder.py`). The code is
 cacheable because it refers to external functions by name: it contains no address of this process.
 """
@@ -72,5 +72,5 @@ class CodeCache(_Cache):  # type: ignore[misc]
 
 @functools.cache
 def _content(file: str) -> str:
-    """Return a digest of the file that defines a function, which may not be among the engines' sources."""
+    """Return a digest of the file that defines a function; the file may not be among the engines' sources."""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()

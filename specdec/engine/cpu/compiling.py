@@ -2,9 +2,9 @@
 compiled code become parts of their callers.
 
 Numba emits machine code for every function that a loop calls, and at run time the first loaded version of a function
-wins. So code compiled in this process could run other versions of inner loops than the same code from the cache folder,
-which may add in another order. A closed piece runs its own version of everything, so it has the same bits in both
-cases. Parts need no machine code of their own, which saves a good part of the compile time.
+wins. So code compiled in this process and the same code from the cache folder could run different versions of an inner
+loop, which may add in different orders. A closed piece runs its own version of everything, so it gives the same bits in
+both cases. Parts need no machine code of their own, which saves a good part of the compile time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specdec.engine.cpu.code_cache import kept
 def closed(name: str, file: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that compiles a function as a closed piece of code, with these options of `numba.njit`, and
     keeps it in the cache folder. `name` must be unique: it includes everything compiled in, such as a width. `file`:
-    where the function is defined, if its code object does not know."""
+    the file that defines the function, if its code object does not record that."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         compiled = numba.njit(nogil=True, pipeline_class=_Closed, **options)(function)
@@ -36,8 +36,8 @@ def closed(name: str, file: str | None = None, **options: Any) -> Callable[[Call
 
 def part(*, loop: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that compiles a function as a part of its callers, with these options of `numba.njit`. The
-    function cannot be called from Python. Without `loop` it is optimised only inside its callers, which saves time. A
-    loop is also optimised on its own, since in a large function LLVM keeps less of it in registers."""
+    function cannot be called from Python. Without `loop` it is optimised only inside its callers, which saves compile
+    time. A loop is also optimised on its own, since in a large function LLVM keeps less of it in registers."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         return numba.njit(nogil=True, pipeline_class=_LoopPart if loop else _Part, **options)(function)
@@ -83,8 +83,8 @@ class LoopLowering(NativeLowering):  # type: ignore[misc]
     def run_pass(self, state: Any) -> Any:
         state.flags.no_compile = state.flags.no_cpython_wrapper = state.flags.no_cfunc_wrapper = True
         super().run_pass(state)
-        # A dispatcher needs an entry point even without machine code. This is a builtin that equals no other one, and
-        # raises a TypeError when called with a tuple of arguments.
+        # A dispatcher needs an entry point even without machine code. This bound builtin equals no other entry point,
+        # and raises a TypeError when called with a tuple of arguments.
         entry: Any = bytearray().append
         state.targetctx.insert_user_function(entry, state["cr"].fndesc, [state.library])
         state["cr"] = state["cr"]._replace(cfunc=entry)

@@ -76,7 +76,7 @@ class Decoder:
         attention: RaggedAttention,
         features: Features | None = None,
     ) -> Tensor:
-        """Return the logits [n, vocabulary], float32, of the wanted rows; keep `features`, if given."""
+        """Return the logits [n, vocabulary], float32, of the wanted rows; fill `features`, if given."""
         batch = attention.batch
         rows = len(tokens)
         self._know_angles(int(batch.positions.max()))
@@ -103,13 +103,13 @@ class Decoder:
         if features is None:
             layers(products, self._weights, step, keys, values, work.buffers, shares, update)
         else:
-            # A run of the layers before layer i ends with the first operation of layer i: its norm of the residual.
+            # A run of the layers before layer i ends with layer i's first operation, the norm of the residual.
             bounds = [0, *sorted({*features.layers, len(keys)})]
             for begin, end in itertools.pairwise(bounds):
                 parts = _parts(products, begin, end), _weights_of(self._weights, begin, end)
                 layers(*parts, step, keys[begin:end], values[begin:end], work.buffers, shares, update)
                 features.keep(end, work.residual if end < len(keys) else work.normal)
-                # Negative zeros, added to the stream, change no bit of it.
+                # Adding negative zeros to the stream changes none of its bits.
                 update = array_of(torch.full((rows, self._hidden), -0.0, dtype=self._dtype))
         logits: Tensor = self._head(work.normal[wanted])
         return logits
@@ -149,7 +149,7 @@ class Decoder:
         self._largest = [*stored, torch.zeros(rows, self._heads, self._width)]
 
     def _know_angles(self, last: int) -> None:
-        """Make sure that cosines and sines exist for all positions up to `last`, and compute some beyond it."""
+        """Make sure that cosines and sines exist up to position `last`; compute missing ones with a margin."""
         if last < len(self._weights.cos):
             return
         positions = torch.arange(2 * last + FIRST_POSITIONS)[None]
@@ -160,7 +160,7 @@ class Decoder:
 
 
 def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weights:
-    """Collect the weights of all layers, except those of products. Cosines and sines are left empty."""
+    """Collect the weights of all layers, except the products' weights. Cosines and sines are left empty."""
     around = [norm for layer in inside.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     norms = np.stack([_weight(norm) for norm in (*around, inside.norm)])
     of_heads = [
@@ -179,7 +179,7 @@ def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weig
 
 
 def _weights_of(weights: Weights, begin: int, end: int) -> Weights:
-    """Return the weights of layers begin..end-1, with the next layer's norm, or the last one, as the last norm."""
+    """Return the weights of layers begin..end-1, followed by the next norm: layer end's first, or the model's last."""
     return weights._replace(
         norms=weights.norms[2 * begin : 2 * end + 1],
         head_norms=weights.head_norms[begin:end],
@@ -204,7 +204,7 @@ def _linears(layer: Any) -> tuple[Any, ...]:
 
 def _embedding(embed: Any) -> Callable[[Tensor], Array]:
     """Return the function from tokens [t] to their embeddings [t, hidden] in the stored dtype. A plain table is read as
-    an array, since torch would release the GIL for it."""
+    an array, since a lookup in torch would release the GIL."""
     if type(embed) is torch.nn.Embedding and type(embed.weight) is torch.nn.Parameter and not embed._forward_hooks:
         table = array_of(embed.weight.detach())
         return lambda tokens: table[tokens.numpy()]

@@ -52,7 +52,7 @@ class StepRows(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Memory used by one layer after the other, in the stored dtype except for queries."""
+    """Memory that all layers use in turn, in the stored dtype except for queries."""
 
     residual: Array  # [t, hidden]
     normal: Array  # [t, hidden]

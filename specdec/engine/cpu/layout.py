@@ -25,9 +25,9 @@ class RaggedBatch(PackedBatch):
 
     def check(self, capacity: int) -> None:
         """Raise ValueError unless all slots exist: the compiled code does no bounds checks."""
-        highest = max(int(self.keys.max()), int(self.slots.max()))
-        if highest >= capacity or min(int(self.keys.min()), int(self.slots.min())) < 0:
-            raise ValueError(f"slots must lie in 0..{capacity - 1}, one is {highest}")
+        lowest, highest = min(self.keys.min(), self.slots.min()), max(self.keys.max(), self.slots.max())
+        if lowest < 0 or highest >= capacity:
+            raise ValueError(f"slots must lie in 0..{capacity - 1}, one is {lowest if lowest < 0 else highest}")
 
 
 @dataclass

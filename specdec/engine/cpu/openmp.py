@@ -36,7 +36,7 @@ if AVAILABLE:
     for _name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
         llvm.add_symbol(f"specdec.{_name}", ctypes.cast(getattr(_process, _name), ctypes.c_void_p).value)
 
-# (function, its argument, threads, 0): run by each thread; addresses are integers
+# Arguments: function, its argument, number of threads, 0. Each thread runs the function. Addresses are integers.
 _parallel = types.ExternalFunction(
     "specdec.GOMP_parallel", types.void(types.uintp, types.uintp, types.uint32, types.uint32)
 )
@@ -66,15 +66,15 @@ class SharedLoop:
 
 
 def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]], SharedLoop]:
-    """Return a decorator that turns a loop(*arguments, cuts) over cuts[0] to cuts[1] into a shared loop. `options` are
-    those of `numba.njit`.
+    """Return a decorator that turns a loop(*arguments, cuts) over cuts[0] to cuts[1] into a shared loop. `options` go
+    to `numba.njit`.
 
     The shared loop accepts any number of cuts. Each thread runs one share, or several if the team has fewer threads
     than shares. All threads see the same arrays. Without a team, the calling thread runs all shares.
 
-    A loop must not allocate memory: a failed allocation in a team thread would go unnoticed, and its results would be
-    missing. Instead, the last `scratch` arguments before `cuts` (at most two) are scratch memory with a row per share;
-    the loop gets its own row.
+    A loop must not allocate memory: a failed allocation in a team thread would go unnoticed, and that thread's results
+    would be missing. Instead, the last `scratch` arguments before `cuts` (at most two) are scratch memory with a row
+    per share; the loop gets its own row.
     """
 
     def decorate(function: Callable[..., None]) -> SharedLoop:

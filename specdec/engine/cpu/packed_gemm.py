@@ -1,9 +1,9 @@
 """Prepacked GEMM: products with prepacked weights (`hf/linear.py`: `PackedLinear`), called from compiled code.
 
-A call from Python takes five microseconds more, and releases and takes the GIL. torch exports the same operator as a C
-function for programs from its ahead-of-time compiler. Compiled loops call that function, so that all layers of a step
-are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). Its tensors are handles: addresses of tensor objects,
-here as integers. Each handle is a reference until it is released.
+A call from Python takes five microseconds more, and releases and reacquires the GIL. torch exports the same operator as
+a C function for programs from its ahead-of-time compiler. Compiled loops call that function, so that all layers of a
+step are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). The function takes tensors as handles: addresses of
+tensor objects, here as integers. Each handle is a reference until it is released.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from specdec.engine.hf.linear import PackedLinear
 Handles = NDArray[np.int64]
 
 RESULTS = 2
-"""Multiple of the size of a step's results to reserve: oneDNN's scratch memory is at most as large as one result."""
+"""Memory to reserve, as a multiple of a step's results: oneDNN's scratch memory is at most as large as one result."""
 
 BESIDE_RESULTS = 1 << 20
 """Additional bytes to reserve, for handles and torch's own needs in a product."""
@@ -159,7 +159,7 @@ class PackedGemm:
 def _reserve(size: int) -> None:
     """Make malloc obtain `size` bytes from the system and keep them free (`memory.py`: `keep_freed_memory`);
     MemoryError if it cannot. Without this, when a product runs out of memory, torch allocates more to describe the
-    error, and the process ends by SIGSEGV. Here a shortage is an ordinary error."""
+    error, and the process ends by SIGSEGV."""
     np.empty(size, np.uint8)
 
 

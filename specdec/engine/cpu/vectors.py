@@ -37,7 +37,7 @@ _float, _half, _word, _size, _byte = ir.FloatType(), ir.IntType(16), ir.IntType(
 def dots(rows: int, width: int, fetched: int = 0) -> Any:
     """Return dots(queries, keys, key_at, values, value_at, begin, end, products). It writes to products[row, j] the dot
     products of each of the `rows` queries [rows, width] with the keys key_at[begin:end]. If `fetched`, it also
-    prefetches the following keys, and `fetched` numbers of each of these keys' values."""
+    prefetches the keys ahead, and `fetched` numbers of each key's value."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def compiled(

@@ -30,7 +30,7 @@ from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, Sha
 
 
 class CpuEngine(TorchEngine):
-    """A torch engine on the CPU. `threads`: its possible thread counts, the largest first; by default torch's current
+    """A torch engine on the CPU. `threads`: possible thread counts, the largest first; by default only torch's current
     one. If rows are exact, no bit depends on the thread count. `bits`: quantise weights to this number of bits, and the
     output head to HEAD_BITS; quantised products always use all threads.
 

@@ -35,9 +35,9 @@ def load_engine(
     """Load a model into an engine; ModelDirectoryError or UnsupportedModelError, with a one-line reason, if impossible.
 
     `threads`: thread counts for an engine on the CPU, the largest first. `cuda_graphs`: for the GPU engine and vLLM;
-    without it kernels are launched one by one. `promised`: bytes of its device reserved by other parts of this process
-    that have not allocated them yet, such as heads, or an engine with lazy KV memory (`LazyMemory`); `promised_a_slot`:
-    bytes that these parts take for each slot of the KV cache.
+    without it kernels are launched one by one. `promised`: device bytes that other parts of this process will still
+    allocate, such as heads, or an engine with lazy KV memory (`LazyMemory`). `promised_a_slot`: bytes that these parts
+    take per slot of the KV cache.
     """
     kind, device = placement.kind, placement.device
     dtype = dtype_of(directory, placement)
@@ -52,7 +52,7 @@ def load_engine(
         if placement.sessions is not None:
             own["sessions"] = placement.sessions
         return vllm_engine(directory, device=device, options=vllm_options or {}, **own, **options)
-    hub.stay_away()
+    hub.disable_hub()
     if kind == "onnx":
         return _onnx(directory, placement, dtype, threads=min(threads))  # its thread count is fixed
     if device == "cpu":
@@ -98,7 +98,7 @@ def _onnx(directory: ModelDirectory, placement: Placement, dtype: Dtype, threads
     from specdec.engine.onnx.engine import OnnxEngine
     from specdec.engine.onnx_runtime import ort
 
-    providers(parse_device(placement.device), ort.get_available_providers())  # fail before an export in vain
+    providers(parse_device(placement.device), ort.get_available_providers())  # fail before a useless export
     if not (directory.path / GRAPH).is_file():
         from specdec.engine.onnx.first_use import exported
 

@@ -75,7 +75,7 @@ class TorchEngine:
         self._kv_bytes = self.capacity * slot_bytes
         with phase("kv_cache"):
             self._backend = backend(layers, self.capacity, DTYPES[dtype], self._device)
-        keep_freed_memory()  # only now: the system allocates the pools themselves faster, in huge pages
+        keep_freed_memory()  # only after the pools, which the system allocates faster, in huge pages
         with phase("tile_sizes"):
             self.tile(None)
         with phase("compiled_loops"):  # the first pass compiles them, unless cached
@@ -137,7 +137,7 @@ class TorchEngine:
         return self._rows
 
     def logits(self, batch: PackedBatch, features: Features | None = None) -> Tensor:
-        """Run a forward pass and return its logits [n, vocabulary], on the device; keep `features`, if given."""
+        """Run a forward pass and return its logits [n, vocabulary], on the device; fill `features`, if given."""
         with torch.inference_mode():
             tokens, positions, wanted = (
                 upload(array, self._device) for array in (batch.tokens, batch.positions, batch.wanted)
@@ -167,7 +167,7 @@ class TorchEngine:
     def _run(
         self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention, features: Features | None
     ) -> Tensor:
-        """Return the logits [n, vocabulary] of the wanted rows; keep `features`, if given."""
+        """Return the logits [n, vocabulary] of the wanted rows; fill `features`, if given."""
         with nullcontext() if features is None else features.of(self.model):
             logits: Tensor = self.model(
                 input_ids=tokens[None],

@@ -50,8 +50,8 @@ class GpuDecoder:
     def __call__(
         self, tokens: Tensor, positions: Tensor, attention: SplitKvAttention, features: Features | None = None
     ) -> Tensor:
-        """Return the hidden states [t, hidden] of all rows, the input of the output head; keep `features`, if given.
-        `positions` are those of the attention's batch."""
+        """Return the hidden states [t, hidden] of all rows, the input of the output head; fill `features`, if given.
+        `positions` are the same as in the attention's batch."""
         update = self._embed(tokens)
         rows, width = len(tokens), self._layers[0].attends.width
         residual = torch.zeros_like(update)

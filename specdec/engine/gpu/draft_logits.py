@@ -1,4 +1,4 @@
-"""A draft's logits on the GPU. The host fetches the shortlists of all rows in one copy, and only few whole rows."""
+"""A draft's logits on the GPU. The host fetches all shortlists in one copy, and whole rows only on request."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class GpuPass:
             queries = asked()
             rows = GpuLogits(logits, queries, self._hidden, self._features)
             if not queries and logits.device.type == "cuda":
-                torch.cuda.synchronize()  # no fetch has waited for the pass, which must be over on return
+                torch.cuda.synchronize()  # no fetch has waited for the pass, which must be complete on return
         return rows
 
 
@@ -90,8 +90,8 @@ class GpuEngine:
 
     `capacity` is in slots; None: sized by free memory. The parameter `exact` requests rows independent of their batch;
     the attribute `exact` is the outcome of the check at start. Without `cuda_graphs` every step launches its kernels
-    one by one. `promised`, `promised_a_slot`: as in `load_engine`. On "cpu" it runs under Triton's interpreter, without
-    graphs, for tests.
+    one by one. `promised`, `promised_a_slot`: as in `load_engine`. On "cpu" the engine runs under Triton's interpreter,
+    without graphs, for tests.
     """
 
     threads: tuple[int, ...] = ()
@@ -210,7 +210,7 @@ class GpuEngine:
             logits = self._execute(batch).logits
             rows = GpuDraftLogits(logits)
             if not len(logits) and self._device.type == "cuda":
-                torch.cuda.synchronize()  # no fetch has waited for the pass, which must be over on return
+                torch.cuda.synchronize()  # no fetch has waited for the pass, which must be complete on return
         return rows
 
     def copy(self, source: Slots, target: Slots) -> None:
@@ -230,8 +230,8 @@ class GpuEngine:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Make this GPU the thread's current device. Triton and graph capture use the current device, not that of their
-        tensors."""
+        """Make this GPU the thread's current device. Triton and graph capture use the current device, not their
+        tensors' device."""
         with torch.inference_mode(), torch.accelerator.device_index(self._device.index):
             yield
 
@@ -259,7 +259,7 @@ class GpuEngine:
         else:
             tensors = SplitKvTensors.of(batch, self._device)
             states = self._states(layers, tensors)
-        # Outside of graphs: a prompt wants one row of many, and logits are large.
+        # Outside of graphs: a prompt needs the logits of one row of many, and logits are large.
         chosen = states[:, 0].index_select(0, tensors.wanted[:wanted])
         # Copied, since the next pass of this size overwrites a graph's memory.
         kept = states[:, 1:].clone() if layers else None

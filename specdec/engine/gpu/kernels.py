@@ -5,8 +5,8 @@ once when stored, so that no row's arithmetic depends on another's. Nothing wait
 tensor's contents, so that a CUDA graph can contain all of it.
 
 There is one more rule. Attention on a GPU multiplies the values of many keys by the weights of many rows. A weight is
-zero for a key that the row does not see, but zero times NaN or infinity is NaN. So a value that is not finite is stored
-as zero, and its key as NaN: rows that see the key get NaN, and other rows are not affected.
+zero for a key that the row does not see, but zero times NaN or infinity is NaN. So non-finite numbers of a value are
+stored as zero, and its key as NaN: rows that see the key get NaN, and other rows are not affected.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ trees, pieces of a prompt and padding all become tiles of this kind. If paths sh
 the text before them, sessions with a common prefix), its tiles serve the rows of all these paths, and the shared keys
 are read once.
 
-A row's attention is a sum over its splits in order of position, and within a split over its keys in order, a few at a
-time, in a matrix product of at least TILE_ROWS rows, used or not. None of this depends on the other rows of the tiles,
-so a row has the same bits in a prompt, a tree or a plain step, beside any other rows.
+A row's attention is a sum over its splits in order of position. Within a split it sums over the keys in order, a few at
+a time, by a matrix product of at least TILE_ROWS rows, used or not. None of this depends on the other rows of the
+tiles, so a row has the same bits in a prompt, a tree or a plain step, beside any other rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPLIT = 256
 """Positions in a split."""
 
 TILE_ROWS = 64
-"""Rows of a split-KV tile's products: its rows times the query heads per key head."""
+"""Rows of a split-KV tile's matrix products: the tile's rows times the query heads per key head."""
 
 MIN_TILES = 8
 """Tiles of the smallest batch. Larger tile counts are padded to a power of two, because each count may have its own
@@ -64,7 +64,7 @@ class SplitKvBatch(PackedBatch):
 
 
 class _Keys(NamedTuple):
-    """The key slots of a path in two parts, so that branches below one text refer to it and copy only its end."""
+    """The key slots of a path in two parts: branches below one text share its whole splits and copy only its end."""
 
     text: Slots  # whole splits
     rest: Slots
@@ -155,8 +155,8 @@ class SplitKvPacker(Packer):
         )
 
     def _stacks(self) -> Iterator[_Stack]:
-        """Yield the tiles of all paths. Only neighbouring paths are compared: sorting makes texts with the same first
-        slot neighbours, and the leaves of one session already are."""
+        """Yield the tiles of all paths. Only neighbouring paths are compared: sorting puts texts with the same first
+        slot next to each other, and the leaves of one session already are."""
         paths = sorted(self._paths, key=lambda path: path.first)
         paths[1:] = [
             _Path(b.first, b.keys, b.rows, _common_splits(a.keys, b.keys)) if a.first == b.first else b
@@ -168,7 +168,7 @@ class SplitKvPacker(Packer):
             rows = group[0].rows if len(group) == 1 else [row for path in group for row in path.rows]
             stop = max(map(self.positions.__getitem__, rows)) // SPLIT + 1
             if len(group) > 1:
-                # Up to `stop` all paths agree and share tiles. There the group divides, where neighbours differ.
+                # Up to `stop` all paths agree and share tiles. There the group divides, between neighbours that differ.
                 stop = min(path.shared for path in group[1:])
                 cuts = [i for i, path in enumerate(group) if i == 0 or path.shared == stop]
                 waiting += [(stop, group[a:b]) for a, b in zip(cuts, [*cuts[1:], len(group)], strict=True)]
@@ -176,7 +176,7 @@ class SplitKvPacker(Packer):
                 yield from self._of_rows(group[0].keys, rows, start, stop)
 
     def _of_rows(self, keys: _Keys, rows: list[int], start: int, stop: int) -> Iterator[_Stack]:
-        """Yield the tiles of splits start..stop-1 of one text. A row is in no split that begins after its position."""
+        """Yield the tiles of splits start..stop-1 of one text. A row reads no split that begins after its position."""
         if len(rows) == 1:
             yield _Stack(keys, range(start, stop), rows)
             return

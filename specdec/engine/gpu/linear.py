@@ -70,7 +70,7 @@ def parts_of(inputs: int, outputs: int) -> int:
 
 
 def length_of(inputs: int, parts: int) -> int:
-    """Return the terms of a part; the last one may have fewer."""
+    """Return the number of terms per part; the last part may have fewer."""
     return TERMS * -(-inputs // (TERMS * parts))
 
 

@@ -19,7 +19,7 @@ from specdec.decoding.logprobs import TokenLogprobs
 from specdec.engine.gpu.staging import upload
 
 AT_ONCE = 32
-"""Rows computed at once, with about thirty bytes of temporary memory for each logit."""
+"""Rows computed together, with about thirty bytes of temporary memory for each logit."""
 
 LOW = (1 << 32) - 1
 """The lower half of a sort key is LOW minus the id: among equal logits, a lower id gives a larger key."""

@@ -31,7 +31,7 @@ def token_words(streams: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel(streams: Tensor, ids: Tensor) -> Tensor:
-    """Return the standard Gumbel noise of each token id in each stream, in float64. It equals `noise.word_gumbel` to an
-    ulp, since logarithms differ between libraries."""
+    """Return the standard Gumbel noise of each token id in each stream, in float64. It is within an ulp of
+    `noise.word_gumbel`, since logarithms differ between libraries."""
     uniform = (_shift(token_words(streams, ids), 12).to(torch.float64) + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))

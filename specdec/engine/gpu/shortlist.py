@@ -27,8 +27,8 @@ UNDECIDED = -1
 """Placeholder for a token whose choice needs the whole row."""
 
 CLOSEST = 4
-"""Ids fetched per row: those with the highest scores on the GPU. Two would suffice, since the GPU's scores are off by
-an ulp or two."""
+"""Ids fetched per row, by highest score on the GPU. Two would suffice, since the GPU's scores are off by an ulp or
+two."""
 
 RANKED = 1024
 """Ids fetched per row: the largest logits. Top-k, top-p and min-p nearly always cut among these."""
@@ -37,10 +37,10 @@ FEW = 64
 """Ids per row in the first search for survivors."""
 
 AT_ONCE = 64
-"""Rows searched at once: few enough for intermediate results to stay in a core's cache."""
+"""Rows searched together: few enough for intermediate results to stay in a core's cache."""
 
 BLOCK = 1 << 22
-"""Approximate number of scores computed at once, with about thirty bytes of temporary memory each."""
+"""Approximate number of scores computed together, with about thirty bytes of temporary memory each."""
 
 Arrays = Sequence[NDArray[Any]]
 
@@ -109,8 +109,8 @@ class Ranked:
     """A shortlist for truncated sampling: the largest logits of a row, and the row's total weight. The host checks
     whether the cut lies among these logits.
 
-    The GPU's exponentials may be an ulp off the host's, and the GPU sums in another order. The two results differ by
-    at most a ten-millionth of the weight. If top-p falls between them, one id more or fewer survives than on the host.
+    The GPU's exponentials may be an ulp off the host's, and the GPU sums in another order. The two results differ by at
+    most a ten-millionth of the weight. If top-p falls between the two, one id more or fewer survives than on the host.
     """
 
     def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None:
@@ -141,7 +141,7 @@ def of_largest(
     """
     samplings, streams = [query.sampler.sampling for query in queries], streams_of(queries)
     tokens = np.full(len(queries), UNDECIDED, dtype=np.int64)
-    for width in (FEW, z.shape[1]):  # few survive in most rows
+    for width in (FEW, z.shape[1]):  # in most rows, few ids survive
         undecided = np.flatnonzero(tokens == UNDECIDED)
         for begin in range(0, len(undecided), AT_ONCE):
             rows = undecided[begin : begin + AT_ONCE]

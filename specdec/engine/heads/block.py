@@ -1,17 +1,17 @@
 """Block drafts: decoder layers that guess a block of tokens in one pass, from features of the target.
 
-Two kinds. DFlash (z-lab 2026, arXiv:2602.06036): with f_t the features of the target at position t, e the
-embedding of a token, and a the position of the last token of the text,
+In DFlash (z-lab 2026, arXiv:2602.06036), f_t are the target's features at position t, e is the embedding of a token,
+and a is the position of the text's last token:
 
     c_t = RMS(W_fc [f_t^(1); ...; f_t^(m)])          context, for each position t < a
     block = e(x_a), e(mask), ..., e(mask)            rows at positions a, a + 1, ...
 
-In each layer the rows of the block ask; the keys and values are of the context and of the rows themselves, with the
-layer's own projections of c_t. So the context's are computed once, when the target computes the position. Row k
-guesses x_(a + k), or x_(a + k + 1) if the first row guesses, too (`from_anchor`).
+In each layer, the block's rows attend to the context and to one another. The context's keys and values are the layer's
+own projections of c_t, so they are computed once, when the target computes position t. If the first row guesses, too
+(`from_anchor`), row k guesses x_(a + k + 1), otherwise x_(a + k).
 
-DSpark (DeepSeek 2026, arXiv:2607.05147) adds a Markov head, by which a guess depends on the one before it, and an
-estimate of the probability that a guess is accepted:
+DSpark (DeepSeek 2026, arXiv:2607.05147) adds a Markov head, which makes a guess depend on the token before it, and an
+estimate c of the probability that a guess is accepted:
 
     logits += W_2 W_1[y],    c = sigmoid(w [h; W_1[y]] + b)          y: the token before the guess
 """
@@ -36,7 +36,7 @@ from specdec.engine.kv.slots import Slots
 
 @dataclass(frozen=True)
 class BlockLayer:
-    """The weights of a layer, but for its projections to keys and values."""
+    """The weights of a layer, except its projections to keys and values."""
 
     norm: Tensor  # [d']
     query: Tensor  # [heads width, d']
@@ -51,15 +51,16 @@ class BlockLayer:
 class MarkovWeights:
     """The weights of a Markov head."""
 
-    embeddings: Tensor  # W_1 [V, r], of the token before
+    embeddings: Tensor  # W_1 [V, r], by the token before the guess
     output: Tensor  # W_2 [outputs, r]
-    joint: Tensor | None = None  # gated: [r, d' + r] of [h; W_1 x]; rnn: [3 r, 2 r + d'] of [s; W_1 x; h]
+    joint: Tensor | None = None  # gated: [r, d' + r] for [h; W_1[y]]; rnn: [3 r, 2 r + d'] for [s; W_1[y]; h]
     joint_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """The weights of a block draft, on one device, of one dtype but for embeddings and output head of the target."""
+    """The weights of a block draft: on one device, and of one dtype, except for embeddings or an output head of the
+    target."""
 
     fusion: Tensor  # [d', m d]
     context_norm: Tensor  # [d']
@@ -75,8 +76,8 @@ class BlockWeights:
 
 
 class BlockDraft:
-    """A block draft for a target of `vocabulary` tokens. `ids` [outputs]: the token id of each of its outputs; None:
-    the same numbers."""
+    """A block draft for a target of `vocabulary` tokens. `ids` [outputs]: token ids of the outputs; None: output number
+    = id."""
 
     def __init__(
         self,
@@ -123,13 +124,13 @@ class BlockDraft:
         return self._rotary.rotated(self._norm(keys, norms), positions), values
 
     def read(self, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
-        """Store the keys and values of n rows of texts: c [n, d'], positions int64 [n]. They depend on nothing else, so
-        the rows may be of any texts, in any order."""
+        """Store the keys and values of n rows of texts: c [n, d'], positions int64 [n]. Nothing else affects them, so
+        rows may be of any texts, in any order."""
         memory.write(slots, *self.context(fused, positions))
 
     def states(self, anchors: Tensor, positions: Tensor, texts: list[Slots], memory: TextMemory) -> Tensor:
-        """Return h [n, guesses, d'] of the guesses that follow the last tokens of n texts, int64 [n], at these
-        positions [n]. `texts`: the slots of their contexts."""
+        """Return h [n, guesses, d'] for the guesses after n texts with these last tokens, int64 [n], at these positions
+        [n]. `texts`: the slots of the texts' contexts."""
         length = max(map(len, texts))
         lengths = torch.tensor([len(slots) for slots in texts], device=self.device)
         seen = torch.arange(length, device=self.device) < lengths[:, None]
@@ -145,12 +146,12 @@ class BlockDraft:
         return tokens, positions[..., None] + places
 
     def passed(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-        """Pass rows of blocks, with tokens and positions [n, r], through all layers. They see what is `visible`, bool
-        [n or 1, 1, r or 1, k + r]: of a context, with keys and values [n, k, layers * kv_heads, width], and of
-        themselves. Return h [n, r, d']."""
+        """Pass r rows of n blocks, with tokens and positions [n, r], through all layers; return h [n, r, d'].
+        `visible`, bool [n or 1, 1, r or 1, k + r], marks the keys that each row sees: k of a context, with keys and
+        values [n, k, layers * kv_heads, width], then r of the rows."""
         shape, weights = self.shape, self._weights
         x = F.embedding(tokens, weights.embeddings).to(self.dtype)
-        # Layers' parts of the context [n, kv_heads, k, width], and their projections.
+        # For each layer: its part of the context [n, kv_heads, k, width], and its projections.
         of_context = (part.transpose(1, 2).chunk(shape.layers, dim=1) for part in (keys, values))
         projections = (part.chunk(shape.layers) for part in (weights.keys, weights.values))
         for layer, norm, *own in zip(weights.layers, weights.key_norms, *of_context, *projections, strict=True):
@@ -179,9 +180,9 @@ class BlockDraft:
         return output(states.flatten(0, -2)).float().reshape(*states.shape[:-1], -1)
 
     def markov(self, tokens: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the Markov head's part of the logits [n, f, outputs], float32, of guesses with h [n, f, d'] that
-        follow these tokens [n, f], and the state [n, f, r] of an `rnn` behind them. `memory`: its state before them,
-        None at the first guess."""
+        """Return the Markov head's part of the logits, float32 [n, f, outputs], for guesses with h [n, f, d'] after
+        these tokens [n, f], and the state [n, f, r] of an `rnn` head after the tokens. `memory`: the state before the
+        tokens; None at the first guess."""
         weights = self._weights.markov
         assert weights is not None
         before = F.embedding(tokens, weights.embeddings)
@@ -197,8 +198,8 @@ class BlockDraft:
         return F.linear(latent, weights.output).float(), memory
 
     def confidence(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Return the estimated log-odds [n, f], float32, that guesses with h [n, f, d'], which follow these tokens [n,
-        f], are accepted."""
+        """Return the estimated log-odds, float32 [n, f], that guesses with h [n, f, d'] after these tokens [n, f] are
+        accepted."""
         assert self._weights.confidence is not None
         weight, bias = self._weights.confidence
         read = states

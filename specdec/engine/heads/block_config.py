@@ -1,10 +1,11 @@
-"""The configuration of block drafts: config.json of DFlash and DSpark, in their authors' layouts and speculators'.
+"""The configuration of block drafts: config.json of DFlash and DSpark, in the layouts of their authors and of
+speculators.
 
-| Layout | Known by | Layers whose features are read |
+| Layout | Recognised by | Layers that give features |
 |---|---|---|
-| z-lab (DFlash) | `dflash_config` | `target_layer_ids`: those that the features leave |
-| DeepSpec (DFlash, DSpark) | `architectures` that end in DSparkModel | the same; -1 are the token embeddings |
-| speculators (dflash, dspark) | `speculators_model_type` | `aux_hidden_state_layer_ids`: those that they enter |
+| z-lab (DFlash) | `dflash_config` | `target_layer_ids`: by their outputs |
+| DeepSpec (DFlash, DSpark) | `architectures` ending in DSparkModel | the same; -1 stands for the token embeddings |
+| speculators (dflash, dspark) | `speculators_model_type` | `aux_hidden_state_layer_ids`: by their inputs |
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_BLOCK = 64
 """Maximum rows of a block. Published ones have 7 to 16."""
 
 LEFT, ENTERED = "target_layer_ids", "aux_hidden_state_layer_ids"
-"""Fields with the layers whose features are read: those that the features leave, or enter."""
+"""Fields with the layers that give features: by their outputs, or by their inputs."""
 
 
 class Markov(Enum):
@@ -57,9 +58,9 @@ class BlockVariant(NamedTuple):
 
     epsilon: float  # of all norms
     mask: int  # token id of the rows to fill
-    from_anchor: bool  # the first row guesses the token after it; otherwise it guesses nothing, and row k itself
+    from_anchor: bool  # True: each row guesses the token after it; False: each but the first guesses its own
     markov: Markov | None = None
-    confidence: bool = False  # it estimates how likely each guess is accepted
+    confidence: bool = False  # it estimates the probability that each guess is accepted
     confidence_reads_markov: bool = False
 
 
@@ -70,7 +71,7 @@ class BlockConfig:
     shape: BlockShape
     variant: BlockVariant
     layer: LayerConfig
-    layers: tuple[int, ...]  # of the target, whose features it reads
+    layers: tuple[int, ...]  # the target's layers whose features it reads
 
     @classmethod
     def of(cls, config: Fields, target: TargetShape) -> BlockConfig:
@@ -122,12 +123,13 @@ class BlockConfig:
 
     @property
     def memory_heads(self) -> int:
-        """Heads of a row in the memory of keys and values: those of all layers."""
+        """KV heads of a row in the memory, over all layers."""
         return self.shape.layers * self.shape.kv_heads
 
 
 def _is_dspark(config: Fields) -> bool:
-    """Return whether the draft is a DSpark, whose first row guesses, too. DeepSpec's DFlash drafts are of its class."""
+    """Return whether the draft is a DSpark draft, whose first row guesses, too. DeepSpec's DFlash drafts have the same
+    class."""
     if config.has(SPECULATORS):
         return config.text(SPECULATORS) == "dspark"
     names = config.content.get("architectures")
@@ -154,11 +156,11 @@ NEUTRAL: Mapping[str, object] = {
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
 }
-"""Fields of variants that are not computed, with the values of the usual draft."""
+"""Fields that select unsupported variants, with their values in a supported draft."""
 
 
 def _check_neutral(config: Fields) -> None:
-    """Raise ModelDirectoryError if a field asks for a variant that is not computed."""
+    """Raise ModelDirectoryError if a field selects an unsupported variant."""
     for name, usual in NEUTRAL.items():
         if config.has(name) and config.content[name] != usual:
             raise config.refusal(name, f"{shown(usual)} or missing: other block drafts are not supported")
@@ -176,7 +178,7 @@ def _markov(config: Fields) -> tuple[Markov | None, int]:
 
 
 def _layers(config: Fields, target: TargetShape) -> tuple[int, ...]:
-    """Return the layers whose features are read, by those that they enter."""
+    """Return the layers whose inputs are the features."""
     if config.has(LEFT) or not config.has(ENTERED):
         found = [layer + 1 for layer in config.integers(LEFT, -1, target.layers - 2, count=MAX_FEATURES)]
     else:

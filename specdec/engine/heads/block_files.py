@@ -1,7 +1,7 @@
 """Files of block drafts, DFlash and DSpark: the layouts in which z-lab, DeepSpec and speculators publish them.
 
-The tensors have the same names in all of them. Everything is checked by the configuration (`block_config.py`) and the
-headers of the files before weights are read.
+The tensors have the same names in all layouts. Configuration (`block_config.py`) and file headers are checked before
+weights are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
     from specdec.engine.heads.fusion import Fusion
 
 CONTEXT_NORM = "hidden_norm.weight"
-"""Name of a tensor that only block drafts have: EAGLE-3's is one of its layer."""
+"""Name of a tensor that only block drafts have: in EAGLE-3 heads the name has the layer's prefix."""
 
 NAMES: Mapping[str, str] = {
     **COMMON,
@@ -39,11 +39,11 @@ NAMES: Mapping[str, str] = {
     "markov_joint": "markov_head.joint_proj.{}",
     "confidence": "confidence_head.proj.{}",
 }
-"""Names of the tensors of parts; {}: the number of the layer, or weight or bias."""
+"""Part -> name of its tensor; {} stands for the layer's number, or for weight or bias."""
 
 
 def is_block_draft(path: Path) -> bool:
-    """Return whether a directory, or a file of weights, has a block draft, or means to."""
+    """Return whether a directory, or a file of weights, has a block draft, complete or not."""
     return any(tensor.name == CONTEXT_NORM for tensor in stored_tensors(path))
 
 
@@ -128,7 +128,7 @@ class BlockFiles(FeatureFiles[BlockConfig]):
         return MarkovWeights(*tables, read(f"{joint} weight"), read(f"{joint} bias"))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the parts that configuration and target want, and their shapes."""
+        """Return the shapes of the parts that configuration and target require."""
         shape, variant = self.config.shape, self.config.variant
         hidden, queries, keys, rank = shape.hidden, shape.heads * shape.width, shape.kv_heads * shape.width, shape.rank
         wanted: dict[str, tuple[int, ...]] = {

@@ -22,8 +22,8 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], width: int, path: Path, device: str) -> Rotary:
-        """Return the rotary embeddings of attention heads of this width, by their fields in transformers' form.
-        HeadsFilesError, naming the heads' path, if transformers refuses these."""
+        """Return the rotary embeddings of attention heads of this width, from their fields in transformers' form.
+        HeadsFilesError, naming the heads' path, if transformers rejects the fields."""
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -33,8 +33,8 @@ class Rotary(NamedTuple):
             raise HeadsFilesError(f"{path}: config.json: rotary embeddings: {in_one_line(error)}") from error
         if 2 * len(made.inv_freq) != width:
             raise HeadsFilesError(
-                f"{path}: config.json: rotary embeddings turn {2 * len(made.inv_freq)} numbers of a head, must turn "
-                f"all {width}"
+                f"{path}: config.json: rotary embeddings rotate {2 * len(made.inv_freq)} of a head's {width} "
+                "numbers, must rotate all"
             )
         return cls(made.inv_freq.to(device), float(made.attention_scaling))
 

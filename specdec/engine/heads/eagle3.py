@@ -1,15 +1,15 @@
-"""EAGLE-3 heads: one decoder layer that continues the target's text from features of three of its depths.
+"""EAGLE-3 heads: one decoder layer that continues a text from features at three depths of the target.
 
 Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test"
 (arXiv:2503.01840). With f_t the features of the target at position t and e the embedding of a token:
 
     g_t = W_fc [f_t^(a); f_t^(b); f_t^(c)]                    the target's features, fused
-    u_t = [RMS_in(e(x_(t+1))); RMS_hidden(g_t)]               the layer's input: queries, keys and values are of it
+    u_t = [RMS_in(e(x_(t+1))); RMS_hidden(g_t)]               the layer's input, projected to queries, keys and values
     s_t = r + MLP(RMS(r)),   r = g_t + Attention(u)_t         the layer's output
     logits of x_(t+2) = W_head RMS(s_t)
 
-A guess is read with the layer's own output in place of features: g of a child is s of its parent. The row at position t
-holds the token at t + 1: positions are those of the features.
+For a guess, the layer's own output replaces the features: g of a child is s of its parent. The row at position t holds
+the token at t + 1: a row has the position of its features.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Eagle3Weights:
     gate_and_up: Tensor  # [2 inner, d']
     down: Tensor  # [d', inner]
     last_norm: Tensor  # [d']
-    embeddings: Tensor  # [ids, d'], theirs or the target's
+    embeddings: Tensor  # [ids, d'], their own or the target's
     output: Tensor | Callable[[Tensor], Tensor]  # [outputs, d'], or the target's function from states to logits
 
 
 class Eagle3Heads:
-    """EAGLE-3 heads for a target of `vocabulary` tokens. `ids` [outputs]: the token id of each of their outputs; None:
-    the same numbers."""
+    """EAGLE-3 heads for a target of `vocabulary` tokens. `ids` [outputs]: token ids of the outputs; None: output number
+    = id."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class Eagle3Heads:
         return self._fusion(features)
 
     def inputs(self, tokens: Tensor, fused: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the layer's inputs u [..., 2 d'] of tokens [...] and g [..., d'], and the residual [..., d'] of its
-        attention."""
+        """Return the layer's inputs u [..., 2 d'] for tokens [...] and g [..., d'], and the residual [..., d'] added to
+        its attention."""
         embedded = F.embedding(tokens, self._weights.embeddings).to(self.dtype)
         normal = self._norm(fused, self._weights.hidden_norm)
         u = torch.cat([self._norm(embedded, self._weights.embedding_norm), normal], dim=-1)
@@ -103,7 +103,7 @@ class Eagle3Heads:
         return self._rotary.rotated(query, positions), self._rotary.rotated(key, positions), value
 
     def state(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Return s [..., d'] of a residual [..., d'] and the attention's output [..., heads * width]."""
+        """Return s [..., d'] for a residual [..., d'] and the attention's output [..., heads * width]."""
         weights = self._weights
         state = residual + F.linear(attended, weights.project_back)
         return state + gated_mlp(self._norm(state, weights.mlp_norm), weights.gate_and_up, weights.down)
@@ -119,16 +119,16 @@ class Eagle3Heads:
         return logits, normal if self.variant.norm_output else states
 
     def read(self, tokens: Tensor, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
-        """Store the keys and values of n rows of texts: tokens and positions int64 [n], g [n, d']. With a single layer
-        they depend on nothing else, so the rows may be of any texts, in any order."""
+        """Store the keys and values of n rows of texts: tokens and positions int64 [n], g [n, d']. In a single layer
+        nothing else affects them, so the rows may be of any texts, in any order."""
         u, _ = self.inputs(tokens, fused)
         queries = self.shape.heads * self.shape.width
         keys, values = in_heads(F.linear(u, self._weights.project[queries:]), self.shape.width).chunk(2, dim=-2)
         memory.write(slots, self._rotary.rotated(keys, positions), values)
 
     def grow(self, tokens: Tensor, fused: Tensor, positions: Tensor, trees: TreeContext, origins: Tensor) -> Tensor:
-        """Read a level of n trees, f rows each: tokens and positions [n, f], g [n, f, d']; `origins` [n, f]: their
-        parents among the rows of the level before. Return s [n, f, d']."""
+        """Run the layer on a level of n trees, f rows each: tokens and positions [n, f], g [n, f, d']. `origins` [n,
+        f]: the rows' parents in the previous level. Return s [n, f, d']."""
         shape = self.shape
         u, residual = self.inputs(tokens, fused)
         query, key, value = self.projected(u, positions)

@@ -1,7 +1,7 @@
-"""The configuration of EAGLE-3 heads: config.json in EAGLE's layout, which is that of a Llama model of one layer with
-more fields, and in speculators', where that is `transformer_layer_config`.
+"""The configuration of EAGLE-3 heads: config.json in EAGLE's layout or in speculators'. EAGLE's has the fields of a
+one-layer Llama model and more; speculators' has the Llama fields in `transformer_layer_config`.
 
-The layers whose features heads read are those that the features *enter*, as EAGLE, speculators and vLLM count.
+A feature is numbered by the layer that it *enters*, as in EAGLE, speculators and vLLM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Eagle3Shape(NamedTuple):
 
 
 class Eagle3Variant(NamedTuple):
-    """The options of EAGLE-3 heads that neither their shape nor the norms among their weights show."""
+    """The options of EAGLE-3 heads that are evident neither from their shape nor from the norms among their weights."""
 
     epsilon: float  # of all norms
     norm_before_residual: bool = False  # the attention's residual is RMS_hidden(g) instead of g
@@ -45,7 +45,7 @@ class Eagle3Config:
     shape: Eagle3Shape
     variant: Eagle3Variant
     layer: LayerConfig
-    layers: tuple[int, ...]  # whose features they read
+    layers: tuple[int, ...]  # the target's layers whose features they read
     norm_before_fusion: bool
     norm_of_features: bool
 
@@ -81,13 +81,13 @@ class Eagle3Config:
 
     @property
     def memory_heads(self) -> int:
-        """Heads of a row in the memory of keys and values."""
+        """KV heads of a row in the memory."""
         return self.shape.kv_heads
 
 
 def _norm_before_residual(config: Fields) -> bool:
-    """Return whether the residual of attention is normalised. In speculators' layout readers disagree about a missing
-    field, so it must be there; EAGLE's has no such norm by default."""
+    """Return whether the residual of attention is normalised. Speculators' layout requires the field, because readers
+    disagree on its default; in EAGLE's layout the default is no norm."""
     name = "norm_before_residual"
     if not config.has(name) and config.has(SPECULATORS):
         raise config.refusal(name, "true or false")
@@ -95,7 +95,7 @@ def _norm_before_residual(config: Fields) -> bool:
 
 
 def _layers(config: Fields, target: TargetShape) -> tuple[int, ...]:
-    """Return the layers whose features heads read; by default EAGLE's: the third, the middle one, the third last."""
+    """Return the layers whose features heads read; by default EAGLE's: the third, the middle and the third-last one."""
     within = config
     if config.has("eagle_config"):
         own = config.fields("eagle_config")

@@ -2,10 +2,10 @@
 
 | Layout | config.json | Tensors |
 |---|---|---|
-| EAGLE, SpecForge, AngelSlim, NVIDIA | that of a Llama model of one layer | `midlayer.*`, `fc.weight`, `d2t`, ... |
-| speculators | `speculators_model_type`: eagle3 | the same with `layers.0.` for `midlayer.` |
+| EAGLE, SpecForge, AngelSlim, NVIDIA | that of a one-layer Llama model | `midlayer.*`, `fc.weight`, `d2t`, ... |
+| speculators | `speculators_model_type`: eagle3 | the same with `layers.0.` instead of `midlayer.` |
 
-Everything is checked by the configuration (`eagle3_config.py`) and the headers of the files before weights are read.
+Configuration (`eagle3_config.py`) and file headers are checked before weights are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
 
 
 def _names(layer: str) -> Mapping[str, str]:
-    """Return the names of the tensors of parts, {} being a number, where the decoder layer has this name."""
+    """Return part -> tensor name for a decoder layer of this name; {} stands for a number."""
     return {
         **COMMON,
         **{part: f"{layer}.self_attn.{part}_proj.weight" for part in "qkvo"},
@@ -42,11 +42,11 @@ def _names(layer: str) -> Mapping[str, str]:
 
 
 NAMES, OTHER_NAMES = _names("midlayer"), _names("layers.0")
-"""Names of the tensors of parts in EAGLE's layout, and in speculators'."""
+"""Part -> tensor name, in EAGLE's layout and in speculators'."""
 
 
 def is_eagle3(path: Path) -> bool:
-    """Return whether a directory, or a file of weights, has heads of this kind, or means to."""
+    """Return whether a directory, or a file of weights, has heads of this kind, complete or not."""
     return any(tensor.name in ("fc.weight", "d2t") for tensor in stored_tensors(path))
 
 
@@ -121,7 +121,7 @@ class Eagle3Files(FeatureFiles[Eagle3Config]):
         )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the parts that configuration and target want, and their shapes."""
+        """Return the shapes of the parts that configuration and target require."""
         shape = self.config.shape
         hidden, queries, keys = shape.hidden, shape.heads * shape.width, shape.kv_heads * shape.width
         wanted: dict[str, tuple[int, ...]] = {

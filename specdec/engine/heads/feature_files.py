@@ -1,4 +1,4 @@
-"""Files of heads that read features of several of the target's layers: what EAGLE-3 heads and block drafts share."""
+"""Files of heads that read the target's features: the code that EAGLE-3 heads, block drafts and MTP layers share."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
     from specdec.engine.heads.fusion import Fusion
 
 MAX_CONTEXT_BYTES, MAX_FEATURE_LOGITS = 1 << 27, 1 << 24
-"""Approximate bytes of keys and values that heads gather from their memory at once, and logits that they compute at
-once: one text's at least. Further texts take another pass, which reads all weights again: 16 texts of 150,000 token ids
-and blocks of 7 fit."""
+"""Approximate limits of a pass, which takes at least one text: bytes of keys and values gathered from memory, and
+logits. Further texts take another pass, which reads all weights again. 13 texts with 150,000 token ids fit."""
 
 BUFFER = "rotary_emb.inv_freq"
-"""End of the name of a tensor that older files have, and config.json determines."""
+"""Suffix of a tensor in older files that is not read, since config.json determines it."""
 
 COMMON: Mapping[str, str] = {
     "fusion": "fc.weight",
@@ -41,7 +40,7 @@ COMMON: Mapping[str, str] = {
     "d2t": "d2t",
     "t2d": "t2d",
 }
-"""Names of the tensors of parts that all such heads have."""
+"""Part -> tensor name, for parts common to several kinds of heads."""
 
 
 FUSION = frozenset({"context_norm", "feature_norm", "fusion", "fusion_norm"})
@@ -49,18 +48,18 @@ FUSION = frozenset({"context_norm", "feature_norm", "fusion", "fusion_norm"})
 
 
 class FeatureConfig(Protocol):
-    """The configuration of such heads."""
+    """The configuration of heads that read features."""
 
     @property
     def layer(self) -> LayerConfig: ...
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers whose features they read: those that the features enter."""
+        """The target's layers whose inputs they read as features."""
 
     @property
     def memory_heads(self) -> int:
-        """Heads of a row in the memory of keys and values."""
+        """KV heads of a row in the memory."""
 
 
 Config = TypeVar("Config", bound=FeatureConfig, covariant=True)
@@ -68,8 +67,8 @@ Config = TypeVar("Config", bound=FeatureConfig, covariant=True)
 
 @dataclass(frozen=True)
 class FeatureFiles(ABC, Generic[Config]):
-    """Heads in a directory, judged by headers and configuration; their weights are not read yet. `parts`: their tensors
-    by what they are."""
+    """Heads in a directory, known from headers and configuration; their weights are not read yet. `parts`: part ->
+    tensor."""
 
     architecture: ClassVar[str]
 
@@ -80,8 +79,8 @@ class FeatureFiles(ABC, Generic[Config]):
 
     @abstractmethod
     def load(self, embeddings: Tensor, output: Callable[[Tensor], Tensor], device: str, dtype: torch.dtype) -> Any:
-        """Read the weights. `embeddings` [ids, width] and `output`, from states [n, hidden] to logits, are the
-        target's, for heads without their own."""
+        """Read the weights. Heads without their own embeddings or output head use the target's `embeddings` [ids,
+        width] and `output`, from states [n, hidden] to logits."""
 
     @abstractmethod
     def fusion(self, device: str, dtype: torch.dtype) -> Fusion:
@@ -89,17 +88,17 @@ class FeatureFiles(ABC, Generic[Config]):
 
     @property
     def shared_ends(self) -> frozenset[str]:
-        """Which of the target's ends they use, "embeddings" and "output", as they have none of their own."""
+        """The target's ends that the heads use for lack of their own: "embeddings", "output"."""
         return frozenset({"embeddings", "output"} - self.parts.keys())
 
     def fusion_fingerprint(self) -> str:
-        """Return the SHA-256, in hex, over everything that decides what the fusion makes of a target's features."""
+        """Return the SHA-256, in hex, of everything that affects the fusion of a target's features."""
         config = self.config
         fields = [self.architecture, config.layers, config.layer.epsilon]
         return self._hashed(fields, [part for part in self.parts if part.split()[0] in FUSION])
 
     def fingerprint(self) -> str:
-        """Return the SHA-256, in hex, over all weights and the configuration."""
+        """Return the SHA-256, in hex, of all weights and the configuration."""
         return self._hashed(fields_beside(self.path, "heads").content, self.parts)
 
     def _hashed(self, fields: object, parts: Iterable[str]) -> str:
@@ -110,8 +109,8 @@ class FeatureFiles(ABC, Generic[Config]):
         return decides.hexdigest()
 
     def memory_needed(self, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
-        """Return the memory of the weights, of the keys and values of `kv_tokens` positions (None: of the fewest), and
-        of what is computed at once, beside the target's."""
+        """Return the memory needed beside the target's: weights, keys and values of `kv_tokens` positions (None: of the
+        minimum), and a pass's working memory."""
         numbers = sum(stored.numbers for part, stored in self.parts.items() if part not in ("d2t", "t2d"))
         tokens = kv_tokens or MIN_SLOTS
         kv = tokens * 2 * self.config.memory_heads * self.config.layer.width * BYTES[dtype]
@@ -119,12 +118,12 @@ class FeatureFiles(ABC, Generic[Config]):
         return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * BYTES[dtype], working, tokens, kv)
 
     def fusion_memory(self, dtype: Dtype) -> MemoryNeeded:
-        """Return the memory of the fusion alone, beside the target's."""
+        """Return the memory that the fusion alone needs beside the target's."""
         numbers = sum(stored.numbers for part, stored in self.parts.items() if part.split()[0] in FUSION)
         return MemoryNeeded(f"features for {self.path.name}", dtype, 0, numbers * BYTES[dtype], 0, 0, 0)
 
     def _table(self, reader: Reader, embeddings: Tensor, device: str, dtype: torch.dtype) -> Tensor:
-        """Return the heads' token embeddings, or else the target's; HeadsFilesError if these have another width."""
+        """Return the heads' token embeddings, else the target's; HeadsFilesError if these have another width."""
         if "embeddings" in self.parts:
             return reader(self.parts["embeddings"]).to(device, dtype)
         if embeddings.shape[1] != self.config.layer.hidden:
@@ -135,8 +134,8 @@ class FeatureFiles(ABC, Generic[Config]):
         return embeddings
 
     def _ids(self, reader: Reader) -> NDArray[Any] | None:
-        """Return the token id of each output, by the differences in `d2t`; None: the same numbers. HeadsFilesError if
-        one is beyond the target's vocabulary."""
+        """Return the token id of each output: its number plus its difference in `d2t`; None without this tensor.
+        HeadsFilesError if an id is outside the target's vocabulary."""
         import torch
 
         if "d2t" not in self.parts:
@@ -145,13 +144,13 @@ class FeatureFiles(ABC, Generic[Config]):
         ids = torch.arange(len(differences)) + differences
         if not 0 <= int(ids.min()) <= int(ids.max()) < self.target.vocabulary:
             raise HeadsFilesError(
-                f"{self.path}: d2t leads to ids from {int(ids.min())} to {int(ids.max())}, must lead to ids from 0 to "
+                f"{self.path}: d2t gives ids from {int(ids.min())} to {int(ids.max())}, must give ids from 0 to "
                 f"{self.target.vocabulary - 1}"
             )
         return ids.numpy()
 
     def _shared_shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parts that may be missing where the target's serve."""
+        """Return the shapes of embeddings, output head and id maps, except missing ones that the target's replace."""
         hidden, target, parts = self.config.layer.hidden, self.target, self.parts
         wanted: dict[str, tuple[int, ...]] = {}
         if "embeddings" in parts or hidden != target.stream:
@@ -165,7 +164,8 @@ class FeatureFiles(ABC, Generic[Config]):
         return wanted
 
     def _check(self, wanted: Mapping[str, tuple[int, ...]], names: Mapping[str, str]) -> None:
-        """Raise HeadsFilesError unless the parts are these, of these shapes. `names`: as in `tensor_name`."""
+        """Raise HeadsFilesError unless exactly the wanted parts are present, with these shapes. `names`: as in
+        `tensor_name`."""
         target, config = self.target, self.config
         for part, size in wanted.items():
             if part not in self.parts:
@@ -177,12 +177,12 @@ class FeatureFiles(ABC, Generic[Config]):
             )
         for part, stored in self.parts.items():
             if part not in wanted:
-                raise HeadsFilesError(f"{stored.file}: {stored.name} is not used by what config.json describes")
+                raise HeadsFilesError(f"{stored.file}: {stored.name} is not used by heads of this config.json")
 
 
 def fields_beside(path: Path, kind: str) -> Fields:
     """Return the configuration of heads in a directory, or beside their file of weights; HeadsFilesError if there is
-    none. `kind`: of heads, for the message."""
+    none. `kind` of heads: for the message."""
     folder = path if path.is_dir() else path.parent
     fields = read_fields(folder / "config.json")
     if fields is None:
@@ -191,15 +191,15 @@ def fields_beside(path: Path, kind: str) -> Fields:
 
 
 def tensor_name(part: str, names: Mapping[str, str]) -> str:
-    """Return the name of a part's tensor. `names`: of kinds of parts, where {} stands for what follows the kind in the
-    part: `q 3` is the tensor `q` of layer 3."""
+    """Return the name of a part's tensor. `names`: kind of part -> tensor name, where {} stands for the rest of the
+    part's name: `q 3` is the tensor `q` of layer 3."""
     kind, _, place = part.partition(" ")
     return names[kind].format(place)
 
 
 def parts_in(path: Path, layouts: Sequence[Mapping[str, str]], kind: str) -> dict[str, Stored]:
-    """Return the tensors of heads in a directory or file, by what they are; HeadsFilesError, naming it, if one is
-    unknown. `layouts`: names as in `tensor_name`; `kind`: of heads, for the message."""
+    """Return part -> tensor for the heads in a directory or file; HeadsFilesError, naming the tensor, if one is
+    unknown. `layouts`: names as in `tensor_name`; `kind` of heads: for the message."""
     patterns = {
         re.escape(name).replace(r"\{\}", r"(\d+|weight|bias)"): part
         for names in layouts

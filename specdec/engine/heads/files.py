@@ -1,6 +1,6 @@
-"""Files of heads: the tensors in a directory, by the headers of its weight files, and reading them.
+"""Files of heads: listing the tensors in a directory from the headers of its weight files, and reading them.
 
-Nothing here knows the kinds of heads: `medusa_files.py`, `eagle3_files.py` and `block_files.py` do.
+The kinds of heads are in `medusa_files.py`, `eagle3_files.py`, `block_files.py` and `mtp_files.py`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PICKLED = "pytorch_model.bin"
 """Name of EAGLE's first weight files."""
 
 MAX_LOGITS = 1 << 22
-"""Approximate number of logits that Medusa heads compute at once: one text's at least."""
+"""Approximate limit on the logits in a pass of Medusa heads, which takes at least one text."""
 
 HIDDEN_SIZE = "word_embed_proj_dim", "hidden_size", "n_embd"
 STREAM = "hidden_size", "n_embd"
 LAYERS = "num_hidden_layers", "n_layer"
 """Fields of config.json with the width of the output head's inputs, the width of the residual stream, and the number of
-layers; the first one there counts."""
+layers; the first field present counts."""
 
 MAX_SIZE = 1 << 20
 
@@ -49,7 +49,7 @@ class TargetShape(NamedTuple):
 
     @classmethod
     def of(cls, directory: ModelDirectory) -> TargetShape:
-        """Return the sizes by a target's configuration."""
+        """Return the sizes in a target's configuration."""
         config = Fields(directory.path, directory.config)
 
         def size(names: Iterable[str]) -> int:
@@ -70,7 +70,7 @@ class Stored(NamedTuple):
         return math.prod(self.shape)
 
     def check(self, shape: tuple[int, ...], wanted_by: str) -> None:
-        """Raise HeadsFilesError unless it has this shape. `wanted_by`: what it must fit, for the message."""
+        """Raise HeadsFilesError unless the tensor has this shape. `wanted_by`: what it must fit, for the message."""
         if self.shape != shape:
             raise HeadsFilesError(
                 f"{self.file}: {self.name} has the shape {list(self.shape)}, must have {list(shape)} for {wanted_by}"
@@ -83,8 +83,8 @@ def stored_tensors(path: Path) -> list[Stored]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files with weights of a directory. FasterDecoding's own come first, and alone; so does the file of a
-    model of one file, as in transformers: a training that is not over keeps its state beside it."""
+    """Return the weight files of a directory. A file with FasterDecoding's name, or else with transformers' name for a
+    single file, is returned alone, since an unfinished training keeps its state beside it."""
     if not path.is_dir():
         if not path.exists():
             raise HeadsFilesError(f"{path}: there is no such file or directory")
@@ -112,8 +112,8 @@ def _is_pickled(file: Path) -> bool:
 
 
 def _pickled(file: Path) -> Mapping[str, Tensor]:
-    """Return the tensors of a pickle, still on disk. `weights_only` builds tensors and containers, and calls nothing
-    else that a file may name."""
+    """Return the tensors of a pickle, mapped from disk. With `weights_only`, torch builds only tensors and containers,
+    and calls no other code named in the file."""
     import torch
 
     with opened(file):
@@ -128,7 +128,7 @@ def _pickled(file: Path) -> Mapping[str, Tensor]:
 
 
 class Reader:
-    """Reads tensors, each file opened once."""
+    """Reads tensors, opening each file once."""
 
     def __init__(self) -> None:
         self._open: dict[Path, Any] = {}

@@ -1,6 +1,6 @@
-"""Fusion: the first product of heads that read features, from several depths of the target to one vector a row.
+"""Fusion: the first product of heads that read features; it joins features from several depths into one vector per row.
 
-It is all that a verifier needs of heads that run in a draft service: a fused row has the heads' width, some kilobytes.
+A verifier needs only this part of heads that run in a draft service. A fused row has the heads' width, a few kilobytes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def as_bytes(fused: Tensor) -> bytes:
 
 
 def from_bytes(values: bytes, width: int) -> Tensor:
-    """Return the fused rows [n, width], bfloat16, that `as_bytes` has written. ValueError if they are not whole
-    rows."""
+    """Return the fused rows [n, width], bfloat16, written by `as_bytes`. ValueError if the bytes are not whole rows."""
     if not values or len(values) % (2 * width):
         raise ValueError(f"has {len(values)} bytes, must have rows of {2 * width} bytes")
     return torch.frombuffer(bytearray(values), dtype=torch.bfloat16).view(-1, width)

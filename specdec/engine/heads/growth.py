@@ -1,8 +1,8 @@
-"""Growing trees by heads that read features: for many texts at once, a level at a time, in a verifier or in a draft
+"""Growing trees with heads that read features: for many texts together, a level at a time, in a verifier or a draft
 service.
 
-A `HeadsReader` joins heads of one kind and the memory of what they have read. Rows of texts are kept in any order; from
-the last row of each text a tree grows. What a tree reads is not kept.
+A `HeadsReader` combines heads of one kind with the keys and values of rows they have read. Rows of texts are stored in
+any order. A tree grows from the last row of each text; its own rows are not stored.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from specdec.engine.heads.text_memory import TextMemory, TreeContext
 from specdec.engine.kv.slots import Slots
 
 BEAM = 8
-"""Nodes of a level that get children, and children of each. EAGLE's trees have 8 to 10."""
+"""Nodes of a level that get children, and children per node. EAGLE's trees have 8 to 10."""
 
 CONTEXT = 4096
-"""Default of the rows that heads see: published ones are trained on texts of 2,048 to 4,096 tokens."""
+"""Default limit on the rows that heads see. Published heads are trained on texts of 2,048 to 4,096 tokens."""
 
 AUTOREGRESSIVE_DEPTH = 7
-"""Maximum levels of a tree whose heads read their own guesses, as in the paper of EAGLE-3."""
+"""Maximum levels of a tree whose heads read their own guesses, as in EAGLE-3's paper."""
 
 
 class FeatureHeads(Protocol):
     """The interface of heads that read features."""
 
     vocabulary: int
-    ids: NDArray[np.int64] | None  # [outputs]; None: the same numbers
+    ids: NDArray[np.int64] | None  # [outputs]; None: output number = id
 
     @property
     def device(self) -> torch.device: ...
@@ -45,22 +45,22 @@ class FeatureHeads(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def fused(self, features: Tensor) -> Tensor:
-        """Return what the heads read of features [n, m, d]: [n, d']."""
+        """Return the fused features [n, d'] of features [n, m, d]."""
 
 
 class AutoregressiveHeads(FeatureHeads, Protocol):
-    """The interface of heads of one decoder layer that reads its own guesses: EAGLE-3's, and those inside checkpoints
-    (MTP). A row pairs the fused features g of a position with the token after it."""
+    """The interface of heads with one decoder layer that reads its own guesses: EAGLE-3 heads and MTP layers. A row
+    pairs the fused features g of a position with the token after it."""
 
     outputs: int  # token ids they can guess
 
     def read(self, tokens: Tensor, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
-        """Store the keys and values of n rows of texts: tokens and positions int64 [n], g [n, d']. With a single layer
-        they depend on nothing else, so the rows may be of any texts, in any order."""
+        """Store the keys and values of n rows of texts: tokens and positions int64 [n], g [n, d']. In a single layer
+        nothing else affects them, so the rows may be of any texts, in any order."""
 
     def grow(self, tokens: Tensor, fused: Tensor, positions: Tensor, trees: TreeContext, origins: Tensor) -> Tensor:
-        """Read a level of n trees, f rows each: tokens and positions [n, f], g [n, f, d']; `origins` [n, f]: their
-        parents among the rows of the level before. Return the layer's outputs [n, f, d']."""
+        """Run the layer on a level of n trees, f rows each: tokens and positions [n, f], g [n, f, d']. `origins` [n,
+        f]: the rows' parents in the previous level. Return the layer's outputs [n, f, d']."""
 
     def outcome(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [..., outputs], float32, of the layer's outputs [..., d'], and the g [..., d'] that
@@ -70,7 +70,7 @@ class AutoregressiveHeads(FeatureHeads, Protocol):
 class Level(NamedTuple):
     """The logits for a level of trees, and the confidence of the heads."""
 
-    logits: Tensor  # float32 [n, f, outputs] of the children of the frontier; [n, 1, outputs]: the same for all
+    logits: Tensor  # float32 [n, f, outputs] of the children of the frontier; [n, 1, outputs] if all share them
     confidence: NDArray[np.float64] | None = None  # [n, f]: probability of the best child, if the heads estimate it
 
 
@@ -79,8 +79,8 @@ class Growth(ABC):
 
     @abstractmethod
     def level(self, tokens: Tensor, origins: Tensor) -> Level:
-        """Return what follows the frontier's tokens, int64 [n, f], whose parents were at the places `origins` [n, f] in
-        the frontier before. At first the frontier is the last token of each text."""
+        """Return the logits after the frontier's tokens, int64 [n, f]. `origins` [n, f]: the places of their parents in
+        the previous frontier. The first frontier is the last token of each text."""
 
 
 class TreeAnchor(NamedTuple):
@@ -88,29 +88,29 @@ class TreeAnchor(NamedTuple):
 
     token: int  # the last one
     length: int  # tokens of the text
-    rows: Slots  # kept ones that the heads may see, up to the one before the last token
-    state: Tensor  # [d'] fused features of the last of them
+    rows: Slots  # stored rows that the heads may see, up to the row before the last token
+    state: Tensor  # [d'] fused features of the last of these rows
 
 
 class HeadsReader(ABC):
     """Heads, and the memory of the keys and values of all texts. `depth`: maximum levels of a tree; `context`: maximum
-    rows of a text that the heads see, the latest ones."""
+    number of a text's latest rows that the heads see."""
 
     def __init__(self, heads: Any, memory: TextMemory, *, depth: int, context: int, row_logits: int) -> None:
-        """`row_logits`: logits that a text needs at once."""
+        """`row_logits`: logits that a text needs in a pass."""
         self.heads: FeatureHeads = heads
         self.memory = memory
         self.depth = depth
         self.context = context
         self.texts_at_once = max(1, MAX_FEATURE_LOGITS // row_logits)
-        """Texts that may grow trees at once."""
+        """Maximum texts in a pass."""
         self.rows_at_once = max(1, MAX_CONTEXT_BYTES // memory.row_bytes)
-        """Rows that may be gathered from memory at once, by all texts."""
+        """Maximum rows gathered from memory in a pass, over all texts."""
 
     @abstractmethod
     def keep(self, tokens: Sequence[int], positions: Sequence[int], fused: Tensor, slots: Slots) -> None:
-        """Store the keys and values of n rows of any texts, in any order. `tokens`: the ones after them; `fused`: their
-        features [n, d']."""
+        """Store the keys and values of n rows of any texts, in any order. `tokens`: the token after each row; `fused`:
+        the rows' fused features [n, d']."""
 
     @abstractmethod
     def growth(self, anchors: Sequence[TreeAnchor], levels: int) -> Growth:
@@ -167,7 +167,7 @@ class AutoregressiveGrowth(Growth):
 
 
 class BlockReader(HeadsReader):
-    """A block draft with its memory, which has the heads of all its layers in a row."""
+    """A block draft with its memory, where a row has the KV heads of all layers."""
 
     def __init__(self, draft: BlockDraft, memory: TextMemory, *, context: int = CONTEXT) -> None:
         row_logits = max(BEAM, draft.guesses) * draft.shape.outputs
@@ -185,8 +185,8 @@ class BlockReader(HeadsReader):
 
 
 class BlockGrowth(Growth):
-    """Trees that grow along the positions of a block. The pass gives the logits of all positions: without a Markov
-    head, all nodes of a level have the same guesses; with one, a node's guesses depend on its token."""
+    """Trees along the positions of a block. One pass gives the logits of all positions. Without a Markov head, all
+    nodes of a level have the same guesses; with one, a node's guesses depend on its token."""
 
     def __init__(self, draft: BlockDraft, states: Tensor) -> None:
         """`states`: [n, levels, d']."""
@@ -194,7 +194,7 @@ class BlockGrowth(Growth):
         self._states = states
         self._logits = draft.logits(states)
         self._level = 0
-        self._memory: Tensor | None = None  # what the Markov head remembers of the frontier before
+        self._memory: Tensor | None = None  # the Markov head's state for the previous frontier
         self._every = torch.arange(len(states), device=states.device)[:, None]
 
     def level(self, tokens: Tensor, origins: Tensor) -> Level:
@@ -211,7 +211,7 @@ class BlockGrowth(Growth):
 
 
 def reader_of(heads: AutoregressiveHeads | BlockDraft, memory: TextMemory, trained: int = CONTEXT) -> HeadsReader:
-    """Return the reader for heads of either kind. `trained`: maximum positions of a text in their training."""
+    """Return the reader for heads of either kind. `trained`: number of positions that the heads are trained for."""
     context = min(CONTEXT, trained)
     if isinstance(heads, BlockDraft):
         return BlockReader(heads, memory, context=context)
@@ -219,9 +219,9 @@ def reader_of(heads: AutoregressiveHeads | BlockDraft, memory: TextMemory, train
 
 
 def draft_logits(logits: Tensor) -> DraftLogits:
-    """Return float32 logits [n, V] as draft logits, where they are."""
+    """Return float32 logits [n, V] as draft logits on the same device."""
     if logits.device.type == "cpu":
         return HostDraftLogits(logits.numpy())
-    from specdec.engine.gpu.draft_logits import GpuDraftLogits  # imports Triton's neighbours
+    from specdec.engine.gpu.draft_logits import GpuDraftLogits  # imports modules for GPUs
 
     return GpuDraftLogits(logits)

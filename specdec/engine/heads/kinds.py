@@ -1,4 +1,4 @@
-"""Heads in a directory, of the kind that their tensors show."""
+"""Heads in a directory, of the kind given by their tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def heads_in(path: Path, target: TargetShape) -> HeadsFiles:
 
 
 def feature_heads_in(path: Path, target: TargetShape) -> FeatureFiles[FeatureConfig]:
-    """Return the heads in a directory that read features; ModelDirectoryError if there are none for the target."""
+    """Return the heads in a directory; ModelDirectoryError if they read no features, or do not fit the target."""
     files = heads_in(path, target)
     if isinstance(files, MedusaFiles):
         raise HeadsFilesError(
@@ -43,13 +43,13 @@ def feature_heads_in(path: Path, target: TargetShape) -> FeatureFiles[FeatureCon
 
 
 def memory_of_features(path: Path, directory: ModelDirectory, dtype: Dtype) -> MemoryNeeded:
-    """Return the memory of the fusion for draft services with these heads; ModelDirectoryError if they do not fit the
-    target."""
+    """Return the memory that the fusion needs in a verifier for draft services with these heads; ModelDirectoryError if
+    they do not fit the target."""
     return feature_heads_in(path, TargetShape.of(directory)).fusion_memory(dtype)
 
 
 def memory_of_heads(path: Path, kv_tokens: int | None, directory: ModelDirectory, dtype: Dtype) -> MemoryNeeded:
-    """Return the memory of heads beside a target with a KV cache of `kv_tokens` (None: by free memory);
+    """Return the memory that heads need beside a target with a KV cache of `kv_tokens` (None: by free memory);
     ModelDirectoryError if they do not fit the target."""
     files = heads_in(path, TargetShape.of(directory))
     return files.memory_needed(dtype) if isinstance(files, MedusaFiles) else files.memory_needed(dtype, kv_tokens)

@@ -46,7 +46,7 @@ class LayerConfig:
         width = layer.integer("head_dim", 2, MAX_SIZE) if layer.has("head_dim") else hidden // heads
         if width % 2 or not width:
             field = "head_dim" if layer.has("head_dim") else "num_attention_heads"
-            raise layer.refusal(field, "such that the width of a head is even")
+            raise layer.refusal(field, "such that the heads' width is even")
         if layer.has("hidden_act") and layer.text("hidden_act") not in ("silu", "swish"):
             raise layer.refusal("hidden_act", "silu")
         if layer.has("vocab_size") and layer.integer("vocab_size", 1, MAX_VOCABULARY) != target.vocabulary:
@@ -62,8 +62,8 @@ class LayerConfig:
 
 
 def layer_fields(config: Fields, *kinds: str) -> Fields:
-    """Return the fields of the layers: those at the top level, or in speculators' layout those in
-    `transformer_layer_config`. In that layout, the heads must be of one of these kinds."""
+    """Return the fields of the layers: the top level, or `transformer_layer_config` in speculators' layout. In that
+    layout, the heads must be of one of these kinds."""
     if not config.has(SPECULATORS):
         return config
     if config.text(SPECULATORS) not in kinds:

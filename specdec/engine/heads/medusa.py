@@ -1,4 +1,4 @@
-"""Medusa heads: guesses of the tokens after the next one, from the hidden state that chose the next one.
+"""Medusa heads: guesses of the tokens after the next one, from the hidden state that determines the next one.
 
 Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (arXiv:2401.10774).
 """
@@ -23,7 +23,7 @@ class MedusaShape(NamedTuple):
 
 
 class MedusaHeads(torch.nn.Module):
-    """Heads i = 0 ... H - 1 over the hidden state h_t that chooses the token at t + 1. Head i guesses the token at
+    """Heads i = 0 ... H - 1 over the hidden state h_t that determines the token at t + 1. Head i guesses the token at
     t + 2 + i (equation 1 of the paper, with L blocks instead of one):
 
         r_0 = h_t,   r_l = r_(l-1) + SiLU(W_il r_(l-1) + b_il),   logits_i = U_i r_L
@@ -53,8 +53,8 @@ class MedusaHeads(torch.nn.Module):
 
     @classmethod
     def untrained(cls, count: int, layers: int, output: torch.nn.Linear, *, own_outputs: bool) -> MedusaHeads:
-        """Return `count` heads in float32 that repeat the target's output head: blocks of zeros, and this head, or a
-        copy of its weights for each of them if they have `own_outputs`."""
+        """Return `count` heads in float32 that give the target's own logits: their blocks are zeros, and they share the
+        target's output head, or each have a copy of it with `own_outputs`."""
         weight = output.weight.detach().float()
         bias = None if output.bias is None else output.bias.detach().float()
         vocabulary, width = weight.shape
@@ -72,8 +72,8 @@ class MedusaHeads(torch.nn.Module):
         return MedusaShape(heads, layers, hidden, outputs)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the logits [n, H, vocabulary], float32, of hidden states [n, d]; -inf for tokens that the heads do not
-        know."""
+        """Return the logits [n, H, vocabulary], float32, of hidden states [n, d]; -inf for tokens that the heads cannot
+        guess."""
         count = self.weights.shape[0]
         states = torch.stack([self._state(number, hidden) for number in range(count)])
         if self.outputs is not None and self.outputs.dim() == 3:
@@ -106,7 +106,7 @@ class MedusaHeads(torch.nn.Module):
         return state
 
     def _output(self, states: Tensor) -> Tensor:
-        """Apply the output head that all heads have in common, to states [n, d]."""
+        """Apply the output head that all heads share to states [n, d]."""
         if self.outputs is not None:
             return F.linear(states, self.outputs)
         assert self._target_output is not None

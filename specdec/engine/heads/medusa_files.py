@@ -3,11 +3,11 @@
 | Layout | Files | Tensors |
 |---|---|---|
 | FasterDecoding's heads | `medusa_lm_head.safetensors` or `.pt` | `{i}.{l}.linear.weight`, `.bias`; `{i}.{L}.weight` |
-| FasterDecoding's models of Medusa-2 | `*.safetensors`, beside the target's own | the same behind `medusa_head.` |
+| FasterDecoding's models of Medusa-2 | `*.safetensors`, beside the target's own | the same, prefixed `medusa_head.` |
 | vLLM's | `model.safetensors` | `blocks.{i}.layers.{l}.weight`; `lm_heads.{i}.weight` or one `lm_head.weight` |
 
-i counts heads, l their blocks; the last tensor of a head is its output head. Everything is checked by the shapes in the
-files' headers before weights are read.
+i numbers the heads, l the blocks of a head; the last tensor of a head is its output head. The shapes in the file
+headers are checked before weights are read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_HEADS, MAX_LAYERS = 32, 16
 
 
 class HeadPart(NamedTuple):
-    """The part of a set of heads that is in one tensor."""
+    """The part of a set of heads stored in one tensor."""
 
     kind: str  # weight, bias: of a block; output; ids
     head: int | None = None  # None: common to all heads
@@ -55,12 +55,12 @@ PATTERNS: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], HeadPart]]] 
     (re.compile(r"(?:medusa_heads\.)?lm_head\.weight"), lambda _: HeadPart("output")),
     (re.compile(r"(?:medusa_heads\.)?token_map"), lambda _: HeadPart("ids")),
 )
-"""Names of tensors in all layouts, to what they are."""
+"""Patterns of tensor names in all layouts, with the part that a match names."""
 
 
 @dataclass(frozen=True)
 class MedusaFiles:
-    """Medusa heads in a directory, judged by headers and configuration; their weights are not read yet."""
+    """Medusa heads in a directory, known from headers and configuration; their weights are not read yet."""
 
     architecture: ClassVar = "medusa"
 
@@ -92,7 +92,7 @@ class MedusaFiles:
         return found
 
     def memory_needed(self, dtype: Dtype) -> MemoryNeeded:
-        """Return the memory of the weights and of a block of logits, beside the target's."""
+        """Return the memory that the weights and a block of logits need beside the target's."""
         numbers = sum(stored.numbers for stored in self.places.values())
         logits = 2 * MAX_LOGITS * BYTES["float32"]
         return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * BYTES[dtype], logits, 0, 0)
@@ -174,7 +174,7 @@ def _scale(config: Fields | None) -> float:
 
 
 def _places(path: Path) -> dict[HeadPart, Stored]:
-    """Return the tensors of heads in a directory or file, by what they are."""
+    """Return part -> tensor for the heads in a directory or file."""
     stored = stored_tensors(path)
     whole_model = any(tensor.name.startswith("medusa_head.") for tensor in stored)
     found: dict[HeadPart, Stored] = {}

@@ -3,12 +3,12 @@
 DeepSeek-AI 2024, "DeepSeek-V3 Technical Report" (arXiv:2412.19437), section 2.2. With h_t the target's state at
 position t, after its last norm, and e the embedding of a token:
 
-    x_t = W [RMS_e(e(x_(t+1))); RMS_h(h_t)]       what the layer reads
-    s_t = Layer(x)_t                              its output, over the rows of the text so far
+    x_t = W [RMS_e(e(x_(t+1))); RMS_h(h_t)]       the layer's input
+    s_t = Layer(x)_t                              its output, with attention to the text's rows so far
     logits of x_(t+2) = W_head RMS_last(s_t)      W_head is the target's
 
-A guess is read with the layer's own state in place of the target's: h of a child is RMS_last(s) of its parent. W has a
-half for each of its inputs: the *fusion* of these heads is the half that reads h.
+For a guess, the layer's own state replaces the target's: h of a child is RMS_last(s) of its parent. W has a half for
+each of its inputs: the *fusion* of these heads is the half that reads h.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from specdec.engine.kv.slots import Slots
 from specdec.engine.model_file import Fields, in_one_line
 
 PER_LAYER = "layer_types", "mlp_layer_types"
-"""Fields of a configuration with an entry for each layer. Those of MTP layers have the same names behind `mtp_`."""
+"""Fields of a configuration with an entry for each layer. The fields for MTP layers have the same names with the prefix
+`mtp_`."""
 
 
 class MtpWeights(NamedTuple):
@@ -72,7 +73,7 @@ class DecoderLayer:
 
     def __call__(self, x: Tensor, positions: Tensor, trees: TreeContext, origins: Tensor) -> Tensor:
         """Return the outputs [n, f, d] for a level of n trees: x [n, f, d] at positions [n, f], with parents at
-        `origins` [n, f] in the level before."""
+        `origins` [n, f] in the previous level."""
         output = self._layer(
             x,
             attention_mask=trees.visible(origins)[:, None],
@@ -93,7 +94,7 @@ class KeptLevel:
         self._trees = trees
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Take a pass's keys and values [n, kv_heads, f, width]; return all that its rows may see."""
+        """Take a pass's keys and values [n, kv_heads, f, width]; return all keys and values that its rows may see."""
         self.level = keys.transpose(1, 2), values.transpose(1, 2)
         if self._trees is None:
             return keys, values
@@ -121,7 +122,7 @@ class MtpHeads:
         return self._fusion.product.device
 
     def fused(self, features: Tensor) -> Tensor:
-        """Return the half W_h RMS_h(h) [n, d] of x for the target's states [n, 1, d], of any float dtype."""
+        """Return the summand W_h RMS_h(h) [n, d] of x for the target's states [n, 1, d], of any float dtype."""
         return self._fusion(features)
 
     def read(self, tokens: Tensor, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
@@ -140,7 +141,7 @@ class MtpHeads:
         return logits.reshape(*shape[:-1], -1), self.fused(normal[:, None]).reshape(shape)
 
     def _inputs(self, tokens: Tensor, fused: Tensor) -> Tensor:
-        """Return x [..., d] for tokens [...] and the other half of it [..., d]."""
+        """Return x [..., d] for tokens [...] and fused states [..., d]."""
         weights = self._weights
         embedded = F.embedding(tokens, weights.embeddings).to(self.dtype)
         return F.linear(rms_norm(embedded, weights.embedding_norm, self._fusion.epsilon), weights.token_half) + fused
@@ -155,8 +156,9 @@ def loaded_layer(
     device: str,
     dtype: torch.dtype,
 ) -> DecoderLayer:
-    """Return the decoder layer of a model's architecture with these weights, named as behind `layers.0.`. `fields`: of
-    config.json. HeadsFilesError, naming the layer's directory and the tensor, if they are not those of such a layer."""
+    """Return a decoder layer of a model's architecture with these weights, named without the prefix `layers.0.`.
+    `fields`: of config.json. HeadsFilesError, naming the layer's directory and the tensor, if the weights do not
+    fit."""
     try:
         config = _of_one_layer(CONFIG_MAPPING[fields.text("model_type")].from_dict(without_code(fields.content, set())))
         model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
@@ -188,8 +190,8 @@ def loaded_layer(
 
 
 def _of_one_layer(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of a model of one layer, the MTP layer: in effect a last layer of the model, unless the
-    configuration has fields for it. Its vocabulary has one token, since the ends of this model are not used."""
+    """Return the configuration of a one-layer model for the MTP layer. The layer is like the model's last one, unless
+    the configuration has fields for MTP layers. The vocabulary has one token, since this model's ends are not used."""
     for name in PER_LAYER:
         types = getattr(config, f"mtp_{name}", None) or getattr(config, name, None)
         if types:
@@ -202,9 +204,12 @@ def _of_one_layer(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _check_norm(path: Path, norm: torch.nn.Module, epsilon: float) -> None:
-    """Raise HeadsFilesError unless the architecture's norms are RMS norms with a plain weight: some add 1 to it."""
+    """Raise HeadsFilesError unless the architecture's norms are RMS norms with a plain weight: some architectures add 1
+    to the weight."""
     weight: Any = norm.weight
     probe = torch.linspace(-1.0, 2.0, len(weight), device=weight.device, dtype=weight.dtype)
     with torch.inference_mode():
         if not torch.allclose(norm(probe), rms_norm(probe, weight, epsilon), rtol=0.02):
-            raise HeadsFilesError(f"{path}: {type(norm).__name__} is not read in MTP layers: it is no plain RMS norm")
+            raise HeadsFilesError(
+                f"{path}: {type(norm).__name__} is not supported in MTP layers: it is not a plain RMS norm"
+            )

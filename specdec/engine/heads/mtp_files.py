@@ -1,12 +1,12 @@
-"""Files of heads for multi-token prediction (MTP): a decoder layer that a checkpoint has behind its model's own.
+"""Files of heads for multi-token prediction (MTP): a decoder layer that a checkpoint has after its model's own.
 
 | Layout | Tensors |
 |---|---|
 | DeepSeek's, GLM's | `model.layers.{N}.*`, for a model of N layers: `eh_proj.weight`, `enorm.weight`, ... |
 | Mellum's | `mtp.*`: `mtp.fc.weight`, `mtp.pre_fc_norm_hidden.weight`, ..., `mtp.layers.0.*` |
 
-The directory of heads is the model's own. Configuration and the headers of the files are checked before weights are
-read; the tensors that depend on the architecture (those of experts) when the layer is loaded (`mtp.py`).
+The heads are in the model's own directory. Configuration and file headers are checked before weights are read; tensors
+that depend on the architecture (those of experts) are checked when the layer is loaded (`mtp.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYER_COUNTS = "num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_lay
 """Fields of config.json with the number of MTP layers."""
 
 WINDOW = "sliding_window"
-"""Field with the positions that a row of a layer with sliding attention sees."""
+"""Field with the number of positions that a row sees in a layer with sliding attention."""
 
 NAMES: Mapping[str, str] = {
     "fusion": "eh_proj.weight",
@@ -42,7 +42,7 @@ NAMES: Mapping[str, str] = {
     "last_norm": "shared_head.norm.weight",
     "layer": "{}",
 }
-"""Names of the tensors of parts behind `model.layers.{N}.`; a part `layer` is one of the decoder layer."""
+"""Part -> tensor name without the prefix `model.layers.{N}.`; the parts `layer` are the decoder layer's tensors."""
 
 OTHER_NAMES: Mapping[str, str] = {
     "fusion": "fc.weight",
@@ -51,14 +51,14 @@ OTHER_NAMES: Mapping[str, str] = {
     "last_norm": "norm.weight",
     "layer": "layers.0.{}",
 }
-"""Names of the same parts behind `mtp.`."""
+"""Part -> tensor name without the prefix `mtp.`."""
 
 LAYER = "layer "
-"""Beginning of the names of the decoder layer's parts, before those of its tensors."""
+"""Prefix of the names of the decoder layer's parts; the tensor's name follows."""
 
 PRODUCT = re.compile(r"((?:model\.)?layers\.(\d+)\.)eh_proj\.weight|(mtp\.)fc\.weight")
-"""Name of the product that only MTP layers have. Its first group, or else its third, is the beginning of all tensors of
-the layer; the second is the layer's number."""
+"""Name of the product that only MTP layers have. The first group, or else the third, is the prefix of all the layer's
+tensors; the second is the layer's number."""
 
 SHARED = frozenset({"embed_tokens.weight", "shared_head.head.weight"})
 """Names of copies of the target's ends, which are not read."""
@@ -66,11 +66,11 @@ SHARED = frozenset({"embed_tokens.weight", "shared_head.head.weight"})
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """The configuration of an MTP layer: that of its model."""
+    """The configuration of an MTP layer, from its model's config.json."""
 
     layer: LayerConfig
-    layers: tuple[int]  # whose features it reads: the states after the target's last norm
-    hidden_first: bool  # the order in which its product reads the target's state and the token
+    layers: tuple[int]  # features that it reads: the states after the target's last norm
+    hidden_first: bool  # its product reads the target's state first, then the token
 
     @classmethod
     def of(cls, config: Fields, target: TargetShape) -> MtpConfig:
@@ -90,12 +90,12 @@ class MtpConfig:
 
     @property
     def memory_heads(self) -> int:
-        """Heads of a row in the memory of keys and values."""
+        """KV heads of a row in the memory."""
         return self.layer.kv_heads
 
 
 def _slides(config: Fields) -> bool:
-    """Return whether rows of the MTP layer see a sliding window only, as far as config.json tells."""
+    """Return whether the MTP layer has a sliding window according to config.json."""
     if not config.has(WINDOW) or not flag(config, "use_sliding_window", default=True):
         return False
     types = config.content.get("mtp_layer_types")
@@ -157,8 +157,9 @@ class MtpFiles(FeatureFiles[MtpConfig]):
         return (second, first) if self.config.hidden_first else (first, second)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the parts that configuration and target want, and their shapes: those of the layer's attention, whose
-        names all architectures share. The layer's other tensors are checked when it is loaded."""
+        """Return the shapes of the parts that configuration and target require. Of the decoder layer's tensors, only
+        the attention's are checked here, since all architectures share their names; the others are checked when the
+        layer is loaded."""
         layer = self.config.layer
         hidden, queries, keys = layer.hidden, layer.heads * layer.width, layer.kv_heads * layer.width
         wanted = {part: stored.shape for part, stored in self.parts.items() if part.startswith(LAYER)}
@@ -176,8 +177,8 @@ class MtpFiles(FeatureFiles[MtpConfig]):
 
 
 def _parts(path: Path, target: TargetShape) -> tuple[dict[str, Stored], Mapping[str, str]]:
-    """Return the tensors of the MTP layer, by what they are, and the names of parts; HeadsFilesError if the layer is
-    not the target's."""
+    """Return part -> tensor for the MTP layer, and part -> tensor name; HeadsFilesError if the layer is not the
+    target's."""
     stored = stored_tensors(path)
     products = [match for tensor in stored if (match := PRODUCT.fullmatch(tensor.name))]
     if len(products) != 1:
@@ -186,7 +187,9 @@ def _parts(path: Path, target: TargetShape) -> tuple[dict[str, Stored], Mapping[
     (product,) = products
     begin, kinds = (product[1], NAMES) if product[1] else (product[3], OTHER_NAMES)
     if product[2] is not None and int(product[2]) != target.layers:
-        raise HeadsFilesError(f"{path}: {product[0]} must be of layer {target.layers}, which follows the target's last")
+        raise HeadsFilesError(
+            f"{path}: {product[0]} must belong to layer {target.layers}, the one after the target's last"
+        )
     names = {part: begin + name for part, name in kinds.items()}
     of_layer = begin + kinds["layer"].removesuffix("{}")
     alone = {name: part for part, name in names.items() if part != "layer"}

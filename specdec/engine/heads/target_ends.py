@@ -1,7 +1,7 @@
 """The two ends of a target's weights: its token embeddings and its output head.
 
-Published heads often use these instead of their own. A draft service with such heads reads them from the target's
-directory, and nothing between them.
+Published heads often use these instead of their own. A draft service with such heads reads only the ends from the
+target's directory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ OUTPUTS = ("lm_head.weight",)
 """Name suffixes of output heads in transformers' models. A model without one uses its embeddings."""
 
 IN_LAYERS = re.compile(r".*layers\.|mtp\.")
-"""Beginning of the names of tensors of layers. An MTP layer may have copies of the ends, which are not read."""
+"""Beginning of the names of layers' tensors. An MTP layer may have copies of the ends, which are not read."""
 
 
 class TargetEnds(NamedTuple):
-    """Token embeddings [ids, width], and an output head [ids, hidden]. Both are empty unless they were read."""
+    """Token embeddings [ids, width], and an output head [ids, hidden]. Each is empty unless it was read."""
 
     embeddings: Tensor
     output: Tensor

@@ -1,4 +1,4 @@
-"""KV memory for heads that have attention of their own: one pool for all texts, and what growing trees see of it."""
+"""KV memory for heads with attention: one pool for all texts, and the keys that growing trees see."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from specdec.engine.kv.slots import PADDING_SLOT, KVPool, Slots
 
 
 class TextMemory:
-    """Keys and values of texts, for `positions` rows of all texts together: of one layer of heads, or of several layers
-    side by side, like more heads of one. Except for the padding slot the memory is uninitialised: a text reads only
-    rows that it has written."""
+    """Keys and values of texts, with `positions` rows for all texts together. Several layers are stored side by side,
+    like more KV heads of one layer. Except for the padding slot the memory is uninitialised: a text reads only rows
+    that it has written."""
 
     def __init__(self, positions: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pool = KVPool(positions + 1)  # the first slot is for padding
@@ -83,7 +83,7 @@ class TextSlots:
 
 
 class TreeContext:
-    """The keys that the rows of n growing trees see: their texts', their ancestors' in the tree, and their own. A level
+    """The keys that each row of n growing trees sees: its text's, its ancestors' in the tree, and its own. Each level
     of the trees takes one call of `visible`, then one of `add`."""
 
     def __init__(self, memory: TextMemory, texts: list[Slots], room: int) -> None:
@@ -95,12 +95,12 @@ class TreeContext:
         self._keys[:, :length], self._values[:, :length] = keys, values
         lengths = torch.tensor([len(slots) for slots in texts], device=keys.device)
         self._seen = torch.arange(length, device=keys.device) < lengths[:, None]  # [n, length]
-        self._lineage = self._seen.new_zeros(len(texts), 1, 0)  # [n, f, rows] of the last level, over all tree rows
+        self._lineage = self._seen.new_zeros(len(texts), 1, 0)  # [n, f, rows]: tree rows that the last level's rows see
         self._end = length  # rows of texts and trees so far
 
     def visible(self, origins: Tensor) -> Tensor:
-        """Begin a level whose rows have their parents at `origins` [n, f] in the level before. Return which of the k
-        rows, up to those of this level, its rows see: bool [n, f, k]."""
+        """Begin a level whose rows have their parents at `origins` [n, f] in the previous level. Return which of the k
+        rows so far, including this level's, each of its rows sees: bool [n, f, k]."""
         texts, rows = origins.shape
         ancestors = self._lineage[torch.arange(texts, device=origins.device)[:, None], origins]
         own = torch.eye(rows, dtype=torch.bool, device=origins.device).expand(texts, -1, -1)

@@ -50,7 +50,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Return the attention output [1, t, heads, width] for query [1, heads, t, width] and the new key and value.
 
-    The model's own layers call it. `attention_mask` is not used: the batch defines the keys that a row sees.
+    `attention_mask` is not used: the batch defines the keys that a row sees.
     """
     output = packed.attend(
         int(module.layer_idx),  # type: ignore[arg-type]

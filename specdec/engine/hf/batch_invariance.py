@@ -25,7 +25,8 @@ from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, Sha
 log = structlog.get_logger()
 
 PROBED_ROWS = 128
-"""Rows compared at each row count. Even in the smallest layers, they reveal a difference in one element of 10,000."""
+"""Rows compared at each row count: enough, even in the smallest layers, to reveal a difference in one element of
+10,000."""
 
 Linear = torch.nn.Linear | PackedLinear | GpuHead | BlockLinear
 
@@ -69,7 +70,7 @@ def find(layers: Iterable[Linear], device: str, threads: Sequence[int] = ()) -> 
 
 def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]) -> InvariantRowCounts:
     """Return the largest set of row counts with equal bits in each of these layers. A row count whose bits depend on
-    the thread count equals no other."""
+    the thread count is a set of its own."""
     bits: dict[int, list[bytes]] = defaultdict(list)
     generator = torch.Generator().manual_seed(0)
     for layer in layers:
@@ -86,7 +87,7 @@ def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]
         of_layers = [found[first : first + len(threads)] for first in range(0, len(found), len(threads))]
         agree = all(len(set(hashes)) == 1 for hashes in of_layers)
         classes[tuple(hashes[0] for hashes in of_layers) if agree else count].append(count)
-    return InvariantRowCounts(max(map(tuple, classes.values()), key=len))  # the first of equally large ones
+    return InvariantRowCounts(max(map(tuple, classes.values()), key=len))  # the first of several equally large sets
 
 
 def tile(model: torch.nn.Module, classes: ShapeRowCounts, *, packed_only: bool = False) -> None:
@@ -124,14 +125,14 @@ none."""
 def _counterparts(
     layers: Sequence[Linear], products: dict[Shape, InvariantRowCounts], instead: Counterpart, device: str
 ) -> dict[torch.nn.Module, torch.nn.Linear]:
-    """Return the counterparts of layers, for all shapes where they are invariant at more row counts, and put their row
-    counts into `products`."""
+    """Return the counterparts of layers, for the shapes at which they are invariant at more row counts, and write these
+    counts to `products`."""
     better: dict[torch.nn.Module, torch.nn.Linear] = {}
     for shape in [shape for shape, rows in products.items() if rows.counts != CANDIDATES]:
         alike = [layer for layer in layers if _shape(layer) == shape]
         others = [other for layer in alike if (other := instead(layer)) is not None]
         if len(others) < len(alike):
-            continue  # the two kinds would have to agree on row counts
+            continue  # counterparts and originals would have to agree on row counts
         try:
             (rows,) = find(others, device).values()
         except Exception as error:  # a compiler may raise anything: keep the original layers
@@ -152,14 +153,14 @@ def _swap(model: PreTrainedModel, layers: Mapping[torch.nn.Module, torch.nn.Modu
 
 
 def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counterpart | None = None) -> bool:
-    """Restrict an engine to invariant row counts if a check then finds its rows independent of their batch. Return
+    """Restrict an engine to invariant row counts if a check finds its rows then independent of their batch. Return
     whether they are.
 
     `instead` provides counterparts for layers that are invariant at few row counts. `contents` is a digest of the
     model's weights, part of the cache key of the result for the next start (`kept_exactness.py`). Without it, no result
     is stored.
     """
-    if is_quantised(engine.model):  # these layers cannot be tiled: exact without it, or not at all
+    if is_quantised(engine.model):  # these layers cannot be tiled: exact untiled, or not at all
         return rows_are_independent(engine)
     linears = [module for module in engine.model.modules() if isinstance(module, Linear)]
     threaded = cpu_threads(engine)

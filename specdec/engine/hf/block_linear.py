@@ -1,6 +1,6 @@
 """Linear layers with weights quantised in blocks of 32 numbers, to 4 or 8 bits, on a CPU.
 
-ONNX Runtime's kernel (MatMulNBits) multiplies them: it rounds activations to 8 bits, with one scale for 32 of them, and
+ONNX Runtime's kernel (MatMulNBits) multiplies them: it rounds activations to 8 bits, with one scale per 32 numbers, and
 sums in integers. A decode step reads a fraction of the bytes, so steps over few rows are faster; steps over many are
 not. A row's sum does not depend on the rest of the batch, as the check at start verifies.
 """
@@ -24,8 +24,8 @@ INT8_ACTIVATIONS = 4
 have no levels."""
 
 ELEMENTS = {torch.float32: 1, torch.bfloat16: 16}
-"""Types of tensors by ONNX's numbers (`TensorProto`). onnx and ONNX Runtime are imported only where they are used,
-because other verifiers run without them."""
+"""Types of tensors -> ONNX's numbers for them (`TensorProto`). onnx and ONNX Runtime are imported only where they are
+used, because other verifiers run without them."""
 
 HEAD_BITS = 8
 
@@ -49,7 +49,7 @@ class BlockLinear(torch.nn.Module):
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
-        options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # one of each per layer takes a gigabyte
+        options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # one of each per layer would take a gigabyte
         options.log_severity_level = 3
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # as in `onnx/engine.py`
         graph = _graph(linear, bits, self._element).SerializeToString()
@@ -70,7 +70,7 @@ class BlockLinear(torch.nn.Module):
 
 
 def _graph(linear: torch.nn.Linear, bits: int, element: int) -> Any:
-    """Return the graph of y [t, n] = x [t, k] W^T + b: elements of this type around float32 arithmetic."""
+    """Return the graph of y [t, n] = x [t, k] W^T + b: x and y of this element type, cast around a float32 product."""
     from onnx import helper, numpy_helper
 
     arrays = in_blocks(linear.weight.detach().float().numpy().T, bits)

@@ -1,4 +1,5 @@
-"""Influences on bits besides the model: the device, as part of the numerics fingerprint, and the whole machine."""
+"""Everything besides the model that affects bits: the device, as part of the numerics fingerprint, and the whole
+machine."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ VARYING = ("processor", "cpu MHz", "bogomips", "BogoMIPS", "physical id", "core 
 """Fields of /proc/cpuinfo that do not affect arithmetic, but differ between cores or starts."""
 
 SETTINGS = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "ONEDNN_", "TORCH_")
-"""Prefixes of environment variables that change how torch and the libraries below it compute."""
+"""Prefixes of environment variables that change how torch and the libraries under it compute."""
 
 
 def device_kind(device: str) -> str:
-    """Return a name for torch's compute device, which differs wherever bits may differ."""
+    """Return a name for torch's compute device, different if bits may differ."""
     if torch.device(device).type == "cuda":
         return f"cuda-{torch.version.cuda}-{torch.cuda.get_device_name(device).replace(' ', '-')}"
     return f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"

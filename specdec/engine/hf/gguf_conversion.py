@@ -1,7 +1,7 @@
 """Conversion of a GGUF file into a model directory: transformers reads configuration, tokenizer and weights.
 
-This module adds what transformers does not read from GGUF files: the scaling of rotary embeddings, and all tokens that
-end a turn. Quantised weights are widened.
+This module adds what transformers does not read: the scaling of rotary embeddings, and all tokens that end a turn.
+Quantised weights are widened.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from specdec.engine.model_folder import replaced
 from specdec.engine.start_phases import Progress
 
 MAX_SHARD_BYTES = 1 << 29
-"""Maximum bytes of a weight file: writing one holds a copy of its weights."""
+"""Maximum bytes of a weight file: while it is written, memory holds a copy of its weights."""
 
 PIECE_ROWS = 4096
 """Rows of a tensor widened at a time."""
@@ -89,7 +89,7 @@ def convert(
     `dtype` of the weights: None means the file's own, or bfloat16 if they are quantised. An earlier conversion in
     `target` is replaced. Raises ModelDirectoryError, in one line, if the file cannot be converted.
     """
-    hub.stay_away()
+    hub.disable_hub()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
@@ -104,7 +104,7 @@ def convert(
 
 
 def _convert(file: Path, alone: Path, folder: Path, dtype: str | None, progress: Progress) -> None:
-    """Write the model of a file, which is linked into the folder `alone`."""
+    """Write the model of a file; the folder `alone` contains only a link to the file."""
     reader = gguf.GGUFReader(file)
     if (parts := _value(reader, "split.count") or 1) > 1:
         raise ModelDirectoryError(
@@ -143,13 +143,13 @@ def _convert(file: Path, alone: Path, folder: Path, dtype: str | None, progress:
 def _weights(
     reader: gguf.GGUFReader, file: Path, model: PreTrainedModel, dtype: torch.dtype, progress: Progress
 ) -> dict[str, Tensor]:
-    """Return the weights by the model's names for them, by transformers' rules for each architecture. transformers' own
-    loop over them (`load_gguf_checkpoint`) widens a whole tensor at once, using several times its memory."""
+    """Return the weights by the model's names for them, using transformers' rules for each architecture. transformers'
+    own loop (`load_gguf_checkpoint`) widens whole tensors, using several times their memory."""
     parsed = load_gguf_checkpoint(str(file), return_tensors=False)
     processor = TENSOR_PROCESSORS.get(_value(reader, "general.architecture"), TensorProcessor)(config=parsed["config"])
     names = get_gguf_hf_weights_map(model, processor)
     tensors: dict[str, Tensor] = {}
-    parsed["tensors"] = tensors  # processors of mixture-of-experts models add theirs here
+    parsed["tensors"] = tensors  # processors of mixture-of-experts models add their tensors here
     total, done = sum(int(tensor.n_bytes) for tensor in reader.tensors), 0
     for tensor in reader.tensors:
         found = processor.process(
@@ -193,7 +193,7 @@ def _value(reader: gguf.GGUFReader, key: str) -> Any:
 
 
 def _dtype(types: Counter[str]) -> torch.dtype:
-    """Return a file's dtype from the count of numbers by format: the most frequent one if none is quantised, else
+    """Return a file's dtype from the count of numbers by format: the most frequent format if none is quantised, else
     bfloat16."""
     most = max(FLOATS, key=lambda name: types[name])
     return FLOATS[most] if set(types) <= set(FLOATS) else torch.bfloat16
@@ -247,8 +247,8 @@ def _llama3_factors(scaling: dict[str, Any], theta: float, count: int) -> NDArra
 
 
 def _drop_foreign_tokens(file: Path, count: int) -> None:
-    """Drop added tokens with ids from `count` on: transformers' tokenizer class may define default special tokens that
-    the model does not have."""
+    """Drop added tokens with ids of `count` or more: transformers' tokenizer class may define default special tokens
+    that the model does not have."""
     content = json.loads(file.read_text(encoding="utf-8"))
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

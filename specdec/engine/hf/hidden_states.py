@@ -1,9 +1,9 @@
 """Hidden states: the inputs of a model's output head, and of its layers, captured during a forward pass.
 
-Heads and drafters that build on a target's states (Medusa, EAGLE) need them together with the logits of the same pass.
-However a model's layers are run, its output head is a module that is called last. A hook on it always works, and costs
-nothing unless hidden states are requested. Layers are modules only if transformers' own forward pass runs them;
-our decoders call `Features.keep` themselves.
+Heads and drafters that build on a target's states (Medusa, EAGLE) need them with the logits of the same pass. However
+the layers are run, the output head is called last, as a module. So a hook on it always works, and costs nothing unless
+hidden states are requested. Layers are called as modules only in transformers' own forward pass; our decoders call
+`Features.keep` themselves.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Features:
         self._kept: dict[int, Tensor] = {}
 
     def keep(self, layer: int, stream: Tensor) -> None:
-        """Keep a copy of the stream [t, d] entering a layer, if it is in `layers`, since its memory may be reused."""
+        """Keep a copy of the stream [t, d] entering a layer, if the layer is in `layers`: the stream's memory may be
+        reused."""
         if layer in self.layers:
             self._kept[layer] = stream.clone()
 

@@ -74,7 +74,7 @@ class KeptExactness:
             return None
         if set(products) != self._shapes or not isinstance(bits, str):
             return None
-        for counts in products.values():  # a part of CANDIDATES, in order
+        for counts in products.values():  # a subset of CANDIDATES, in order
             if not counts or counts != tuple(count for count in CANDIDATES if count in counts):
                 return None
         classes = ShapeRowCounts.made_up_of({shape: InvariantRowCounts(counts) for shape, counts in products.items()})

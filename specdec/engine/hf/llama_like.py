@@ -25,12 +25,12 @@ def fits(model: PreTrainedModel) -> bool:
 
 
 def join_products(model: PreTrainedModel) -> None:
-    """Join the products of each layer with a common input."""
+    """Join the products that share an input, in each layer."""
     for layer in model.model.layers:
         join_layer(layer)
 
 
 def join_layer(layer: Any) -> None:
-    """Join the products of one layer with a common input: query, key and value; gate and up."""
+    """Join the products of one layer that share an input: query, key and value; gate and up."""
     join(layer.self_attn, ("q_proj", "k_proj", "v_proj"))
     join(layer.mlp, ("gate_proj", "up_proj"))

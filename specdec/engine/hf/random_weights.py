@@ -18,6 +18,6 @@ class RandomWeights(ModelDirectory):
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """Always a ModelDirectoryError: an export would be cached, and later found, under the fingerprint of any
+        """Raise ModelDirectoryError always: an export would be cached, and later found, under the fingerprint of any
         weights in the same directory."""
         raise ModelDirectoryError(f"{self.path}: random weights cannot be exported: use the engine torch or eager")

@@ -17,11 +17,11 @@ from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.hf.pretrained import is_quantised
 
 DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest allowed difference from the model's own logits, relative to the largest of these, by dtype."""
+"""Largest allowed difference from the model's own logits, relative to the largest of those, by dtype."""
 
 QUANTISED_DISAGREEMENT = 0.05
-"""Minimum allowed relative difference for a quantised model: if activations are quantised too, a rounding difference
-can move a number by a whole quantisation step."""
+"""The allowed relative difference for a quantised model is at least this: if activations are quantised too, a rounding
+difference can move a number by a whole quantisation step."""
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ class BlockPool:
             del self._roots[parent.key]
 
     def _condemn(self, node: _Node) -> list[int]:
-        """Forget a prefix and all its continuations; return their blocks that no table holds."""
+        """Forget a prefix and all its continuations; return their unheld blocks."""
         if node.suspect:
             return []
         self._unlink(node)
@@ -292,8 +292,8 @@ class BlockTable:
 
         `wipe`: the memory may contain NaN, and so may everything it was computed from or used for. The whole prefix is
         forgotten with all its continuations, including blocks held by other tables: new tables do not find them, and
-        the close() of their other holders wipes too. Returns the slots to overwrite before the pool is used again,
-        since a NaN spreads to the next rows that read it, masked or not; empty unless wiping.
+        the close() of their other holders wipes too. Returns the slots to overwrite before the pool is used again
+        (empty unless wiping), since a NaN spreads to the next rows that read it, masked or not.
         """
         pool, chain, own = self._pool, self._chain, self._blocks[len(self._chain) :]
         wipe = wipe or self._suspect

@@ -17,7 +17,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.preflight.memory_needed import SAMPLE_TOKENS
 
 ROWS_A_PASS = 96
-"""Rows compared at a time: their logits take a gigabyte for 1,024 rows of a vocabulary of 262,144 tokens."""
+"""Rows compared at a time: the logits of 1,024 rows of a vocabulary of 262,144 tokens would take a gigabyte."""
 
 SAMPLE = '''The parser reads one line at a time. A line that starts with a hash is a comment; everything else must be a
 name, an equals sign and a value. Unknown names are reported with their line number, but the file is read to its end, so
@@ -53,8 +53,8 @@ class Agreement(NamedTuple):
     """The agreement of two models' next-token distributions, averaged over the positions of a text."""
 
     overlap: float
-    """The sum of the smaller probabilities: the probability that the other distribution accepts a draw from one. A
-    draft's acceptance by its target changes by at most 1 - overlap."""
+    """The sum over tokens of the smaller probability: the probability that a draw from one distribution is accepted
+    under the other. A draft's acceptance by its target changes by at most 1 - overlap."""
     divergence: float
     """KL(model || export), in nats."""
     greedy: float

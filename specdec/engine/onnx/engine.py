@@ -38,8 +38,8 @@ from specdec.engine.working_memory import logits_bytes, row_bytes
 class OnnxEngine:
     """An exported model and its KV cache, on `device` (cpu, cuda, cuda:1, ...).
 
-    The pools of keys and values are bound to the same memory as inputs and outputs of every run, so that the graph
-    updates them in place. The dtype of an export is fixed.
+    In every run, a pool of keys or values is both an input and an output, bound to the same memory, so that the graph
+    updates it in place. The dtype of an export is fixed.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ def _session(
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     options.log_severity_level = 3
     if half and chosen[0][0] == CPU:
-        # The next level, about convolutions, crashes onnxruntime 1.31's CPU provider on a float16 graph.
+        # The next level, for convolutions, crashes onnxruntime 1.31's CPU provider on a float16 graph.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     with opened(graph):  # refuses a named pipe, where onnxruntime would block
         pass

@@ -136,7 +136,7 @@ def export(
     float32. With `bits` of None, weights get the fewest bits with an overlap of MIN_OVERLAP or more on a sample text;
     models smaller than MIN_QUANTISED_BYTES, and those in float16, are then not quantised. Returns the agreement of a
     quantised export with the model; None if it is not quantised, or in float16. An earlier export in `target` is
-    replaced; any other content is left alone, with a ModelDirectoryError.
+    replaced. Any other content stays, and ModelDirectoryError is raised.
     """
     check_replaceable(target, DESCRIPTION)
     model = load(directory, DTYPES[dtype], "cpu")
@@ -176,7 +176,7 @@ def export(
             if expected is None or chosen == 32:
                 return None
             program.model = traced
-            _free()  # frees the quantised weights, which are written
+            _free()  # frees the quantised weights, already written
             found = _agreement(folder, tokens, expected)
             _free()  # frees the engine
             if bits is not None or found.overlap >= MIN_OVERLAP:

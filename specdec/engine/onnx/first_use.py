@@ -29,7 +29,7 @@ def exported(
 ) -> Path:
     """Return the path of a model's export: the directory itself, or one in the user's cache, created now if it is
     missing or broken. `quantised`: choose the bits of its weights, as `export` does by default. `niceness`: of the
-    exporting process, if another one is serving."""
+    exporting process, for exports while another process serves."""
     if (directory.path / GRAPH).is_file():
         return directory.path
     target = place_of_export(directory, dtype, quantised=quantised)

@@ -14,7 +14,7 @@ from specdec.engine.engine import UnsupportedModelError
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 CUDA_OPTIONS = {"arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"}
-"""Options of the CUDA provider. It allocates memory only as needed, since the pools have most of it, and computes
+"""Options of the CUDA provider. It allocates memory only as needed, since the KV pools take most of it, and computes
 float32 products in float32, not in TF32."""
 
 

@@ -14,7 +14,8 @@ from specdec.engine.onnx_runtime import ort
 
 
 class OnnxDraftLogits:
-    """The wanted rows of a pass as float32 logits [n, V] on the device, and their shortlists by the graph `finding`."""
+    """The wanted rows of a pass as float32 logits [n, V] on the device, and shortlists computed by the graph
+    `finding`."""
 
     def __init__(self, logits: ort.OrtValue, finding: ort.InferenceSession) -> None:
         self._logits = logits

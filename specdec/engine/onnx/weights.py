@@ -1,9 +1,9 @@
 """The weights of an exported graph: unchanged, or quantised in blocks of BLOCK numbers.
 
-The exporter leaves the product of a linear layer with the weight W [n, k] as `MatMul(x, Transpose(W))`. Here either the
-transposed weight becomes a tensor that is computed when it is written, so that an export holds no second copy of the
-weights. Or the product becomes ONNX Runtime's `MatMulNBits`, with 4 or 8 bits per number, and a scale and a zero point
-per block. The table of token embeddings then has 8 bits, as `GatherBlockQuantized`: it is read, not multiplied, so
+The exporter leaves the product of a linear layer with the weight W [n, k] as `MatMul(x, Transpose(W))`. An unquantised
+weight is transposed only while it is written, so that an export holds no second copy of the weights. A quantised
+product becomes ONNX Runtime's `MatMulNBits`, with 4 or 8 bits per number, and a scale and a zero point per block. With
+quantised products, the table of token embeddings has 8 bits, as `GatherBlockQuantized`: it is read, not multiplied, so
 fewer bits would save memory but no time.
 """
 

@@ -34,7 +34,7 @@ class PaddedAttention:
     pools: KVTensors
     slots: Tensor  # [t] destination of the new keys and values
     groups: list[AttentionGroup]
-    place: Tensor | None  # [t] each token's row in the groups' output; None: it has each token once, in order
+    place: Tensor | None  # [t] each token's row in the groups' output; None: the output has each token once, in order
     fused: bool  # use scaled_dot_product_attention, or else its component operations (for tracing)
 
     def attend(
@@ -73,7 +73,8 @@ def _lanes(
     """Return the attention [g, r, heads, width] of query [g, r, heads, width] over key and value [g, l, kv_heads,
     width].
 
-    Query heads that share a key head become further rows of it, so that keys and values are not repeated in memory.
+    Query heads that share a key head become extra rows of that head, so that keys and values are not repeated in
+    memory.
     """
     lanes, rows, heads, width = query.shape
     kv_heads = key.shape[2]

@@ -5,8 +5,8 @@ length of its keys. A token tree becomes a chain for each of its paths, with key
 gaps; where bits do not matter, it becomes a single lane with a mask.
 
 Exactness depends on two rules kept here. A chain's lane is padded to a length determined only by the positions of its
-rows. Unless an engine takes all lanes in one group, it also has at least MIN_ROWS rows. Then a row's attention is the
-same in a prompt, a tree or a plain step.
+rows. Unless an engine takes all lanes in one group, the lane also has at least MIN_ROWS rows. Then a row's attention is
+the same in a prompt, a tree or a plain step.
 """
 
 from __future__ import annotations

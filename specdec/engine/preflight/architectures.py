@@ -1,6 +1,6 @@
 """Supported architectures: the causal language models of transformers 5.23, by `model_type`.
 
-Each was built small, with random weights, and put into an engine. UNTRIED ones could not be built in this way, or their
+A small model of each, with random weights, was run in an engine. UNTRIED ones could not be built in this way, or the
 result depends on more of the configuration. They are loaded, and the checks at start decide.
 """
 

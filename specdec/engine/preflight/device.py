@@ -1,7 +1,7 @@
 """Checks that a device is present, that packages and compilers for a kind of engine are installed, and that one
 process serves the whole model.
 
-torch is not imported for this: its version file states its build, and the CUDA driver the number of devices.
+torch is not imported for this: its version file gives its build, and the CUDA driver gives the number of devices.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def check_weights_option(directory: ModelDirectory, placement: Placement) -> Non
             "quantised checkpoints"
         )
     if directory.quantisation is not None:
-        raise UnsupportedModelError(f"{subject}: {directory.name} is already quantised: leave it out")
+        raise UnsupportedModelError(f"{subject}: {directory.name} is already quantised: leave the option out")
     for package in ("onnxruntime", "onnx", "onnx_ir"):
         require(package)
 

@@ -80,7 +80,8 @@ class MemoryNeeded:
 
     @property
     def owed(self) -> tuple[int, int]:
-        """The bytes to leave free, besides another model's KV cache, and for each slot of that cache."""
+        """The bytes that another model's KV cache must leave free for this one: a fixed number, and a number per slot
+        of that cache."""
         return self.weights + self.working, self.kv // self.tokens if self.tokens else 0
 
     @property

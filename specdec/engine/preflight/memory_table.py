@@ -16,9 +16,9 @@ COLUMNS = ("", "weights", "keys and values", "steps", "process", "export", "at m
 def memory_of(
     wanted: Mapping[str, tuple[Wanted, ModelDirectory]], *, heads: Beside | None = None
 ) -> dict[str, MemoryNeeded]:
-    """Estimate the memory that models take by role once their KV caches are full, and the memory of `heads` beside the
-    first model. Models that vLLM places are left out. A later model on the same device is counted with the memory that
-    earlier ones leave."""
+    """Estimate, by role, the memory that models take once their KV caches are full, and the memory of `heads` beside
+    the first model. Models whose memory vLLM decides are left out. A later model on the same device gets the memory
+    that earlier ones leave."""
     free: dict[str, int] = {}
     found = {}
     for role, (model, directory) in wanted.items():

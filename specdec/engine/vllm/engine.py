@@ -315,7 +315,7 @@ def _started(**arguments: Any) -> Start:
         config = EngineArgs(**arguments).create_engine_config()
         core = EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=_lost)
     except Exception as error:  # vLLM raises many kinds of errors, some generic when workers fail to start
-        raise UnsupportedModelError(f"vLLM rejects it: {reason_of(error)}") from error
+        raise UnsupportedModelError(f"vLLM rejects the model or its options: {reason_of(error)}") from error
     atexit.register(core.shutdown)
     call_all: Callable[..., Any] = core.model_executor.collective_rpc
 

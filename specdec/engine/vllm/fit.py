@@ -19,8 +19,8 @@ def why_unfit(runner: Any) -> str | None:
         # Graphs and compiled layers then take embeddings as input.
         (runner.supports_mm_inputs, "its layers take embeddings of media other than text"),
         (model.is_hybrid or len(groups) != 1, "its layers have state other than keys and values of tokens"),
-        # A row's attention would depend on where its prompt is cut or ends, which passes do not know.
-        (any(map(_sees_ahead, groups)), "prompt rows attend to later ones (prefix-LM attention)"),
+        # Attention would depend on where the prompt is cut or ends, which passes do not know.
+        (any(map(_sees_ahead, groups)), "prompt rows attend to later rows (prefix-LM attention)"),
         (getattr(model, "rswa_window", None) is not None, "its attention window depends on the end of the prompt"),
         (getattr(runner, "lookback_token_ids", None) is not None, "its layers read earlier tokens of the text"),
         (BLOCK % size, f"its attention needs blocks of {size} tokens, which must divide {BLOCK}"),

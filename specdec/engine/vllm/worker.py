@@ -2,8 +2,8 @@
 
 Most knowledge of vLLM's internals is in this file; the rest is in `fit.py`, and in `engine.py`, which starts vLLM.
 `preflight/vllm_version.py` lists the supported versions. A pass does what the runner's `execute_model` does between its
-request states and its sampler, which are unused here: it fills the runner's buffers, has the attention's metadata
-built, and runs the model, as a CUDA graph if there is one.
+request states and its sampler, which are unused here: it fills the runner's buffers, builds the attention's metadata,
+and runs the model, as a CUDA graph if there is one.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def on_the_stream(method: Method) -> Method:
 
 
 class Passes:
-    """Methods added to each vLLM worker (`worker_extension_cls`). They are called on all workers of a model at once.
-    Rank 0 has the logits and answers; the others return None."""
+    """Methods added to each vLLM worker (`worker_extension_cls`). They are called on all workers of a model
+    concurrently. Rank 0 has the logits and returns results; the others return None."""
 
     model_runner: Any
     _specdec_stream: Any  # stream of the thread that loaded the model
@@ -158,8 +158,8 @@ class Passes:
 
 
 def _outlive_signals() -> None:
-    """Ignore signals in a worker process, leaving them to its parent. A terminal or supervisor signals all processes at
-    once, but workers are needed until the texts are drained. They stop when vLLM's pipe closes."""
+    """Ignore signals in a worker process, leaving them to its parent. A terminal or supervisor signals all processes
+    together, but workers are needed until the texts are drained. They stop when vLLM's pipe closes."""
     if multiprocessing.parent_process() is not None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)

@@ -23,7 +23,7 @@ MAX_CONTAINING = 16
 """Maximum place of the item that matches `contains`: the grammar has an alternative for each place."""
 
 MAX_UNIQUE = 4
-"""Maximum values of items that must be unique: the grammar has an alternative for each order."""
+"""Maximum distinct values for items that must be unique: the grammar has an alternative for each order."""
 
 APPLICATORS = frozenset(["allOf", "anyOf", "oneOf", "$ref", "if", "contains", "dependentSchemas"])
 """Keywords that may evaluate items, which `unevaluatedItems` then excludes."""

@@ -103,7 +103,7 @@ def _asked_value(asked: Any, required: Any) -> tuple[str, list[Any]] | None:
 
 def _discriminator(rewriter: Rewriter, parts: Any, place: str) -> str | None:
     """Return a property with different values in each part of a oneOf, so that no value with it matches two parts; None
-    if there is none. Generators do not require it if it has a default, but always write it."""
+    if there is none. Generators do not list it as required if it has a default, but always write it."""
     found: dict[str, list[set[str]]] = {}
     for part in list_of(parts):
         rewriter.count(place)

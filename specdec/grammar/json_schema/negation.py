@@ -1,4 +1,4 @@
-"""Negations: a schema for the values that another does not allow. llguidance has no keyword for this.
+"""Negations: a schema for the values that another schema does not allow. llguidance has no keyword for this.
 
 A value breaks a schema by breaking one of its keywords, so a negation is the union of the keywords' opposites.
 """
@@ -38,7 +38,7 @@ CONSTRAINTS = UNDENIED.union(
         *("maximum", "minItems", "minLength", "minProperties", "minimum", "pattern", "properties", "required"),
     ]
 )
-"""The same keywords, and those whose value may have the wrong type."""
+"""These keywords, and those that have an opposite only if their value has the right type."""
 
 
 def negation(rewriter: Rewriter, schema: Schema, place: str) -> Schema:
@@ -56,7 +56,7 @@ def negation(rewriter: Rewriter, schema: Schema, place: str) -> Schema:
 
 
 def _ways_out(rewriter: Rewriter, key: str, value: Any, schema: Mapping[str, Any], place: str) -> Sequence[Schema]:
-    """Return schemas of which at least one allows each value that breaks a keyword."""
+    """Return schemas that together allow the values that break a keyword."""
 
     def opposite(inner: Schema, at: str = place) -> Schema:
         return negation(rewriter, inner, at)

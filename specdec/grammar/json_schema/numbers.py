@@ -14,10 +14,10 @@ BOUNDS = {
     "maximum": ("exclusiveMinimum", -1),
     "exclusiveMaximum": ("minimum", -1),
 }
-"""Bounds of numbers to the opposite bound, and the direction away from the bound."""
+"""For each bound: the opposite bound, and the direction in which numbers are allowed."""
 
 LARGEST = 2**63 - 1024
-"""The largest bound that llguidance can enforce: below 2^63, as a 64-bit float."""
+"""The largest bound that llguidance can enforce: the largest 64-bit float below 2^63."""
 
 
 def rewrite_listed_values(rewriter: Rewriter, part: Rewrite) -> None:
@@ -40,7 +40,7 @@ def rewrite_bounds(part: Rewrite) -> None:
 
 
 def rewritten_bound(key: str, value: Any, place: str) -> Any:
-    """Return the value of a bound that llguidance enforces exactly, and that allows no additional number."""
+    """Return a value for a bound that llguidance enforces exactly and that allows no additional number."""
     _, away = BOUNDS[key]
     if not is_number(value):
         return value  # draft 4's flag, or an invalid value
@@ -60,7 +60,7 @@ def _nearest(value: float, away: int) -> float:
 
 
 def is_exact(value: Any) -> bool:
-    """Return True for a number that equals a 64-bit float."""
+    """Return True for a number small enough to equal a 64-bit float."""
     return is_number(value) and abs(value) <= 2**53
 
 

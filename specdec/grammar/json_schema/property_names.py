@@ -1,7 +1,7 @@
 """`propertyNames`, which llguidance does not support, enforced by properties and patterns.
 
-A list of names becomes the only properties. Any other schema of names becomes a language, which is intersected with
-the languages of the object's own patterns.
+A list of names becomes the list of allowed properties. Any other schema of names becomes a language, which is
+intersected with the languages of the object's own patterns.
 """
 
 from __future__ import annotations

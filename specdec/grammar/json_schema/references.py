@@ -52,7 +52,7 @@ class Document:
         return found
 
     def chain(self, schema: Any, place: str) -> Iterator[Any]:
-        """Yield a schema and the schemas along its chain of references, at most `MAX_REFERENCES` of the latter."""
+        """Yield a schema, then at most `MAX_REFERENCES` schemas along its chain of references."""
         yield schema
         for _ in range(MAX_REFERENCES):
             if not isinstance(schema, dict) or "$ref" not in schema:

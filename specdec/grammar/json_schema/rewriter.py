@@ -1,4 +1,4 @@
-"""The rewriter that the keyword rules share: the state of one rewriting, and the way back to whole schemas.
+"""The rewriter that the keyword rules share: the state of one rewriting, and the method that rewrites whole schemas.
 
 Rules and the rewriting of whole schemas call each other, so the rules know only `Rewriter`. Errors name the place of
 their schema, a JSON pointer.
@@ -21,7 +21,7 @@ from specdec.grammar.languages import Languages
 Made = TypeVar("Made")
 
 MAX_SCHEMAS = 20_000
-"""Maximum schemas visited within one: some 100 ms."""
+"""Maximum schemas visited for one request: some 100 ms."""
 
 MAX_NEGATIONS = 50
 """Maximum depth of a negated schema."""

@@ -73,7 +73,7 @@ def json_text(schema: Mapping[str, Any]) -> str:
 
 
 def _rewritten(schema: Mapping[str, Any], work: Work, *, checks: bool) -> tuple[Mapping[str, Any], UniqueItems | None]:
-    """Return the result of `supported`; with `checks`, also the check of what the schema leaves out, if anything."""
+    """Return the result of `supported`; with `checks`, also the check for parts that the schema leaves out, if any."""
     if object_of(schema.get("x-guidance")).get("lenient") is True:
         return schema, None
     try:
@@ -109,7 +109,7 @@ class _SchemaRewriter(Rewriter):
         return result | {key: self._root[key] for key in ("x-guidance",) if key in self._root}
 
     def check(self) -> UniqueItems | None:
-        """Return the check of what the result leaves out; None if nothing."""
+        """Return the check for parts that the result leaves out; None if there are none."""
         return UniqueItems(self._root, self.document, self.unenforced) if self.unenforced else None
 
     def schema(self, schema: Schema, place: str) -> Schema:

@@ -23,10 +23,10 @@ class Shape(NamedTuple):
 
 
 def check_shapes(schema: Mapping[str, Any], place: str) -> None:
-    """Refuse a schema that has a keyword with a value of the wrong shape, not looking into the schemas inside.
+    """Refuse a schema that has a keyword with a value of the wrong shape. Subschemas are not checked.
 
-    A keyword that the schema's own type leaves without effect is not checked: published schemas have many of draft 3's
-    `"required": true` beside the type of a field."""
+    Nor is a keyword without effect on the schema's own type: many published schemas have draft 3's `"required": true`
+    beside the type of a field."""
     allowed: Sequence[str] = TYPES
     for key, shape in SHAPES.items():
         if key not in schema or not set(shape.types).intersection(allowed):

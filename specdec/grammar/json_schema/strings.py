@@ -50,8 +50,8 @@ def name_pattern(rewriter: Rewriter, pattern: str, place: str) -> str:
 
 
 def _rewritten(rewriter: Rewriter, pattern: str, place: str, key: str, spelt: Callable[[int], list[str]]) -> list[str]:
-    """Return expressions that together match what `pattern` matches, `spelt` from its language. An expression that is
-    unreadable here stays unchanged. So does one that is only too large, if it needs no rewriting."""
+    """Return expressions that together are equivalent to `pattern`; `spelt` makes them from its language. An expression
+    that cannot be parsed here stays unchanged. So does one that is only too large, if it needs no rewriting."""
     rewriter.count(place, len(pattern))
     try:
         return spelt(rewriter.languages.of_pattern(pattern))

@@ -14,7 +14,7 @@ from specdec.grammar.json_schema.schemas import Schema
 from specdec.grammar.json_schema.values import list_of, object_of
 
 Select = Callable[[Any], Iterable[tuple[str, Any]]]
-"""Returns the parts of a value that a subschema applies to, each after its place in the value, a JSON pointer."""
+"""Returns (JSON pointer, part) for each part of a value that a subschema applies to."""
 
 KEYWORD = "uniqueItems"
 
@@ -46,7 +46,7 @@ class UniqueItems:
 
     def __init__(self, root: Mapping[str, Any], document: Document, unenforced: Mapping[int, str]) -> None:
         """`unenforced`: places of the schemas of `document` whose uniqueItems is left to the check, by their identity.
-        GrammarError if only other keywords of the schema decide whether one of them applies to a value."""
+        GrammarError if more than the types of values decides whether one of these schemas applies."""
         self._root = root
         self._document = document
         self._unenforced = frozenset(unenforced)
@@ -92,7 +92,7 @@ class UniqueItems:
         return UniquenessVerdict(True)
 
     def _reached(self) -> tuple[dict[int, list[tuple[Select, Schema]]], set[int]]:
-        """Return, by the identity of schemas, the steps from the schemas that certainly apply, and the other
+        """Return the steps from each schema that certainly applies, by its identity, and the identities of all other
         schemas."""
         steps: dict[int, list[tuple[Select, Schema]]] = {}
         others, ahead = list[Any](), [self._root]
@@ -142,7 +142,7 @@ class UniqueItems:
         others += [value for key, value in schema.items() if key not in certain]
 
     def _containers(self, schema: Schema) -> frozenset[str]:
-        """Return the types with parts that a schema may allow."""
+        """Return the container types that a schema may allow."""
         found = schema
         for found in self._document.chain(schema, "/$ref"):
             if not isinstance(found, dict) or "type" in found:

@@ -1,11 +1,11 @@
-"""The guard: closes or mutes connections that only make wasted calls, which are refused or reset at once.
+"""The guard: closes or mutes connections that make only wasted calls: those refused or reset immediately.
 
 A refused call still takes a sixth of a millisecond of the event loop, so a caller without a key could saturate it with
 some thousands per second. Each connection has a budget for such calls. So has each address, because a caller may open
 any number of connections. A connection that also carries calls of authorized callers is left alone: it may be a
 proxy's, with all kinds of callers behind it.
 
-The guard knows calls and connections, but no keys, methods or statuses (`interceptor.py`).
+The guard sees only calls and connections; `interceptor.py` deals with keys, methods and statuses.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TRUSTED_SECONDS = 60.0
 """Seconds that a connection stays trusted after a served call: a proxy's callers come and go."""
 
 CONNECTION_BURST, CONNECTION_RATE = 100.0, 100.0
-"""Wasted calls that a connection may make at once, and per second in the long run. A server of the OpenAI API checks at
-most about fifty unknown keys per second, and must not be closed even while none of its callers has a key."""
+"""Wasted calls that a connection may make in a burst, and per second in the long run. A server of the OpenAI API checks
+at most about fifty unknown keys per second: its connection must stay open even while none of its callers has a key."""
 
 ADDRESS_BURST, ADDRESS_RATE = 400.0, 200.0
-"""The same for all connections of an address: a thirtieth of a core. Beyond it, every connection may still waste
+"""The same for an address, over all its connections: a thirtieth of a core. Beyond it, every connection may still waste
 `MIN_WASTED` calls."""
 
 MAX_DEBT = 12_000.0
@@ -46,14 +46,14 @@ MIN_WASTED = 1
 """Wasted calls that every connection may make, so that its caller can read the reason of the refusal."""
 
 MUTED_SECONDS = 20.0
-"""Seconds that a connection of an address beyond its budget stays open but unread before it is closed. If closed at
-once, the caller would return at once, with a hundred calls on its new connection."""
+"""Seconds that a connection stays open but unread, once its address is beyond its budget, before it is closed. After an
+immediate close, the caller would return immediately, with a hundred calls on its new connection."""
 
 MAX_MUTED = 512
 """Maximum number of muted connections; beyond it the oldest is closed."""
 
 MAX_CONNECTIONS = MAX_ADDRESSES = 8192
-"""Number of most recent connections and addresses remembered; about 1 KB each."""
+"""Maximum connections and addresses remembered, the most recent ones; about 1 KB each."""
 
 SWEEP_SECONDS = 0.01
 """Seconds between scans of this process's sockets; one scan closes all connections due."""
@@ -65,8 +65,8 @@ LOG_SECONDS = 10.0
 """Minimum seconds between log lines about wasted calls."""
 
 LOGGED_CALLS = 50
-"""Minimum number of wasted calls in that time for a log line: fewer come from callers that cancel, or that retry with
-an old key."""
+"""Minimum number of wasted calls in that time for a log line: callers that cancel, or retry with an old key, make
+fewer."""
 
 IPV6_HOST_BITS = 64
 """Bits of an IPv6 address chosen by its owner: a /64 counts as one address."""
@@ -123,7 +123,7 @@ class ConnectionGuard:
         self._wanted = asyncio.Event()  # set when there are connections to close or mute
         self._sweep: asyncio.Task[None] | None = None
         self._counted_from, self._logged_at = clock(), -math.inf
-        self._calls_before, self._closed_told = 0, 0  # wasted calls before `_counted_from`; closed ones logged
+        self._calls_before, self._closed_told = 0, 0  # wasted calls before `_counted_from`; closures logged
 
     @property
     def remembered(self) -> tuple[int, int]:
@@ -135,8 +135,8 @@ class ConnectionGuard:
         self._count(peer, why)
         self._waste(peer, self._addresses)
 
-    def answer_anybody(self, peer: str) -> None:
-        """Charge a call of an open service, which does not show its caller's authorization, to the budgets."""
+    def charge_open_call(self, peer: str) -> None:
+        """Charge the budgets for a call of an open service, which does not show its caller's authorization."""
         self._waste(peer, self._open_addresses)
 
     def begin(self, peer: str) -> GuardedCall:
@@ -216,7 +216,7 @@ class ConnectionGuard:
         return found
 
     def _end(self, connection: CallerConnection, manner: dict[Peer, None]) -> None:
-        """Schedule a connection to be closed or muted. It stays on record for its further calls."""
+        """Schedule a connection to be closed or muted. It stays on record, since more of its calls may arrive."""
         if connection.peer in self._muted:
             return
         if not connection.closed:

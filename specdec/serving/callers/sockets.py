@@ -3,8 +3,8 @@ API for this, but the sockets belong to this process.
 
 Shutting a socket down is enough: gRPC sees the end of the connection, as if the peer had closed it, and frees
 everything. A muted connection stays open and costs nothing: its peer waits for answers, as after a network failure.
-Resets and the first packets of new connections still pass. They end a muted connection whose peer is gone, so that the
-next caller with the same port can connect.
+Resets and the first packets of new connections still pass. These packets end a muted connection whose peer is gone, so
+that the next caller with the same port can connect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Peer = tuple[Address, int]
 
 MAX_DISCARDS = 16
 _discarded = bytearray(1 << 19)
-"""Number and buffer size of reads, half a MiB each: Linux's default receive buffer holds at most 6 MiB."""
+"""Maximum reads to discard data, and their buffer of half a MiB: Linux's default receive buffer holds at most 6 MiB."""
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 DROP_DATA = b"".join(
@@ -148,7 +148,7 @@ def _discard(connection: socket.socket) -> None:
 
 def _duplicate(descriptor: int) -> socket.socket | None:
     """Return a duplicate of a TCP socket; None if the descriptor is something else or closed. The duplicate stays the
-    same connection even if gRPC closes its own and the number is reused."""
+    same connection even if gRPC closes the original and its number is reused."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None

@@ -74,7 +74,7 @@ class TokenBuckets:
         return found
 
     def wait(self, key: Hashable) -> float:
-        """Take a key's token and return 0.0. If it has none, return the seconds until it has one."""
+        """Take a token from a key's bucket and return 0.0. If it is empty, return the seconds until it has a token."""
         bucket = self.of(key)
         if seconds := bucket.seconds_until():
             return seconds

@@ -26,7 +26,7 @@ REQUEST_SECONDS = 10.0
 """Maximum lifetime of a connection in seconds, even if it is active."""
 
 MAX_CONNECTIONS = 32
-"""Maximum number of connections, one thread each; more are closed at once."""
+"""Maximum number of connections, one thread each; more are closed immediately."""
 
 
 class ServiceCollector(Collector):
@@ -88,7 +88,7 @@ class MetricsEndpoint:
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
     async def close(self) -> None:
-        """Stop the server. Runs on the event loop without blocking it: a scrape in flight may be waiting for it."""
+        """Stop the server. Runs on the event loop without blocking it: a scrape in flight may need it."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
 
@@ -153,6 +153,6 @@ def _refusing_when_stuck(answer: Callable[..., Any]) -> Callable[..., Any]:
             return answer(environ, start_response)
         except TimeoutError:
             start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
-            return [b"the service's event loop does nothing\n"]
+            return [b"the service's event loop is stuck\n"]
 
     return answer_or_refuse

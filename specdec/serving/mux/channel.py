@@ -174,8 +174,8 @@ class ClientConnection:
     async def _write(self) -> None:
         """Write batches of frames once the service has accepted the connection.
 
-        The first batch waits for the initial metadata. If sent earlier, it would turn the service's answer that it does
-        not support connections into an internal error. Only `_read` handles the end of a connection.
+        The first batch waits for the initial metadata. If sent earlier to a service without support for connections, it
+        would turn the service's answer into an internal error. Only `_read` handles the end of a connection.
         """
         try:
             with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.AioRpcError):

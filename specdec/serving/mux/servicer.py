@@ -22,7 +22,7 @@ from specdec.v2 import mux_pb2, mux_pb2_grpc
 log = structlog.get_logger()
 
 FAREWELL_SECONDS = 5.0
-"""Seconds for a caller to read, when its connection ends, the batch being written and then the status."""
+"""Seconds that a caller has, when its connection ends, to read the batch being written and then the status."""
 
 MAX_CONNECTIONS = 1024
 """Maximum number of connections to a service. An orchestrator opens one per worker process."""
@@ -156,7 +156,9 @@ class ServerConnection:
 
     def _open(self, number: int, begin: mux_pb2.Begin) -> None:
         if number in self._served or not number:
-            raise ProtocolError(f"stream {number} begins twice" if number else "stream 0 is that of the connection")
+            raise ProtocolError(
+                f"stream {number} begins twice" if number else "stream 0 is reserved for the connection"
+            )
         method = self._methods.get(begin.method)
         served = ServedStream(number, self._sending, begin, method, self._context, self._traffic)
         if self._draining:
@@ -179,7 +181,7 @@ class ServerConnection:
             running.add_done_callback(partial(self._on_run_ended, number))  # it may be cancelled before it starts
 
     async def _run(self, served: ServedStream) -> None:
-        """Serve one stream with its method, wrapped like a call by the interceptor."""
+        """Serve one stream with its method, wrapped as the interceptor wraps calls."""
         bind_metadata(served.begin.metadata)
         try:
             async with asyncio.timeout(served.time_remaining()):
@@ -238,7 +240,6 @@ class ServedStream(MuxStream):
         return self.closed
 
     def peer(self) -> str:
-        """Return the caller's address."""
         return str(self._connection.peer())
 
     def peer_identities(self) -> Any:

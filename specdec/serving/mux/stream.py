@@ -97,7 +97,9 @@ class MuxStream:
         match frame.WhichOneof("event"):
             case "message":
                 if self._waiting >= WINDOW:
-                    raise ProtocolError(f"more was sent while {self._waiting} bytes are unread, {WINDOW} are allowed")
+                    raise ProtocolError(
+                        f"a message arrived with {self._waiting} bytes unread, the window is {WINDOW} bytes"
+                    )
                 self._waiting += len(frame.message) + OVERHEAD
                 self._arrived.put_nowait(frame.message)
             case "credit":

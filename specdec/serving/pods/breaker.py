@@ -63,7 +63,7 @@ class Breaker:
             self._open(min(2 * self._pause, MAX_OPEN_SECONDS))
         elif not self._pause and (conclusive or self._failures >= FAILURES):
             self._open(FIRST_OPEN_SECONDS)
-        # Otherwise it is already open, and sessions begun before fail one after another.
+        # Otherwise it has too few failures to open, or is open already and sessions begun earlier fail.
 
     def _open(self, pause: float) -> None:
         if not self._pause:

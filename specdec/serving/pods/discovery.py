@@ -1,6 +1,6 @@
 """Discovery: finds the pods of a role, at given addresses and by DNS names (`dns:`) with one record per pod.
 
-A headless service's name has one record per pod. Pods come and go, so names are resolved periodically.
+A headless service has such a name. Pods come and go, so names are resolved periodically.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Discovery:
         again_seconds: float = AGAIN_SECONDS,
         names: dict[str, str] | None = None,
     ) -> None:
-        """`names` is updated with the DNS name of every target resolved from one."""
+        """`names` is updated with the DNS names of targets resolved from one."""
         self._names = {} if names is None else names
         self._addresses = addresses
         self._pods = pods

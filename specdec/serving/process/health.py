@@ -24,7 +24,7 @@ UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 LIVE = "live"
 """Service name for liveness checks: always SERVING. The event loop that serves everything else answers them, so a stuck
-one does not answer."""
+loop does not answer."""
 
 MAX_WATCHES, MAX_WATCHES_OF_CONNECTION = 128, 4
 """Maximum number of watchers, in total and per connection."""

@@ -41,7 +41,7 @@ def check_apart(addresses: Mapping[str, tuple[str, int]]) -> None:
     port; port 0 means any free one."""
     for (option, (host, port)), (other, (other_host, other_port)) in itertools.combinations(addresses.items(), 2):
         if port and port == other_port and (host == other_host or ANY_HOST & {host, other_host}):
-            raise ListenError(f"{option} {port} and {other} {port}: two services cannot have one port, change one")
+            raise ListenError(f"{option} {port} and {other} {port}: two services cannot share a port, change one")
 
 
 def is_loopback(host: str) -> bool:

@@ -114,8 +114,8 @@ def server_settings(
 
 
 def serving(port: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a service's command: the options common to all services, with this default port, replace its parameter
-    `server`; the command receives their ServerSettings."""
+    """Decorate a service's command: replace its parameter `server` by the options common to all services, with this
+    default port. The command receives them as ServerSettings."""
     hints = get_type_hints(server_settings, include_extras=True)
     shared = {
         name: parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)

@@ -229,7 +229,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
 
     # 3. Drain: refuse new calls, let running ones finish until the deadline, cancel the rest.
     for number in STOP_SIGNALS:
-        asyncio.get_running_loop().remove_signal_handler(number)  # a second signal kills the process at once
+        asyncio.get_running_loop().remove_signal_handler(number)  # a second signal kills the process immediately
     reporting.cancel()
     checks.drain()
     log.info("draining", seconds=settings.drain_seconds)
@@ -323,7 +323,7 @@ def registered(service: Servicer, server: grpc.aio.Server) -> MuxServicer:
     return mux
 
 
-async def in_a_thread_of_its_own(load: Callable[[], Service]) -> Service:
+async def in_temporary_thread(load: Callable[[], Service]) -> Service:
     """Load a model in a thread that ends afterwards.
 
     OpenMP keeps a team of threads for every thread that has computed, as long as that thread lives. Once these threads

@@ -106,7 +106,7 @@ class OpenSpan:
 
 
 def _request_attributes(timeline: Timeline) -> dict[str, Value]:
-    """Return a span's attributes; a request's have the conventions' names, if there are any."""
+    """Return a span's attributes. A request's attributes have the conventions' names where these exist."""
     figures, known = dict(timeline.attributes), {}
     if "operation" in figures:
         known = {GEN_AI[key]: figures.pop(key) for key in GEN_AI if key in figures}

@@ -247,7 +247,8 @@ def test_the_kind_of_heads_is_found_by_their_tensors(tmp_path: Path) -> None:
     tree = tmp_path / "tree.json"
     tree.write_text("[[0]]")
     with pytest.raises(
-        ModelDirectoryError, match=r"tree.json: is for Medusa heads; .*block has block, whose trees grow"
+        ModelDirectoryError,
+        match=r"tree.json: needs Medusa heads; .*block has block heads, which build their own trees",
     ):
         read_heads(block, tree, target)
 
@@ -278,9 +279,12 @@ def tensor(name: str, *shape: int) -> Change:
         (without("markov_head.markov_w2.weight"), r"lacks markov_head.markov_w2.weight, of the shape \[23, 4\]"),
         (without("confidence_head.proj.bias"), r"lacks confidence_head.proj.bias, of the shape \[1\]"),
         (tensor("confidence_head.proj.weight", 1, 10), r"has the shape \[1, 10\], must have \[1, 14\]"),
-        (tensor("layers.2.mlp.up_proj.weight", 14, 10), "layers.2.mlp.up_proj.weight is not used by what config.json"),
+        (
+            tensor("layers.2.mlp.up_proj.weight", 14, 10),
+            "layers.2.mlp.up_proj.weight is not used by heads of this config.json",
+        ),
         (tensor("layers.0.self_attn.q_proj.bias", 24), "q_proj.bias is no part of a DFlash or DSpark block draft"),
-        (tensor("markov_head.gate_proj.weight", 4, 14), "gate_proj.weight is not used by what config.json describes"),
+        (tensor("markov_head.gate_proj.weight", 4, 14), "gate_proj.weight is not used by heads of this config.json"),
         (field("markov_head_type", "gated"), r"lacks markov_head.gate_proj.weight, of the shape \[4, 14\]"),
         (field("markov_head_type", "lstm"), 'markov_head_type is "lstm", must be vanilla, gated or rnn'),
         (field("markov_rank", 0), "confidence_head_with_markov is true, must be false without a Markov head"),

@@ -274,8 +274,8 @@ def tensor(name: str, *shape: int) -> Change:
         (tensor("midlayer.self_attn.q_norm.weight", 6), "q_norm.weight is no part of EAGLE-3 heads"),
         (tensor("layers.1.mlp.up_proj.weight", 14, 12), "layers.1.mlp.up_proj.weight is no part of EAGLE-3 heads"),
         (tensor("layers.0.hidden_norm.weight", 12), "are the same part"),
-        (tensor("input_norm.weight", 30), "input_norm.weight is not used by what config.json describes"),
-        (tensor("fc_norm.0.weight", 10), "fc_norm.0.weight is not used by what config.json describes"),
+        (tensor("input_norm.weight", 30), "input_norm.weight is not used by heads of this config.json"),
+        (tensor("fc_norm.0.weight", 10), "fc_norm.0.weight is not used by heads of this config.json"),
         (field("fc_norm", True), r"lacks fc_norm.0.weight, of the shape \[10\]"),
         (field("norm_before_fc", True), r"lacks input_norm.weight, of the shape \[30\]"),
         (
@@ -290,7 +290,7 @@ def tensor(name: str, *shape: int) -> Change:
         (field("hidden_act", "gelu"), 'hidden_act is "gelu", must be silu'),
         (field("hidden_size", None), "hidden_size is null, must be an integer"),
         (field("num_key_value_heads", 3), "num_key_value_heads is 3, must be a divisor of num_attention_heads, 4"),
-        (field("head_dim", 7), "head_dim is 7, must be such that the width of a head is even"),
+        (field("head_dim", 7), "head_dim is 7, must be such that the heads' width is even"),
         (field("rms_norm_eps", 0), "rms_norm_eps is 0, must be above 0"),
         (field("rope_scaling", {"type": "dynamic", "factor": 2.0}), "rope_scaling is .*, must be of one of the types"),
         (field("eagle_config", {"use_aux_hidden_state": False}), "eagle_config.use_aux_hidden_state is false, must be"),
@@ -333,7 +333,7 @@ def test_without_a_configuration_they_are_refused(tmp_path: Path) -> None:
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path, offset: int) -> None:
     tensors = SMALL.tensors()
     tensors["d2t"] = tensors["d2t"] + offset
-    with pytest.raises(HeadsFilesError, match=r"d2t leads to ids from .*, must lead to ids from 0 to 22"):
+    with pytest.raises(HeadsFilesError, match=r"d2t gives ids from .*, must give ids from 0 to 22"):
         loaded(written(tmp_path / "heads", tensors, SMALL.eagle()))
 
 
@@ -360,7 +360,8 @@ def test_the_kind_of_heads_is_found_by_their_tensors(tmp_path: Path) -> None:
     tree.write_text("[[0]]")
     assert read_heads(medusa, tree, target).tree is not None
     with pytest.raises(
-        ModelDirectoryError, match=r"tree.json: is for Medusa heads; .*eagle has eagle3, whose trees grow"
+        ModelDirectoryError,
+        match=r"tree.json: needs Medusa heads; .*eagle has eagle3 heads, which build their own trees",
     ):
         read_heads(eagle, tree, target)
 

@@ -320,7 +320,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, change: Change, wh
 def test_a_layer_of_another_number_is_refused(tmp_path: Path) -> None:
     target = target_of("llama", tmp_path / "target")
     folder = make_mtp(tmp_path / "heads", target)
-    with pytest.raises(HeadsFilesError, match=r"model.layers.2.eh_proj.weight must be of layer 5, which follows"):
+    with pytest.raises(HeadsFilesError, match=r"model.layers.2.eh_proj.weight must belong to layer 5, the one after"):
         MtpFiles.of(folder, TargetShape.of(ModelDirectory(target))._replace(layers=5))
 
 
@@ -344,5 +344,7 @@ def test_what_is_no_layer_of_the_architecture_is_refused_by_name(tmp_path: Path,
 def test_norms_that_are_no_plain_rms_norms_are_refused(tmp_path: Path) -> None:
     target = target_of("gemma3", tmp_path / "target")
     folder = make_mtp(tmp_path / "heads", target)
-    with pytest.raises(HeadsFilesError, match="Gemma3RMSNorm is not read in MTP layers: it is no plain RMS norm"):
+    with pytest.raises(
+        HeadsFilesError, match="Gemma3RMSNorm is not supported in MTP layers: it is not a plain RMS norm"
+    ):
         loaded(folder, target)

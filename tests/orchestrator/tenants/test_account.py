@@ -35,7 +35,7 @@ def test_requests_at_the_same_time() -> None:
 def test_each_sample_of_a_request_counts() -> None:
     account = Account(Tenant("acme", max_concurrent_requests=4))
     with account.request(3):
-        with pytest.raises(TenantLimitError, match="max_concurrent_requests is 4, 3 are under way, n is 2"):
+        with pytest.raises(TenantLimitError, match="max_concurrent_requests is 4, 3 are running, n is 2"):
             account.request(2).__enter__()
         with account.request():
             assert account.running == 4
