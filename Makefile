@@ -10,9 +10,12 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BUF := build/node_modules/.bin/buf
 PROTOS := $(wildcard proto/specdec/v2/*.proto)
 
-.PHONY: setup demo real test verify verify-faults verify-real gpu vllm clients check proto bench bench-peers bench-llama llama-sources clean format
+.PHONY: help setup demo real test verify verify-faults verify-real gpu vllm clients check proto bench bench-peers bench-llama llama-sources clean format
 
-setup: $(VENV)/.done
+setup: $(VENV)/.done  ## Everything for CPUs, into .venv.
+
+help:  ## This list.
+	@sed -n 's/^\([a-z-]*\):[^#]*## */  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 $(VENV)/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -116,7 +119,7 @@ check: setup $(BUF) build/proto/.done  ## Format, lint, types, contracts, stubs.
 	$(MAKE) --no-print-directory proto OUT=build/stubs
 	diff -r --exclude __pycache__ --exclude __init__.py build/stubs/specdec/v2 specdec/v2
 
-format: setup
+format: setup  ## Format, and mend what ruff can.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

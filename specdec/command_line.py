@@ -13,6 +13,9 @@ import typer
 
 from specdec.wire.address import Address, parse_addresses
 
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+"""Settings of a command, and of its subcommands."""
+
 DAY = 86_400.0
 """Seconds in a day, the default maximum of a duration."""
 
@@ -79,5 +82,5 @@ def run_command(
 
         command = configurable(service, command)
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(command)
+    app.command(context_settings=HELP_OPTIONS)(command)
     app(arguments, prog_name=name)

@@ -106,7 +106,8 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
 
 
 def _environment(prefix: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the option values in the environment, and the variables with this prefix that are not options."""
+    """Return the option values in the environment, and the variables with this prefix that are not options,
+    with suggestions."""
     values: dict[str, Any] = {}
     unknown = []
     for variable, text in os.environ.items():
@@ -118,7 +119,8 @@ def _environment(prefix: str, options: Mapping[str, Any]) -> tuple[dict[str, Any
         if name in options:
             values[name] = text.split() if _takes_several(options[name]) else text
         else:
-            unknown.append(variable)
+            near = difflib.get_close_matches(name, options, 1)
+            unknown.append(f"{variable} (did you mean {prefix}{near[0].upper()}?)" if near else variable)
     return values, sorted(unknown)
 
 

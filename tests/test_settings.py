@@ -106,7 +106,7 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
 
 def test_a_variable_of_a_wrong_name_is_told() -> None:
     assert run("--model /m", KVTOKENS="600", SHARE_PORT="true").unknown == [
-        "SPECDEC_VERIFIER_KVTOKENS",
+        "SPECDEC_VERIFIER_KVTOKENS (did you mean SPECDEC_VERIFIER_KV_TOKENS?)",
         "SPECDEC_VERIFIER_SHARE_PORT",
     ]
 
@@ -159,4 +159,6 @@ def test_a_service_tells_its_settings_at_start(tmp_path: Path) -> None:
         "verifier": str(file),
         "stop_with_stdin": "command line",
     }
-    assert events["unknown_settings"]["variables"] == ["SPECDEC_ORCHESTRATOR_SILENCE"]
+    assert events["unknown_settings"]["variables"] == [
+        "SPECDEC_ORCHESTRATOR_SILENCE (did you mean SPECDEC_ORCHESTRATOR_SILENCE_SECONDS?)"
+    ]

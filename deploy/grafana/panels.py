@@ -351,6 +351,15 @@ FAILURES = [
         "Messages per second refused by verifiers.",
     ),
     Panel(
+        "Refused calls",
+        "short",
+        {
+            f"{service.removeprefix('specdec_')} {{{{reason}}}}": rate(f"{service}_refused_calls_total", "reason")
+            for service in (ORCHESTRATOR, VERIFIER, DRAFT)
+        },
+        "Per second, refused before their requests were read: missing or unknown keys, wrong certificates.",
+    ),
+    Panel(
         "Disabled fast paths",
         "short",
         {

@@ -65,7 +65,9 @@ class Accounts:
         """Raise PermissionDeniedError unless the caller is an operator: the call concerns all tenants."""
         tenant = self.of(metadata).tenant
         if tenant is not None and not tenant.operator:
-            raise PermissionDeniedError(f"tenant {tenant.name!r} is not an operator", "NOT_OPERATOR")
+            raise PermissionDeniedError(
+                f"tenant {tenant.name!r} is not an operator (`operator: true` in the tenants file)", "NOT_OPERATOR"
+            )
 
     async def _reload(self, watched: Watched[Tenants]) -> None:
         if await asyncio.to_thread(watched.changed):

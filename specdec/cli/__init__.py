@@ -31,6 +31,7 @@ from specdec.cli.tokenize import tokenize
 from specdec.cli.trace import trace
 from specdec.cli.train_draft import train_draft
 from specdec.cli.train_heads import train_heads
+from specdec.command_line import HELP_OPTIONS
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command whose options are parsed elsewhere."""
@@ -60,7 +61,13 @@ def specdec(
     """
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    context_settings=HELP_OPTIONS,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 app.callback()(specdec)
 for service in (draft, verifier, orchestrator, openai, up, serve, warm_up, evaluate):
     app.command(context_settings=PASS_ON)(ending(service))

@@ -154,7 +154,7 @@ def _answer(client: Client, waiting: WaitReporter, conversation: Conversation) -
     s, count = report.finish.speculation, len(report.tokens)
     _say(
         f"{count} tokens, {count / report.seconds:.0f}/s, {s.mean_tokens_per_step:.2f} a step; "
-        f"{report.finish.reason}, seed {report.seed}"
+        f"{report.finish.reason}, seed {report.seed}, request {report.request_id}"
     )
     err = Console(stderr=True)
     for line in speculation_lines(s, err, in_colours=conversation.colours and console.is_terminal):

@@ -47,7 +47,8 @@ def export(
     try:
         check_replaceable(out, DESCRIPTION)
         directory = check_model(Wanted(model, Placement("eager")))
-        say(f"exporting {model} to {out} in {dtype}; this takes a minute or more")
+        there = ", replacing the export there" if (out / DESCRIPTION).is_file() else ""
+        say(f"exporting {model} to {out} in {dtype}{there}; large models take minutes")
         end_on_sigterm()
         from specdec.serving.process import logs
 

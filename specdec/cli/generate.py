@@ -33,7 +33,7 @@ from specdec.cli.report import CompletionReport
 from specdec.cli.results_file import ResultsFile, ResultsFileError
 from specdec.cli.shown import coloured, speculation_lines
 from specdec.cli.waiting import WaitReporter
-from specdec.client import Client, InvalidRequest, Speculation, build_request
+from specdec.client import Client, InvalidRequest, SpecdecError, Speculation, build_request
 from specdec.command_line import duration
 from specdec.exit_status import ExitStatus
 from specdec.wire.speculation import ScorerName, SpeculationName
@@ -239,9 +239,9 @@ def generate(
         "ignore_generation_config": ignore_generation_config or None,
         "seed": seed,
         "stop": stop or (),
-        "json_schema": _content(json_schema),
+        "json_schema": _content("--json-schema", json_schema),
         "regex": regex,
-        "lark": _content(lark),
+        "lark": _content("--lark", lark),
         "choice": choice or None,
         "speculation": speculation,
         "forced": forced or None,
@@ -293,12 +293,13 @@ def _widths(text: str) -> list[int]:
         fail(f"--expansion {text}: must be numbers with commas between them, as in 4,2,1", ExitStatus.USAGE)
 
 
-def _content(file: Path | None) -> str | None:
+def _content(option: str, file: Path | None) -> str | None:
     """Return the text of a file given by an option."""
     try:
         return None if file is None else file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        fail(f"{file}: {getattr(error, 'strerror', None) or error}", ExitStatus.USAGE)
+        why = getattr(error, "strerror", None) or error
+        fail(f"{option} {file}: {why}; give the name of a file", ExitStatus.USAGE)
 
 
 def _complete_file(
@@ -359,6 +360,11 @@ def _complete(
                     sys.stdout.flush()
     except InvalidRequest as error:
         raise by_option(error, options) from None
+    except (SpecdecError, KeyboardInterrupt):
+        if report.tokens and not json_output:
+            ended = f"ended after {len(report.tokens)} tokens, seed {report.seed}, request {report.request_id}"
+            print(f"\n{ended}", file=sys.stderr)
+        raise
     seconds, finish = report.seconds, report.finish
     if json_output:
         print(json.dumps(report.as_json()), flush=True)

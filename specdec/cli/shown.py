@@ -70,5 +70,5 @@ def speculation_lines(speculation: Speculation, console: Console, *, in_colours:
     ]
     lines = [styled("tokens by source: ", "dim", console) + styled(", ", "dim", console).join(from_where)]
     if speculation.decisions.why:
-        lines.append(styled(f"speculation {speculation.decisions.why}", "dim", console))
+        lines.append(styled(f"speculation mode {speculation.decisions.why}", "dim", console))
     return lines if counts else lines[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any
 
 import grpc
@@ -19,13 +20,17 @@ from specdec.v2.trace_pb2 import GetTraceRequest
 from specdec.v2.trace_pb2_grpc import TraceServiceStub
 from specdec.wire.address import Address
 
+_OF_HTTP = re.compile("^(cmpl-|chatcmpl-|msg_)")
+"""Prefixes of a request id in HTTP answers."""
+
 
 def trace(
     request_id: Annotated[
         str,
         typer.Argument(
             metavar="REQUEST_ID",
-            help="Request id, as in the output of `specdec generate`, the clients' `request_id`, errors and logs.",
+            help="Request id, as in the output of `specdec generate`, the clients' `request_id`, errors and logs, or "
+            "the id of an HTTP answer.",
         ),
     ],
     at: Annotated[
@@ -50,6 +55,7 @@ def trace(
 
     Services keep timelines of running requests and of the last few hundred completed ones.
     """
+    request_id = _OF_HTTP.sub("", request_id)
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     with allowed.channel(at.target) as opened:
         stub: Any = TraceServiceStub(opened)

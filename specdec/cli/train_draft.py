@@ -164,7 +164,7 @@ def train_draft(
         for name, context in (("target", big.context), ("draft", small.directory.context)):
             if length > context:
                 fail(f"--length: is {length}, must be at most {context}, the {name}'s context", ExitStatus.USAGE)
-        take_place(out, resume=resume)
+        take_place(out, resume=resume, texts=[*(text or ()), *(replay or ())])
         end_on_sigterm()
         from specdec.serving.process import logs
 

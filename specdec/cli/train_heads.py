@@ -105,8 +105,8 @@ def train_heads(
     minutes: Minutes = None,
     resume: Resume = False,
 ) -> None:
-    """Train Medusa or EAGLE-3 heads, or a block draft, for a target. The target's weights do not change. Ctrl-C keeps
-    what was learned."""
+    """Train Medusa or EAGLE-3 heads, or a block draft, for a target. The target's weights do not change. Ctrl-C saves
+    the progress."""
     check_begin(text, resume=resume)
     own: dict[str, dict[str, Any]] = {  # None: the plan's default
         "medusa": {"heads": heads, "layers": layers, "own_outputs": own_outputs or None},
@@ -126,7 +126,7 @@ def train_heads(
         directory = check_model(Wanted(target, Placement("eager", device=device)))
         if length > directory.context:
             fail(f"--length: is {length}, must be at most {directory.context}, the target's context", ExitStatus.USAGE)
-        take_place(out, resume=resume)
+        take_place(out, resume=resume, texts=text or ())
         end_on_sigterm()
         from specdec.serving.process import logs
 

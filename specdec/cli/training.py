@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -119,17 +119,22 @@ class Seldom:
 def check_begin(text: list[Path] | None, *, resume: bool, traffic: bool = False) -> None:
     """End the process unless there is text, or a training to resume."""
     if not text and not resume and not traffic:
-        fail("--text: give the text to train on, or go on with --resume", ExitStatus.USAGE)
+        fail("--text: give the text to train on, or continue with --resume", ExitStatus.USAGE)
 
 
-def take_place(out: Path, *, resume: bool) -> None:
-    """Lock `out` until this process ends. End the process unless a training may begin or resume there. WriteError if
-    the folder cannot be created."""
+def take_place(out: Path, *, resume: bool, texts: Sequence[Path]) -> None:
+    """Lock `out` until this process ends. End the process unless a training may begin or resume there, and can read its
+    `texts`. WriteError if the folder cannot be created."""
     from specdec.training.files import is_unused, lock, make_folder
 
     if not resume:
         if not is_unused(out):
-            fail(f"{out}: is not empty; go on with --resume, or write elsewhere", ExitStatus.USAGE)
+            fail(f"{out}: is not empty; continue with --resume, or write elsewhere", ExitStatus.USAGE)
+        for file in texts:  # before minutes of loading, and before there is a folder
+            try:
+                file.open("rb").close()
+            except OSError as error:
+                fail(f"{file}: cannot be read: {error.strerror}", ExitStatus.USAGE)
         make_folder(out)
     if out.is_dir() and not lock(out):
         fail(f"{out}: another training is writing there; wait for it, or write elsewhere", ExitStatus.USAGE)

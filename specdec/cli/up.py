@@ -25,6 +25,7 @@ from specdec.engine.cpu_count import MAX_THREADS
 from specdec.engine.placement import Placement, WantedDtype
 from specdec.exit_status import ExitStatus
 from specdec.local.stack import Stack
+from specdec.roles import load
 
 ANSWER_SECONDS = 5.0
 
@@ -52,8 +53,9 @@ def _pod(role: str, address: str, process: int) -> dict[str, Any]:
     return found
 
 
-def lines(found: Mapping[str, Any], *, https: bool = False) -> Iterator[str]:
-    """Yield a description as lines: one per service, then how to send requests. `https`: the HTTP API uses TLS."""
+def lines(found: Mapping[str, Any], *, https: bool = False, by_key: bool = False) -> Iterator[str]:
+    """Yield a description as lines: one per service, then how to send requests. `https`: the HTTP API uses TLS;
+    `by_key`: requests need a tenant's API key."""
     for role, pod in found["pods"].items():
         parts = [f"{pod['memory_bytes'] / 1e9:.2f} GB of memory now"]
         if "model" in pod:
@@ -64,14 +66,16 @@ def lines(found: Mapping[str, Any], *, https: bool = False) -> Iterator[str]:
         yield f"{role:13} {pod['address']:21} {', '.join(parts)}"
     usual = f"127.0.0.1:{ports.ORCHESTRATOR}"
     asked = "" if found["address"] == usual else f" --address {found['address']}"
-    yield f'Try it: {program()} generate "def main("{asked}'
+    key = " --api-key-file FILE" if by_key else ""
+    yield f'Try it: {program()} generate "def main("{asked}{key}'
     if openai := found["services"].get("openai"):
         # With tenants, the orchestrator lists its models only to holders of a key.
         models = found["pods"]["orchestrator"].get("models", [])
-        known = f" OPENAI_API_KEY=none (model {models[0]})" if models else ""
+        known = f" OPENAI_API_KEY=none (model {models[0]})" if models else " OPENAI_API_KEY=KEY" if by_key else ""
         yield f"With any OpenAI client: OPENAI_BASE_URL=http{'s' * https}://{openai}/v1{known}"
     at = "" if found["address"] == usual else f" {found['address']}"
-    yield f"Which drafters propose tokens, and why: {program()} stats{at}"
+    operators = f"{key} (an operator's key)" if by_key else ""
+    yield f"Which drafters propose tokens, and why: {program()} stats{at}{operators}"
     yield "Ctrl-C stops all services."
 
 
@@ -165,7 +169,7 @@ def up(
     from specdec.local import LocalError, ModelPaths, Stack
     from specdec.local.child import DRAIN_SECONDS
     from specdec.local.upkeep import Upkeep
-    from specdec.serving.process.listening import ListenError, bound, check_apart
+    from specdec.serving.process.listening import ListenError, check_apart, check_free
     from specdec.text.check import check_text
 
     stop: list[int] = []
@@ -226,9 +230,12 @@ def up(
             heads = partial(memory_of_features, of_verifier["features"])
         opened = dict(zip(wanted, check(*wanted.values(), beside=heads), strict=True))  # converts GGUF files
         check_text(opened["target"], of_orchestrator.get("chat_template"))
-        for option, (values, at) in listening.items():
+        for values, at in listening.values():
             values["port"] = at
-            bound(values.get("host", "127.0.0.1"), at, option=option).close()
+        check_free({option: (values.get("host", "127.0.0.1"), at) for option, (values, at) in listening.items()})
+        tenants = of_orchestrator.get("tenants") or os.environ.get("SPECDEC_ORCHESTRATOR_TENANTS")
+        if tenants:
+            _check_tenants(Path(tenants))
         for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted}, heads=heads)):
             say(line)
 
@@ -255,7 +262,8 @@ def up(
         ) as stack:
             found = description(stack)
             https = "tls_cert" in of_openai or bool(os.environ.get("SPECDEC_OPENAI_TLS_CERT"))
-            print(json.dumps(found) if json_output else "\n".join(lines(found, https=https)), flush=True)
+            told = lines(found, https=https, by_key=bool(tenants))
+            print(json.dumps(found) if json_output else "\n".join(told), flush=True)
             upkeep = Upkeep(stack, say)
             while not stop:
                 time.sleep(0.2)
@@ -266,6 +274,15 @@ def up(
         if stop:
             raise SystemExit(ExitStatus.INTERRUPTED) from None
         fail(str(error))
+
+
+def _check_tenants(file: Path) -> None:
+    """End the process if the orchestrator cannot use this file. It would notice only after the models are loaded."""
+    tenants = load("orchestrator.tenants.file")
+    try:
+        tenants.TenantsFile(file).read()
+    except tenants.TenantsFileError as error:
+        fail(str(error).replace("--tenants", "--orchestrator-tenants", 1))
 
 
 def _placement(values: Mapping[str, object]) -> Placement:

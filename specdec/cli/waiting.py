@@ -77,32 +77,33 @@ class WaitReporter:
                 continue
             pause = LOOK_SECONDS
             line = waited_for(self._targets, self._access)
-            if line != self._said and silent_since == self._heard_at and not self._over.is_set():
+            if line and line != self._said and silent_since == self._heard_at and not self._over.is_set():
                 self._said = line
                 self._say(line)
 
 
 def waited_for(targets: list[str], access: Access = OPEN) -> str:
-    """Return a line for a person: why a request to these servers waits, according to their health checks."""
+    """Return a line for a person: why a request to these servers waits, according to their health checks. Empty if no
+    server can ever answer the request."""
     channels = [access.channel(target) for target in targets]
     asked = health_pb2.HealthCheckRequest(service=VERIFIER)
     calls = [health_pb2_grpc.HealthStub(channel).Check.future(asked, timeout=LOOK_SECONDS) for channel in channels]
-    absent, without, unfit = [], [], []
+    absent, without, unfit = [], [], 0
     for target, call in zip(targets, calls, strict=True):
         code = call.code()  # waits for the answer
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             absent.append(target)
-            if remedy := mismatch(call.details() or ""):
-                unfit.append(f"{target}: {remedy}")
+            unfit += mismatch(call.details() or "") is not None
         elif code is grpc.StatusCode.OK and call.result().status != health_pb2.HealthCheckResponse.SERVING:
             without.append(target)
     for channel in channels:
         channel.close()
-    if len(unfit) == len(targets):
-        return "; ".join(unfit)
+    if unfit == len(targets):
+        return ""  # the command itself soon fails with the reason
     if len(absent) == len(targets):
-        return f"waiting for an orchestrator: nothing answers at {', '.join(absent)} (is it still starting?)"
+        return f"waiting for an orchestrator: nothing answers at {', '.join(absent)} yet; retrying for some seconds"
     if len(absent) + len(without) == len(targets):
         return f"waiting for a verifier: the orchestrator at {', '.join(without)} reaches none"
     serving = [target for target in targets if target not in absent and target not in without]
-    return f"waiting for tokens: {', '.join(serving)} is busy (a long prompt, or many requests)"
+    causes = "a long prompt, many requests, or a pod that is being replaced"
+    return f"waiting for tokens from {', '.join(serving)} ({causes})"

@@ -16,6 +16,7 @@ from specdec.engine.preflight.memory_needed import MemoryNeeded, memory_needed
 from specdec.engine.preflight.memory_table import memory_of
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.extras import hint
+from specdec.roles import load
 
 
 class Found(NamedTuple):
@@ -30,6 +31,7 @@ class Found(NamedTuple):
     memory: int  # bytes, with the full KV cache and the maximum number of sessions
     memory_at_least: int  # bytes needed to start
     memory_parts: MemoryNeeded  # of `memory`
+    common_tokens: int | None = None  # with the target, if a draft has another tokenizer
 
     def as_json(self) -> dict[str, Any]:
         return {**self._asdict(), "path": str(self.path), "memory_parts": asdict(self.memory_parts)}
@@ -62,6 +64,8 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
         opened = dict(zip(wanted, directories, strict=True))
         needed = memory_of({role: (wanted[role], directory) for role, directory in opened.items()}, heads=beside)
         found = [_found(role, wanted[role].placement, opened[role], needed[role]) for role in wanted]
+        if "target" in opened and "draft" in opened:
+            found[-1] = found[-1]._replace(common_tokens=_common_tokens(opened["draft"], opened["target"]))
         if heads is not None:
             its = needed["heads"]
             found.insert(
@@ -81,6 +85,14 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
     except ModuleNotFoundError as error:
         role = "draft" if target is None else "verifier"
         return ModelCheck([], hint(error, role) or str(error))
+
+
+def _common_tokens(draft: ModelDirectory, target: ModelDirectory) -> int | None:
+    """Return the number of tokens that a draft with another tokenizer shares with its target; None if the tokenizers
+    are equal. UnsupportedModelError if the draft cannot be used with this target."""
+    if draft.tokenizer_fingerprint == target.tokenizer_fingerprint:
+        return None
+    return len(load("draft_service.translation").Translation(draft, target).common)
 
 
 def _found(role: str, placement: Placement, directory: ModelDirectory, needed: MemoryNeeded) -> Found:

@@ -82,7 +82,7 @@ class DoctorReport:
         try:
             if self.models is None:
                 check_installed("torch")
-                return "give --model: telling them loads the engine, which takes seconds"
+                return "give --model to see them: that loads the engine, which takes seconds"
             return fast_paths.of_this_machine()
         except ModuleNotFoundError as error:
             return hint(error, "verifier") or str(error)
@@ -116,7 +116,7 @@ class DoctorReport:
         if self.models is not None:
             told = [" and ".join(f"the {model.role}" for model in self.models.found) + " can be served here"]
         if taken := [f"{places.LISTENING[role]} ({role})" for role, why in self.ports.items() if why]:
-            told.append(f"but first stop what uses port {', '.join(taken)}, or give others")
+            told.append(f"on other ports than {', '.join(taken)}, which {'is' if len(taken) == 1 else 'are'} taken")
         if self.machine.advice:
             told.append(f"but without the GPU: {self.machine.advice}")
         return f"Ready: {', '.join(told)}"

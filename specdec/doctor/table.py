@@ -42,6 +42,8 @@ def lines(report: DoctorReport) -> Iterator[str]:
                 f"{model.dtype} on {model.device}, {model.context} tokens of context, at least "
                 f"{model.memory_at_least / 1e9:.3g} GB, at most {model.memory / 1e9:.3g} GB: can be served",
             )
+            if model.common_tokens is not None:
+                yield _line("", f"another tokenizer: {model.common_tokens} tokens in common with the target's")
         if report.models.found:
             yield "memory"
             needed = {model.role: model.memory_parts for model in report.models.found}
@@ -69,7 +71,8 @@ def _packages(report: DoctorReport) -> Iterator[str]:
     for extra in report.extras:
         instead = f", instead of {INSTEAD[extra.name]}" if extra.name in INSTEAD else ""
         missing = f"missing {', '.join(extra.missing)}{instead}: {extra.command}"
-        yield _line(extra.name, missing if extra.missing else "complete")
+        but = ", but torch is built for CPUs" if extra.name == "cuda" and report.machine.torch == "CPUs" else ""
+        yield _line(extra.name, missing if extra.missing else f"complete{but}")
 
 
 def _machine(report: DoctorReport) -> Iterator[str]:

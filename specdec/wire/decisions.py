@@ -44,13 +44,13 @@ REASONS: Mapping[str, str] = {
     "heads_slower": "plain decoding is as fast as heads",
     "local_model_slower": "plain decoding is as fast as the local draft",
     "plain_faster": "plain decoding is as fast",
-    "probed": "tried without candidates, to measure it",
+    "probed": "candidates were left out for a measurement",
     ROW_COST: "no candidate is worth its row",
     "no_room": "the step had no room for candidates",
     "nothing_proposed": "nothing was proposed",
     "draft_gains_nothing": "the draft hardly helps this text",
     "prompts_first": "the draft pauses while prompts are computed",
-    "prompt": "the step ended a prompt",
+    "prompt": "the step also computed the end of the prompt",
 }
 """Reasons for steps without candidates, in words for people."""
 

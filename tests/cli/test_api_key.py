@@ -71,7 +71,7 @@ async def test_commands_bring_a_key(tmp_path: Path) -> None:
             assert (status, out.strip()) == (0, str(len(model.tokenizer.encode("def main(")))), err
         status, _, err = await specdec("stats", address, "--api-key-file", str(tmp_path / "key"))
         assert status == ExitStatus.REFUSED
-        assert "tenant 'acme' is not an operator" in err
+        assert "tenant 'acme' is not an operator (`operator: true` in the tenants file)" in err
 
 
 @pytest.mark.parametrize(

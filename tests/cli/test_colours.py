@@ -65,11 +65,11 @@ def test_the_summary_is_the_legend() -> None:
     by_source, why = speculation_lines(speculation(decisions=decisions), console, in_colours=True)
     assert "\x1b[33mn-grams 3\x1b[0m" in by_source
     assert "\x1b[36mtarget after candidates 5\x1b[0m" in by_source
-    assert "speculation n-grams: 3 of 4 steps had candidates; 1 had none: nothing was proposed" in why
+    assert "speculation mode n-grams: 3 of 4 steps had candidates; 1 had none: nothing was proposed" in why
     plain = Console(file=io.StringIO(), color_system=None)
     assert speculation_lines(speculation(decisions=decisions), plain, in_colours=False) == [
         "tokens by source: target after candidates 5, n-grams 3, new 1",
-        "speculation n-grams: 3 of 4 steps had candidates; 1 had none: nothing was proposed",
+        "speculation mode n-grams: 3 of 4 steps had candidates; 1 had none: nothing was proposed",
     ]
 
 

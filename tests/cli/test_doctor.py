@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from specdec import cli
 from specdec.doctor.report import DoctorOptions, DoctorReport
 from specdec.doctor.table import lines
 from specdec.extras import EXTRAS, install_command
+from tests.draft_service.renumbered import renumbered
 from tests.vllm.pod import PYTHON, needs_vllm
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +84,16 @@ def test_heads_are_checked_and_counted_with_their_target() -> None:
     refused = doctor_here("--model", TARGET, "--heads", DRAFT)
     assert refused.exit_code == 1
     assert "has no heads: no tensors such as" in refused.stderr
+
+
+def test_a_draft_with_another_tokenizer_is_told_as_such(tmp_path: Path) -> None:
+    done = doctor_here("--model", TARGET, "--draft", renumbered(tmp_path / "draft", without=0.5))
+    assert (done.exit_code, done.stderr) == (0, "")
+    found = re.search(r"another tokenizer: (\d+) tokens in common with the target's", done.stdout)
+    assert found is not None
+    assert 1000 < int(found[1]) < 4000
+    with_its_own = doctor_here("--model", TARGET, "--draft", DRAFT)
+    assert "another tokenizer" not in with_its_own.stdout
 
 
 def test_json_tells_the_same() -> None:
@@ -203,7 +215,7 @@ def test_what_needs_a_look_is_marked() -> None:
         (
             {},
             {"draft": "taken", "verifier": ""},
-            "Ready: `specdec up` can start here, but first stop what uses port 50052 (draft), or give others",
+            "Ready: `specdec up` can start here, on other ports than 50052 (draft), which is taken",
         ),
         (
             {"verifier": ["torch", "numba"], "otel": ["x"]},

@@ -101,13 +101,15 @@ async def test_the_command_tells_what_a_service_has_and_names_what_it_has_not(un
     with timelines.begin("verify") as timeline:
         timeline.event("queued")
     async with served(Traced("verifier", timelines)) as (address, _):
-        shown, as_json, unknown, nowhere = await asyncio.gather(
+        shown, by_http, as_json, unknown, nowhere = await asyncio.gather(
             run("abc", "--address", address),
+            run("chatcmpl-abc", "--address", address),
             run("abc", "--address", address, "--json"),
             run("xyz", "--address", address),
             run("abc", "--address", f"127.0.0.1:{unused_tcp_port}"),
         )
     assert (shown[0], shown[2]) == (0, "")
+    assert by_http[1].count("\n") == shown[1].count("\n")
     assert [line.split("ms  ")[1] for line in shown[1].splitlines()] == [
         "verifier  begin",
         "verifier  queued",

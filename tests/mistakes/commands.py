@@ -56,21 +56,24 @@ MISTAKES = (
     ),
     Mistake("specdec export target-1 exported", USAGE, "target-1: no such directory"),
     Mistake("specdec export target notes", USAGE, "notes: contains something other than an exported model"),
-    Mistake("specdec train-heads target notes --text notes", USAGE, "notes: is not empty; go on with --resume, or"),
+    Mistake("specdec train-heads target notes --text notes", USAGE, "notes: is not empty; continue with --resume, or"),
     Mistake(
         "specdec train-heads target new --text notes --kind eagle3 --layers 2", USAGE, "--layers: is for --kind medusa"
     ),
+    Mistake("specdec train-heads target new --text none.txt", USAGE, "none.txt: cannot be read: No such file"),
     Mistake("specdec train-heads target new --text notes --ttt-steps 3", USAGE, "--ttt-steps: is for --kind eagle3"),
     Mistake(
         "specdec train-heads target new --text notes --block 5", USAGE, "--block: is for --kind dspark, not medusa"
     ),
-    Mistake("specdec train-heads target new", USAGE, "--text: give the text to train on, or go on with --resume"),
+    Mistake("specdec train-heads target new", USAGE, "--text: give the text to train on, or continue with --resume"),
     Mistake("specdec forget acme --draft 127.0.0.1:9", UNREACHABLE, "it may still keep the texts"),
     Mistake("specdec draft --model draft --learn-tokens 9", USAGE, "--learn-key-file: is needed with --learn-tokens"),
     Mistake(
         "specdec train-draft target foreign new --text notes", USAGE, "the tokenizers of target and foreign differ"
     ),
-    Mistake("specdec train-draft target draft notes --text notes", USAGE, "notes: is not empty; go on with --resume"),
+    Mistake(
+        "specdec train-draft target draft notes --text notes", USAGE, "notes: is not empty; continue with --resume"
+    ),
     Mistake(
         "specdec train-draft target draft new --text a --replay-share 0.5", USAGE, "--replay-share: needs --replay"
     ),
@@ -190,6 +193,11 @@ MISTAKES = (
     Mistake("specdec up --target too-cold", CANNOT, "too-cold/generation_config.json: temperature is -1, must be"),
     Mistake("specdec up --target target-1", CANNOT, "target-1: no such directory"),
     Mistake(f"specdec up --target target --port {TAKEN}", CANNOT, f"another program listens on 127.0.0.1:{TAKEN}"),
+    Mistake(
+        "specdec up --target target --orchestrator-tenants none.yaml",
+        CANNOT,
+        "--orchestrator-tenants none.yaml: No such file or directory",
+    ),
     Mistake("specdec up --target target --verifier-step-rows 3", USAGE, "'--verifier-step-rows': Input should be"),
     Mistake(
         "specdec up --target target --draft draft --draft-heads draft",

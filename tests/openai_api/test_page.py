@@ -132,7 +132,10 @@ async def test_tenants_see_no_pods(tmp_path: Path) -> None:
         nobody = await client.get(STATS)
     assert nobody.status_code == 401
     assert answers["acme"].status_code == 403
-    assert answers["acme"].json()["error"]["message"] == "tenant 'acme' is not an operator"
+    assert (
+        answers["acme"].json()["error"]["message"]
+        == "tenant 'acme' is not an operator (`operator: true` in the tenants file)"
+    )
     assert answers["watcher"].status_code == 200
     (pod,) = answers["watcher"].json()["verifiers"]
     assert pod["address"] == "127.0.0.1:1"

@@ -220,3 +220,12 @@ async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert guard.remembered <= (5, 4)
     guard.refuse(named(1), "test")
     guard.serve(lasting)
+
+
+async def test_refused_calls_are_counted_by_reason() -> None:
+    before = guards.refused_calls.copy()
+    guard = ConnectionGuard()
+    for _ in range(3):
+        guard.refuse(named(1), "UNAUTHENTICATED")
+    guard.charge_open_call(named(1))
+    assert guards.refused_calls - before == {"UNAUTHENTICATED": 3}

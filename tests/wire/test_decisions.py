@@ -99,7 +99,7 @@ def test_a_faulty_server_cannot_make_a_sum_grow_or_become_no_number() -> None:
             "n-grams (7 steps), off (2 steps): 5 of 9 steps had candidates; 2 had none: plain decoding is as fast; 1 "
             "had none: nothing was proposed",
         ),
-        ({"modes": {"ngram": 1}, "without": {"prompt": 1}}, "n-grams: the step ended a prompt"),
+        ({"modes": {"ngram": 1}, "without": {"prompt": 1}}, "n-grams: the step also computed the end of the prompt"),
         ({"modes": {"new": 1}, "without": {"newer": 1}}, "new: newer"),
     ],
 )

@@ -226,8 +226,8 @@ class Planner:
             price: RowPrice | None = None
             if rows.root_row is None:
                 continue
-            if rows.tree is not None:
-                pass  # it has candidates
+            if rows.tree is not None and rows.tree.candidates:
+                pass  # it has candidates, not only a lookahead window
             elif place >= decoding:
                 why = Without.PROMPT
             elif place >= len(chosen.nodes):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -70,6 +70,9 @@ fewer."""
 
 IPV6_HOST_BITS = 64
 """Bits of an IPv6 address chosen by its owner: a /64 counts as one address."""
+
+refused_calls: Counter[str] = Counter()
+"""Number of calls that this process refused without reading their requests, by reason."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +135,7 @@ class ConnectionGuard:
 
     def refuse(self, peer: str, why: str) -> None:
         """Count a refused call, and charge it to its connection and address."""
+        refused_calls[why] += 1
         self._count(peer, why)
         self._waste(peer, self._addresses)
 

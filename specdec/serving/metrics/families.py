@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import (
 )
 
 from specdec.serving import watched
+from specdec.serving.callers.guard import refused_calls
 from specdec.serving.histogram import Histogram
 from specdec.serving.mux.stream import ByteCounters
 from specdec.v2 import model_pb2
@@ -69,13 +70,19 @@ class Families:
         self.gauge("serving", "1 if the service can serve requests, else 0; a drain does not change it.", serving)
         self.made.append(InfoMetricFamily(self._name("build"), "Version of the service.", {"version": pod.version}))
         self.files()
+        self.counters(
+            "refused_calls",
+            "Calls refused before their requests were read, by reason: no key, an unknown key, a certificate with "
+            "another name, an unknown method.",
+            ("reason",),
+            {(reason,): count for reason, count in refused_calls.copy().items()},
+        )
 
     def files(self) -> None:
         """Add the metrics of watched files."""
         self.gauges(
             "files_refused",
-            "Watched sets of files that are unusable in their current state, by kind: TLS files, tenants, models, "
-            "versions.",
+            "Kinds of watched files whose current contents are unusable: TLS files, tenants, models, versions.",
             ("what",),
             {(what,): count for what, count in watched.refused().items()},
         )

@@ -44,6 +44,26 @@ def check_apart(addresses: Mapping[str, tuple[str, int]]) -> None:
             raise ListenError(f"{option} {port} and {other} {port}: two services cannot share a port, change one")
 
 
+def check_free(addresses: Mapping[str, tuple[str, int]]) -> None:
+    """Raise ListenError, naming all taken ports, unless services can listen on these addresses. `addresses` are as for
+    `check_apart`; they need not stay free."""
+    taken: dict[str, ListenError] = {}
+    for option, (host, port) in addresses.items():
+        try:
+            bound(host, port, option=option).close()
+        except ListenError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+                raise
+            taken[f"{option} {port}"] = error
+    if len(taken) == 1:
+        raise next(iter(taken.values()))
+    if taken:
+        raise ListenError(
+            f"{', '.join(taken)}: other programs listen on these ports, perhaps another `specdec up`: stop them, or "
+            "give other ports (--port 0 takes free ones for all services)"
+        )
+
+
 def is_loopback(host: str) -> bool:
     """Return True if a server that listens on this address is reachable only from this machine."""
     try:

@@ -138,7 +138,10 @@ async def test_a_tenant_has_to_permit_learning_too(address: str) -> None:
 
 async def test_only_operators_see_what_concerns_all(address: str) -> None:
     code, message = await status(address, "GetStats", ("authorization", f"Bearer {ACME}"))
-    assert (code, message) == (grpc.StatusCode.PERMISSION_DENIED, "tenant 'acme' is not an operator")
+    assert (code, message) == (
+        grpc.StatusCode.PERMISSION_DENIED,
+        "tenant 'acme' is not an operator (`operator: true` in the tenants file)",
+    )
     assert (await status(address, "GetStats", ("authorization", f"Bearer {WATCHER}")))[0] is grpc.StatusCode.OK
 
 
