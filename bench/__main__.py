@@ -67,8 +67,8 @@ PACKAGES = {
         "tables": "fills the tables of docs/benchmarks from bench/results",
     },
 }
-"""The benchmarks by package and name, with their subjects. The module NAME in the package has a function `main`, which
-takes the arguments after the name; it is imported only when run, since most import torch."""
+"""The subjects of all benchmarks, by package and name. The module NAME of a package has a function `main`, which takes
+the arguments after the name. It is imported only when run, since most modules import torch."""
 
 MODULES = {name: f"bench.{package}.{name.replace('-', '_')}" for package, names in PACKAGES.items() for name in names}
 

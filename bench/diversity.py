@@ -25,6 +25,6 @@ def entropy(tokens: Sequence[Hashable], n: int) -> float:
 
 
 def distinct(tokens: Sequence[Hashable], n: int) -> float:
-    """Return the number of different n-grams divided by that of all; 0 without n-grams."""
+    """Return the number of different n-grams divided by the number of all n-grams; 0 without n-grams."""
     found = ngrams(tokens, n)
     return len(set(found)) / len(found) if found else 0.0

@@ -6,6 +6,6 @@ import os
 
 
 def as_installed(**variables: str) -> dict[str, str]:
-    """Return this process's environment with additional variables, and without the one that keeps Python from writing
-    bytecode: an installed package has it already."""
+    """Return this process's environment with additional variables, and without PYTHONDONTWRITEBYTECODE, since an
+    installed package has its bytecode already."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | variables

@@ -19,8 +19,8 @@ CUT_OFF = "cut_off"
 def publish(
     report: Report, out: Path | None, name: str, table: Callable[[Report], str], plot: Callable[[Report, Path], None]
 ) -> None:
-    """Print the table, and write `name`.json, .md and .png into the folder `out`. An interrupted report is marked as
-    such and makes the exit status 130."""
+    """Print the table, and write `name`.json, .md and .png into the folder `out`. If the measurement was interrupted,
+    mark the report and exit with status 130."""
     cut_off = report.get(CUT_OFF, False)
     text = ("CUT OFF: this is what was measured until then.\n\n" if cut_off else "") + table(report)
     print(text, end="")
@@ -47,7 +47,6 @@ def folder(name: str) -> Path:
 
 
 def markdown_table(corner: str, heads: Iterable[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
-    """Return the lines of a Markdown table."""
     heads = list(heads)
     lines = [f"| {corner} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     return lines + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]

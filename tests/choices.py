@@ -32,7 +32,6 @@ def choose_token(
 
 
 def mask_of(tokens: Collection[int], vocabulary: int) -> TokenMask:
-    """Return the mask that allows these tokens."""
     return np.packbits([token in tokens for token in range(vocabulary)], bitorder="little")
 
 

@@ -16,14 +16,14 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:  # run GPU kernels in an interpreter; read when triton is first imported
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Compiled loops are cached in the checkout, not in the user's cache folder, also for started services.
+# Compiled loops, also of services started by tests, are cached in the checkout, not in the user's cache folder.
 os.environ.setdefault("SPECDEC_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "cache"))
 
-# The duration of an example only depends on the machine's load.
+# The duration of an example depends only on the machine's load.
 settings.register_profile(
     "specdec",
     deadline=None,
-    max_examples=50,  # always the same ones: what a change breaks shows in these, or in a wider search
+    max_examples=50,  # always the same ones: a faulty change shows in these, or in a wider search
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=True,  # reproducible examples; `pytest --hypothesis-profile explore` tries others
 )
@@ -32,17 +32,17 @@ settings.load_profile("specdec")
 
 
 def pytest_collection_finish() -> None:
-    """Exempt loaded objects from garbage collection, as services do at start-up. Many tests run services in their
-    own process; scanning all tests and their modules would pause these for half a second each time."""
+    """Exempt loaded objects from garbage collection, as services do at start-up. Many tests run services in their own
+    process; scanning all tests and their modules would pause the services for half a second each time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def heeding_interrupts() -> Iterator[None]:
-    """Let SIGINT reach the processes that tests start. A test run in the background ignores it, and so would they: they
-    get the default if this process has a handler. Resetting it between fork and exec is not safe beside gRPC's threads:
-    occasionally the child aborts."""
+    """Let SIGINT reach the processes that tests start. A test run in the background ignores SIGINT, and its children
+    would inherit that; with a handler in this process, they get the default action. Resetting SIGINT between fork and
+    exec is not safe beside gRPC's threads: occasionally the child aborts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

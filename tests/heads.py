@@ -34,7 +34,7 @@ def make_heads(folder: Path, *, heads: int = 3, hidden: int = HIDDEN, vocabulary
 
 @dataclass(frozen=True)
 class RandomEagle3:
-    """EAGLE-3 heads with random weights. Fields are those of config.json, but for the sizes of the target."""
+    """EAGLE-3 heads with random weights. Fields are those of config.json, except for the sizes of the target."""
 
     stream: int = HIDDEN  # width of the target's features
     vocabulary: int = VOCABULARY
@@ -55,8 +55,8 @@ class RandomEagle3:
     scale: float = 0.3  # of the weights of products
 
     def tensors(self, prefix: str = "midlayer") -> Tensors:
-        """Return the tensors in EAGLE's layout, or with `layers.0` as `prefix` in speculators'; the vocabulary map is
-        there if they do not know all tokens."""
+        """Return the tensors in EAGLE's layout, or with `layers.0` as `prefix` in speculators'. They include a
+        vocabulary map if the heads do not know all tokens."""
         random = torch.Generator().manual_seed(5)
 
         def product(rows: int, columns: int) -> Tensor:
@@ -145,8 +145,8 @@ class RandomEagle3:
 
 @dataclass(frozen=True)
 class RandomBlock:
-    """A block draft with random weights. Fields are those of config.json, but for the sizes of the target. `layers`:
-    the target's, that the features enter."""
+    """A block draft with random weights. Fields are those of config.json, except for the sizes of the target. `layers`:
+    the target's layers that the features enter."""
 
     stream: int = HIDDEN  # width of the target's features
     vocabulary: int = VOCABULARY
@@ -171,7 +171,7 @@ class RandomBlock:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of its tensors, but for the vocabulary map."""
+        """The shapes of its tensors, except for the vocabulary map."""
         hidden, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         found: dict[str, tuple[int, ...]] = {
             "fc.weight": (hidden, len(self.layers) * self.stream),
@@ -214,7 +214,7 @@ class RandomBlock:
         return found
 
     def tensors(self) -> Tensors:
-        """Return the tensors; the vocabulary map is there if it does not know all tokens."""
+        """Return the tensors, including a vocabulary map if the draft does not know all tokens."""
         random = torch.Generator().manual_seed(6)
         found = {}
         for name, shape in self.shapes.items():
@@ -292,7 +292,7 @@ def make_eagle3(folder: Path, heads: RandomEagle3 | None = None) -> Path:
 
 def make_mtp(folder: Path, target: Path, *, layout: str = "model", seed: int = 5) -> Path:
     """Write an MTP layer with random weights, in a folder with the target's configuration; return the folder. `layout`:
-    "model" for names behind `model.layers.{N}.`, "mtp" for names behind `mtp.`."""
+    "model" for names that begin with `model.layers.{N}.`, "mtp" for names that begin with `mtp.`."""
     config = json.loads((target / "config.json").read_text())
     count, width = config["num_hidden_layers"], config["hidden_size"]
     whole = mtp_model(target, seed)
@@ -315,7 +315,7 @@ def make_mtp(folder: Path, target: Path, *, layout: str = "model", seed: int = 5
 
 
 def mtp_model(target: Path, seed: int = 5) -> Any:
-    """Return a model with random weights of a target's architecture with one layer more: the last is the MTP layer."""
+    """Return a model of a target's architecture with random weights and one more layer: the last is the MTP layer."""
     config = AutoConfig.from_pretrained(target)
     config.num_hidden_layers += 1
     for name in ("layer_types", "mlp_layer_types"):

@@ -58,8 +58,6 @@ def served_names() -> set[str]:
 
 
 def table() -> str:
-    """Return the table in Markdown."""
-
     def row(each: Metric) -> str:
         labels = ", ".join(f"`{label}`" for label in getattr(each, "_labelnames", ()))
         return f"| `{name(each)}` | {each.type} | {labels} | {each.documentation} |"

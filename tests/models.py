@@ -148,14 +148,14 @@ def tokenizer() -> Tokenizer:
 
 @torch.no_grad()
 def _unsettle(model: PreTrainedModel) -> None:
-    """Move biases and norms off their initial zeros and ones, which would hide omitting them."""
+    """Move biases and norms off their initial zeros and ones, which would hide an omitted bias or norm."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(0.2 * torch.randn_like(parameter))
 
 
 def near(target: Path, directory: Path, *, noise: float, seed: int = 1) -> Path:
-    """Save a draft that often agrees with `target`: its weights, each with noise of `noise` times its tensor's
+    """Save a draft that often agrees with `target`: the target's weights plus noise of `noise` times each tensor's
     deviation."""
     model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, local_files_only=True)
     generator = torch.Generator().manual_seed(seed)

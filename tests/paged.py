@@ -57,5 +57,4 @@ class Paged:
 
 
 def slots_of(blocks: NDArray[Any]) -> Slots:
-    """Return the slots of these blocks, in order."""
     return (blocks[:, None].astype(np.int64) * BLOCK + np.arange(BLOCK)).ravel()

@@ -78,7 +78,7 @@ def _holds(candidate: Any, wanted: NDArray[np.int64], packed: Sequence[bytes]) -
 
 
 def _runs(numbers: NDArray[Any], wanted: NDArray[np.int64]) -> bool:
-    """Return whether the wanted numbers stand in a row somewhere in `numbers`."""
+    """Return whether the wanted numbers occur in a row somewhere in `numbers`."""
     if len(numbers) < len(wanted):
         return False
     starts = np.flatnonzero(numbers[: len(numbers) - len(wanted) + 1] == wanted[0])

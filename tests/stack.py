@@ -88,7 +88,7 @@ class SlowEngine:
 
 
 class SlowFeatures(SlowEngine):
-    """The same, of an engine with features of its layers."""
+    """The same for an engine with features of its layers."""
 
     inner: CpuEngine
 
@@ -297,10 +297,10 @@ async def stack(
 ) -> AsyncIterator[Stack]:
     """Run verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine,
     `target_delay` the target's. Verifiers may have a `draft_model` or `heads`; `paged` ones take chains of candidates
-    only; drafts with `draft_heads` run these, fed by the verifiers; without `block_verification` they test draws one by
-    one. `verifier_kind` and `draft_kind` replace servicers; a draft that `translates` has another tokenizer; `traffic`
-    keeps texts that permit it, for who has the `learning_key`; `disguise` modifies the reported identity of a verifier
-    by number."""
+    only; without `block_verification` they test draws one by one. Drafts with `draft_heads` run these, fed by the
+    verifiers. `verifier_kind` and `draft_kind` replace servicers; a draft that `translates` has another tokenizer;
+    `traffic` keeps texts that permit it, for holders of the `learning_key`; `disguise` modifies the reported identity
+    of each verifier, given its number."""
     async with AsyncExitStack() as exits:
 
         async def verifier_pod(number: int) -> VerifierPod:

@@ -89,7 +89,7 @@ def _import_graph() -> dict[str, set[str]]:
 
 
 def test_servers_import_nothing_of_the_client() -> None:
-    """What both ends of the wire share is in `specdec.wire`, which imports the stubs alone."""
+    """Code shared by both ends of the wire is in `specdec.wire`, which imports only the stubs."""
     graph = _import_graph()
     servers = (*SERVICES, "specdec.serving", "specdec.engine", "specdec.vllm")
     for module, imported in graph.items():
@@ -136,8 +136,8 @@ def _folders(*paths: Path) -> set[str]:
 
 
 def test_support_stands_below_tests_and_benchmarks() -> None:
-    """tests -> testing <- bench -> demo; only tests of benchmarks import benchmarks, since shared support belongs
-    into testing."""
+    """tests -> testing <- bench -> demo; only tests of benchmarks import benchmarks, since shared support belongs in
+    testing."""
     assert not _folders(*(ROOT / "testing").rglob("*.py")) & {"bench", "demo", "tests"}
     assert not _folders(*(ROOT / "demo").rglob("*.py")) & {"bench", "testing", "tests"}
     assert not _folders(*(ROOT / "bench").rglob("*.py")) & {"tests"}
@@ -172,8 +172,8 @@ PACKAGES = {
     "models": {"requests", "text", "pods"},
     "generation": {"requests", "text", "pods", "models"},
 }
-"""Packages of the orchestrator, lowest first, and which others each may import. The modules beside them may import all,
-and are imported by none."""
+"""Packages of the orchestrator, lowest first, with the packages that each may import. Modules beside the packages may
+import all packages, and no package imports these modules."""
 
 
 def test_packages_of_the_orchestrator_import_only_lower_ones() -> None:

@@ -84,7 +84,7 @@ def tracked(*patterns: str) -> list[str]:
 
 
 def words(name: str) -> set[str]:
-    """Return names in code, and whole strings; every word of a document."""
+    """Return the names and whole strings in code, or every word of a document."""
     text = (ROOT / name).read_text()
     if not name.endswith(".py"):
         return set(re.findall(r"(?:--)?[A-Za-z_][\w-]*", text))

@@ -37,8 +37,8 @@ class Device:
         return free_bytes(self.name)
 
     def bandwidth(self) -> float:
-        """Return the bandwidth in bytes a second: a large tensor is copied, and bytes read and written both count. It
-        is the median of several copies, the first left out."""
+        """Return the bandwidth of copying a large tensor, in bytes read plus bytes written per second: the median of
+        several copies after a first one that is discarded."""
         source = torch.ones(COPIED[self.kind] // 4, device=self.name)
         target = torch.empty_like(source)
         seconds = [self.timed(lambda: target.copy_(source))[1] for _ in range(REPEATS + 1)][1:]
@@ -54,7 +54,7 @@ class Device:
         return returned - begin, time.perf_counter() - begin
 
     def facts(self) -> dict[str, Any]:
-        """Return properties of an accelerator; a processor's are those of the machine."""
+        """Return properties of an accelerator; none for a CPU."""
         if self.kind != "cuda":
             return {}
         about = torch.cuda.get_device_properties(self.name)

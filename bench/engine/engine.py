@@ -1,18 +1,19 @@
-"""Measure an engine's step time over the roofline of the device's memory, for model shapes with random weights.
+"""Measure an engine's step time as a multiple of the memory roofline, for model shapes with random weights.
 
     python -m bench engine --shape 60m --device cpu --out build/engine
     python -m bench engine --shape llama-3.1-8b --device cuda --dtype bfloat16 --synthetic-acceptance 0.8
     python -m bench engine --config /models/mine/config.json --device cuda --dtype bfloat16
 
-A step takes n new tokens in each of several texts (sessions) of several tokens (context). The roofline is the time to
-read its weights (without the input embedding), keys and values at the bandwidth of a large copy on this device (bytes
-read and bytes written both count). "host" is the time until control is back: an engine whose forward pass copies logits
-to the host has waited for the device by then. For comparison, on the same shape: transformers' forward pass with a
-growing cache, with a static one, with the latter compiled, and its continuous batching (one token a step, its whole
-loop included).
+A step computes n new tokens in each of several texts; "sessions" is the number of texts, "context" their length. The
+roofline is the time to read the weights (without the input embedding), keys and values at the bandwidth of a large copy
+on this device (bytes read plus bytes written). "host" is the time until the call returns; if the engine's forward pass
+copies logits to the host, that includes waiting for the device. Measured for comparison, on the same shape:
+transformers' forward pass with a growing cache, with a static cache, and compiled with a static cache; and its
+continuous batching (one token a step, its whole loop included).
 
---synthetic-acceptance P runs the verifier's step loop as well, plain and with injected candidates, each right with
-probability P: SYNTHETIC, since a model with random weights has no draft. Writes engine.json, engine.md and engine.png.
+--synthetic-acceptance P also runs the verifier's step loop, plain and with injected candidates, each right with
+probability P. This is labelled SYNTHETIC, since a model with random weights has no draft. Writes engine.json, engine.md
+and engine.png.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ WIDTHS = (2, 4, 8)
 """Candidates per session and step, with synthetic speculation."""
 
 QUICK_PEERS = ("eager-static",)
-"""Peers of --quick: compiling for every combination takes a minute."""
+"""Peers with --quick: compiling would take a minute for every combination."""
 
 PROMPT, LENGTH = 128, 192
 """Tokens of the prompt and of the output of a synthetic text."""
@@ -84,7 +85,7 @@ class EngineBench:
         self._report("bandwidth")
         bandwidth = self.device.bandwidth()
         wanted = [Combination(n, c, s) for s in args.sessions for c in args.contexts for n in args.tokens]
-        # Weights stay while a combination's memory is allocated: both come out of the memory free now.
+        # Weights and a combination's memory are allocated together: both must fit into the memory free now.
         free_now = int(SPARE * self.device.free_bytes())
         fitting, self.left_out = split(self.sizes, wanted, self.item_bytes, self.directory.vocabulary, free_now)
         report: Report = {"name": self.directory.name, "bandwidth": bandwidth, "sizes": vars(self.sizes)}
@@ -103,7 +104,7 @@ class EngineBench:
         """Measure specdec's engine; return its numerics fingerprint."""
         args = self.args
         self._report("loading")
-        capacity = max(MIN_SLOTS, 1 + max(what.slots for what in fitting))  # the check of exactness takes some too
+        capacity = max(MIN_SLOTS, 1 + max(what.slots for what in fitting))  # the exactness check needs slots, too
         prompts = args.synthetic_sessions * (PROMPT + LENGTH + 64) + 2 * MAX_STEP_CANDIDATES
         slots = max(capacity, prompts) if args.synthetic_acceptance else capacity
         placement = Placement(args.engine, args.dtype, args.device, slots)
@@ -144,7 +145,7 @@ class EngineBench:
             )
             try:
                 found = median_step(system, what, self.args.seconds, self.args.repeats)
-            except Exception as error:  # any error of another system: the others are still measured
+            except Exception as error:  # other systems may raise anything; the rest are still measured
                 reason = (str(error).strip().splitlines() or [""])[0][:160]
                 self.left_out.append(
                     f"{system.name}, {what.sessions} sessions, {what.context} tokens of context, "

@@ -22,7 +22,7 @@ RUNS = 5
 
 
 def torchs_int8(linear: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
-    """Return torch's product with a weight of 8 bits and a scale a row."""
+    """Return torch's product with 8-bit weights and one scale per row."""
     weight = linear.weight.detach().float()
     scales = weight.abs().amax(1) / 127
     numbers, narrow = (weight / scales[:, None]).round().to(torch.int8), scales.bfloat16()
@@ -53,8 +53,6 @@ def main(given: Sequence[str]) -> None:
 
 
 def milliseconds(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> float:
-    """Return the least time of a product."""
-
     def once() -> float:
         begin = time.perf_counter()
         for layer in layers:

@@ -33,7 +33,6 @@ def _cell(row: dict[str, Any], on_gpu: bool) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the report as Markdown."""
     asked, sizes = report["asked"], report["sizes"]
     where = report["machine"].get("device") or report["machine"]["processor"]
     on_gpu = asked["device"] != "cpu"

@@ -112,7 +112,7 @@ def roofline_seconds(sizes: Sizes, what: Combination, bandwidth: float) -> float
 
 
 WORKING = 1 << 28
-"""Bytes reserved for all but weights, keys, values and logits."""
+"""Bytes reserved for everything besides weights, keys, values and logits."""
 
 
 def needed_bytes(sizes: Sizes, what: Combination, item_bytes: int, vocabulary: int) -> int:

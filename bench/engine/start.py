@@ -47,8 +47,6 @@ print(imported - begin, time.monotonic() - imported)
 
 @dataclass
 class Start:
-    """One start of a verifier."""
-
     kind: str
     seconds: float  # until it was ready
     phases: dict[str, float]
@@ -107,7 +105,6 @@ def wide(folder: Path) -> Path:
 
 
 def table(model: str, starts: Sequence[Start], imports: float, weights: float) -> str:
-    """Return the starts of a model as a Markdown table."""
     phases = list(dict.fromkeys(name for each in starts for name in each.phases))
     rows = [f"{model}: imports {imports:.1f} s and reading the weights {weights:.1f} s by themselves", ""]
     rows.append("| start | ready after | " + " | ".join(phases) + " | load |")

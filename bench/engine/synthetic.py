@@ -1,9 +1,9 @@
 """Speculation at a chosen acceptance, for models with random weights: SYNTHETIC, and labelled so.
 
-A model with random weights has no draft that predicts it. So plain decoding first finds its choices; then the same
-texts are decoded again with injected candidates: chains in which each token is the target's choice with probability
-`acceptance`, and another token otherwise. Below a wrong token the chain continues in vain, as a draft's would. The loop
-is the verifier's own (`StepLoop`), with its schedule, tree verification and memory. Drafts, messages and processes are
+A model with random weights has no draft that predicts it. So plain decoding first finds its choices. Then the same
+texts are decoded again with injected chains of candidates: each token is the target's choice with probability
+`acceptance`, else another token. Below a wrong token the chain continues to no effect, as a draft's would. The loop is
+the verifier's own (`StepLoop`), with its schedule, tree verification and memory. Drafts, messages and processes are
 left out, so the result is an upper bound on speculation with this engine.
 """
 

@@ -1,7 +1,7 @@
 """Systems that take steps, and the median time of a step.
 
-All have random weights of the same shape, and texts with keys and values already in the cache (their values do not
-affect the time); each computes the logits of every new token.
+All have random weights of the same shape, and compute the logits of every new token. The texts' keys and values are in
+the cache before the step; their contents do not affect the time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SteppedSystem(Protocol):
     repeated: bool  # a median needs several calls of `step`
 
     def step(self, what: Combination) -> tuple[float, float]:
-        """Take one step; return seconds until control was back, and until the device was done."""
+        """Take one step; return the seconds until the call returned, and until the device was done."""
 
 
 def packed(engine: Engine, what: Combination) -> PackedBatch:

@@ -3,8 +3,8 @@
     python -m bench token-masks [--vocabularies 4096,32768,131072] [--tokenizer FILE]
 
 Byte-level tokenizers of these sizes are trained on the Python files of this installation, or one is read from a
-`tokenizer.json`. Texts that fit a JSON schema are followed token by token, as in a verifier: the mask of the next
-token, its application to a row of logits, the same for candidates below the text, and the commit. No model runs.
+`tokenizer.json`. Texts that match a JSON schema are followed token by token, as in a verifier: the next token's mask,
+its application to a row of logits, the same for candidates below the text, and the commit are timed. No model runs.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def documents(count: int) -> list[str]:
 
 
 def follow(file: Path, written: Sequence[str]) -> tuple[int, dict[str, list[float]]]:
-    """Follow texts; return the vocabulary's size, and the seconds of each operation, each time."""
+    """Follow texts; return the vocabulary's size, and every duration of each operation in seconds."""
     tokenizer = Tokenizer.from_file(str(file))
     vocabulary = tokenizer.get_vocab_size()
     seconds: dict[str, list[float]] = defaultdict(list)

@@ -1,8 +1,8 @@
 """Checks that a draft and a verifier on a GPU give the tokens of plain decoding: `python -m bench.gpu.drafting`.
 
 The three services run as processes, as `specdec up` starts them. The draft computes in float16, exported and run by
-ONNX Runtime, or with --engine torch in the GPU engine. Every prompt is completed plain and drafted, greedily and
-sampled; all tokens must be the same, and some must come from the draft.
+ONNX Runtime, or with --engine torch in the GPU engine. Every prompt is completed with and without the draft, greedily
+and sampled. The tokens must be the same, and some must come from the draft.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEMPERATURES = (0.0, 0.8)
 
 
 def draft_of(engine: str, device: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
-    """Return the draft's directory, exported in float16 for ONNX Runtime, and its service's options."""
+    """Return the draft's directory (for ONNX Runtime, a float16 export) and its service's options."""
     on_device = ("--device", device)
     if engine == "torch":
         return DEMO / "draft", ("--engine", "torch", "--dtype", "float32" if device == "cpu" else "float16", *on_device)

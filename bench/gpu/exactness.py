@@ -1,9 +1,9 @@
 """Checks whether the GPU engine is exact on this device, by dtype: `python -m bench.gpu.exactness --dtypes float32`.
 
-The engine's own check decides, as at a verifier's start. A second one, of other texts and sizes, does not trust it: a
-text's last logits, in one prompt and token by token beside other texts, must have the same bits. Without a GPU the
-kernels are interpreted and the engine's own check, which would take minutes, is left out; differences are then reported
-but are no failure, since products on a CPU are not made exact there.
+The engine's own check decides, as at a verifier's start-up. An independent check adds other texts and sizes: a text's
+last logits must have the same bits when computed with the whole prompt and when computed later, beside other texts.
+Without a GPU, kernels are interpreted, and the engine's own check is left out, since it would take minutes. Differences
+are then reported but do not fail the run, since products are not made exact on a CPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def text_of(length: int, vocabulary: int, seed: int) -> list[int]:
 
 
 def last_logits(engine: GpuEngine, text: list[int], beside: int) -> NDArray[np.float32]:
-    """Return the logits of a text's last token, computed after the rest, beside this many others."""
+    """Return the logits of a text's last token, computed after the rest, beside this many other texts."""
     slots = np.arange(1, len(text) + 1)
     packer = engine.packer()
     packer.add_path(slots[:-1], packer.add_rows(text[:-1], 0, slots[:-1]))
@@ -85,7 +85,7 @@ def main() -> None:
     for dtype in args.dtypes:
         try:
             found[dtype] = measured(ModelDirectory(args.model), dtype, args.device)
-        except Exception as error:  # of any kind, from kernels: the other dtypes are still checked
+        except Exception as error:  # kernels may raise anything; the other dtypes are still checked
             found[dtype] = {"exact": False, "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         inexact = not found[dtype]["exact"] or bool(found[dtype].get("differs_beside"))
         wrong |= "error" in found[dtype] or (args.device != "cpu" and inexact)

@@ -2,12 +2,13 @@
 
     make gpu                                       with .venv, or else `make gpu PYTHON=python3`
     python -m bench gpu --only exactness,graphs
-    python -m bench gpu --device cpu               a rehearsal: every step in small, without a GPU
+    python -m bench gpu --device cpu               a rehearsal: every step on a small scale, without a GPU
 
 First it lists missing requirements, a line each; steps that need them are skipped, and all others run. Each step has a
-time limit and runs regardless of the outcome of earlier ones: tests, exact numerics, CUDA graphs, a draft and a
-verifier on the GPU with the tokens of plain decoding, step times over the memory's roofline, and tokens a second with
-CUDA graphs and without. It needs no network. The exit status is 1 if a step failed or was skipped.
+time limit and runs regardless of the outcome of earlier ones. The steps run the tests; check exact numerics, CUDA
+graphs, and that a draft and a verifier on the GPU give the tokens of plain decoding; and measure step times over the
+memory roofline, and tokens a second with and without CUDA graphs. No network is needed. The exit status is 1 if a step
+failed or was skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from bench.gpu.steps import STEPS, Step
 from bench.report import folder
 
 PROBE_SECONDS = 120.0
-"""Seconds in which torch must be imported and the GPU respond."""
+"""Timeout for importing torch and for the GPU's response."""
 
 
 def probed() -> Facts:
@@ -84,7 +85,7 @@ def run(steps: Sequence[Step], facts: Facts, device: str, out: Path, seconds: fl
 def main(given: Sequence[str]) -> None:
     args = parsed(given)
     begin = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # raised, so that the step ends as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, so that the step ends too
     try:
         facts = probed()
         seconds = 60 * args.minutes - (time.monotonic() - begin)

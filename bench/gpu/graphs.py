@@ -1,7 +1,7 @@
 """Compares steps with and without CUDA graphs, in results and speed: `python -m bench.gpu.graphs`.
 
-Logits and hidden states are compared bit by bit, for alternating steps of several sizes, so that each graph runs again
-after others; in addition, the time of a step in each way. Without a GPU neither way has graphs, and the kernels are
+Logits and hidden states are compared bit by bit. Steps of several sizes alternate, so that each graph runs again after
+others. The time of a step is measured in both ways. Without a GPU neither way has graphs, and the kernels are
 interpreted.
 """
 
@@ -25,14 +25,14 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 
 TURNS = 3
-"""Steps of each size, of other tokens each time."""
+"""Steps of each size, with different tokens each time."""
 
 TIMED = 30
 """Number of timed steps."""
 
 
 def step(engine: GpuEngine, rows: int, seed: int) -> PackedBatch:
-    """Return a step of `rows` first tokens, each of another text."""
+    """Return a step with the first tokens of `rows` texts."""
     tokens = np.random.default_rng(seed).integers(1, engine.vocabulary, rows)
     packer = engine.packer()
     for number, token in enumerate(tokens):
@@ -54,7 +54,7 @@ def milliseconds(engine: GpuEngine, rows: int, times: int) -> float:
 
 
 def compared(graphed: GpuEngine, eager: GpuEngine, sizes: list[int], turns: int) -> list[str]:
-    """Return the differences between the two, over all sizes in turns."""
+    """Return the differences between the two engines, cycling through all sizes."""
     different = []
     for turn in range(turns):
         for rows in sizes:

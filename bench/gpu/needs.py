@@ -1,4 +1,4 @@
-"""The needs of the steps of a run on a GPU, with a remedy: a line for each unmet need."""
+"""The needs of the steps of a run on a GPU, and a line with a remedy for each unmet need."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TESTS = ("pytest", "pytest_asyncio", "pytest_timeout", "hypothesis")
 EXPORT = ("onnx", "onnxscript", "onnxruntime")
 
 Need = Callable[[Facts, str], list[str]]
-"""Returns a line for each thing missing for a device; its first word or two are the name."""
+"""Returns a line for each thing missing for a device; the line starts with the thing's name."""
 
 
 def modules(names: Iterable[str]) -> Need:
-    """Return the need of these modules, each new enough."""
+    """Return the need of these modules, each in a supported version."""
     names = tuple(names)
 
     def missing(facts: Facts, _device: str) -> list[str]:

@@ -1,6 +1,6 @@
 """The facts about a machine for a run on a GPU, as JSON: `python -m bench.gpu.probe`.
 
-It runs in its own process, so that a library that breaks on import breaks nothing else, and never fails: absent things
+It runs in its own process, so that a library that breaks on import breaks nothing else. It never fails: absent things
 are null.
 """
 
@@ -75,7 +75,7 @@ def _version(module: str, name: str) -> str | None:
 
 def _gpu() -> dict[str, Any] | None:
     """Return the first GPU visible to torch."""
-    with contextlib.suppress(Exception):  # of a broken installation, any
+    with contextlib.suppress(Exception):  # a broken installation may raise anything
         import torch
 
         if torch.cuda.is_available():
@@ -100,7 +100,7 @@ def _driver() -> str | None:
 
 
 def _providers() -> list[str]:
-    with contextlib.suppress(Exception):  # of a broken installation, any
+    with contextlib.suppress(Exception):  # a broken installation may raise anything
         from specdec.engine.onnx_runtime import ort
 
         return list(ort.get_available_providers())

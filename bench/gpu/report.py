@@ -14,14 +14,12 @@ from bench.gpu.runner import Outcome
 
 
 def write(out: Path, about: dict[str, Any], facts: Facts, outcomes: Sequence[Outcome]) -> None:
-    """Write report.json and report.md."""
     report = {**about, "facts": facts, "steps": [asdict(outcome) for outcome in outcomes]}
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (out / "report.md").write_text(page(about, facts, outcomes), encoding="utf-8")
 
 
 def page(about: dict[str, Any], facts: Facts, outcomes: Sequence[Outcome]) -> str:
-    """Return the report as Markdown."""
     lines = [f"# A run on {about['device']}", "", *_place(about, facts), ""]
     lines += ["| step | status | s | |", "|---|---|---|---|"]
     for each in outcomes:

@@ -35,7 +35,6 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 def tables(folder: Path) -> dict[str, str]:
-    """Return the tables in a step's folder, by name."""
     return {file.stem: file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.md"))}
 
 

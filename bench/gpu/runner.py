@@ -36,8 +36,6 @@ Status = Literal["passed", "failed", "timed out", "skipped"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a step."""
-
     name: str
     about: str
     status: Status
@@ -49,7 +47,7 @@ class Outcome:
 
 
 class Runner:
-    """A run on one device. Its steps share its seconds; each has a folder in `out`, with its log."""
+    """A run on one device. Its steps share a time budget; each has a folder in `out`, with its log."""
 
     def __init__(
         self,
@@ -73,7 +71,7 @@ class Runner:
         if (left := self._deadline - begin) < MIN_SECONDS:
             return Outcome(step.name, step.about, "skipped", reason="no time was left")
         folder = self._out / step.name
-        shutil.rmtree(folder, ignore_errors=True)  # of an earlier run: its figures are not this one's
+        shutil.rmtree(folder, ignore_errors=True)  # results of an earlier run
         folder.mkdir(parents=True)
         limit = min(step.seconds, left)
         log = folder / "log.txt"

@@ -1,8 +1,7 @@
 """The time to choose tokens from logits on a GPU, by sampling parameters: `python -m bench.gpu.sampling`.
 
 Logits fall with the logarithm of their rank, as a language model's do, so a nucleus of 0.9 holds some dozens of tokens.
-Each time is that of one `GpuLogits` over all rows: kernels, the copy of the shortlist, and the host's part of the
-choice.
+Each time covers one `GpuLogits` over all rows: kernels, the copy of the shortlist, and the host's part of the choice.
 """
 
 from __future__ import annotations

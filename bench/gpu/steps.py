@@ -1,7 +1,7 @@
 """The steps of a run on a GPU: their commands, their needs, and their time limits.
 
-On "cpu" every step runs in small: kernels under Triton's interpreter, ONNX Runtime's CPU provider, tiny models. So
-trivial errors show in a rehearsal, before a run on a card.
+On "cpu" every step runs on a small scale: kernels under Triton's interpreter, ONNX Runtime's CPU provider, tiny models.
+So trivial errors show in a rehearsal, before a run on a card.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Step:
 
 
 def tests(at: Place) -> list[Command]:
-    """Return all tests of kernels, engine and devices, except those of compiling kernels for other cards. Warnings are
-    no failures here: other versions than the pinned ones have others. Compiling kernels takes most of the time, so
-    several files run concurrently if pytest can."""
+    """Return all tests of kernels, engine and devices, except for compiling kernels for other cards. Warnings are not
+    failures here, since versions other than the pinned ones have other warnings. Compiling kernels takes most of the
+    time, so several files run concurrently if pytest can."""
     folders = ["tests/engine/gpu", "--ignore", "tests/engine/gpu/test_compile.py", "tests/engine/onnx/test_devices.py"]
     chosen = ["tests/engine/gpu/test_kernels.py", "tests/engine/gpu/test_sampler.py"] if at.small else folders
     options = ["-q", "-rs", "-W", "default", "-p", "no:cacheprovider", f"--junitxml={at.folder / 'tests.xml'}"]
@@ -171,4 +171,4 @@ STEPS = (
     Step("kernels", "where the time of a step goes, 8B", 60, (*_ENGINE, memory(40)), kernels),
     Step("large-engine", "step times over the memory's roofline, 8B", 100, (*_ENGINE, memory(40)), large_engine),
 )
-"""All steps in order: first those that later ones depend on, the long ones last."""
+"""All steps in order: prerequisites of later steps first, long steps last."""

@@ -2,12 +2,12 @@
 
     python -m bench capacity
 
-A session-step is one commit, relayed to the draft and, coalesced over 20 ms, to the client, and the draft's candidates,
-relayed to the verifier. Verifier and draft compute nothing (`bench.network.echo`, one process); the client (this
-process) reads only the number of steps in each message. All of them share the machine's cores: steps are divided by the
-measured processor time of the orchestrator. Each session has its own client connection, up to 16. Last comes the
-round-trip time of a single session through the orchestrator and over a direct stream to the draft: the difference is
-the cost of the relay.
+A session-step is one commit, relayed to the draft and (coalesced over 20 ms) to the client, plus the draft's
+candidates, relayed to the verifier. Verifier and draft compute nothing (`bench.network.echo`, one process); the client
+(this process) reads only the number of steps in each message. All processes share the machine's cores, so steps are
+divided by the orchestrator's measured processor time. Each session has its own client connection, up to 16. The last
+measurement is the round-trip time of a single session through the orchestrator and over a direct stream to the draft;
+the difference is the cost of the relay.
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ class Client:
 
 @dataclass(frozen=True)
 class Rate:
-    """The result of one measurement."""
-
     steps: float  # per second
     orchestrator: float  # cores used
     echo: float
@@ -81,7 +79,7 @@ class Rate:
 
 
 async def direct_round(address: str) -> float:
-    """Return the median seconds of a round, a commit and its candidates, over one stream without an orchestrator."""
+    """Return the median seconds of a round (a commit and its candidates) over one stream without an orchestrator."""
     seconds = []
     async with grpc.aio.insecure_channel(address) as channel:
         call: Any = draft_pb2_grpc.DraftServiceStub(channel).Draft()  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Measure the cost of distance between the services: this system, which drafts ahead, beside the synchronous one.
+"""Measure the cost of distance between the services, for this system, which drafts ahead, and the synchronous one.
 
     python -m bench delay
     python -m bench delay --target-step-ms 30 --draft-step-ms 3    # a larger pair on simulated devices
@@ -7,11 +7,11 @@ Both links of the orchestrator, to the verifier and to the draft, are delayed (`
 each takes 0 to 1 target steps, so from verifier to draft and back takes twice as long. The client's link is not
 delayed. The target step is this run's median without delay.
 
-This system has its verifier's own proposals as well, unless `--speculation` selects its draft alone (`always`; `draft`:
-where it pays). The synchronous system (`bench.systems.synchronous`), which has none, runs at its best: its K and shape
-are searched for every delay. Then both take turns, text by text and delay by delay. Tokens a second count from the
-first piece of a text to its last; the first comes later by the delay of the links. "Of no delay" and "ahead by" are
-medians of the ratios within one round, with minimum and maximum in brackets.
+This system also uses its verifier's own proposals, unless `--speculation` selects its draft alone (`always`; `draft`:
+where it pays). The synchronous system (`bench.systems.synchronous`) has no such proposals; its best K and shape are
+searched for every delay. Then both take turns, load by load and delay by delay. Tokens a second are counted from the
+first piece to the last, so they leave out the links' delay of the first piece. "Of no delay" and "ahead by" are medians
+of the ratios within one round, with minimum and maximum in brackets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEARCH_TOKENS = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of the synchronous draft's tree, proposed at once."""
+    """The shape of the synchronous draft's tree, proposed as a whole."""
 
     nodes: int
     branches: int
@@ -120,7 +120,7 @@ async def measure(args: argparse.Namespace, proxy: DelayProcess, addresses: dict
         def load() -> list[list[int]]:
             return [next(prompts) for _ in range(args.streams)]
 
-        # 1. Warm up, and the target step.
+        # 1. Warm up, and measure the target step.
         for number in range(2):
             warm = load()
             found = await ordinary.run(warm, args.tokens)
@@ -129,7 +129,7 @@ async def measure(args: argparse.Namespace, proxy: DelayProcess, addresses: dict
         echo = await asyncio.to_thread(proxy.to, await exits.enter_async_context(echoing()))
         distance = Distance(proxy, echo, statistics.median(found.steps))
 
-        # 2. The synchronous system's best for every delay.
+        # 2. Find the synchronous system's best shape for every delay.
         shapes = [Shape(nodes, branches) for branches in args.branches for nodes in args.nodes]
         texts = [load() for _ in range(args.search_texts)]
         best: dict[float, Shape] = {}

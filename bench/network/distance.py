@@ -14,8 +14,6 @@ PINGS = 40
 
 
 class Distance:
-    """The distance between the services, in steps of the target."""
-
     def __init__(self, proxy: DelayProcess, echo: str, step: float) -> None:
         self._proxy = proxy
         self._echo = echo

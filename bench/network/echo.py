@@ -2,8 +2,8 @@
 
     python -m bench.network.echo
 
-A session is ping-pong: the draft answers each commit with candidates at once, the verifier answers these with the next
-commit.
+A session is ping-pong: the draft answers each commit with candidates immediately, and the verifier answers these with
+the next commit.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class EchoVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
 
 class Echo(Measured):
-    """Both behind one address."""
+    """The verifier and the draft behind one address."""
 
     name = "specdec.v2.VerifierService"
 
@@ -110,7 +110,7 @@ class Echo(Measured):
 
 
 def before(address: str, *options: str) -> tuple[str, ...]:
-    """Return the `python -m` arguments of an orchestrator for both."""
+    """Return the `python -m` arguments of an orchestrator in front of both."""
     peers = ("--verifier", address, "--draft", address)
     return ("orchestrator", "--model", str(DEMO / "target"), *peers, "--port", "0", "--log-level", "error", *options)
 

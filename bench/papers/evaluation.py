@@ -1,8 +1,9 @@
-"""An evaluation in progress: every method answers every question, in turns, and what they took is kept.
+"""An evaluation in progress: all methods take turns at answering every question, and the results are kept.
 
-A cell is a temperature and a number of concurrent streams. In it all methods first warm up, then take turns at groups
-of as many questions as there are streams, so that a change of the machine's pace meets all of them. Each method is a
-tenant, since a verifier learns by tenant, and no request finds a cached prefix: the papers compute every prompt.
+A cell is a temperature and a number of concurrent streams. In each cell all methods first warm up, then take turns at
+groups of questions, one question per stream, so that a change of the machine's speed affects all of them. Each method
+is its own tenant, since a verifier learns by tenant. No request finds a cached prefix, since the papers compute every
+prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from specdec.client import AsyncClient, Completion, GenerateOptions, InvalidRequ
 
 ANSWER_SECONDS = 900.0
 SEEDS_A_ROUND = 1_000_000
-SEEDS_A_QUESTION = 100  # more than a question has turns
+SEEDS_A_QUESTION = 100  # more than the turns of any question
 
 
 class EvaluationError(Exception):
@@ -41,8 +42,8 @@ class Settings:
     streams: Sequence[int]
     tokens: int  # maximum of a turn's answer
     rounds: int
-    warm_ups: int  # loads before those that count, for each method and cell
-    learning_seconds: float  # of such loads, for adaptive methods
+    warm_ups: int  # uncounted loads at first, for each method and cell
+    learning_seconds: float  # minimum time of uncounted loads, for adaptive methods
     form: str  # "chat", "text", or "auto": chat if the model has a template, but text for prompts to be continued
     ignore_end: bool  # all answers have all tokens
     seed: int
@@ -63,7 +64,7 @@ class Group(NamedTuple):
     """Questions that are asked at the same time."""
 
     questions: list[Question]
-    counted: int  # the first ones count, the others only fill up the streams
+    counted: int  # number of questions that count, the first ones; the others only fill up the streams
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Answered:
     accepted: list[int]  # entry i: steps with i candidates accepted
     sources: dict[str, int]  # tokens by source
     compared: int  # tokens compared with plain decoding's; 0 if they need not be equal
-    equal: int  # of these, equal
-    diversity: dict[str, float]  # of its words, by measure
+    equal: int  # equal ones among those compared
+    diversity: dict[str, float]  # of the answers' words, by measure
 
     @property
     def tokens_a_second(self) -> float:
@@ -131,14 +132,12 @@ class _Outcome:
 
 
 class Evaluation:
-    """All methods on all questions."""
-
     def __init__(self, settings: Settings, methods: Sequence[Method], questions: Sequence[Question]) -> None:
         """`methods` begin with plain decoding; `questions` have different ids."""
         self.answers: list[Answered] = []
         self.loads: list[Load] = []
-        self.failed: dict[str, str] = {}  # reasons by method, left out from then on
-        self.skipped: dict[str, str] = {}  # reasons by question, left out altogether
+        self.failed: dict[str, str] = {}  # reasons, by method left out from then on
+        self.skipped: dict[str, str] = {}  # reasons, by question left out altogether
         self.exact = True  # whether all answers had exact numerics
         self.model = ""  # as served
         self._settings = settings
@@ -154,8 +153,8 @@ class Evaluation:
         return [answer for answer in self.answers if answer.question not in self.skipped]
 
     async def run(self, address: str, console: Console) -> None:
-        """Measure everything at a deployment; EvaluationError if plain decoding fails or no question is left. Whatever
-        ends it, what was measured until then is kept."""
+        """Measure everything at a deployment; EvaluationError if plain decoding fails or no question is left. However
+        the run ends, the measurements so far are kept."""
         settings = self._settings
         cells = [Cell(temperature, streams) for temperature in settings.temperatures for streams in settings.streams]
         async with AsyncClient(address, timeout=ANSWER_SECONDS, max_retries=0) as client:
@@ -205,7 +204,7 @@ class Evaluation:
         return [question for name, question in self._questions.items() if name not in self.skipped]
 
     def _groups(self, streams: int) -> Iterator[Group]:
-        """Yield the questions in groups of as many as there are streams. The first questions fill up the last group."""
+        """Yield groups of one question per stream. The first questions fill up the last group."""
         questions = self._left()
         for begin in range(0, len(questions), streams):
             filled = list(islice(cycle(questions), begin, begin + streams))
@@ -228,7 +227,7 @@ class Evaluation:
                     break
 
     async def _take_turns(self, client: AsyncClient, cell: Cell, number: int, turn: int, group: Group) -> None:
-        """Have all methods answer a group, each time beginning with another one, and keep what they took."""
+        """Have all methods answer a group, each time beginning with another method, and keep the results."""
         methods = self._possible(cell)
         first = turn % len(methods)
         found: dict[str, list[_Outcome]] = {}
@@ -270,7 +269,7 @@ class Evaluation:
         return outcomes if len(outcomes) == len(group.questions) else None
 
     def _has_answered(self, method: Method, cell: Cell) -> bool:
-        """Return whether the method is possible here, so that a refusal is the question's fault."""
+        """Return whether the method has answered at this temperature, so that a refusal is due to the question."""
         return any(load.method == method.name and load.temperature == cell.temperature for load in self.loads)
 
     def _as_chat(self, question: Question) -> bool:
@@ -288,7 +287,7 @@ class Evaluation:
                 "model": self.model,
                 "max_tokens": settings.tokens,
                 "ignore_end_token": settings.ignore_end,
-                "ignore_generation_config": True,  # sampling as the papers have it
+                "ignore_generation_config": True,  # the papers' sampling
                 "seed": seed + turn,
                 "tenant": self._tenants[method.name],
                 "cache_salt": uuid.uuid4().hex,

@@ -2,7 +2,7 @@
 
 Speed-up, mean accepted tokens and the spread over runs are those of Spec-Bench (Xia et al. 2024, arXiv 2401.07851, its
 `evaluation/speed.py`); conditional acceptance is that of SPEED-Bench (arXiv 2604.09557). A histogram of accepted
-candidates is a list with the number of steps in which i candidates were accepted at place i: without the bonus token.
+candidates is a list: entry i is the number of steps that accepted i candidates, not counting the bonus token.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ORDERS = (1, 2, 3)
 
 
 def ratio_of_means(mine: Mapping[Key, float], plain: Mapping[Key, float]) -> float | None:
-    """Return the speed-up of Spec-Bench: mean of tokens a second over questions, divided by plain decoding's, over the
-    questions that both have; None without one."""
+    """Return Spec-Bench's speed-up: mean tokens a second divided by plain decoding's mean, over the questions that both
+    have; None if there are none."""
     both = mine.keys() & plain.keys()
     if not both:
         return None
@@ -31,7 +31,7 @@ def ratio_of_means(mine: Mapping[Key, float], plain: Mapping[Key, float]) -> flo
 
 
 def median_ratio(mine: Mapping[Key, float], plain: Mapping[Key, float]) -> float | None:
-    """Return the median over the questions that both have of the ratio within a question; None without one."""
+    """Return the median ratio within a question, over the questions that both have; None if there are none."""
     both = mine.keys() & plain.keys()
     return statistics.median(mine[key] / plain[key] for key in both) if both else None
 
@@ -44,7 +44,7 @@ def spread(values: Sequence[float]) -> tuple[float, float | None]:
 def mean_accepted_tokens(tokens: int, steps: int) -> float | None:
     """Return the mean number of tokens a step (MAT), bonus included: 1 for plain decoding; None without steps.
 
-    A text that ends within a step counts the tokens it kept, where Spec-Bench counts all of that step.
+    If a text ends within a step, only the tokens it kept count; Spec-Bench counts all tokens of that step.
     """
     return tokens / steps if steps else None
 
@@ -64,15 +64,15 @@ def survival(histogram: Sequence[int]) -> list[float]:
 def conditional_acceptance(histogram: Sequence[int]) -> list[float]:
     """Return P(at least k accepted) / P(at least k - 1 accepted) for k = 1, 2, ... up to the most ever accepted.
 
-    A step without a candidate at place k counts as one whose candidate there was rejected.
+    A step without a candidate at place k counts as rejecting one there.
     """
     chances = [1.0, *survival(histogram)]
     return [after / before for before, after in pairwise(chances)]
 
 
 def equal_tokens(mine: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return (tokens compared, of these equal) of the texts of all turns, place by place; a token that only one text
-    has is compared, and not equal."""
+    """Return (tokens compared, equal tokens) over the texts of all turns, position by position; a token that only one
+    text has counts as compared and unequal."""
     compared = equal = 0
     for one, other in zip_longest(mine, plain, fillvalue=()):
         compared += max(len(one), len(other))
@@ -81,13 +81,13 @@ def equal_tokens(mine: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) 
 
 
 def words(text: str) -> list[str]:
-    """Return the words of a text: runs of letters, digits and underscores, as they are written."""
+    """Return the words of a text: runs of letters, digits and underscores, case kept."""
     return re.findall(r"\w+", text)
 
 
 def diversity(texts: Sequence[str]) -> dict[str, float]:
-    """Return entropy (bits) and distinct-n of the n-grams of words, each the mean over the texts of the value within a
-    text; 0 for a text without such n-grams."""
+    """Return entropy (bits) and distinct-n of word n-grams, computed within each text and averaged over texts; a text
+    without such n-grams counts as 0."""
     found = [words(text) for text in texts]
     measured = {f"entropy {n}": [entropy(text, n) for text in found] for n in ORDERS}
     measured |= {f"distinct {n}": [distinct(text, n) for text in found] for n in ORDERS}

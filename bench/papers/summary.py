@@ -19,7 +19,7 @@ from bench.report import Report
 
 
 def summarised(answers: Sequence[Answered], loads: Sequence[Load], methods: Sequence[Method]) -> list[Report]:
-    """Return a report for each cell, in order: its temperature, streams, methods by name, and what AUTO reaches."""
+    """Return a report for each cell, in order: temperature, streams, methods by name, and AUTO over the best one."""
     cells = dict.fromkeys(Cell(answer.temperature, answer.streams) for answer in answers)
     return [_cell(cell, answers, loads, methods) for cell in cells]
 
@@ -90,8 +90,8 @@ def _by_category(mine: Sequence[Answered], plain: Sequence[Answered]) -> Report:
 
 
 def _auto_over_best(found: Mapping[str, Report], fixed: Sequence[str]) -> dict[str, float]:
-    """Return by category the mean of AUTO's tokens a second, divided by the largest one of a fixed method that samples
-    from the same distribution."""
+    """Return, by category, AUTO's mean tokens a second divided by the largest mean of a fixed method that samples from
+    the same distribution."""
     if AUTO not in found:
         return {}
     ratios = {}
@@ -103,7 +103,7 @@ def _auto_over_best(found: Mapping[str, Report], fixed: Sequence[str]) -> dict[s
 
 
 def _rates(answers: Sequence[Answered], number: int | None = None) -> dict[tuple[int, str], float]:
-    """Return tokens a second by round and question, of all answers or of those in a round."""
+    """Return tokens a second by round and question, of all rounds or of one."""
     return {
         (answer.round, answer.question): answer.tokens_a_second
         for answer in answers
@@ -112,5 +112,5 @@ def _rates(answers: Sequence[Answered], number: int | None = None) -> dict[tuple
 
 
 def _quartiles(values: Sequence[float]) -> list[float]:
-    """Return the first quartile, the median and the third quartile; all the same for one value, none without values."""
+    """Return the first quartile, the median and the third quartile; a single value is all three, no values give []."""
     return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3

@@ -2,12 +2,12 @@
 
     python -m bench acceptance
 
-Draft and verifier sessions of the real services alternate in this process: the draft expands its tree as far as
-worthwhile, and a step verifies its best nodes, so nothing depends on time. The demo pair continues held-out prompts.
+Draft and verifier sessions of the real services alternate in this process, so nothing depends on timing: the draft
+expands its tree as far as that pays, then a step verifies the best nodes. The demo pair continues held-out prompts.
 
-Acceptance is counted per position with a tested candidate. Its bounds, on the same texts: no test of one candidate
-alone can exceed 1 - TV(p, q); sampling with shared noise reaches at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh
-2024). REJECTION verifies chains as blocks (Sun et al. 2024), and for comparison one by one.
+Acceptance is counted per position with a tested candidate. Its bounds are computed on the same texts: no test of one
+candidate alone can exceed 1 - TV(p, q); sampling with shared noise reaches at least (1 - TV) / (1 + TV) (Daliri, Musco,
+Suresh 2024). REJECTION verifies chains as blocks (Sun et al. 2024) and, for comparison, one candidate at a time.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@
     python -m bench quality --out build/quality
     python -m bench quality --target DIR --draft DIR --prompt "Once upon a time" --texts 50
 
-Speculative sampling uses the REJECTION rule with forced drafting: it draws other tokens than naive sampling, from the
-same distribution, so its texts must be as diverse, within noise. (Under the COUPLED rule they would be identical.)
-Contrastive decoding is deterministic: one text per prompt, without errors. The figures are means over texts of the
-measure within a text, so they depend on the length of texts. Writes quality.json, quality.md and quality.png.
+Speculative sampling uses the REJECTION rule with forced drafting. It draws other tokens than naive sampling, but from
+the same distribution, so its texts must be equally diverse, within noise. (Under the COUPLED rule the tokens would be
+identical.) Contrastive decoding is deterministic: one text per prompt, without standard errors. Each measure is
+computed within a text and averaged over texts, so it depends on the length of texts. Writes quality.json, quality.md
+and quality.png.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def main(given: Sequence[str]) -> None:
         with client_of(args) as client:
             model = client.models()[0].name
             for number, (method, options) in enumerate(methods(args.temperature, args.alpha).items()):
-                seed = args.seed + number * 1_000_000  # equal seeds would correlate prompts
+                seed = args.seed + number * 1_000_000  # equal seeds would correlate the methods' texts
                 texts[method] = query(client, prompts, options, args.texts, args.tokens, seed, method)
     except (LocalError, SpecdecError) as error:
         sys.exit(f"bench quality: {error}")

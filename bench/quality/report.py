@@ -22,7 +22,7 @@ MEASURES: dict[str, Callable[[Sequence[int]], float]] = {
 }
 NOISE = 3.0
 """Standard errors within which two means count as equal. If the five differences of equal methods were independent, one
-would exceed this in one run of 75; they are correlated, so it is rarer."""
+run in 75 would have a difference above this; they are correlated, so fewer runs do."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def measured(prompt: int, completion: Completion) -> Text:
 
 
 def mean(texts: Sequence[Text], measure: str) -> Mean:
-    """Return the mean over prompts of the mean over texts, so that the error covers sampling and not prompts."""
+    """Return the mean over prompts of each prompt's mean, so that the error covers sampling, not the prompts."""
     by_prompt: dict[int, list[float]] = {}
     for text in texts:
         by_prompt.setdefault(text.prompt, []).append(text.measures[measure])
@@ -69,7 +69,6 @@ def difference(one: Mean, other: Mean) -> float | None:
 
 
 def reported(texts: Mapping[str, Sequence[Text]]) -> dict[str, Any]:
-    """Return the report on the texts of each method."""
     means = {method: {name: mean(found, name) for name in MEASURES} for method, found in texts.items()}
     apart = {name: difference(means["speculative"][name], means["naive"][name]) for name in MEASURES}
     compared = [abs(value) for value in apart.values() if value is not None]
@@ -89,7 +88,6 @@ def reported(texts: Mapping[str, Sequence[Text]]) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the report as Markdown."""
     names = list(MEASURES)
     lines = [
         f"Target: {report['target']}. Draft: {report['draft']}. T = {report['temperature']:g}, alpha = "

@@ -1,4 +1,4 @@
-"""An answer as its caller saw it, and the latencies of many."""
+"""An answer as its client saw it, with its latencies."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from itertools import pairwise
 
 @dataclass
 class Answer:
-    """An answer to a streamed request; times are those of perf_counter."""
+    """An answer to a streamed request; times are by perf_counter."""
 
     begin: float = field(default_factory=time.perf_counter)
     pieces: list[float] = field(default_factory=list)  # arrivals of pieces of text
     tokens: int = 0
-    tokens_are_pieces: bool = False  # True: the server did not tell how many tokens there are
+    tokens_are_pieces: bool = False  # True: the server did not report the number of tokens
     end: float | None = None  # None: it has not ended
-    error: str | None = None  # name of the error that ended it; None: it is complete, if it has ended
+    error: str | None = None  # name of the error that ended it; None: no error so far
     message: str = ""  # of the error
 
     def piece(self, tokens: int) -> None:
@@ -26,7 +26,6 @@ class Answer:
         self.tokens += tokens
 
     def finish(self, error: str | None = None, message: str = "") -> None:
-        """Record the end, now."""
         self.end, self.error, self.message = time.perf_counter(), error, message
 
     @property

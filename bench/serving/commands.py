@@ -1,4 +1,4 @@
-"""Servers started like their users do: by a command with that command's defaults, and used over their own API.
+"""Servers started as their users start them, by a command with its defaults, and used over their own API.
 
 The only options are those needed to serve this model on loopback without a network, and those in the command's name, as
 shown in the report.
@@ -27,11 +27,11 @@ from bench.systems.system import ANSWER_SECONDS, STOP_SECONDS, NotServingError
 from specdec.client import Client
 
 VLLM_KV_GIB = 1
-"""GiB of vLLM's KV cache, as in the benchmark of speed: by default it reserves most of the machine's memory, and does
-not start without it."""
+"""GiB of vLLM's KV cache, as in the benchmark of speed. By default vLLM reserves most of the machine's memory, and does
+not start if that is not available."""
 
 Ask = Callable[[list[int]], None]
-"""Continues a prompt greedily by one token, and returns once that is there."""
+"""Continues a prompt greedily by one token, and returns once that token has arrived."""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Orchestrators:
 
 
 class _BrokenStreamError(Exception):
-    """A stream that is no answer; the message is the reason."""
+    """A stream is not a valid answer; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _read(data: str, answer: Answer) -> bool:
 
 
 def _texts(event: Mapping[str, Any]) -> Iterator[str | None]:
-    """Yield the text of each choice; of a chat, with reasoning."""
+    """Yield the text of each choice; in a chat, its reasoning counts as text."""
     for choice in event.get("choices", ()):
         delta = choice.get("delta")
         if delta is None:

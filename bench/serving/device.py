@@ -1,13 +1,13 @@
-"""Measure services on devices that only take time: the host's cost where a step takes a GPU's few milliseconds.
+"""Measure services on devices that only take time: the host's cost if a step takes a few milliseconds, as on a GPU.
 
     python -m bench device [--profile 8b-h100 --streams 1,8,32,64 --ways off,forced --temperatures 0,0.8]
 
 The three services and their messages are real, and so is all of the host's work for a step; the devices of target and
-draft are simulated (`bench.systems.simulated_gpu`). A draft's first guess is right at three positions of four, and side
-branches hold half of the others. With a temperature, top-p is 0.95. Each cell has `--settle` seconds of load, then
-`--seconds` that count. `busy` is the fraction of the time in which the target's device computes, `in time` the fraction
-of drafted steps that began with candidates of the draft. Stages are parts of the processor time of a loop's thread
-(`bench.systems.stages`).
+draft are simulated (`bench.systems.simulated_gpu`). A draft's first guess is right at three of four positions, and side
+branches hold the right token at half of the others. With a temperature, top-p is 0.95. Each cell has `--settle` seconds
+of load, then `--seconds` that are measured. `busy` is the fraction of the time that the target's device computes,
+`in time` the fraction of drafted steps that began with candidates of the draft. Stages are parts of the processor time
+of a loop's thread (`bench.systems.stages`).
 """
 
 from __future__ import annotations

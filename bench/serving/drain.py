@@ -2,9 +2,9 @@
 
     python -m bench drain [--rounds 3 --streams 8]
 
-Two verifiers, two drafts and two orchestrators serve texts continuously; in turns, one pod of each role gets a SIGTERM,
-and is started again. Reported are the seconds until it has ended, the longest silence in a running stream, compared
-with a period without a drain, and failed requests.
+Two verifiers, two drafts and two orchestrators serve texts continuously. In turns, one pod of each role gets a SIGTERM
+and is started again. Reported are the seconds until the pod has ended, the longest silence in a running stream (also
+without a drain, for comparison), and failed requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from specdec.local import DEMO
 from specdec.local.child import Child, stop
 
 TOKENS = 400
-"""Tokens of a text: it runs for seconds."""
+"""Tokens of a text: enough to run for seconds."""
 
 START_SECONDS = 120.0
 CALM_SECONDS = 5.0

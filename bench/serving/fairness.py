@@ -1,10 +1,10 @@
-"""Measure the effect on a tenant of another that floods a verifier: time to first token, and its share of the tokens.
+"""Measure how a tenant that floods a verifier affects another one: its time to first token, and completed requests.
 
     python -m bench fairness [--rounds 3 --seconds 20]
 
-A quiet tenant requests a fifth of the verifier's capacity, another one ten times as much as that, from a separate
-process: otherwise its thousand client streams would delay the first tenant's answers. In turns: the quiet one alone;
-both, as two tenants; both under one name, which is first come, first served.
+A quiet tenant requests a fifth of the verifier's capacity. A flooding tenant requests ten times as much, from a
+separate process, since its thousand client streams would otherwise delay the quiet tenant's answers. In turns: the
+quiet one alone; both, as two tenants; both under one name, which is first come, first served.
 """
 
 from __future__ import annotations

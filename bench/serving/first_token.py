@@ -1,5 +1,5 @@
-"""Seconds from a command until the first token of a short prompt: `specdec up` beside `vllm serve` and llama.cpp's
-`llama-server`, each started like its users do.
+"""Seconds from a command until the first token of a short prompt: `specdec up`, `vllm serve` and llama.cpp's
+`llama-server`, each started as its users start it.
 
     python -m bench first-token
     python -m bench first-token --vllm-python build/vllm/bin/python --llama-server build/llama/build/bin/llama-server \\
@@ -9,8 +9,8 @@ The time begins when the command is started, and ends when one token has come ov
 OpenAI's completions over HTTP). Commands have their own defaults, dtype and compilation included; all deviations are in
 their name. A command's persistent cache (compiled loops, compiled graphs) has its own folder: the first start finds it
 empty, the next one filled by the first. The page cache holds all files throughout. In a round all commands take turns,
-each in its first and its next start, in the reverse order every other round. Each start waits for a quiet machine
-first, or for --patience seconds. Writes first-token.json, .md and .png.
+each with a first and a next start; every other round reverses the order. Each start first waits for a quiet machine,
+for at most --patience seconds. Writes first-token.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ COLUMNS = {"ready, s": "ready", "first token, s": "token"}
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a command."""
-
     command: str
     kind: str
     round: int
@@ -65,8 +63,8 @@ def timed(command: Command, cache: Path, prompt: list[int]) -> tuple[float, floa
 
 
 def measure(commands: Sequence[Command], rounds: int, patience: float) -> dict[str, Any]:
-    """Return all starts, and the failures of commands, which are then left out. After Ctrl-C it has the measurements so
-    far."""
+    """Return all starts, and the failures of commands, each left out once it has failed. After Ctrl-C, return the
+    measurements so far."""
     starts, failed, cut_off = list[Start](), dict[str, str](), False
     (prompt,) = held_out(1, PROMPT_TOKENS)
     try:
@@ -94,7 +92,6 @@ def _turn(command: Command, number: int, prompt: list[int], patience: float) -> 
 
 
 def table(report: Report) -> str:
-    """Return the report as Markdown."""
     where, starts = report["machine"], report["starts"]
     taken = [each["foreign_cores"] for each in starts]
     known = ", ".join(where["instructions"]) or f"none of {', '.join(INSTRUCTIONS)}"
@@ -119,7 +116,7 @@ def _cell(starts: list[dict[str, Any]], name: str, kind: str, what: str) -> str:
 
 
 def _of(starts: list[dict[str, Any]], name: str, kind: str, what: str) -> list[float]:
-    """Return the seconds of all starts of this kind; each start of a command without a cache is of both kinds."""
+    """Return the seconds of all starts of this kind; a start of a command without a cache counts as both kinds."""
     return [each[what] for each in starts if each["command"] == name and each["kind"] in (kind, EVERY)]
 
 

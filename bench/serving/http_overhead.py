@@ -1,9 +1,9 @@
-"""Measure the cost of OpenAI's HTTP API beside gRPC: processor time of all services per token, and the first token.
+"""Compare the cost of OpenAI's HTTP API and gRPC: processor time of all services per token, and time to first token.
 
     python -m bench http-overhead [--rounds 8]
 
 The demo pair generates the same texts by gRPC and by HTTP, in turns. The clients' own processor time is not counted,
-though on few cores it delays the services: both are as light as possible.
+but on few cores it delays the services, so both clients are as light as possible.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ async def by_http(address: str, prompt: list[int]) -> Answer:
 
 
 async def costs(ask: Ask, processes: set[int], prompts: Sequence[list[int]]) -> Costs:
-    """Send all concurrently."""
+    """Send all prompts concurrently."""
     before = processor_seconds(processes)
     answers = await asyncio.gather(*map(ask, prompts))
     spent = processor_seconds(processes) - before
@@ -99,7 +99,7 @@ async def costs(ask: Ask, processes: set[int], prompts: Sequence[list[int]]) -> 
 
 
 async def measure(stack: Stack, streams: int, rounds: int) -> list[tuple[Costs, Costs]]:
-    """Return pairs of costs, (by gRPC, by HTTP), alternating which is first."""
+    """Return pairs of costs, (by gRPC, by HTTP), alternating which runs first."""
     processes = {child.process.pid for child in stack.children.values()}
     pairs = []
     async with AsyncClient(stack.address, timeout=300) as client:

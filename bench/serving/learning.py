@@ -2,17 +2,17 @@
 
     python -m bench learning --out build/learning [--texts 240 --streams 2]
 
-The same texts are requested four times, each time from services that are started for it:
+The same texts are requested in four runs, each with newly started services:
 
 - plain: without a draft
-- fixed: with the draft that all begin with, by default one of the demo draft's size with random weights
-- learning: with the same draft, which keeps all texts; a trainer beside it makes a version of them, waits for the
-  verdict on that, and begins again
-- oracle: in each phase with a draft trained before, on text of this phase's kind; its texts are others
+- fixed: with the initial draft of all runs, by default of the demo draft's size with random weights
+- learning: with the same draft, whose service keeps all texts; a trainer beside it trains a version on them, waits for
+  the verdict on that version, and begins again
+- oracle: in each phase with a draft trained in advance, on other texts of this phase's kind
 
-Two tenants send the requests in turns, with a seed for each text. Reported are, over the texts of a run, the guessed
-share of tokens and tokens a second, what became of each version, the times between a user's tokens, and texts that
-differ from those of the plain run. Drafts are used whether or not they pay, so that all runs do the same work.
+Two tenants send the requests in turns, with a seed for each text. Reported are the guessed share of tokens and tokens a
+second over the texts of a run, the verdict on each version, the times between a user's tokens, and texts that differ
+from those of the plain run. Drafts are used whether or not they pay, so that all runs do the same work.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TEMPERATURE = 0.8
 PROMPT_TOKENS = 64
 
 ORACLE_SEED = 1000
-"""Seed of the prompts that an oracle is trained on: those of the phases have their own."""
+"""Seed of an oracle's training prompts: different from the seeds of the phases."""
 
 UNDECIDED = (
     draft_pb2.DRAFT_VERSION_STATE_WAITING,
@@ -69,7 +69,7 @@ SERVED = (
 """States of a version that was promoted."""
 
 RETRY_SECONDS, LOOK_SECONDS = 10.0, 0.5
-"""Seconds until a training that found too few texts is tried again, and between looks at a version's state."""
+"""Seconds until training is retried if there were too few texts, and between polls of a version's state."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Plan:
     """The models of a measurement, and its numbers of texts, tokens and steps."""
 
     target: Path
-    draft: Path  # that all runs begin with
+    draft: Path  # initial draft of all runs
     texts: int  # of a phase
     tokens: int  # of a text
     streams: int
@@ -148,7 +148,7 @@ async def traffic(address: str, plan: Plan, phases: Sequence[int], speculation: 
 
 @dataclass
 class TriedVersion:
-    """A version and what became of it, in seconds since the run began."""
+    """A version, its times in seconds since the run began, and its verdict."""
 
     name: str
     trained: float
@@ -231,7 +231,7 @@ def train_command(plan: Plan, base: Path, out: Path, steps: int, *options: str) 
 
 
 def oracle(plan: Plan, kind: str, place: Path) -> Path:
-    """Train a draft on text of one kind: prompts that no phase has, and what the target makes of them."""
+    """Train a draft on text of one kind: prompts that no phase uses, and the target's continuations of them."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(plan.target / "tokenizer.json"))
@@ -244,7 +244,7 @@ def oracle(plan: Plan, kind: str, place: Path) -> Path:
 
 
 def with_random_weights(draft: Path, place: Path) -> Path:
-    """Return a model of a draft's configuration and tokenizer with random weights."""
+    """Return a model with a draft's configuration and tokenizer, but random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -300,7 +300,6 @@ def run(plan: Plan, name: str, oracles: dict[str, Path], place: Path) -> tuple[l
 
 
 def measured(plan: Plan, place: Path) -> Report:
-    """Return the report of all runs."""
     runs: dict[str, Any] = {}
     oracles = {kind: oracle(plan, kind, place) for kind in sorted(set(PHASES))}
     plain = dict[int, list[int]]()

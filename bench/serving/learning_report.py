@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bench.serving.learning import Text
 
 WINDOW = 20
-"""Texts of a window, over which shares and speeds are taken."""
+"""Texts per window; shares and speeds are computed for each window."""
 
 
 def summary(texts: Sequence[Text]) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def summary(texts: Sequence[Text]) -> dict[str, Any]:
 
 
 def pays_from(report: Report) -> float | None:
-    """Return the seconds after which the learning draft was as fast as plain decoding until the first phase ended;
-    None: it was not."""
+    """Return the seconds after which the learning draft was never slower than plain decoding in the first phase; None
+    if there is no such time."""
     plain = report["runs"]["plain"]["phases"][0]["tokens_per_second"]
     begin: float | None = None
     for window in report["runs"]["learning"]["windows"]:
@@ -62,7 +62,6 @@ def pays_from(report: Report) -> float | None:
 
 
 def table(report: Report) -> str:
-    """Return the report as Markdown."""
     plan, runs = report["plan"], report["runs"]
     lines = [
         f"Target: {plan['target']}. First draft: {plan['draft']}. T = {plan['temperature']:g}; {plan['texts']} texts a "

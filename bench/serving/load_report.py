@@ -17,13 +17,13 @@ LATENCIES: Mapping[str, tuple[str, Callable[[Answer], list[float]]]] = {
     "itl": ("pause between pieces (ITL)", lambda answer: answer.pauses),
     "e2e": ("whole request (E2E)", lambda answer: [answer.seconds]),
 }
-"""Latencies by name, with their words and the function that returns those of an answer in seconds."""
+"""Latencies by name: their label, and the function that returns those of an answer in seconds."""
 LIMITS = ("ttft", "tpot", "e2e")
-"""Latencies that --goodput limits: each answer has one."""
+"""Latencies that --goodput limits: those with one value per answer."""
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 COLUMNS = ("mean", *QUANTILES, "most")
 MANY_CORES = 0.8
-"""Cores of a client that is near the one that it can use."""
+"""Cores used by a client that is near its maximum of one core."""
 
 
 def _known(value: float | None) -> list[float]:
@@ -58,12 +58,12 @@ def report_of(answers: Sequence[Answer], limits: Mapping[str, float], now: float
 
 
 def _within(answer: Answer, limits: Mapping[str, float]) -> bool:
-    """Return whether an answer has every latency within its limit; one that it lacks, such as TPOT of one token, is."""
+    """Return whether an answer's latencies, as far as it has them (one token has no TPOT), are within their limits."""
     return all(value <= limit for name, limit in limits.items() for value in LATENCIES[name][1](answer))
 
 
 def rate(count: float, seconds: float) -> float:
-    """Return a count by second; 0 if there was no time."""
+    """Return a count per second; 0 if no time has passed."""
     return round(count / seconds, 3) if seconds > 0 else 0.0
 
 
@@ -77,7 +77,6 @@ def _quantiles(seconds: list[float]) -> dict[str, float] | None:
 
 
 def table(report: Report) -> str:
-    """Return the report as Markdown."""
     lines = [
         f"{report['model']} at {report['address']}, by {report['api']}, {report['load']}; at most "
         f"{report['max_tokens']} tokens, T = {report['temperature']:g}.",

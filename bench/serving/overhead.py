@@ -73,7 +73,7 @@ class Shares:
     """Numbers of samples, by thread and function."""
 
     forward: Counter[str]  # of the step thread, by part of the forward pass
-    rest: Counter[str]  # of the step thread otherwise in a step, by function
+    rest: Counter[str]  # of the step thread in the rest of a step, by function
     waiting: int  # of the step thread between steps
     event_loop: int  # of the event loop's thread, while it was awake
 

@@ -1,10 +1,10 @@
-"""Measure overload by ten times the capacity: how many requests are served or refused, and how fast.
+"""Measure an overload of ten times the capacity: how many requests are served or refused, and how fast.
 
     python -m bench overload [--within 1]
 
-The verifier has memory for a few texts and a short queue. All requests of a burst come at once, or spread evenly over
-`--within` seconds, over an open connection; admitted ones must complete, the others must be refused at once with a
-retry delay, and health must stay SERVING.
+The verifier has memory for a few texts and a short queue. The requests of a burst arrive concurrently, or spread evenly
+over `--within` seconds, on an open connection. Admitted ones must complete, the others must be refused immediately with
+a retry delay, and health must stay SERVING.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ async def measure(stack: Stack, requests: int, bursts: int, within: float) -> No
                 asyncio.create_task(query(call, prompt, within * number / requests))
                 for number, prompt in enumerate(prompts)
             ]
-            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)  # the first refusal: it is full
+            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)  # the first refusal: the verifier is full
             during = await health(stack)
             report(await asyncio.gather(*asking))
             print(f"  health meanwhile: {during}")

@@ -3,15 +3,16 @@
     python -m bench predictions [--rounds 3] [--streams 1,4]
     python -m bench predictions --slower 3      # on simulated devices
 
-Four pairs: the demo's, its target padded to 60M and to 230M parameters, and a draft of random weights. Each is
-predicted and measured with a draft service on its own core, with the draft within the verifier, and without any. Target
-and draft have one thread each. Services run on from round to round, and so does the prediction: the first round warms
-up, of the others medians are reported. The cost of a message between services is measured before (`evaluation.hop`).
+Four pairs: the demo pair, the same with its target padded to 60M and to 230M parameters, and with a draft of random
+weights. Each is predicted and measured with a draft service on its own core, with the draft within the verifier, and
+without a draft. Target and draft have one thread each. Services and prediction run on from round to round; the first
+round warms up, and medians of the others are reported. The cost of a message between services is measured first
+(`evaluation.hop`).
 
-With two cores, target and draft do not run side by side as on two devices: an orchestrator and a client contend for the
-same cores. With `--slower` each model has a device slower than a core by this factor, by times measured once for both:
-passes take these, in the prediction as in the services, which sleep for the rest of them and leave the cores to others
-(`bench.systems.long_steps`). The comparison then covers everything between the passes.
+With two cores, target and draft do not run side by side as on two devices, since an orchestrator and a client contend
+for the same cores. With `--slower` each model has a device slower than a core by this factor: its pass times, measured
+once, apply to the prediction and to the services, which sleep for the rest of a pass and leave the cores to others
+(`bench.systems.long_steps`). The comparison then covers everything between passes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ COLUMNS = (
 )
 
 MODES: Mapping[Way, str] = {PLAIN: "off", ABSENT: "local", LOCAL: "local", REMOTE_DRAFT: "auto"}
-"""The `speculation` of requests, by way of serving."""
+"""The `speculation` of requests for each way of serving."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Models:
 
 
 PAIRS = ("demo", "60M", "230M", "useless draft")
-"""Names of pairs: the demo's, its target padded to these parameters, its target with a draft of random weights."""
+"""Names of pairs: the demo's, its target padded to this number of parameters, its target with a random draft."""
 
 
 def pairs(folder: Path, names: Sequence[str] = PAIRS) -> Iterator[Models]:
@@ -121,7 +122,7 @@ def samples(pair: Pair, prompts: Sequence[list[int]], tokens: int, temperature: 
 
 
 def given_devices(pair: Pair, file: Path, slower: float) -> None:
-    """Make the models of a pair compute on devices slower than here by a factor, and write these to a file."""
+    """Make a pair's models compute on devices slower than this machine by a factor; write the devices to a file."""
     loaded = {"target": pair.target, "draft": pair.draft, "local draft": pair.local_draft}
     write_devices(file, {name: each.latency for name, each in loaded.items()}, slower)
     for name, each in loaded.items():

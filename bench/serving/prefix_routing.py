@@ -2,8 +2,8 @@
 
     python -m bench prefix-routing [--chats 40 --turns 6]
 
-Chats with the same system prompt take their turns through either of two orchestrators: with one verifier, then with
-three, one of which is killed once all chats are half way. Users think between two turns.
+Chats with the same system prompt send their turns through either of two orchestrators, first with one verifier, then
+with three. One of the three is killed once all chats are half way. Users think between two turns.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Found:
 
 @contextmanager
 def services(verifiers: int) -> Iterator[tuple[list[Child], list[str], list[str]]]:
-    """Run verifiers and two orchestrators; yield the processes of the verifiers, their addresses, and those of the
-    orchestrators."""
+    """Run verifiers and two orchestrators; yield the verifiers' processes, the verifiers' addresses, and the
+    orchestrators' addresses."""
     children: list[Child] = []
 
     def start(role: str, module: str, *options: str) -> Child:
@@ -148,7 +148,7 @@ async def converse(verifiers: int, chats: int, turns: int, *, killing: bool) -> 
 
 
 def imbalance(tokens: Sequence[int]) -> float:
-    """Return the load of the busiest over the mean."""
+    """Return the load of the busiest verifier, divided by the mean."""
     return max(tokens) * len(tokens) / sum(tokens)
 
 

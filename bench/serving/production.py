@@ -3,7 +3,7 @@
     python -m bench production [--rounds 6]
 
 Two deployments of the demo pair run side by side, one plain and one with the feature, and alternate on the same texts.
-Idle ones cost next to nothing; processor time, unlike wall time, is hardly affected by other processes.
+The idle one costs next to nothing; processor time, unlike wall time, is hardly affected by other processes.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _fetch(url: str) -> bytes:
 
 
 async def measure(plain: Deployment, featured: Deployment, streams: int, rounds: int) -> list[tuple[float, float]]:
-    """Return pairs of milliseconds a token, (plain, with the feature), alternating which is first."""
+    """Return pairs of milliseconds a token, (plain, with the feature), alternating which runs first."""
     pairs = []
     for number in range(-1, rounds):  # the first warms both
         order = [plain, featured] if number % 2 else [featured, plain]

@@ -3,15 +3,15 @@
     python -m bench restarts --vllm-python build/vllm/bin/python [--seconds 180 --every 20]
 
 Each system has two servers of the target: specdec two verifiers, with two drafts and two orchestrators; vLLM two `vllm
-serve`. Requests arrive at Poisson times, at a rate that all can serve without faults. Then one process is killed
-(SIGKILL) every 20 s and restarted at once: for specdec a pod of each role in turns, for vLLM its servers in turns. (So
-each server of vLLM dies every 40 s, and each verifier every 120 s.) specdec's client library resumes a text by itself.
-The client of vLLM acts like a patient application: it alternates between the servers, and restarts a broken stream at
-another one from the beginning, for up to a minute.
+serve`. Requests arrive at Poisson times, at a rate that each system can serve without faults. Then one process is
+killed (SIGKILL) every 20 s and restarted immediately: for specdec a pod of each role in turns, for vLLM its servers in
+turns. (So each server of vLLM dies every 40 s, and each verifier every 120 s.) specdec's client library resumes a text
+by itself. The client of vLLM acts like a patient application: it alternates between the servers, and restarts a broken
+stream at another one from the beginning, for up to a minute.
 
-It reports, for calm and for faults: failed requests, texts restarted in their user's view, texts that differ from those
-of the same seed in calm, times to the first token and between tokens, the longest silence in a text, and tokens of
-complete texts a second.
+It reports, without faults (calm) and with them: failed requests, texts that restarted in the user's view, texts that
+differ from the calm ones of the same seed, times to the first token and between tokens, the longest silence in a text,
+and tokens of complete texts a second.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ PATIENCE_SECONDS = 60.0
 
 AT_ONCE = 8
 LOAD = 0.4
-"""Load as a fraction of the slowest system's throughput with AT_ONCE requests in flight. It is low, since a starting
-process takes cores from the others here; on separate machines it would not."""
+"""Load as a fraction of the slowest system's throughput with AT_ONCE requests in flight. It is low because a starting
+process takes cores from the others; on separate machines it would not."""
 
 ROUND = ("verifier", "draft", "orchestrator")
 """Roles of specdec in the order of kills, one pod each time."""
@@ -69,7 +69,7 @@ class Seen:
     number: int
     begin: float
     times: list[float] = field(default_factory=list)  # arrival times of its pieces
-    sizes: list[int] = field(default_factory=list)  # tokens of each
+    sizes: list[int] = field(default_factory=list)  # tokens of each piece
     text: str = ""
     begun_again: int = 0
     failed: bool = False
@@ -332,7 +332,6 @@ COLUMNS = (
 async def measure(
     systems: Mapping[str, Callable[[], AbstractAsyncContextManager[System]]], seconds: float, every: float
 ) -> str:
-    """Return the table."""
     most = {}
     for name, start in systems.items():
         async with start() as system:

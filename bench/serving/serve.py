@@ -8,9 +8,9 @@ Requests are streamed. With --rate they arrive at Poisson times, as from indepen
 answer is followed by the next request. Reported are, over complete answers: the time to the first token (TTFT), the
 time per token after the first piece (TPOT), the pauses between pieces (ITL; with speculation a piece may have several
 tokens), the time of the whole request (E2E), tokens a second, and the goodput: complete answers a second within all
-limits of --goodput. Nothing is retried; errors are counted by kind. The client is one process: where it takes a whole
-core, it measures itself. Ctrl-C ends the load and prints what was measured until then. The exit status is 1 if no
-answer is complete. --out writes serve.json, .md and .png.
+limits of --goodput. Nothing is retried; errors are counted by kind. The client is one process: if it uses a whole core,
+the figures measure the client. Ctrl-C ends the load and prints the results so far. The exit status is 1 if no answer is
+complete. --out writes serve.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -68,13 +68,12 @@ class Load:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Load:
-        """Return the load that these options describe."""
         request = Request(args.model, args.max_tokens, args.temperature, args.ignore_end, args.timeout)
         seconds = math.inf if args.seconds is None else args.seconds
         return cls(args.prompts, request, args.requests, seconds, args.rate, args.concurrency, args.seed, args.warm_up)
 
     async def run(self, deployment: Deployment) -> None:
-        """Run the load to its end. If it is cancelled, running requests remain without an end."""
+        """Run the load to its end. If it is cancelled, answers in flight keep no end time."""
         for _ in range(self.warm_up):
             await deployment.ask(next(self.prompts), self.request, Answer())
         self.processor_begin = time.process_time()
@@ -127,7 +126,7 @@ def _files() -> list[str]:
 
 def of_file(path: Path) -> list[Prompt]:
     """Return the prompts of a file, a JSON object with `text`, `tokens` or `messages` on each line; PromptFileError for
-    a wrong line."""
+    an invalid line."""
     found = []
     for prompt in PromptFile(path, {}).prompts():
         if others := prompt.options.keys() - {"tokens", "messages"}:
@@ -145,7 +144,7 @@ def as_chat(prompt: Prompt) -> Prompt:
 
 
 async def measure(connect: Callable[[], AbstractAsyncContextManager[Deployment]], load: Load, report: Report) -> None:
-    """Choose the model and run the load; DeploymentError if it cannot be. What is known goes into the report."""
+    """Choose the model, enter model and API into the report, and run the load; DeploymentError if no model fits."""
     async with connect() as deployment:
         names = await deployment.models()
         asked = load.request.model
@@ -291,7 +290,7 @@ def _connect(args: argparse.Namespace) -> Callable[[], AbstractAsyncContextManag
 
 
 def about(args: argparse.Namespace) -> Report:
-    """Return what a report says about the load itself."""
+    """Return a report's entries on the load itself."""
     return {
         "address": args.address,
         "load": f"{args.concurrency} at a time" if args.rate is None else f"{args.rate:g} arriving a second",

@@ -1,10 +1,10 @@
-"""Measure the latency of a text beside another tenant's load, by the kind of that load.
+"""Measure the latency of a text under another tenant's load, by kind of load.
 
     python -m bench shares [--rounds 3 --texts 6 --kinds plain samples]
 
-Two tenants of equal weight. In turns a quiet one runs text after text alone, and beside another tenant with `REQUESTS`
-requests in flight at any time, from a separate process. The figure is the ratio of the medians: with fair sharing it is
-at most 2. The kind `cancels` opens and cancels requests instead, some 490 a second.
+Two tenants have equal weight. In turns, the quiet one runs text after text alone, and while the other keeps `REQUESTS`
+requests in flight from a separate process. The figure is the ratio of the medians: with fair sharing it is at most 2.
+The kind `cancels` opens and cancels requests instead, some 490 a second.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Measure the processor time of a text beside another tenant's load in a verifier's step loop.
+"""Measure the processor time of a text in a verifier's step loop under another tenant's load.
 
     python -m bench step-shares [--kinds texts lookahead --texts 8 --rounds 1]
 
 The loop is stepped in one thread, without messages, drafts or processes, and its clock is processor time too, so on a
-busy machine the ratios are more reliable than those of `bench shares`. A quiet tenant decodes text after text alone,
-then beside another tenant of equal weight with a constant number of sessions of one kind. With fair sharing the ratio
-is at most 2.
+busy machine the ratios are more reliable than in `bench shares`. A quiet tenant decodes text after text alone, then
+together with another tenant of equal weight, which has a constant number of sessions of one kind. With fair sharing the
+ratio is at most 2.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def prompts() -> Iterator[list[int]]:
 
 
 def measured(site: Site, kind: str, texts: int, warm_up: int) -> dict[str, Any]:
-    """Return the cost of a quiet text beside this kind of load as a multiple of its cost alone, by medians."""
+    """Return the cost of a quiet text under this kind of load as a multiple of its cost alone, by medians."""
     alone = [site.text() for _ in range(texts)]
     site.crowd(kind)
     for _ in range(warm_up):

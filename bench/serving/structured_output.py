@@ -2,9 +2,10 @@
 
     python -m bench structured-output [--rounds 5] [--streams 1 16]
 
-The demo pair, the draft in the verifier's process, continues prompts freely and by random schemas, drafted and plain,
-in turns, at temperature 0.8; requests of a round have the same prompts, schemas and seeds. With `--vllm-python`, the
-interpreter of `make bench-peers`, vLLM answers the same requests with schemas, plain and with n-gram speculation.
+The demo pair, with the draft in the verifier's process, continues prompts at temperature 0.8: freely and by random
+schemas, drafted and plain, in turns. All ways of a round have the same prompts, schemas and seeds. With
+`--vllm-python`, the interpreter of `make bench-peers`, vLLM answers the same requests with schemas, plain and with
+n-gram speculation.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ async def figures(client: AsyncClient, way: str, asked: Sequence[dict[str, Any]]
 
 
 async def measure(address: str, streams: int, rounds: int) -> dict[str, list[Figures]]:
-    """Return the figures of each way, a round each."""
+    """Return the figures of each way, one entry per round."""
     found: dict[str, list[Figures]] = {way: [] for way in WAYS}
     async with AsyncClient(address, timeout=600) as client:
         for number in range(-1, rounds):  # the first one warms
@@ -103,7 +104,7 @@ def told(streams: int, found: dict[str, list[Figures]]) -> str:
 
 
 def vllm_told(python: str, streams: int, rounds: int) -> str:
-    """Return what vLLM's program prints of the same requests."""
+    """Return the output of vLLM's program for the same requests."""
     options = ["--model", str(DEMO / "target"), "--streams", str(streams), "--tokens", str(MAX_TOKENS)]
     given = json.dumps([requests(number) for number in range(-1, rounds)])
     command = [python, "-m", "bench.systems.vllm_structured", *options]

@@ -1,24 +1,24 @@
 """Upper bound on tokens a second of any schedule, from the language and the devices alone.
 
-A session's step verifies a tree. Let it yield E tokens, the target's own included, with N candidates, whose parents are
-R nodes. Then
+A session's step verifies a tree. Let the step yield E tokens, the target's own included, with N candidates that have R
+parent nodes. Then
 
-- the target takes T_v(S (1 + N)) for a step of S sessions. T_v is convex, so that steps of unequal size only take
-  longer than equal ones (Jensen);
-- the drafts have to compute R nodes for each step. A node's children are offered in one step only: after it they are
-  committed or contradicted. So no computed node serves two steps, and pods that compute rho nodes a second in all
+- the target takes T_v(S (1 + N)) for a step of S sessions. T_v is convex, so that steps of unequal size take at least
+  as long as equal ones (Jensen);
+- the drafts have to compute R nodes for each step. A node's children are offered in one step only; then they are
+  committed or contradicted. So no computed node serves two steps, and pods that together compute rho nodes a second
   sustain one step of S sessions in S R / rho seconds.
 
-The rate is at most S E / max(T_v(S (1 + N)), S R / rho). Trees are best chosen by prices: with lambda for a candidate
-and mu for computing a node, a candidate of path probability r is taken, and expanded, while its expected tokens are
-worth it. The draft does not know its certainty below a node before computing it, so the decision to compute depends on
-r alone: its worth, W(r), follows from the worth of nodes further down,
+The rate is at most S E / max(T_v(S (1 + N)), S R / rho). The best trees follow from two prices, lambda for a candidate
+and mu for computing a node: a candidate of path probability r is taken, and expanded, if its expected tokens are worth
+the price. Before a node is computed, the draft does not know how certain it is below that node, so the decision to
+compute depends on r alone. The worth of computing, W(r), follows from the worth of nodes further down,
 
     W(r) = -mu + sum over children with path probability c of max(0, c - lambda + max(0, W(c))),
 
 in expectation over the kinds of text. The bound is the best rate over all prices. It ignores latency: every tree is
-there when its step begins, as if the drafts knew each verify result a whole step in advance and computed no node in
-vain. `ideal.py` shows what remains of it when they do not.
+complete when its step begins, as if the drafts knew each verify result a whole step in advance and computed no useless
+node. `ideal.py` shows how much of the bound remains without these assumptions.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ Grid = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Trees:
-    """Trees by price of a candidate and of computing a node, each [len(CANDIDATE_PRICES), len(READ_PRICES)]: tokens E
-    of a session's step, its candidates N and its computed nodes R."""
+    """The best trees by price of a candidate and of computing a node. Each array is [len(CANDIDATE_PRICES),
+    len(READ_PRICES)]: tokens E of a session's step, its candidates N and its computed nodes R."""
 
     tokens: Grid
     candidates: Grid
@@ -57,7 +57,7 @@ def trees(language: Language) -> Trees:
     """Return the best trees for every pair of prices."""
     candidate, read = CANDIDATE_PRICES[:, None], READ_PRICES[None, :]
     shape = (len(CANDIDATE_PRICES), len(READ_PRICES))
-    least = math.log(CANDIDATE_PRICES[0])  # below, no candidate is worth it
+    least = math.log(CANDIDATE_PRICES[0])  # below this, no candidate is worth its price
     edges = [
         (int(-math.log(p) / RESOLUTION), share)
         for kind, share in zip(language.kinds, language.shares, strict=True)

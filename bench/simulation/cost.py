@@ -3,14 +3,15 @@
     python -m bench cost --out build/cost
     python -m bench cost --preset demo --acceptance 0.6 --latency-ms 2,4 --draft-price 0.25
 
-SIMULATED throughout, devices included. The services run their real code (`bench/simulation`); modelled are the time of
-a forward pass (`devices.PRESETS`), the language of target and draft, and the sharing of a device. Left out are
-networks, processors, and the memory of a co-located draft.
+SIMULATED throughout, devices included: the services run their real code (`bench/simulation`), with models of forward
+passes (`devices.PRESETS`), the language, and the sharing of a device. Networks, processors, and the memory of a
+co-located draft are left out.
 
 Deployments of one target:
 
 - plain: the target's device alone.
-- draft apart: on its own devices, one per pod, it keeps drafting while the target verifies. Each device is paid for.
+- draft apart: the draft keeps drafting while the target verifies, on its own devices, one per pod. Each device is paid
+  for.
 - co-located: the same on the target's device, which the two use in turns of half a millisecond.
 - co-located, lockstep: the draft proposes for all streams, then the target verifies for all, as in engines with a local
   draft; the best of several sizes of tree.
@@ -50,7 +51,7 @@ WARM_UP = 60
 """Steps of the warm-up, prompts included."""
 
 ALONE = 10
-"""Factor on the measured steps of a single stream: the tokens of one step vary by a factor of two."""
+"""Factor on the number of measured steps of a single stream, since the tokens of one step vary by a factor of two."""
 
 RESOLUTION = 16
 """Precision of a capacity: one part in this number."""
@@ -86,7 +87,7 @@ def deployments(plain: Scenario, drafts: Sequence[int]) -> list[Deployment]:
 def capacity(rate: Callable[[int], float], seconds: float, most: int) -> int:
     """Return the number of streams, `most` at most, that each get a token within `seconds`; 0 if not even one does.
 
-    Time per token is assumed to grow with streams: their number is doubled until it is too long, then bisected.
+    Time per token is assumed to grow with streams: their number is doubled until the time is too long, then bisected.
     """
     low, high = 0, 1
     while high <= seconds * rate(high):

@@ -24,7 +24,6 @@ def _by_deployment(entries: list[dict[str, Any]]) -> dict[str, list[dict[str, An
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the report as Markdown."""
     capacities = _by_deployment(report["capacity"])
     latencies = [entry["latency_ms"] for entry in next(iter(capacities.values()))]
     lines = [

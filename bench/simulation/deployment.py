@@ -96,7 +96,7 @@ class Totals:
 
 
 class Deployment:
-    """A deployment: one verifier, draft pods, an orchestrator's generations. It lives on virtual time only."""
+    """A deployment: one verifier, draft pods, an orchestrator's generations. It runs on virtual time only."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -150,7 +150,7 @@ class Deployment:
             stop=(),
             top_logprobs=None,
             speculation=SpeculationOptions(
-                # The language of the simulation has independent tokens: it repeats nothing to look up.
+                # The simulated language has independent tokens, so there are no repetitions to look up.
                 drafters=frozenset({CandidateSource.REMOTE}) if self._drafts else NO_DRAFTERS,
                 forced=self._scenario.always or self._scenario.synchronous,
                 max_candidates=0,
@@ -223,7 +223,7 @@ class Deployment:
 
 
 def prompt(number: int) -> list[int]:
-    """Return the prompt of a session: all differ, starting at their first tokens."""
+    """Return the prompt of a session; prompts differ within their first four tokens."""
     return [(number >> (6 * place)) % 64 if place < 4 else place for place in range(PROMPT)]
 
 

@@ -1,7 +1,7 @@
 """Simulated engines, which take the time of a device and generate the synthetic language.
 
-A KV cache slot holds the hash of the text ending there, computed from the slot of the row's predecessor: a wrong slot,
-path or copy gives another text, and other tokens.
+A KV cache slot holds the hash of the text ending there, computed from the slot of the row's predecessor. So a wrong
+slot, path or copy gives another text, and other tokens.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SharedDevice:
         self._free = 0.0  # end of the slices requested so far
 
     def occupy(self, seconds: float) -> None:
-        """Run a pass, in a worker; it takes `seconds` if no other engine wants the device."""
+        """Run a pass, in a worker; it takes `seconds` if no other engine uses the device."""
         slices = max(1, math.ceil(seconds / SLICE))
         for _ in range(slices):
             now = asyncio.get_running_loop().time()
@@ -85,7 +85,7 @@ class SharedDevice:
 
 
 class SimulatedEngine:
-    """A simulated `Engine` with `capacity` slots; `speak` gives logits of texts, `occupy` lets a pass's time go by."""
+    """A simulated `Engine` with `capacity` slots; `speak` returns logits of texts, `occupy` spends a pass's time."""
 
     numerics = "simulated"
     exact = True

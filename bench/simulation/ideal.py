@@ -1,12 +1,12 @@
-"""An idealised schedule with latency: drafts know all that can reach them in time, and no policy makes mistakes.
+"""An idealised schedule with latency: drafts know everything that can reach them in time, and policies are perfect.
 
 All sessions step together, so one stands for all, with its share of the drafts' rows. The draft always computes the
 pending nodes of highest path probability, `width` at a time. Verify results and candidates take two hops each. A step
-begins a fixed pause after the last, with all arrived candidates that are worth their rows at the current rate. The best
-of several widths and pauses counts.
+begins a fixed pause after the last one, with all arrived candidates that are worth their rows at the current rate. The
+best of several widths and pauses counts.
 
-It is no bound: pauses that depend on the trees may do better. Left out are the services' limits of depth, width and
-nodes, errors of estimates, and the send timer.
+This is not a bound: pauses that depend on the trees may do better. The services' limits of depth, width and nodes,
+errors of estimates, and the send timer are left out.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ SMOOTHING = 0.1
 
 @dataclass(eq=False)
 class Text:
-    """A node. Its children, (logprob, node) by rank, exist once `apply` has settled it; the draft sees them once the
-    node is computed (`read`), the target once they have `arrived`. `next` is the rank of the target's choice; one past
-    the last: none of them."""
+    """A node. `apply` creates its children, (logprob, node) by rank. The draft sees them once the node is computed
+    (`read`), the target once they have `arrived`. `next` is the rank of the target's choice; one past the last: none of
+    them."""
 
     children: list[tuple[float, Text]] = field(default_factory=list)
     next: int = -1
@@ -83,7 +83,7 @@ class Reader:
                 self._push(score - negative_reach, child)
 
     def apply(self, node: Text) -> None:
-        """Decide, once, the continuation of a text."""
+        """Choose the continuation of a text, once."""
         if node.next >= 0:
             return
         (probabilities,) = self._random.choices(self._kinds, self._shares)

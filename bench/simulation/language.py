@@ -30,7 +30,7 @@ CERTAIN = 10.0
 
 
 def hash_of(text: Sequence[int]) -> int:
-    """Return the hash of a text; that of the empty text is 0."""
+    """Return the hash of a text; 0 for the empty text."""
     value = 0
     for token in text:
         value = following(value, token)
@@ -104,6 +104,6 @@ class Language:
 
 
 def _uniform(texts: Hashes, purpose: int) -> NDArray[np.float64]:
-    """Return uniform numbers in [0, 1), independent for each text and purpose (the hash's low bits are `token`'s)."""
+    """Return uniform numbers in [0, 1), independent for each text and purpose (`token` uses the hash's low bits)."""
     words = (texts >> np.uint64(8 + 26 * purpose)) & np.uint64((1 << 26) - 1)
     return np.asarray(words / float(1 << 26))

@@ -13,10 +13,10 @@ from verifier_service.servicer import VerifierLimits
 class Scenario:
     """A scenario to simulate.
 
-    `delay`: seconds from any service to another, one way. `warm_up` and `measured`: durations, in steps of the target
-    with every session's root in it. `nodes`: limit on a draft's live candidates or, if `synchronous`, size of its
-    answer (`bench.systems.synchronous`). `branches`: children of one node; 0: the services' default. `lockstep`: a
-    synchronous step waits for the answers of all drafts.
+    `delay`: seconds from any service to another, one way. `warm_up` and `measured`: durations, in plain-decoding steps
+    over all sessions. `nodes`: limit on a draft's live candidates or, if `synchronous`, size of its answer
+    (`bench.systems.synchronous`). `branches`: children of one node; 0: the services' default. `lockstep`: a synchronous
+    step waits for the answers of all drafts.
     """
 
     hardware: Hardware

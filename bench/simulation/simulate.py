@@ -6,12 +6,12 @@ SIMULATED: devices, network and language are models; the services run their real
 round trip between any two of the three services, in steps of the target; a verify result takes two hops to reach the
 draft, and candidates two to come back.
 
-Each row is one deployment after its warm-up. Tokens a second are of all sessions together; for comparison, those of the
-target alone (plain), of drafts that wait for each verify result (synchronous), of an idealised schedule of the same
-deployment (`ideal.py`), and the upper bound (`bound.py`).
+Each row is one deployment after its warm-up. Tokens a second are of all sessions together. For comparison a row has the
+rates of the target alone (plain), of drafts that wait for each verify result (synchronous), of an idealised schedule of
+the same deployment (`ideal.py`), and the upper bound (`bound.py`).
 
 Synchronous drafting is the best of several variants, picked by short trials: chains and trees of up to 64 nodes, each
-with steps for ready sessions, so that sessions split into alternating groups, and with steps that wait for all.
+with steps over the ready sessions, which then split into alternating groups, and with steps that wait for all sessions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRIAL, FINALISTS = 1 / 4, 3
 """Length of a trial as a fraction of the measured time; number of variants measured after trials."""
 
 SESSION_STEPS = 600
-"""Minimum number of measured session-steps: the tokens of one vary by a factor of two."""
+"""Minimum number of measured session-steps, since the tokens of one vary by a factor of two."""
 
 measured = cache(simulate)
 
@@ -114,7 +114,7 @@ COLUMNS: tuple[Column, ...] = (
 def rows(base: Scenario, sessions: list[int], drafts: list[int], delays: list[float]) -> Iterator[Row]:
     for count, pods, trip in product(sessions, drafts, delays):
         if pods > count:
-            continue  # a session has one draft
+            continue  # a session uses one draft
         steps = max(base.measured, SESSION_STEPS // count)
         scenario = replace(base, sessions=count, drafts=pods, measured=steps)
         scenario = replace(scenario, delay=trip * scenario.step / 2)

@@ -1,1 +1,1 @@
-"""Speed of generation: specdec beside other systems, and in several configurations."""
+"""Speed of generation: specdec in several configurations, and other systems."""

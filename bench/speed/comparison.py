@@ -24,11 +24,11 @@ ACCEPTED = "remote_draft", "local_model", "heads", "ngram", "lookahead", "gramma
 
 
 class Comparison:
-    """All rounds of a comparison. A system that fails is left out afterwards, with its reason recorded."""
+    """All rounds of a comparison. A system that fails is left out afterwards, and the reason is recorded."""
 
     def __init__(self, config: SpeedConfig, running: dict[Launch, SystemUnderTest], step_times: StepTimes) -> None:
         self.running = running
-        self.failed: dict[str, str] = {}  # by configuration
+        self.failed: dict[str, str] = {}  # reasons, by configuration
         self.measurements: list[Measurement] = []
         self.times: list[Times] = []
         self._config = config

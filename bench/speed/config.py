@@ -23,8 +23,6 @@ from specdec.engine.preflight.device import check_device
 
 @dataclass(frozen=True)
 class SpeedConfig:
-    """The settings of a comparison: figures, models, and systems."""
-
     target: Path
     draft: Path | None
     dtype: Dtype
@@ -35,7 +33,7 @@ class SpeedConfig:
     prompt_tokens: int
     tokens: int  # generated per prompt
     rounds: int  # after one warm-up round
-    learning_seconds: float  # of additional loads before, for adaptive configurations
+    learning_seconds: float  # of additional warm-up loads, for adaptive configurations
     patience_seconds: float  # maximum wait for a quiet machine each time
     seed: int  # of the prompts
     windows: Sequence[Window]

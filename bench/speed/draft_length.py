@@ -1,13 +1,13 @@
-"""Measure run time over the number of tokens drafted: the classic plot, for specdec and transformers.
+"""Measure run time by number of tokens drafted: the classic plot, for specdec and transformers.
 
     python -m bench draft-length --out build/draft-length
     python -m bench draft-length --target DIR --draft DIR --temperature 0.8
 
-specdec verifies a chain of up to that length, whether or not it pays; transformers' assisted generation drafts that
-many tokens for every step (a constant schedule, no confidence threshold). All take turns prompt by prompt; the report
-has the median over prompts of the time for a text, and of its ratio to the same system's plain decoding of the same
-prompt. The prompts are tokens of the demo's vocabulary, which the models must share. Every text at temperature 0 is
-compared with plain decoding's. Writes draft-length.json, .md and .png.
+For each number N, specdec verifies a chain of up to N tokens, whether or not that pays; transformers' assisted
+generation drafts N tokens in every step (a constant schedule, no confidence threshold). All take turns prompt by
+prompt. The report has medians over prompts: the time for a text, and its ratio to the same system's plain decoding of
+the same prompt. The prompts are tokens of the demo's vocabulary, which the models must share. Every text at temperature
+0 is compared with plain decoding's. Writes draft-length.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ def ratios(report: dict[str, Any], system: str, count: int) -> list[float]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the report as Markdown."""
     counts = sorted(report["seconds"][SYSTEMS[0]])
     lines = [
         f"Target: {report['target']}. Draft: {report['draft']}. {report['dtype']}, T = {report['temperature']:g}, "

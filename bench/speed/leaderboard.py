@@ -1,8 +1,8 @@
-"""Combine several reports of the speed benchmark in one table: the best of specdec over the best of all other systems.
+"""Combine several reports of the speed benchmark in one table: specdec's best rate over the best of all other systems.
 
     python -m bench leaderboard build/speed build/speed-60m
 
-Each report is a row; each temperature and number of streams in any of them is a column.
+Each report is a row; each pair of temperature and number of streams in any report is a column.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from bench.systems.vllm_verifier import is_of_both
 
 
 def lead(report: Report, temperature: float, streams: int, system: str = "") -> str:
-    """Return the median ratio, within a round, of specdec's best configuration over the best of another system, or of
-    all others, and the names of the two."""
+    """Return the names of specdec's best configuration and of the best of another system (or of all others), and the
+    median of their ratios within a round."""
 
     def best(ours: bool) -> tuple[str, list[Report]]:
         """Return the configuration with the best median rate over kinds."""
@@ -44,7 +44,7 @@ def lead(report: Report, temperature: float, streams: int, system: str = "") -> 
 
 
 def _alone(report: Report) -> list[str]:
-    """Return the configurations of one system each."""
+    """Return the configurations that do not combine two systems."""
     return [name for name in configurations(report) if not is_of_both(name)]
 
 

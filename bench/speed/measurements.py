@@ -25,7 +25,7 @@ class Measurement:
     sources: dict[str, int]
     ideal: float | None  # tokens a second
     cores: dict[str, float]  # used by its own processes
-    waiting_cores: float  # used by the other systems under test, which should sleep
+    waiting_cores: float  # used by the other systems under test, which should be idle
     foreign_cores: float  # used by processes outside the benchmark
     text: int | None  # for specdec: equal numbers mean equal texts
 

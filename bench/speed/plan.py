@@ -44,7 +44,6 @@ def launches(config: SpeedConfig) -> list[Launch]:
 
 
 def cells(config: SpeedConfig) -> list[Cell]:
-    """Return the cells in the order of measurement."""
     return [
         Cell(kind, streams, temperature)
         for temperature in config.temperatures

@@ -45,7 +45,6 @@ def model_label(directory: Path) -> str:
 
 
 def table(report: Report) -> str:
-    """Return the report as Markdown."""
     where = report["machine"]
     rounds = len({each["round"] for each in report["measurements"]})
     lines = [
@@ -140,8 +139,8 @@ def _facts(report: Report) -> list[str]:
 
 
 def differences(report: Report) -> str:
-    """Return a sentence, for each engine with several configurations, on the number of loads with different texts from
-    them: none with exact numerics."""
+    """Return a sentence for each engine with several configurations: the number of loads for which their texts differ,
+    none with exact numerics."""
     exact = [name for name in configurations(report) if name != PLAIN]
     engines = [[name for name in exact if name.startswith(words)] for words in (NAME, SERVED)]
     return " ".join(_compared(report, each) for each in engines if len(each) > 1)

@@ -11,25 +11,25 @@
     python -m bench speed --peers none --kinds code --streams 1 --windows 2,2,1 5,3,5 7,4,7 15,5,15
 
 At each temperature there is one stream at a time for each kind of prompt, then several concurrent ones of all kinds
-mixed. specdec runs as its three services, and a streaming client uses it over gRPC, whose work counts. Its
-configurations are plain at its best (no draft, fast numerics, no speculation requested, all cores), the verifier's own
+mixed. specdec runs as its three services, used over gRPC by a streaming client, whose work counts. Its configurations
+are plain decoding at its best (no draft, fast numerics, no speculation requested, all cores), the verifier's own
 proposals (lookahead), the draft alone, both, and the verifier's proposals with a local draft. --bad-drafts adds drafts
 that are slow, random, or of another tokenizer: none may be slower than no draft. --windows adds lookahead windows of
 these sizes, in every step, whether or not they pay. --threads sets the threads of all targets, with or without a draft
-service: drafts and all else have the other cores, as if targets had their own device. --device puts the target, and a
-local draft, on a GPU, and adds plain decoding without CUDA graphs; the draft service stays on the CPU.
+service; drafts and everything else use the other cores, as if targets had their own device. --device puts the target,
+and a local draft, on a GPU, and adds plain decoding without CUDA graphs; the draft service stays on the CPU.
 
 The other systems are called inside their own processes, which saves them a network protocol: transformers' `generate`
 (plain, assisted with its own schedule and with a fixed length, prompt lookup; one stream only), its continuous
 batching, and vLLM's CPU build (plain, n-grams, draft model, our draft service as its remote drafter), installed by
-`make bench-peers`; with it, specdec serves vLLM as well, as its verifier's engine. llama.cpp's `llama-server` (plain,
-n-grams, draft model) is started if its path is given, and used over HTTP, as a server.
+`make bench-peers`. vLLM also runs as the engine of specdec's verifier. llama.cpp's `llama-server` (plain, n-grams,
+draft model) is started if its path is given, and used over HTTP, as a server.
 
-All are loaded first and then take turns: in a round all get the same prompts, new in every round; the first round warms
-up. In it configurations that adapt their speculation while serving first get other prompts for some seconds. The report
-has medians over rounds (and kinds), ratios within a round, and, for specdec, efficiency: the rate over that of an ideal
-system with the step times of the same round (`step_times.py`) and the acceptance of the same answer. Writes speed.json,
-.md and .png.
+All systems are loaded first and then take turns: in a round all get the same prompts, which are new in every round. The
+first round warms up; in it, configurations that adapt their speculation while serving first get other prompts for some
+seconds. The report has medians over rounds (and kinds), ratios within a round, and, for specdec, efficiency: the rate
+divided by that of an ideal system with the step times of the same round (`step_times.py`) and the acceptance of the
+same answer. Writes speed.json, .md and .png.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 T_v(n) is the target's forward pass over n rows, each after a different text, in the services' exact numerics, on all
 cores and on those left free by a draft, or on a GPU; t_d is the draft's step over one row, on one core. They are
-measured in the same rounds as the systems, since machines change their speed.
+measured in the same rounds as the systems, since a machine's speed varies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_SECONDS = 0.1
 """Seconds of uncounted warm-up passes: kernels are compiled for each number of rows, and caches are cold."""
 
 MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 5, 15, 0.5
-"""Limits on the counted passes: minimum, maximum, and sufficient seconds."""
+"""Limits on the counted passes: minimum, maximum, and seconds after which the minimum suffices."""
 
 Times = dict[str, float]
 """Seconds of a step: the target's by "threads/rows", the draft's by "draft"."""
@@ -49,7 +49,7 @@ class StepTimes:
         CPU."""
         cores = cores_given()
         self._threads = [threads] if threads else sorted({cores, max(1, cores - 1)}, reverse=True)
-        if device != "cpu":  # a draft takes no cores from it
+        if device != "cpu":  # a draft takes no cores from a GPU
             self._threads = self._threads[:1]
         self._text = text
         placement = Placement("torch", dtype, device, 1 + (text + 1) * ROWS[-1])
@@ -67,7 +67,7 @@ class StepTimes:
         found: Times = {}
         threaded = cpu_threads(self._target)
         for threads in self._threads:
-            if threaded is not None:  # it is on the CPU
+            if threaded is not None:  # the target is on the CPU
                 threaded.use_threads(threads)
             for rows, packed in self._batches.items():
                 found[f"{threads}/{rows}"] = _median(self._target, packed)
@@ -80,9 +80,9 @@ class StepTimes:
     ) -> float:
         """Return tokens a second of an ideal system: `streams` with prompts of `prompt` tokens, `total` tokens in all.
 
-        Per stream, a step has `candidates` candidates and yields `tokens` tokens, `drafted` of them from a draft. All
-        prompts are one step; then each step begins when the last one ends, and takes the time of its rows, but at least
-        the draft's time for `drafted` sequential nodes. There is no network and no overhead.
+        Per stream, a step has `candidates` candidates and yields `tokens` tokens, `drafted` of them from a draft. The
+        first step computes all prompts. Each further step begins when the last one ends, and takes the time of its
+        rows, but at least the draft's time for `drafted` sequential nodes. There is no network and no overhead.
         """
         alone, shared = self._threads[0], self._threads[-1 if drafted else 0]
         step = max(_seconds(times, shared, streams * (1.0 + candidates)), drafted * times.get("draft", 0.0))

@@ -1,6 +1,6 @@
 """specdec with bad drafts: slow ones, a random one, one that cannot be paired.
 
-None may be slower than no draft. A slow draft sleeps until the end of each step's minimum time.
+No bad draft may be slower than no draft. A slow draft sleeps until the end of each step's minimum time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _slow(setup: Setup, least: float) -> AbstractContextManager[Specdec]:
 
 @contextlib.contextmanager
 def _replaced(setup: Setup, make: Callable[[Path, Path], Path]) -> Iterator[Specdec]:
-    """Run specdec with a draft derived from the right one; the check before the start sees the right one."""
+    """Run specdec with a draft made from the setup's draft; the check before the start sees the setup's draft."""
     assert setup.draft is not None
     with tempfile.TemporaryDirectory() as folder:
         other = make(setup.draft, Path(folder, "draft"))

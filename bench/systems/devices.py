@@ -17,5 +17,4 @@ def write_devices(file: Path, latencies: Mapping[str, StepLatency], slower: floa
 
 
 def read_device(file: Path, name: str) -> Lasting:
-    """Return the pass times of the device of this name."""
     return StepLatency(MEASURED_ROWS, json.loads(file.read_text())[name]).of

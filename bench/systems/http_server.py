@@ -1,6 +1,6 @@
 """A server of another system, used over HTTP: a process on loopback that ends with the benchmark.
 
-It is healthy once `/health` succeeds. This module knows nothing of its other endpoints.
+The server is healthy once `/health` succeeds. This module knows nothing of its other endpoints.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def healthy(
     name: str, command: Sequence[str], port: int, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a server on this port and wait until it is healthy; end it and all its children when the context exits.
-    Raise NotServingError, with its name, if it fails. `environment` replaces this process's."""
+    Raise NotServingError, with the server's name, if it fails. `environment` replaces this process's."""
     with tempfile.TemporaryDirectory() as folder, open(log := Path(folder, "log"), "wb") as said:
         process = subprocess.Popen(
             command,
@@ -91,7 +91,7 @@ def _await_health(name: str, process: subprocess.Popen[bytes], port: int, log: P
 
 
 def last_words(log: Path) -> str:
-    """Return the first exception in a log, else its first line that mentions an error, else the last one."""
+    """Return the first exception in a log, else its first line that mentions an error, else its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     telling = [line for line in lines if "WARNING" not in line]
     raised = [found.group() for line in telling if (found := _EXCEPTION.search(line))]

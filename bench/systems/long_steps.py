@@ -28,12 +28,12 @@ Lasting = Callable[[int], float]
 
 
 def at_least(seconds: float) -> Lasting:
-    """Make every pass take at least `seconds`: further rows are free until a pass takes longer here."""
+    """Make every pass take at least `seconds`: more rows cost nothing until the pass takes longer on this machine."""
     return lambda _: seconds
 
 
 class LongSteps:
-    """An engine that wraps `inner` and makes every forward pass last as long as `lasting` says, or longer."""
+    """An engine that wraps `inner` and makes every forward pass last at least as long as `lasting` returns."""
 
     def __init__(self, inner: Engine, lasting: Lasting) -> None:
         self._inner = inner

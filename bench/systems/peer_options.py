@@ -26,7 +26,7 @@ def vllm_python(parser: argparse.ArgumentParser, args: argparse.Namespace) -> st
 
 
 def llama_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> LlamaFiles | None:
-    """Return llama.cpp's files if all that are needed exist and no option is given in vain."""
+    """Return llama.cpp's files, if given; refuse incomplete options and missing files."""
     server, target, draft = args.llama_server, args.llama_gguf, args.llama_draft_gguf
     if (server is None) != (target is None):
         parser.error("--llama-server and --llama-gguf: one needs the other")

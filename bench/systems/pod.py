@@ -2,9 +2,9 @@
 
     python -m bench.systems.pod verifier --model demo/target [--synchronous] [--step-ms 30]
 
-replaces `python -m verifier_service` in a Stack; `draft` likewise replaces the draft service. `--synchronous` serves
+replaces `python -m verifier_service` in a Stack; `draft` replaces the draft service. `--synchronous` serves
 the baseline of `bench.systems.synchronous`. `--step-ms` makes every forward pass as long as a larger model's,
-`--devices` as long as on the devices of a file (`bench.systems.devices`), with a `target`, a `draft` and a `local
+`--devices` as long as on the devices in a file (`bench.systems.devices`), named `target`, `draft` and `local
 draft`. With `--profile` nothing is computed: the device is simulated (`bench.systems.simulated_gpu`).
 """
 
@@ -40,8 +40,9 @@ FAR = 32
 """A rank that no branch of a draft's tree reaches."""
 
 RANKS = tuple(random.Random(0).sample([0] * 24 + [1] * 3 + [2] + [FAR] * 4, k=32))
-"""Ranks that a simulated draft gives the target's tokens: its first guess is right at three positions of four, and side
-branches hold half of the others. The demo pair at temperature 0.7 has 0.79 and 0.90 (docs/benchmarks/acceptance.md)."""
+"""Ranks that a simulated draft gives the target's tokens: its first guess is right at three of four positions, and side
+branches hold the right token at half of the others. The demo pair at temperature 0.7 has 0.79 and 0.90
+(docs/benchmarks/acceptance.md)."""
 
 
 def verifier(args: argparse.Namespace) -> Service:

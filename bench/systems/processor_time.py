@@ -1,4 +1,4 @@
-"""Processor time during a measurement: of the system under test, of those that should sleep, and of other processes."""
+"""Processor time during a measurement: of the system under test, of idle systems, and of other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ DISTURBED = 0.2
 class Watch:
     """A watch on processor time since its creation.
 
-    Sessions are those of setsid(2): a process and all its descendants. Those of the system under test have names.
+    Sessions are those of setsid(2): a process and all its descendants. The sessions of the system under test have
+    names.
     """
 
     def __init__(self, system: Mapping[str, int], others: Iterable[int]) -> None:

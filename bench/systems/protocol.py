@@ -53,7 +53,7 @@ class Record:
 Generate = Callable[[Request, Record], None]
 """Handles a request, with all its tokens recorded on return."""
 Start = Callable[[contextlib.ExitStack], tuple[dict[str, Any], Generate]]
-"""Loads the model and returns (hello, function). Put whatever must be closed at the end on the stack."""
+"""Loads the model and returns (hello, function). Resources to close at the end go on the stack."""
 
 
 def serve(start: Start) -> None:

@@ -1,8 +1,8 @@
-"""A simulated GPU: passes take the time of a profile, without using this machine's cores meanwhile.
+"""A simulated GPU: passes take the time of a profile, without using this machine's cores.
 
-Nothing is computed. A row's choice depends on its position alone: one of `PERIOD` rows of made-up logits, from certain
-to flat as a language model's are. All of the host's work for a pass is real: packing, sampling queries, the
-choice from the shortlist of a GPU, a target's or a draft's.
+Nothing is computed. A row's logits depend on its position alone: one of `PERIOD` made-up rows, from certain to flat, as
+a language model's are. All of the host's work for a pass is real: packing, sampling queries, and the choice from a
+GPU's shortlist, for a target or a draft.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ NEVER = -50.0
 class SimulatedGpu:
     """An engine (`Engine`, `GpuSampling`, `Shortlisting`) whose passes over n rows take seconds(n).
 
-    `ranks`: the rank that it gives a target's best token, by position, repeated; 0: the best. A target has (0,).
+    `ranks`: the rank of the target's best token by position, repeated cyclically; 0: the best. A target has (0,).
     """
 
     exact = True
@@ -137,8 +137,8 @@ class SimulatedPass:
 
 
 class SimulatedLogits:
-    """Step logits of a simulated GPU, with the interface of `GpuLogits`: rows are sorted by kind of shortlist while the
-    device computes, until `end`."""
+    """Step logits of a simulated GPU, with the interface of `GpuLogits`. While the device computes, until `end`, rows
+    are sorted by kind of shortlist."""
 
     def __init__(
         self, engine: SimulatedGpu, places: NDArray[np.int64], asked: Mapping[int, SamplingQuery], end: float
@@ -232,7 +232,7 @@ def _scaled(logits: NDArray[np.float64], kept: int) -> NDArray[np.float64]:
 
 
 def _demoted(table: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
-    """Return rows whose best token has moved down to `rank`; those passed move up by one."""
+    """Return rows whose best token has moved down to `rank`; the tokens it passes move up by one."""
     leading = np.argsort(-table, axis=1, kind="stable")[:, : rank + 1]
     demoted = table.copy()
     np.put_along_axis(demoted, np.roll(leading, -1, axis=1), np.take_along_axis(table, leading, axis=1), axis=1)

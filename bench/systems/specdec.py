@@ -1,8 +1,6 @@
 """specdec as a system under test: its services, used over gRPC by the streaming client, whose work counts.
 
-Its configurations are plain decoding at its best (no draft, fast numerics, no speculation requested, all cores), on a
-GPU the same without CUDA graphs, the verifier's own proposals (lookahead), the draft service alone, both, and the
-verifier's proposals with a local draft.
+`bench/speed/speed.py` describes its configurations.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ Window = tuple[int, int, int]
 
 
 def isolated_tenant() -> str:
-    """Return a new tenant without cached prompts: other systems compute every prompt of a load."""
+    """Return a new tenant without cached prompts, since other systems compute every prompt of a load."""
     return uuid.uuid4().hex
 
 
@@ -120,15 +118,14 @@ class Specdec:
 
 
 def _speculation(mode: str) -> GenerateOptions:
-    """Return the options of a request in this mode."""
     speculation, _, window = mode.partition(" ")
     size = {"lookahead": tuple(map(int, window.split(",")))} if window else {}
     return cast("GenerateOptions", {"speculation": speculation, **size})
 
 
 def launches(setup: Setup, windows: Sequence[Window] = (), heads: Sequence[Path] = ()) -> list[Launch]:
-    """Return specdec's systems; lookahead windows of these sizes are measured whether or not they pay, and each of
-    these sets of heads alone, beside the verifier's other proposers and, except for Medusa's, in a draft service."""
+    """Return specdec's systems. Lookahead windows of these sizes are measured whether or not they pay. Each of these
+    sets of heads is measured alone, beside the verifier's other proposers and (except Medusa's) in a draft service."""
     start = partial(Specdec.start, setup)
     sizes = (",".join(map(str, window)) for window in windows)
     lookahead = (

@@ -41,7 +41,7 @@ class Stages:
         self._since = 0.0
 
     def time(self, owner: Any, name: str, stage: str) -> None:
-        """Count the time in this method or function of `owner` for the stage."""
+        """Count the time in this method or function of `owner` towards the stage."""
         setattr(owner, name, self.timed(getattr(owner, name), stage))
 
     def timed(self, run: Callable[..., Any], stage: str) -> Callable[..., Any]:
@@ -69,7 +69,7 @@ class Stages:
         os.replace(beside, file)
 
     def keep(self, file: Path) -> None:
-        """Write them periodically, from another thread, as long as the process runs."""
+        """Write the seconds periodically, from another thread, as long as the process runs."""
 
         def write() -> None:
             while True:
@@ -80,7 +80,7 @@ class Stages:
 
 
 def of_verifier(loop: StepLoop) -> Stages:
-    """Return the stages of a step loop that has not started. Those `beside` run while a device computes."""
+    """Return the stages of a step loop that has not started. Stages named `beside` run while a device computes."""
     stages, queue, speculation = Stages(), loop._queue, loop._speculation
     for owner, name, stage in (
         (loop, "_receive", "messages"),
@@ -141,5 +141,5 @@ def of_draft(loop: DraftLoop) -> Stages:
 
 
 def between(before: Seconds, after: Seconds, steps: int) -> Seconds:
-    """Return the microseconds a step of each stage between two readings."""
+    """Return the microseconds per step of each stage between two readings."""
     return {stage: round(1e6 * (after[stage] - before.get(stage, 0.0)) / max(1, steps), 1) for stage in after}

@@ -38,7 +38,7 @@ from verifier_service.servicer import features_response, query_response, respons
 from verifier_service.settings.tuning import DEFAULTS
 
 TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.inf))
-"""A step verifies the draft's whole answer: none omits candidates to learn the cost of fewer rows."""
+"""A step verifies the draft's whole answer: no step omits candidates to learn the cost of fewer rows."""
 
 
 class AllAtOnce(CandidateQueue):
@@ -105,7 +105,7 @@ class DraftSession(draft_service.session.DrafterSession):
         return RootMove(move.tokens, move.followed[:-1] if whole else move.followed, frozenset())
 
     def best_logprob(self) -> float:
-        """Return -inf once the answer is sent, or the K best are known: other nodes lead to no better one."""
+        """Return -inf once the answer is sent, or the K best are known, so that no other node leads to a better one."""
         best = -math.inf if self.outgoing.answered == self.tree.base else super().best_logprob()
         return best if best > self.outgoing.kth_best() else -math.inf
 
@@ -138,7 +138,7 @@ class VerifierSession(verifier_service.sessions.session.VerifierSession):
 
     @property
     def computable(self) -> int:
-        """Committed tokens available for a step: all, but without the root until the draft has answered."""
+        """Committed tokens available for a step: all, except the root until the draft has answered."""
         return self.remaining_prompt + (self._answered == self.tree.base or not self.policy.remote)
 
     def extend(self, base: int, paths: Paths, arrived: float, held: float = 0.0) -> None:
@@ -170,6 +170,6 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
 
 
 def _free_of_charge(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
-    """Tell a draft that its candidates are wanted at any cost: otherwise it would pause, and this verifier would wait
-    for it for ever."""
+    """Return a response that wants candidates at any cost: otherwise the draft would pause, and this verifier would
+    wait for it forever."""
     return response(result, replace(times, outlook=Outlook(drafting_wanted=True, break_even=0.0)))

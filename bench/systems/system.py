@@ -1,8 +1,8 @@
 """Systems under test: servers that are loaded once and then measured in turns.
 
-All systems share the same cores, and all but one are idle at a time. Each runs in process sessions of its own, so that
-its processor time can be measured, also while it should be idle. Each system's module defines its launch and its
-measured configurations.
+All systems share the same cores, and only one works at a time. Each runs in process sessions of its own, so that its
+processor time can be measured, even while it should be idle. Each system's module defines its launch and its measured
+configurations.
 """
 
 from __future__ import annotations

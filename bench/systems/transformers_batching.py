@@ -3,7 +3,7 @@
     python -m bench.systems.transformers_batching --model DIR --dtype bfloat16
 
 is the program that answers loads. Its manager runs across calls, as in a server: `generate_batch` would start and stop
-its thread in every call, which costs a tenth of a second. Idle, it looks for requests ten times a second.
+its thread in every call, which costs a tenth of a second. When idle, the manager looks for requests ten times a second.
 """
 
 from __future__ import annotations

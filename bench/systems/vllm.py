@@ -4,7 +4,7 @@
 
 is the program that answers loads, under the interpreter of an environment with vLLM (`make bench-peers`). The engine
 runs in this process. As a server vLLM gives its scheduler a core and a polling process; on a machine with few cores
-that costs more than it gains, and an idle one would disturb its neighbours. OpenMP is set as vLLM sets it for its own
+that costs more than it gains, and an idle server would disturb the others. OpenMP is set as vLLM sets it for its own
 workers: Intel's runtime, a thread bound to every core.
 """
 

@@ -23,7 +23,7 @@ from specdec.local import PROGRAMS
 from specdec.local.child import Child, stop
 
 SERVED = "vLLM served by specdec"
-"""Prefix of its configurations' names."""
+"""Prefix of configurations' names."""
 REMOTE = "vLLM remote draft"
 
 

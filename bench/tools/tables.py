@@ -70,8 +70,6 @@ class Machine:
 
 @dataclass(frozen=True)
 class Result:
-    """The latest answer to one question on one kind of machine."""
-
     name: str
     question: str
     answer: str
@@ -181,7 +179,7 @@ class Book:
         return "\n\n".join(parts)
 
     def _not_alone(self, result: Result) -> list[Table]:
-        """Return the tables of a result without those shown separately on a page."""
+        """Return the tables of a result that are not shown separately on a page."""
         alone = {each for page in self.pages for each in self._shown(page)}
         return [table for table in result.tables if f"{result.name}#{table.title}" not in alone]
 
@@ -207,7 +205,6 @@ class Book:
 
 
 def grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
     return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
 

@@ -36,8 +36,6 @@ _SAMPLING = {"temperature", "top_p", "top_k", "repetition_penalty", "frequency_p
 
 @dataclass(frozen=True)
 class Ask:
-    """One request."""
-
     prompt: tuple[int, ...]
     options: dict[str, Any] = field(hash=False)
 
@@ -48,7 +46,6 @@ class Ask:
 
     @property
     def sampler(self) -> RequestSampler:
-        """Return the sampler for its tokens."""
         sampling = {name: value for name, value in self.options.items() if name in _SAMPLING}
         return RequestSampler(Sampling(**(sampling | {"seed": sample_seed(self.options["seed"], 0)})))
 
@@ -59,7 +56,7 @@ def asks(count: int, seed: int, *, tokens: tuple[int, int] = (100, 300), **optio
     made = []
     for number in range(count):
         letters = "".join(generator.choices(ascii_lowercase, k=generator.choice((1, 8, 30, 90))))
-        prompt = tuple(tokenizer().encode(letters).ids)  # no partial character, which would change the text's first one
+        prompt = tuple(tokenizer().encode(letters).ids)  # ASCII: a partial character would change the text's first one
         own = {
             "temperature": 0.8 * (number % 2),
             "seed": generator.getrandbits(64),

@@ -1,6 +1,6 @@
 """Creates the processes of pods.
 
-Most are forked from a process that has done the slow imports and compilations (multiprocessing's fork server); those
+Most are forked from a process that has done the slow imports and compilations (multiprocessing's fork server); pods
 that need another environment's interpreter are spawned. No pod outlives the tests, frozen or not: the kernel kills it
 with its parent process, and the fork server ends with its own parent, however that dies.
 """

@@ -68,7 +68,6 @@ class Cluster:
         return self._add("draft", "draft_service", "--model", served, "--engine", "torch", *ONE_THREAD, *options)
 
     def orchestrator(self, verifiers: Sequence[str], drafts: Sequence[str], *options: str) -> Pod:
-        """Create an orchestrator with pods at these addresses."""
         peers = [word for address in verifiers for word in ("--verifier", address)]
         peers += [word for address in drafts for word in ("--draft", address)]
         served = ("--model", str(self.models.target), "--trust-drafts")
@@ -80,8 +79,8 @@ class Cluster:
         return self._add("orchestrator", "orchestrator", *served, *self._waits, *options)
 
     def stand_in(self, name: str, for_verifier: str, model: Path) -> None:
-        """Create a spare verifier with another model, at the address of one that must have ended before this one
-        starts."""
+        """Create a spare verifier with another model, at the address of a verifier that must have ended before the
+        spare starts."""
         address = self.pods[for_verifier].address
         self.spares[name] = self._pod(name, "verifier_service", address, *self._served(model))
 

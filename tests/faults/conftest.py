@@ -17,7 +17,7 @@ from tests.vllm.pod import needs_vllm
 
 @pytest.fixture(scope="session", params=["ours", pytest.param("vllm", marks=[pytest.mark.verify, needs_vllm])])
 def models(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Models:
-    """Our CPU engine or vLLM runs the targets: the tokens are the same whatever happens to pods."""
+    """Our CPU engine or vLLM runs the targets; with either, the tokens are the same whatever happens to pods."""
     return made(tmp_path_factory.mktemp("models"), on_vllm=request.param == "vllm")
 
 

@@ -54,7 +54,7 @@ def foreign(models: Models, folder: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def stuttering(pod: Pod) -> AsyncIterator[None]:
-    """Freeze a pod for most of each second: steps take long, but no peer takes it for lost."""
+    """Freeze a pod for most of each second: steps take long, but no peer considers the pod lost."""
 
     async def stutter() -> None:
         while True:

@@ -15,8 +15,8 @@ from tests.models import END, tokenizer
 
 LOGPROB_TOLERANCE = 1e-3
 MAX_END_SECONDS = 15.0
-"""Seconds between a stream's last piece and its end, on a busy machine: with vLLM's engines on the same two cores, 5.0
-to 5.4 were seen in three runs of hundreds of streams."""
+"""Maximum seconds between a stream's last piece and its end, on a busy machine: with vLLM's engines on the same two
+cores, three runs of hundreds of streams had 5.0 to 5.4."""
 
 _TOKENIZER = tokenizer()
 
@@ -77,7 +77,7 @@ async def record(client: AsyncClient, ask: Ask, seen: Callable[[Chunk], None] = 
 
 
 async def undisturbed(client: AsyncClient, asks: list[Ask], at_once: int = 32) -> dict[int, Record]:
-    """Return plain decoding without faults, the reference of each request, by index."""
+    """Return the reference of each request, by index: plain decoding without faults."""
     room = asyncio.Semaphore(at_once)
 
     async def one(ask: Ask) -> Record:
@@ -91,7 +91,7 @@ async def undisturbed(client: AsyncClient, asks: list[Ask], at_once: int = 32) -
 
 
 def wrong_by_itself(got: Record) -> str:
-    """Return faults of any stream, whatever its tokens: ended with an error, gaps, repeats. Empty if there are none."""
+    """Return a fault that shows without a reference: an error at the end, gaps, repeats; empty if none."""
     if got.error is not None:
         return f"lost after {len(got.tokens)} tokens: {type(got.error).__name__} {got.error.reason}: {got.error}"
     if got.finish is None:
@@ -113,7 +113,7 @@ def wrong_by_itself(got: Record) -> str:
 
 
 def wrong(got: Record, want: Record, oracle: Oracle) -> str:
-    """Return the same, and differences from plain decoding."""
+    """Return a fault of the stream, or a difference from plain decoding; empty if none."""
     found = wrong_by_itself(got)
     if found or not got.ask.repeatable:
         return found
@@ -134,7 +134,7 @@ def wrong(got: Record, want: Record, oracle: Oracle) -> str:
 
 
 def _readable(text: str) -> str:
-    """Drop replacement characters of incomplete bytes: their number depends on the chunking."""
+    """Drop replacement characters of incomplete bytes, since their number depends on the chunking."""
     return "".join(character for character in text if character.isascii())
 
 

@@ -2,8 +2,8 @@
 
     python -m tests.faults.incidents FOLDER [--seed 1]
 
-FOLDER gets `incident-1.md` to `incident-6.md`, in random order: every curve of the dashboard every four seconds, from
-before the fault on. `answers.json` names each fault. It needs `prometheus` on the path, and six minutes.
+FOLDER gets `incident-1.md` to `incident-6.md`, in random order: every curve of the dashboard every four seconds,
+starting before the fault. `answers.json` names each fault. The program needs `prometheus` on the path, and six minutes.
 """
 
 from __future__ import annotations

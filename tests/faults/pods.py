@@ -22,11 +22,11 @@ SHUTDOWN_SECONDS = 30.0
 _dice = random.SystemRandom()
 _given: set[int] = set()
 _first = 20_000 + 6_000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 2)
-_PORTS = (_first, _first + 6_000)  # of this process: a concurrent one uses others
+_PORTS = (_first, _first + 6_000)  # of this process; concurrent test processes use others
 
 
 class Pod:
-    """One pod, started by `start`, and again after it has ended."""
+    """One pod. `start` starts it, and restarts it after it has ended."""
 
     def __init__(
         self, name: str, module: str, address: str, options: tuple[str, ...], log: Path, birth: Birth = Forked
@@ -121,8 +121,8 @@ def free_port() -> int:
 
 
 def free_address() -> str:
-    """Return a free address outside the kernel's ephemeral port range: no other process gets it by chance while its pod
-    loads, or between two runs of it."""
+    """Return a free address outside the kernel's ephemeral port range, so that no other process gets it by chance while
+    the pod loads, or between two runs of the pod."""
     while True:
         port = _dice.randrange(*_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -33,8 +33,7 @@ def hurried(rules: str) -> str:
 
 
 def here(expression: str) -> str:
-    """Return a panel's or rule's expression with Grafana's variables substituted, and with the ranges of hurried
-    rules."""
+    """Return a panel's or rule's expression with Grafana's variables substituted, and with shortened ranges."""
     return hurried(expression.replace("$__rate_interval", WINDOW).replace("$job", ".*"))
 
 

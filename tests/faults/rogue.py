@@ -1,7 +1,7 @@
-"""A faulty verifier: a proxy before a sound one that occasionally breaks the protocol.
+"""A faulty verifier: a proxy in front of a sound one, which occasionally breaks the protocol.
 
-A verifier decides the tokens; wrong ones with a matching checksum are believed. Everything else about a session must be
-noticed, including tokens altered in transit, and cost at most that session's place.
+A verifier decides the tokens, so wrong tokens with a matching checksum go unnoticed. Every other fault of a session
+must be noticed, including tokens altered in transit, and may cost at most that session's place.
 """
 
 from __future__ import annotations

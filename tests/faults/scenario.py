@@ -1,4 +1,4 @@
-"""Scenarios as data: the clients' requests, the events meanwhile, and the outcome.
+"""Scenarios as data: the clients' requests, concurrent events, and the outcome.
 
 Events happen in order, each when its condition holds. Every request is sent at least once, and the requests are
 repeated from the beginning until the events are over.
@@ -91,7 +91,7 @@ class Event:
 
 
 def kills(seed: int, pods: Sequence[str], seconds: float, gap: tuple[float, float]) -> Iterator[Event]:
-    """Yield kills of random pods, each restarted at once, as by a container runtime."""
+    """Yield kills of random pods, each restarted immediately, as by a container runtime."""
     generator = random.Random(seed)
     while seconds > 0:
         pause = generator.uniform(*gap)

@@ -17,7 +17,7 @@ TENANTS = {
     "limited": ", max_concurrent_requests: 2, requests_per_minute: 600, tokens_per_minute: 20000",
     "operating": ", operator: true, weight: 0.5",
 }
-"""Tenants, with their settings besides keys as YAML; clients that only generate texts use "tests"."""
+"""Tenants with their settings, except keys, as YAML; clients that only generate texts use "tests"."""
 
 
 class Security:
@@ -44,7 +44,6 @@ class Security:
 
     @property
     def client_options(self) -> dict[str, Any]:
-        """The options of a new client."""
         return {"credentials": channel_credentials(self.contents("client")), "api_key": self.keys["tests"]}
 
     @property

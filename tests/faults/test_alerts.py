@@ -31,7 +31,7 @@ FIRE_SECONDS = 40.0
 """Seconds within which a justified alert fires."""
 
 FAILOVER_SECONDS = 15
-SLOW_SECONDS = 8.0  # more than a first token may take, and less than a text waits for its verifier
+SLOW_SECONDS = 8.0  # longer than a first token may take, shorter than a text waits for its verifier
 
 NOT_HERE = {
     "SpecdecEngineFailed": "takes an engine that fails",
@@ -62,7 +62,7 @@ class Watch:
         assert fire, f"{sorted(set(names) - self.fired)} do not fire; so far: {sorted(self.fired)}"
 
     async def fire(self, *names: str, seconds: float) -> bool:
-        """Return whether all of these have fired, as soon as they have, after at most `seconds`."""
+        """Return True as soon as all of these have fired, or False after `seconds`."""
         deadline = time.monotonic() + seconds
         while set(names) - self.fired:
             if time.monotonic() >= deadline:
@@ -146,7 +146,7 @@ async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path)
             async with asking(client, 8, 500), begun(client, 1):
                 verifier.freeze()
                 await watch.until_fired("SpecdecNoVerifier", "SpecdecVerifierLost")
-            for _ in range(4):  # earlier texts may fill it when it thaws, and most waiting ones are refused
+            for _ in range(4):  # earlier texts may fill the verifier when it thaws, and most waiting ones are refused
                 async with asking(client, 8, 60):
                     verifier.freeze()
                     await asyncio.sleep(SLOW_SECONDS)
@@ -157,7 +157,7 @@ async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path)
             async with stuttering(verifier):
                 await watch.until_fired("SpecdecTokensSlow", "SpecdecStepsSlower")
 
-            # 5. It dies for good, and so do the texts begun on it.
+            # 5. The verifier dies for good, and so do the texts begun on it.
             verifier.kill()
             await watch.until_fired("SpecdecErrors", "SpecdecNotServing", "SpecdecGoodputLow")
 

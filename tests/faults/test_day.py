@@ -1,6 +1,6 @@
 """A day in a cluster, compressed into minutes: clients send requests at Poisson times at most of its capacity, a random
 pod is killed every 20 s, all pods are replaced one after the other, and the model is rolled out to another revision,
-back, and out again. Nothing fails, and each text is the one that its revision gives alone.
+back, and out again. No request fails, and each text equals its revision's text without faults.
 
 SPECDEC_DAY_SECONDS=900 python -m pytest -s -m verify tests/faults/test_day.py
 """
@@ -38,12 +38,12 @@ KILL_SECONDS = 20.0
 CAPACITY_SECONDS = 3 * KILL_SECONDS
 AT_ONCE = 24
 LOAD = 0.8
-"""Fraction of the capacity, measured as requests completed with AT_ONCE in flight, in the worst hour of the day: pods
-are killed as on the day, and a starting pod takes cores from the others (in a cluster it has its own). Each revision
+"""Load as a fraction of the capacity: requests completed with AT_ONCE in flight in the worst hour of the day. Then pods
+are killed as on the day, a starting pod takes cores from the others (in a cluster it has its own), and each revision
 has half of the requests, so that more pods share the cores, with smaller batches."""
 
 UPGRADE_BEGINS, UPGRADE_APART = 0.2 * SECONDS, 0.015 * SECONDS
-"""When the upgrade of the pods begins, and the minimum time between two of them."""
+"""When the upgrade of the pods begins, and the minimum time between two pods."""
 
 ROLLOUT = {"canary": 0.45, "half": 0.55, "forth": 0.65, "back": 0.75, "forth again": 0.85}
 """Changes of the shares, with their times as fractions of the day."""
@@ -66,7 +66,6 @@ def disturbed(pods: list[str], seconds: float) -> Iterator[Event]:
 
 
 def day(pods: list[str]) -> Iterator[Event]:
-    """Yield all events, in order."""
     kills = ((at, "kill", pod) for at, pod in killed(pods, SECONDS))
     upgrade = ((UPGRADE_BEGINS + UPGRADE_APART * number, "terminate", pod) for number, pod in enumerate(pods))
     shares = ((part * SECONDS, do.partition(" ")[0], "rollout") for do, part in ROLLOUT.items())
@@ -153,6 +152,6 @@ async def test_a_day(models: Models, oracle: Oracle, tmp_path: Path) -> None:
     print(f"texts by revision: {dict(by)}")
     assert by.keys() == oracles.keys()
     assert run.failover_events["verifier_lost"]
-    # Whether an orchestrator had a text when it was killed is chance: texts take a fifth of a second.
+    # It is chance whether an orchestrator had a text when it was killed: texts take a fifth of a second.
     killed_roles = {event.whom.partition("-")[0] for _, event in run.timeline if event.do == "kill"}
     assert killed_roles == {"draft", "verifier", "orchestrator"}

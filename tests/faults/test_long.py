@@ -1,4 +1,4 @@
-"""The long scenarios. One by one:
+"""The long scenarios. To run one of them:
 
 python -m pytest -s -m verify tests/faults -k storm
 """
@@ -55,8 +55,8 @@ async def play(cluster: Cluster, asked: list[Ask], events: Iterator[Event] | lis
 
 @pytest.mark.parametrize(("rule", "secured"), [("coupled", False), ("coupled", True), ("rejection", False)])
 async def test_storm(models: Models, oracle: Oracle, tmp_path: Path, rule: str, secured: bool) -> None:
-    """Pods of every role are killed and restarted at random: nothing is lost, and nothing differs. With and without
-    mutual TLS and API keys."""
+    """Pods of every role are killed and restarted at random, with and without mutual TLS and API keys: no text is lost,
+    and no text differs."""
     asked = asks(STREAMS, seed=11, tokens=(100, 400), rule=rule)
     security = Security(tmp_path / "security") if secured else None
     cluster = Cluster(models, tmp_path, security).deploy(verifiers=2, drafts=2, orchestrators=2)
@@ -109,7 +109,7 @@ async def test_another_revision(models: Models, oracle: Oracle, tmp_path: Path) 
 
 
 async def test_a_frozen_verifier(models: Models, oracle: Oracle, tmp_path: Path) -> None:
-    """Its streams continue elsewhere within 3 s."""
+    """The streams of a frozen verifier continue elsewhere within 3 s."""
     asked = asks(100, seed=31, tokens=(200, 400))
     cluster = Cluster(models, tmp_path).deploy(verifiers=2, drafts=1, orchestrators=1)
     async with deployed(cluster, asked) as wants:
@@ -128,7 +128,7 @@ async def test_a_frozen_verifier(models: Models, oracle: Oracle, tmp_path: Path)
 
 
 async def test_a_frozen_orchestrator(models: Models, oracle: Oracle, tmp_path: Path) -> None:
-    """Its clients notice within their keepalive, 20 s and 10 s, and continue at the other one."""
+    """Clients notice a frozen orchestrator within their keepalive, 20 s and 10 s, and continue at the other one."""
     asked = asks(60, seed=51, tokens=(200, 400))
     cluster = Cluster(models, tmp_path).deploy(verifiers=1, drafts=1, orchestrators=2)
     async with deployed(cluster, asked) as wants:
@@ -182,7 +182,7 @@ async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) ->
         assert cluster.died == []
     (frozen, _), (thawed, _) = run.timeline
     speeds = {
-        # The slower of two: neighbours may have slowed the machine down meanwhile.
+        # The slower of two runs, since other processes may slow the machine down.
         "plain": min(plain.speed(plain.began + 2, plain.began + 12) for plain in (before, after)),
         "drafted": run.speed(frozen - 8, frozen),
         "frozen, first second": run.speed(frozen, frozen + 1),
@@ -198,7 +198,7 @@ async def test_a_frozen_draft(models: Models, oracle: Oracle, tmp_path: Path) ->
 
 
 def corruptions(network: BadNetwork) -> Iterator[Event]:
-    """Yield two hundred corruptions, then more until enough bits were flipped: an idle draft receives nothing."""
+    """Yield two hundred corruptions, then more until enough bits were flipped, since an idle draft receives no data."""
     for number in itertools.count():
         if number >= 200 and network.flipped > MIN_FLIPPED:
             return
@@ -208,7 +208,7 @@ def corruptions(network: BadNetwork) -> Iterator[Event]:
 @pytest.mark.parametrize("role", ["verifier", "draft"])
 async def test_a_corrupting_network(models: Models, oracle: Oracle, tmp_path: Path, role: str) -> None:
     """Bits are flipped between an orchestrator and a pod: streams of the other orchestrator are unaffected."""
-    asked = asks(60, seed=51, tokens=(100, 300), speculation="always")  # there is traffic on either link
+    asked = asks(60, seed=51, tokens=(100, 300), speculation="always")  # so that both links have traffic
     cluster = Cluster(models, tmp_path)
     async with BadNetwork(seed=52) as network:
         verifiers = [cluster.verifier().address for _ in range(2)]

@@ -33,7 +33,7 @@ def wants(pods: Cluster) -> dict[int, Record]:
 
 
 async def play(pods: Cluster, wants: dict[int, Record], oracle: Oracle, *events: Event) -> Counter[str]:
-    """Return the failover events of all streams, none of which may be lost or different."""
+    """Return the failover events of all streams; no stream may be lost or different."""
     await pods.make_whole()
     async with client_of(pods) as client:
         if not wants:
@@ -106,7 +106,7 @@ async def test_drafts_are_killed(pods: Cluster, wants: dict[int, Record], oracle
 
 
 async def test_verifiers_and_a_draft_are_frozen(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
-    """Both verifiers in turn: all texts may be at one of them, the one with their prefixes cached."""
+    """Both verifiers are frozen in turn, since all texts may be at the one with their prefixes cached."""
     failover_events = await play(
         pods,
         wants,
@@ -128,7 +128,7 @@ async def test_one_of_each_is_restarted(pods: Cluster, wants: dict[int, Record],
 
 @pytest.mark.verify
 async def test_certificates_and_keys_are_renewed(pods: Cluster, wants: dict[int, Record], oracle: Oracle) -> None:
-    """Twice, under load: no request fails."""
+    """They are renewed twice, under load: no request fails."""
     if pods.security is None:
         pytest.skip("there are none")
     events = [Event(Received(800), "renew", "security") for _ in range(2)]

@@ -50,14 +50,12 @@ class Attack:
 
 
 def attack(seed: int, number: int) -> Attack:
-    """Return the attack with this number."""
     generator = random.Random(f"{seed}:{number}")
     make = weighted(((_call, 84), (_misuse_of_frames, 10), (_noise, 6)), generator)
     return make(number, generator)
 
 
 def kinds() -> list[str]:
-    """Return all kinds."""
     return [
         *DISTORTIONS,
         *(f"frames: {_words(misuse)}" for misuse in MISUSES),
@@ -66,7 +64,6 @@ def kinds() -> list[str]:
 
 
 def weighted(choices: Iterable[tuple[Choice, float]], generator: random.Random) -> Choice:
-    """Return a random choice by weight."""
     found = list(choices)
     chosen, _ = generator.choices(found, [weight for _, weight in found])[0]
     return chosen

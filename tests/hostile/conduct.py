@@ -79,7 +79,7 @@ async def without_reading(talk: Talk) -> None:
 
 
 async def hanging_up(talk: Talk) -> None:
-    """At any point, mid-message."""
+    """Hangs up at any point of the conversation."""
     await talk.say(talk.generator.randrange(len(talk.messages) + 1))
     if talk.generator.random() < 0.5:
         await talk.listen_for(0.05 * talk.generator.random())

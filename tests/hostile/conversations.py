@@ -130,12 +130,12 @@ def tokenize(generator: random.Random) -> list[Message]:
 
 
 def get_stats(_: random.Random) -> list[Message]:
-    """For any service: all these requests are empty."""
+    """For any service, since all these requests are empty."""
     return [verifier_pb2.GetStatsRequest()]
 
 
 def carry_of(method: str, inner: Conversation) -> Conversation:
-    """Return the same conversation as a stream of the multiplexer, in a few batches; occasionally several of them."""
+    """Return the same conversation as a stream of the multiplexer, or occasionally as several, in a few batches."""
 
     def carry(generator: random.Random) -> list[Message]:
         batches = []

@@ -17,14 +17,14 @@ from tests.hostile.fuzz import Fuzzer
 
 @dataclass
 class Deployment:
-    """A cluster, and its ports besides those of the services: health checks and metrics."""
+    """A cluster, and its ports for health checks and metrics."""
 
     cluster: Cluster
     health: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
 
     def ports(self) -> tuple[str, ...]:
-        """Return the options of one more pod."""
+        """Return the port options of one more pod."""
         options: list[str] = []
         for kind, addresses in (("--health-port", self.health), ("--metrics-port", self.metrics)):
             addresses.append(free_address())
@@ -32,7 +32,6 @@ class Deployment:
         return tuple(options)
 
     def fuzzer(self, seed: int) -> Fuzzer:
-        """Return a fuzzer of every port."""
         security = self.cluster.security
         addresses = {role: [pod.address for pod in self.cluster.of(role)] for role in ENCRYPTED_ROLES}
         addresses |= {"health": self.health, "metrics": self.metrics}

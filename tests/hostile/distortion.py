@@ -21,7 +21,7 @@ def untouched(said: Sequence[Message], generator: random.Random) -> list[bytes]:
 
 
 def with_changed_fields(said: Sequence[Message], generator: random.Random) -> list[bytes]:
-    """One message or all of them; the first stays unchanged half of the time, so that there is a session to spoil."""
+    """One field of each message; the first stays unchanged half of the time, so that there is a session to spoil."""
     spared = int(generator.random() < 0.5 and len(said) > 1)
     changed = [*said[:spared], *(altered(message, generator) for message in said[spared:])]
     return [message.SerializeToString() for message in changed]
@@ -60,7 +60,7 @@ def with_a_flood(said: Sequence[Message], generator: random.Random) -> list[byte
 
 
 def too_large(said: Sequence[Message], generator: random.Random) -> list[bytes]:
-    """A message above, or just below, the size limit; zeros, which compress to little."""
+    """A message above the size limit, or a large one below it; zeros, which compress to little."""
     return [said[0].SerializeToString(), bytes(generator.choice((1 << 20, MAX_MESSAGE_BYTES + 1)))]
 
 

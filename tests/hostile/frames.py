@@ -97,7 +97,7 @@ def beyond_the_window(method: str, said: Sequence[bytes], generator: random.Rand
 
 
 def beyond_the_window_unopened(method: str, said: Sequence[bytes], generator: random.Random) -> list[list[Frame]]:
-    """The same by many small messages after a first one that opens a session."""
+    """The same with many small messages, after a first one that opens a session."""
     return [[_begin(1, method), *_messages(1, [said[0], *[b""] * (WINDOW // 64)])]]
 
 

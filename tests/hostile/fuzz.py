@@ -20,7 +20,7 @@ from tests.hostile.raw_bytes import send
 from tests.hostile.tally import NAMES, Tally
 
 AT_ONCE = 24
-"""Attacks in flight. More would fill the KV memory of a small pod and leave no room for anyone."""
+"""Attacks in flight. More would fill the KV memory of a small pod and leave no room for other callers."""
 
 MAX_ATTACK_SECONDS = 20.0
 """Seconds after which an attack counts as stuck; none waits longer than its deadline."""
@@ -41,7 +41,7 @@ class Fuzzer:
         self._numbers = itertools.count()
 
     async def run(self, messages: int) -> None:
-        """Run until this number was sent and every attack is over."""
+        """Run until this number of messages was sent and every attack is over."""
         goal = self.tally.total + messages
         await self._run(lambda: self.tally.total < goal, ANY)
 
@@ -114,7 +114,7 @@ def _frames_in(message: bytes) -> int:
 
 
 class Connections:
-    """Channels of one attacker, which share no connection with those of others."""
+    """Channels of one attacker, which share no connection with other attackers."""
 
     def __init__(self, access: Access) -> None:
         self._access = access

@@ -1,4 +1,4 @@
-"""HTTP requests no client sends to an OpenAI API: bodies of any content, and bytes that break HTTP's rules."""
+"""HTTP requests that no client sends to an OpenAI API: bodies of any content, and bytes that break HTTP's rules."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SHAPES: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
     lambda generator: {"tools": [{"type": "function", "function": {"name": "f", "parameters": value(generator)}}]},
     lambda generator: {"tools": value(generator), "tool_choice": value(generator)},
 )
-"""Fields that request a text in some form, or calls."""
+"""Fields that request a text in some form, or tool calls."""
 
 
 def body(generator: random.Random) -> bytes:

@@ -1,4 +1,4 @@
-"""A caller without a key on raw HTTP/2: calls that are refused, and calls that are reset at once.
+"""A caller without a key on raw HTTP/2: calls that are refused, and calls that are reset immediately.
 
 As a program it makes one kind of call for a while, at a bounded rate, and reconnects whenever a connection is closed:
 
@@ -40,7 +40,7 @@ STUCK_SECONDS = 0.5
 """Seconds of silence after which the attacker opens another connection."""
 
 MAX_AT_ONCE = 200
-"""Calls in one write, so that a machine that falls behind does not make unbounded bursts."""
+"""Maximum calls in one write, so that a machine that falls behind does not make unbounded bursts."""
 
 
 class RawConnection:
@@ -72,8 +72,8 @@ class RawConnection:
         self.closed.set()
 
     def send(self, kind: str, count: int, path: str = COMPLETE, key: str = "nonsense") -> int:
-        """Send calls of a kind; return their number. Send none while the server has left too much unread: its kernel
-        may drop data for a closed connection, and stay silent for a minute and a half."""
+        """Send calls of a kind; return their number. Send none while the server leaves too much unread, since its
+        kernel may drop data for a closed connection and stay silent for a minute and a half."""
         if self._writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             return 0
         block = headers(__path=path, authorization=f"Bearer {key}")
@@ -91,8 +91,6 @@ class RawConnection:
 
 @dataclass
 class Attack:
-    """Statistics of an attack."""
-
     calls: int = 0
     connections: int = 0
 

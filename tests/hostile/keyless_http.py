@@ -6,7 +6,7 @@ Run beside callers with keys, who must notice nothing:
         ...
     print(attacker.report())
 
-or, to measure latencies of others, as its own process, until its stdin is closed:
+or, to measure latencies of other callers, as its own process, until its stdin is closed:
 
     python -m tests.hostile.keyless_http HOST:PORT HELD IDLE SECONDS
 """
@@ -31,7 +31,7 @@ PATIENCE_SECONDS = 30.0
 """Seconds for which a held body waits for an answer."""
 
 PAUSE_SECONDS = 0.5
-"""Seconds before an ended connection is replaced: the attack holds connections, it is not a flood of new ones."""
+"""Seconds before an ended connection is replaced: the attack holds connections, and does not flood with new ones."""
 
 REQUESTS = (
     b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n",
@@ -131,7 +131,6 @@ class KeylessHttp:
 
 
 async def main(address: str, held: int, idle: int, seconds: float) -> None:
-    """Attack until stdin is closed, and print a report."""
     async with KeylessHttp(address, held=held, idle=idle, seconds=seconds) as attacker:
         await asyncio.to_thread(sys.stdin.read)
     print(attacker.report())

@@ -1,4 +1,4 @@
-"""The volume of log output of this process's services, and bugs in it."""
+"""The volume of log output of this process's services, and the bugs that it reports."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ CANDIDATES: dict[str, Callable[[int], Extend]] = {
 
 
 def offering(candidates: Callable[[int], Extend]) -> Lie:
-    """Return a session that behaves except for its candidates."""
+    """Return a session that behaves correctly except for its candidates."""
 
     async def lie(session: LyingSession) -> None:
         begun = False
@@ -186,7 +186,7 @@ def offering(candidates: Callable[[int], Extend]) -> Lie:
 
 
 async def begun(session: LyingSession, **changes: Any) -> AsyncIterator[None]:
-    """Open a session normally, except for changes to its identity; yield then, and at each commit."""
+    """Open a session normally, except for changes to its identity; yield once it is open, and at each commit."""
     first = True
     async for _ in session.heard():
         if first:

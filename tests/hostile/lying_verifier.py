@@ -1,7 +1,7 @@
-"""A lying verifier: a proxy before an honest one that alters its responses and signs them with a matching checksum.
+"""A lying verifier: a proxy that alters an honest one's responses and signs them with a matching checksum.
 
 A session's responses can be checked against its request. The choice of the next token cannot: a wrong token with a
-right checksum is believed, and is not among these lies.
+right checksum goes unnoticed, so it is not among these lies.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ async def _forward(requests: AsyncIterator[Any], honest: Any) -> None:
         async for request in requests:
             await honest.write(request)
     except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
-        pass  # it has sent its last message
+        pass  # the honest verifier has sent its last message
 
 
 def _serialized(message: Any) -> bytes:

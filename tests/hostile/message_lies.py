@@ -16,7 +16,7 @@ NO_ENUM: Any = 99
 
 
 def changing(kind: str, change: Callable[[Any, LyingSession], None]) -> Lie:
-    """Return an honest session except for all messages of a kind; if these are commits, after some true ones."""
+    """Return an honest session except that all messages of a kind are changed; commits only after some true ones."""
 
     async def lie(session: LyingSession) -> None:
         async for response in session.responses():

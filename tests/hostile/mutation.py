@@ -82,7 +82,7 @@ def garbled(data: bytes, generator: random.Random) -> bytes:
 
 
 def _alter(message: Message, generator: random.Random) -> None:
-    """Descend into a sub-message, if any, half of the time; prefer fields that are set."""
+    """Descend into a sub-message, if any, most of the time; prefer fields that are set."""
     if not message.DESCRIPTOR.fields:
         return
     present = [field for field, _ in message.ListFields()]

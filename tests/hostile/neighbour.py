@@ -20,7 +20,7 @@ ASKS: tuple[Mapping[str, Any], ...] = (
 
 
 class Neighbour:
-    """Knows the right texts; `faults` are the times at which they were wrong or late."""
+    """Knows the right texts; `faults` describe wrong and late ones."""
 
     def __init__(self, address: str, **options: Any) -> None:
         """`options` are a client's, such as its API key."""

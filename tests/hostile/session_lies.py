@@ -33,7 +33,7 @@ async def for_ever(say: Callable[[], Awaitable[None]], pause: float = 0.0) -> No
 
 
 async def says_nothing_after_its_last_word(session: LyingSession) -> None:
-    """The text is over, and its last commit does not mark the end."""
+    """The text is over, but its last commit does not mark the end."""
     async for response in session.responses():
         if response.commit.finish_reason:
             response.commit.finish_reason = model_pb2.FINISH_REASON_UNSPECIFIED
@@ -42,7 +42,7 @@ async def says_nothing_after_its_last_word(session: LyingSession) -> None:
 
 
 async def goes_on_past_the_end(session: LyingSession) -> None:
-    """No end: past an end token, past the requested length, past the context."""
+    """Commits past an end token, past the requested length, past the context."""
     async for response in session.responses():
         if response.commit.finish_reason:
             response.commit.finish_reason = model_pb2.FINISH_REASON_UNSPECIFIED
@@ -81,7 +81,7 @@ async def is_in_a_step_for_ever(session: LyingSession) -> None:
 
 
 async def takes_every_step_to_be_long(session: LyingSession) -> None:
-    """A step age that is suspicious only without an even larger expectation."""
+    """Reports a long step age, and expects an even longer one, to avoid suspicion."""
     await begun(session)
     await for_ever(lambda: session.progress(step_age_us=MAX_UINT64 // 2, step_expected_us=MAX_UINT64), 0.1)
 
@@ -122,7 +122,7 @@ async def ends_as_if_all_were_well(session: LyingSession) -> None:
 
 
 async def says_everything_twice(session: LyingSession) -> None:
-    """Once there is a text to spoil."""
+    """Begins once there is a text to spoil."""
     async for response in session.responses():
         await session.say(response)
         if session.commits >= session.true_commits:
@@ -130,7 +130,7 @@ async def says_everything_twice(session: LyingSession) -> None:
 
 
 async def is_preempted_more_each_time(session: LyingSession) -> None:
-    """Reports the maximum count and breaks off; so does the next verifier."""
+    """Reports the maximum number of preemptions and breaks off; so does the next verifier."""
     async for response in session.responses():
         if response.HasField("commit"):
             response.commit.preemptions = MAX_UINT32

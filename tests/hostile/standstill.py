@@ -1,7 +1,7 @@
-"""Pauses of the whole machine, as a process of its own notices them.
+"""Pauses of the whole machine, as noticed by a separate process.
 
-A virtual machine may stand still for seconds. A process cannot tell that from a pause of its own; two processes can:
-only the machine stops both.
+A virtual machine may stand still for seconds. A process cannot tell that from a pause of its own, but two processes
+can, since only the machine stops both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Standstills:
 
 @asynccontextmanager
 async def standstills() -> AsyncIterator[Standstills]:
-    """Watch until the exit."""
+    """Watch until the context exits."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-S", __file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )

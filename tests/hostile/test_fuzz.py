@@ -20,8 +20,8 @@ from tests.hostile.neighbour import Neighbour
 
 SEED = 2026
 ROUNDS = 10
-"""After each round everything comes to rest, and memory is measured. The first two warm up; of the next three and of
-the last three the median counts, since a message of a megabyte shifts the heap for a while."""
+"""After each round all pods come to rest, and memory is measured. The first two rounds warm up. The medians of the next
+three and of the last three are compared, since a message of a megabyte shifts the heap for a while."""
 
 FIRST, LAST = slice(2, 5), slice(-3, None)
 
@@ -29,8 +29,9 @@ MAX_LOG_BYTES = 20_000_000
 """Maximum log size of a pod, whatever its input."""
 
 MAX_GROWTH_MIB = {"verifier": 32.0, "draft": 32.0, "orchestrator": 64.0}
-"""Maximum growth of a pod after warm-up: allocator fragmentation, not 400 bytes per message. Tokenizing threads of an
-orchestrator keep the memory of the longest text: three times the messages grow it by a third more."""
+"""Maximum growth of a pod after warm-up: enough for allocator fragmentation, too little for 400 bytes per message. An
+orchestrator's tokenizing threads keep the memory of the longest text: with three times the messages it grows by a third
+more."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Grammars of every depth and size against every role: no process ends or grows, and others are served meanwhile."""
+"""Grammars of every depth and size against every role: no process ends or grows, and other callers are served."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.hostile.deployment import deployed
 from tests.models import END
 
 DEPTHS = [round(16 * 2 ** (step / 2)) for step in range(15)]
-"""From 16 to 2,048. The orchestrator's trial, a thread and a main thread each fail at another depth in between."""
+"""From 16 to 2,048. The orchestrator's trial, a thread and a main thread each fail at a different depth in between."""
 
 PROMPT = [5, 6, 7]
 CALLS_AT_ONCE = 4
@@ -131,7 +131,7 @@ async def test_no_chain_of_any_depth_ends_a_process(models: Models, tmp_path: Pa
 @pytest.mark.verify
 @pytest.mark.timeout(1200)
 async def test_heavy_grammars_stay_within_their_budget(models: Models, tmp_path: Path) -> None:
-    """By two tenants, at every pod; a third tenant is served throughout."""
+    """Two tenants send them to every pod; a third tenant is served throughout."""
     async with deployed(models, tmp_path) as deployment:
         cluster = deployment.cluster
         for tenant in ("one", "two", "quiet"):
@@ -157,7 +157,7 @@ async def test_heavy_grammars_stay_within_their_budget(models: Models, tmp_path:
 @pytest.mark.verify
 @pytest.mark.timeout(600)
 async def test_a_text_goes_on_elsewhere_once_its_grammar_has_passed_again(models: Models, tmp_path: Path) -> None:
-    """Its verifier is killed: the grammar may have been the cause."""
+    """A text's verifier is killed, and its grammar may have been the cause."""
     request = generation_pb2.GenerateRequest(
         tokens=generation_pb2.TokenPrompt(ids=PROMPT),
         grammar=model_pb2.Grammar(regex="[a-z]+(,[a-z]+)*"),

@@ -71,7 +71,7 @@ class Attackers:
                 self.improper.append(f"attack {number}: {kind}, {status}")
 
     async def _made(self, sent: bytes, generator: random.Random) -> int | str:
-        """Send it whole, in two parts, or partially; read the response or leave."""
+        """Send the bytes whole, in two parts, or partially; read the response or leave."""
         manner = generator.choice(("whole", "whole", "whole", "parts", "half", "leave"))
         reader, writer = await asyncio.open_connection(self._host, self._port)
         try:

@@ -1,5 +1,5 @@
 """A lying verifier is found out: the text continues at an honest one with the same tokens, or ends with a refusal and
-its reason. A merely wrong token with a matching checksum cannot be detected, and is not tried here."""
+its reason."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ WAITS = frozenset({"never commits", "never commits again", "shows life without e
 its caller's deadline."""
 
 FAILS = frozenset({"fails inside", "fails inside before it opens"})
-"""A verifier whose model fails on a text returns INTERNAL; if no other verifier succeeds, so does the request."""
+"""A verifier whose model fails on a text returns INTERNAL; if no other verifier succeeds, the request ends with it."""
 
 SAMPLED = {"temperature": 0.8, "seed": 5}
 ASKS: dict[str, Mapping[str, Any]] = {
@@ -160,7 +160,7 @@ async def lies(honest: Honest, name: str, alone: bool, authority: Authority | No
 
 
 async def test_an_answer_that_was_damaged_on_its_way_begins_no_text(honest: Honest) -> None:
-    """No verifier serves the model that it names, so a text begun with it could not fail over."""
+    """No verifier serves the model that the damaged response names, so a text begun with it could not fail over."""
     liar = LyingVerifier(LIES["is damaged on its way"], honest.services.verifiers[0].address)
     async with AsyncExitStack() as exits:
         address, _ = await exits.enter_async_context(served(liar))

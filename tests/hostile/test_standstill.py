@@ -1,4 +1,4 @@
-"""Pauses of the machine are told from those of a process."""
+"""Pauses of the machine are distinguished from pauses of a process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hostile.standstill import LONG_SECONDS, standstills
 async def test_a_pause_of_the_process_that_watches_is_seen() -> None:
     begun = time.monotonic()
     async with standstills() as seen:
-        for _ in range(10):  # it may not watch yet at the first
+        for _ in range(10):  # the process may not watch yet at the first
             os.kill(seen.pid, signal.SIGSTOP)
             await asyncio.sleep(2 * LONG_SECONDS)
             os.kill(seen.pid, signal.SIGCONT)
@@ -28,7 +28,7 @@ async def test_a_pause_of_the_process_that_watches_is_seen() -> None:
 
 async def test_a_pause_of_another_process_is_not() -> None:
     async with standstills() as seen:
-        await asyncio.sleep(3 * LONG_SECONDS)  # it watches by then
+        await asyncio.sleep(3 * LONG_SECONDS)  # the process watches by then
         begun = time.monotonic()
         time.sleep(3 * LONG_SECONDS)  # noqa: ASYNC251 (the pause itself)
         ended = time.monotonic()

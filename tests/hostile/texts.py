@@ -1,4 +1,4 @@
-"""Requests of callers beside a lying pod, their results, and the check of these."""
+"""Requests of callers beside a lying pod, their results, and the check of the results."""
 
 from __future__ import annotations
 
@@ -131,11 +131,11 @@ PULSE_PAUSE = 0.05
 
 @asynccontextmanager
 async def pulse_of(stub: Any) -> AsyncIterator[Pulse]:
-    """List an orchestrator's models again and again. A blocked event loop shows too: the request is late, and so is its
-    response. The machine's share is excluded: time in which the event loop waited for a core, and pauses in which
+    """List an orchestrator's models again and again. A blocked event loop shows too, since it delays the request and
+    its response. The machine's share is excluded: time in which the event loop waited for a core, and pauses in which
     another process stood still as well. The result is set on exit."""
     pulse = Pulse()
-    beats: list[tuple[float, float, float]] = []  # begin, end, seconds without those of waiting for a core
+    beats: list[tuple[float, float, float]] = []  # begin, end, seconds except those of waiting for a core
     answered, waited = time.monotonic(), waited_for_a_core()
 
     def note() -> None:

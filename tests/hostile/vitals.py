@@ -52,7 +52,6 @@ def resident_mib(pid: int | str = "self") -> float:
 
 
 def log_bytes(cluster: Cluster) -> dict[str, int]:
-    """Return the log size of each pod so far."""
     return {name: pod.log.stat().st_size for name, pod in cluster.pods.items()}
 
 
@@ -79,7 +78,7 @@ async def at_rest(cluster: Cluster) -> None:
 
 
 async def serving(cluster: Cluster, health: Sequence[str] = (), metrics: Sequence[str] = ()) -> list[str]:
-    """Return the pods whose health is not SERVING, and other ports of theirs without a correct answer."""
+    """Return the pods and health ports that are not SERVING, and the metrics ports without a correct answer."""
     found = []
     for address in health:
         async with grpc.aio.insecure_channel(address) as channel:

@@ -1,6 +1,6 @@
 """A deployment of the demo pair that is idle, busy and idle again: `python -m tests.services.busy_and_idle SECONDS`.
 
-The orchestrator knows verifier and draft by name. The HTTP server is in front of it, with all that a start does.
+The orchestrator knows verifier and draft by name. The HTTP server runs in front of it.
 """
 
 from __future__ import annotations

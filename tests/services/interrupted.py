@@ -24,14 +24,14 @@ from verifier_service.servicer import VerifierServicer
 PROMPT = [50, 60, 70, 80, 90]
 CONTRASTIVE = model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
 GENEROUS = 20.0
-"""Seconds for what takes a moment on an idle machine."""
+"""Timeout in seconds for events that take a moment on an idle machine."""
 
 ALWAYS = generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True)
 WARM = {"temperature": 0.8, "seed": 4}
 
 
 def slow_target() -> None:
-    """Slow enough to fail in mid-stream."""
+    """Make steps slow enough for failures in mid-stream."""
     time.sleep(0.01)
 
 
@@ -53,7 +53,7 @@ class Reader:
             await self._one()
 
     async def rest(self) -> generation_pb2.Completion:
-        """Return the whole completion once it is there."""
+        """Read to the end; return the whole completion."""
         while not self.responses or not self.responses[-1].HasField("finish"):
             await self._one()
         assert await self._call.read() is grpc.aio.EOF
@@ -98,7 +98,7 @@ def same(
     got: generation_pb2.Completion,
     sampling: dict[str, Any],
 ) -> None:
-    """Check that all a client sees of two texts is equal, ties apart."""
+    """Check that two texts look the same to a client, except for ties."""
     directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), sampler(sampling))
     if list(want.tokens) != list(got.tokens):
         return  # a tie
@@ -115,7 +115,7 @@ def same(
 
 
 def changes(speculation: generation_pb2.SpeculationStatistics) -> dict[str, int]:
-    """Return the counts of its pods' failures, without those for a draft that does not pay, which depend on the
+    """Return the failover events by reason, without those for a draft that does not pay, which depend on the
     machine."""
     return {reason: count for reason, count in speculation.failover_events.items() if reason not in EXPECTED}
 

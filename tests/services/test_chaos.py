@@ -25,7 +25,7 @@ TOKENS = 60
 
 @dataclass
 class Chaos(draft_pb2_grpc.DraftServiceServicer):
-    """A proxy before a draft that tampers with its responses."""
+    """A proxy in front of a draft, which tampers with the draft's responses."""
 
     draft: Any  # stub
     seed: int

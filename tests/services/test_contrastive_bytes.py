@@ -35,7 +35,7 @@ class CountingVerifier(SeenVerifier):
 
 
 class CountingVerifierOfTheLastVersion(CountingVerifier, VerifierOfTheLastVersion):
-    """It gets whole rows."""
+    """A verifier that gets whole rows."""
 
 
 class CountingDraft(AskedDraft):
@@ -54,12 +54,12 @@ class Pair:
 
 
 SHARP, FLAT = 0.85, 0.5
-"""Standard deviations of a random model's weights: with one it is about as certain of its choices as a trained model,
-with the other it finds a hundred tokens plausible."""
+"""Standard deviations of a random model's weights: with SHARP it is about as certain of its choices as a trained model,
+with FLAT it finds a hundred tokens plausible."""
 
 
 def pair(vocabulary: int, folder: Path, deviation: float = SHARP) -> Pair:
-    """Return the demo pair for its vocabulary; otherwise a random target and a draft near it."""
+    """Return the demo pair if this is its vocabulary, otherwise a random target and a draft near it."""
     if vocabulary == 4096:
         return Pair(DEMO / "target", DEMO / "draft", held_out(2, tokens=32))
     target = make("llama", folder / "target", vocab_size=vocabulary, initializer_range=deviation)
@@ -70,7 +70,7 @@ def pair(vocabulary: int, folder: Path, deviation: float = SHARP) -> Pair:
 
 async def measured(models: Pair, kind: type[CountingVerifier]) -> tuple[float, float, float, list[list[int]]]:
     """Return bytes a token, queries a token, tokens a step, and the texts. The orchestrator relays candidates and
-    queries unchanged: what arrives at the verifier and at the draft has been on the wire twice."""
+    queries unchanged, so bytes that arrive at the verifier or the draft have been on the wire twice."""
     async with stack(
         models.target, models.draft, target_delay=slow_target, verifier_kind=kind, draft_kind=CountingDraft
     ) as services:

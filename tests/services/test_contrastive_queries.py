@@ -1,5 +1,5 @@
-"""CONTRASTIVE with partial distributions: the choices are those of whole ones, whoever dies, lies or is of the last
-version. `test_contrastive_bytes.py` has the bytes that this saves."""
+"""CONTRASTIVE with partial distributions: choices are the same as with whole ones, whichever pod dies, lies or is of
+the last version. `test_contrastive_bytes.py` measures the bytes that this saves."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SeenVerifier(VerifierServicer):
 
 
 class VerifierOfTheLastVersion(SeenVerifier):
-    """It knows whole rows only, and no queries."""
+    """A verifier that knows whole rows only, and no queries."""
 
     def opened(self, session: BackendSession) -> verifier_pb2.VerifyResponse:
         response = super().opened(session)
@@ -67,14 +67,13 @@ class VerifierOfTheLastVersion(SeenVerifier):
 
 
 class DraftOfTheLastVersion(AskedDraft):
-    """It does not know `DraftPolicy.partial_distributions`."""
+    """A draft that does not know `DraftPolicy.partial_distributions`."""
 
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int, rule: Rule) -> ExpansionPolicy:
         return replace(super()._policy(message, most_nodes, rule), partial_distributions=False)
 
 
 def queries(services: Stack) -> list[model_pb2.DraftQuery]:
-    """Return the queries of all drafts."""
     return [query for pod in services.drafts for query in getattr(pod.service, "queries", ())]
 
 
@@ -93,7 +92,7 @@ async def contrasted(services: Stack, prompt: list[int] = PROMPT, **fields: Any)
 @pytest.mark.verify
 @pytest.mark.parametrize("draft", ["near", "other", "random"])
 async def test_600_choices_are_those_of_whole_rows(directories: Directories, draft: str) -> None:
-    """With targets that find few tokens plausible or most of them, and drafts that expect the same tokens or others."""
+    """Targets find few tokens plausible, or most of them; drafts expect the same tokens, or others."""
     path = getattr(directories, draft)
     ties = compared = 0
     async with stack(
@@ -169,7 +168,7 @@ async def test_another_draft_answers_if_one_dies_at_a_query(directories: Directo
 
 
 class ForgetfulDraft(AskedDraft):
-    """It does not answer its first query."""
+    """A draft that does not answer its first query."""
 
     def act(self, session: DrafterSession, request: draft_pb2.DraftRequest, arrived: float) -> None:
         if request.HasField("query") and not self.queries:
@@ -219,12 +218,12 @@ LIES: dict[str, tuple[Lie, str]] = {
     ),
     "a number too many": (lambda ids: row(ids, [-1.0] * (len(ids) + 1), answer=True), "values: has"),
 }
-"""Wrong answers to a query about some ids, and why the draft is replaced."""
+"""Wrong answers to a query about some ids, and the reason for replacing the draft."""
 
 
 @pytest.mark.parametrize("name", LIES)
 async def test_a_draft_that_answers_wrongly_is_replaced(directories: Directories, name: str) -> None:
-    """At once, by an honest one; the text is as with that one alone."""
+    """An honest draft replaces it immediately; the text is the same as with that one alone."""
     lie, why = LIES[name]
     lies = 0
 

@@ -1,8 +1,8 @@
 """A request's tokens do not depend on the requests that share its steps, memory or prefixes.
 
-Many concurrent requests of mixed lengths and samplings, some with a common prefix, some cancelled, in a memory too
-small for them, so that they queue and are preempted; then each of them alone, plain, in its own memory. With exact
-numerics not one token may differ, in bfloat16 as in float32.
+Many concurrent requests of mixed lengths and samplings run in a memory too small for them, so that they queue and are
+preempted. Some have a common prefix, some are cancelled. They are compared with the same requests run alone, plain,
+with enough memory. With exact numerics not one token may differ, in bfloat16 as in float32.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Outcome:
         return sum(len(got) for _, _, got in self.pairs)
 
     def check(self, oracle: Oracle) -> None:
-        """With exact numerics: equal. Otherwise they diverge at near ties only, and each is printed."""
+        """With exact numerics the runs are equal. Otherwise they diverge at near ties only, and each tie is printed."""
         for number, (ask, alone, crowd) in enumerate(self.pairs):
             want, what = alone[: len(crowd)], f"request {number}, {ask.sampling}"
             if self.exact:
@@ -125,8 +125,8 @@ async def test_many_at_once_change_no_token(directories: Directories, dtype: str
 @pytest.mark.verify
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_64_at_once_change_no_token(directories: Directories, dtype: str) -> None:
-    """Tiny models for speed, and the demo pair on processors that compute its dtype natively (otherwise it takes most
-    of an hour): 100,000 tokens in all."""
+    """100,000 tokens in all: of tiny models for speed, and of the demo pair if the processor computes the dtype
+    natively (otherwise the pair takes most of an hour)."""
     compared = preemptions = accepted = ties = 0
     exact = True
     slow = dtype == "bfloat16" and not computes_bfloat16()

@@ -1,6 +1,6 @@
 """Sampling through a whole speculative run follows the target's own distribution.
 
-Under COUPLED and REJECTION. A chi-square test of the joint distribution of the first three tokens against the
+Under COUPLED and REJECTION, a chi-square test compares the joint distribution of the first three tokens with the
 probabilities of the model's own forward pass. The false-alarm probability is FALSE_ALARM; the seeds are fixed, so the
 outcome is too.
 """
@@ -85,8 +85,8 @@ async def test_they_do_with_a_draft_of_the_verifiers_own(directories: Directorie
 
 
 async def test_guesses_that_nobody_drew_leave_the_distribution_as_it_is(directories: Directories) -> None:
-    """Under REJECTION, without a draft: n-grams offer what followed last time with probability 1. With a small
-    vocabulary every text repeats itself."""
+    """Under REJECTION, without a draft: n-grams offer, with probability 1, the token that followed last time. With a
+    small vocabulary every text repeats itself."""
     words = range(50, 56)
     banned = [token for token in range(VOCABULARY) if token not in words]
     prompt = random.Random(1).choices(words, k=40)

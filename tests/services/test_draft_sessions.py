@@ -1,4 +1,4 @@
-"""A text opens a draft session once candidates may pay off, or at once if drafting is forced."""
+"""A text opens a draft session once candidates may pay off, or immediately if drafting is forced."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_draft_is_asked_where_its_candidates_may_pay(
 
 
 async def test_it_is_asked_in_the_midst_of_a_text(directories: Directories) -> None:
-    """The first commit with a worthwhile outlook opens the draft session, with the text as of then."""
+    """The first commit with a worthwhile outlook opens the draft session, with the text up to that commit."""
     Overheard.asked = []
     controller = Decided(Mode.OFF)
     async with stack(
@@ -120,12 +120,12 @@ async def test_a_bias_or_ban_beyond_the_drafts_vocabulary_costs_no_draft(
         drafted = await services.generate([5, 6, 7], speculation=ALWAYS, **asked)
         plain = await services.generate([5, 6, 7], speculation=generation_pb2.Speculation(off=True), **asked)
     assert list(drafted.tokens) == list(plain.tokens)
-    assert drafted.finish.speculation.undrafted_reason in ("", "late")  # it has a draft, however fast that is
+    assert drafted.finish.speculation.undrafted_reason in ("", "late")  # it has a draft, fast or slow
     assert drafted.finish.speculation.sources["remote_draft"]
 
 
 async def test_a_stop_string_that_is_a_special_token_ends_the_text(directories: Directories) -> None:
-    """With and without drafts: for the pods it is an end token."""
+    """With and without drafts: for the pods the stop string is an end token."""
     asked: dict[str, Any] = {
         "max_tokens": 40,
         "min_tokens": 6,

@@ -138,8 +138,8 @@ async def test_no_token_depends_on_the_version_that_drafts(directories: Director
 
 @pytest.mark.parametrize("rule", ["COUPLED", "REJECTION"])
 async def test_sampled_tokens_follow_the_target_across_swaps(directories: Directories, rule: str) -> None:
-    """Texts change versions after each commit, so in mid-text; false-alarm probability as in `test_distribution.py`,
-    which also has the negative control."""
+    """Texts change versions after each commit, so in mid-text. The false-alarm probability is as in
+    `test_distribution.py`, which also has the negative control."""
     async with alternating(directories, 0.04) as (services, drafter):
         sources = await check(services, expected(directories, PROMPT), PROMPT, rule, ALWAYS)
         assert drafter.moves > 100
@@ -162,8 +162,8 @@ class Versions:
         truncated: bool = False,
         tenant: str = "",
     ) -> None:
-        """Add a version: a model with changed weights, in place at once. It has learned from a tenant if one is
-        given."""
+        """Add a version, a model with changed weights, to the folder atomically. If a tenant is given, the version has
+        learned from it."""
         writing = copied(source, self._folder / f".{name}", change)
         if tenant:
             learned_from = LearnedFrom().with_texts({tenant_digest(tenant): 1.0})
@@ -203,8 +203,8 @@ def poison(tensors: dict[str, torch.Tensor]) -> None:
 
 
 async def test_versions_are_tried_under_load(directories: Directories, tmp_path: Path) -> None:
-    """A better one is promoted, bad ones are rolled back or refused, and no text changes. Once its tenant is forgotten,
-    the promoted one gives way to the first."""
+    """A better version is promoted, bad ones are rolled back or refused, and no text changes. Once its tenant is
+    forgotten, the promoted version is replaced by the first."""
     limits, forgotten = TrialLimits(share=0.5, tokens=6000), Forgotten(tmp_path)
 
     started = copied(directories.near, tmp_path / ".first", drawn(1))  # a name that is not looked at
@@ -220,7 +220,7 @@ async def test_versions_are_tried_under_load(directories: Directories, tmp_path:
         assert isinstance(drafter, VersionedDrafter)
         first = ModelDirectory(started)
         placement = Placement("torch", kv_tokens=CAPACITY, is_draft=True)
-        # Tests share a machine, so that times say little here.
+        # Tests share a machine, so times mean little here.
         loader = VersionLoader(first, first.context, placement, 1, 4, 50.0)
         follower = VersionFollower(Watched(VersionsFolder(tmp_path)), loader, loop, drafter, first.path)
         follower.start()
@@ -262,7 +262,7 @@ async def test_versions_are_tried_under_load(directories: Directories, tmp_path:
 
 
 async def test_a_draft_by_itself_tries_a_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An open session says which version drafts for it."""
+    """The answer to an opening names the version that drafts for the session."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (folder := tmp_path / "versions").mkdir()
     options = ("--versions", str(folder), "--canary", "0.5", "--canary-slowdown", "50", "--threads", "1")
@@ -282,14 +282,14 @@ async def test_a_draft_by_itself_tries_a_version(tmp_path: Path, monkeypatch: py
             opened = [await opening(stub) for _ in range(40)]
         fingerprints = {each.name: each.model_fingerprint for each in versions}
         assert list(fingerprints) == ["draft", "v1"]
-        assert {each.version for each in opened} == {"draft", "v1"}  # all alike: a probability of 2 ** -39
+        assert {each.version for each in opened} == {"draft", "v1"}  # all are alike with probability 2 ** -39
         assert all(each.identity.model_fingerprint == fingerprints[each.version] for each in opened)
     finally:
         stop([child])
 
 
 async def opening(stub: Any) -> draft_pb2.DraftOpened:
-    """Open a session and end it; return how it was opened."""
+    """Open a session and end it; return the answer to the opening."""
     vocabulary = ModelDirectory(DEMO / "draft").vocabulary
     message = draft_pb2.DraftOpen(prompt_tokens=[5, 6, 7], max_tokens=10, vocabulary_size=vocabulary)
     call = stub.Draft()

@@ -1,4 +1,4 @@
-"""A drafter is one new file: the draft service runs it unchanged, and its candidates reach the verifier."""
+"""A new drafter is one new file: the unchanged draft service runs it, and its candidates reach the verifier."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_drafter_in_a_file_of_its_own_serves_requests(directories: Direc
 
 
 async def test_one_that_cannot_draft_for_a_rule_is_not_used_for_it(directories: Directories) -> None:
-    """It has no distributions: REJECTION continues without it."""
+    """The drafter has no distributions, so REJECTION continues without it."""
     async with front(directories) as stub:
         request = request_of(
             [5, 6, 7],

@@ -63,7 +63,7 @@ async def test_a_pass_that_fails_is_a_pause(directories: Directories) -> None:
 
 
 async def test_an_engine_that_does_not_recover_is_left(directories: Directories) -> None:
-    """Until it recovers, its pod reports the failure and takes no sessions."""
+    """Until the engine recovers, its pod reports the failure and takes no sessions."""
     faults = Faults()
     async with stack(directories.target, directories.near, verifiers=2, target_delay=faults) as services:
         want = await services.generate(PROMPT, **dict(FIELDS))
@@ -110,7 +110,7 @@ async def test_an_engine_lost_for_good_is_said_in_our_words(directories: Directo
 
 
 async def test_a_drafts_pass_that_fails_costs_no_token(directories: Directories) -> None:
-    """The draft continues too, or returns with its engine."""
+    """The draft continues after one failed pass; if all fail, it returns once its engine recovers."""
     faults = Faults()
     async with stack(directories.target, directories.near, target_delay=slow_target, delay=faults) as services:
         want = await services.generate(PROMPT, **dict(FIELDS))

@@ -209,7 +209,7 @@ async def test_a_text_may_fill_the_context(directories: Directories) -> None:
 async def test_a_draft_equal_to_the_target_is_never_corrected(
     directories: Directories, sampling: dict[str, Any]
 ) -> None:
-    """True only if the draft's KV memory is right after every commit, re-rooting and catching up."""
+    """This holds only if the draft's KV memory is right after every commit, re-rooting and catching up."""
     async with stack(directories.target, directories.target, target_delay=lambda: time.sleep(0.02)) as services:
         completion = await services.generate(
             PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True, speculation=ALWAYS
@@ -223,7 +223,7 @@ async def test_a_draft_equal_to_the_target_is_never_corrected(
 async def test_a_local_draft_equal_to_the_target_proposes_nearly_all(
     directories: Directories, sampling: dict[str, Any]
 ) -> None:
-    """True only if its KV memory is right after every step."""
+    """This holds only if the draft's KV memory is right after every step."""
     options: dict[str, Any] = {"target_delay": lambda: time.sleep(0.05), "controller": Decided(Mode.LOCAL_DRAFT)}
     async with stack(directories.target, None, draft_model=directories.target, **options) as services:
         completion = await services.generate(PROMPT_OF_TEXT, sampling=sampling, max_tokens=100, ignore_end_token=True)

@@ -67,7 +67,7 @@ async def test_a_killed_verifier_is_replaced(directories: Directories, name: str
 
 
 async def test_a_stop_string_ends_a_text_that_has_moved(directories: Directories) -> None:
-    """Part of it is decoded before the verifier is lost, and part after."""
+    """Part of the text is decoded before the verifier is lost, and part after."""
     fields: dict[str, Any] = {"max_tokens": 120, "ignore_end_token": True, "sampling": WARM}
     async with stack(directories.target, directories.near, verifiers=2, target_delay=slow_target) as services:
         whole = await services.generate(PROMPT, **dict(fields))
@@ -91,7 +91,7 @@ async def test_a_text_survives_every_pod_in_turn(directories: Directories) -> No
         reader = Reader(services, **fields)
         for round_ in range(1, 5):
             await reader.read(30 * round_)
-            await until(lambda: any(pod.drafter.slots_used for pod in services.drafts))  # it comes back by itself
+            await until(lambda: any(pod.drafter.slots_used for pod in services.drafts))  # the draft returns by itself
             for pod in (services.verifiers[serving(services)], services.drafts[drafting(services)]):
                 await pod.stop()
                 await pod.start()
@@ -119,7 +119,7 @@ async def test_a_verifier_that_is_alone_is_waited_for(directories: Directories) 
 
 
 async def test_a_verifier_that_is_drained_hands_over(directories: Directories) -> None:
-    """It ends its sessions at its deadline; meanwhile it takes no new ones."""
+    """The drained verifier ends its sessions at its deadline; until then it takes no new ones."""
     fields: dict[str, Any] = {"max_tokens": 200, "ignore_end_token": True, "sampling": WARM}
     async with stack(directories.target, directories.near, verifiers=2, target_delay=slow_target) as services:
         want = await services.generate(PROMPT, **dict(fields))
@@ -173,7 +173,7 @@ async def test_a_cancel_ends_the_search_for_a_verifier(directories: Directories)
 
 
 async def test_rejection_survives_both(directories: Directories) -> None:
-    """Its tokens depend on the offered candidates; none is lost, none is repeated."""
+    """Under REJECTION tokens depend on the offered candidates, but none is lost, and none is repeated."""
     async with stack(directories.target, directories.near, verifiers=2, drafts=2, target_delay=slow_target) as services:
         reader = Reader(
             services,
@@ -192,7 +192,7 @@ async def test_rejection_survives_both(directories: Directories) -> None:
 
 
 async def test_many_texts_move(directories: Directories) -> None:
-    """Every session of a verifier finds a place on the other, whatever may be waiting there."""
+    """Every session of a verifier finds a place at the other, whatever may be waiting there."""
     fields: dict[str, Any] = {"max_tokens": 120, "ignore_end_token": True, "sampling": WARM}
     async with stack(
         directories.target, directories.near, verifiers=2, drafts=2, target_delay=slow_target, capacity=2048
@@ -211,12 +211,12 @@ async def test_many_texts_move(directories: Directories) -> None:
 
 
 async def test_who_moves_is_not_turned_away(directories: Directories) -> None:
-    """Two texts that lost their verifier wait at the other, whose only waiting place is taken."""
+    """Two texts that lost their verifier may wait at the other, though its only waiting place is taken."""
     limits = VerifierLimits(max_waiting=1)
     text = [3 + i % 200 for i in range(2 * BLOCK + 20)]  # as large as the memory
 
     async def complete(tenant: str) -> generation_pb2.Completion:
-        """Run one as its own tenant, so that no verifier is preferred for its cached prefix."""
+        """Run the text as its own tenant, so that no verifier is preferred for its cached prefix."""
         return await services.generate(text, max_tokens=20, ignore_end_token=True, tenant=tenant)
 
     gates = Gates()
@@ -230,7 +230,7 @@ async def test_who_moves_is_not_turned_away(directories: Directories) -> None:
         stuck_seconds=60,
     ) as services:
         want = await complete("first")
-        assert list((await complete("second")).tokens) == list(want.tokens)  # each has made its steps, and has a gate
+        assert list((await complete("second")).tokens) == list(want.tokens)  # each pod has made steps, and has a gate
         with gates.of(services.verifiers[0]).closed(), gates.of(services.verifiers[1]).closed():
             texts = []
             for number in range(4):

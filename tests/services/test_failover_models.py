@@ -1,4 +1,4 @@
-"""A text continues only at a verifier with the same model, preferably with the same numerics; a change of these is
+"""A text continues only at a verifier with the same model, preferably with the same numerics; a change of numerics is
 reported."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def second(field: str) -> Any:
 
 
 async def begun_elsewhere(services: Stack, number: int, **fields: Any) -> Reader:
-    """Begin a text at any verifier but this one."""
+    """Begin a text at a verifier other than this one."""
     while True:
         reader = Reader(services, **fields)
         await reader.read(10)
@@ -98,7 +98,7 @@ async def test_equal_numerics_are_preferred(directories: Directories) -> None:
     async with stack(
         directories.target, None, verifiers=3, target_delay=slow_target, disguise=second("numerics_fingerprint")
     ) as services:
-        for _ in services.verifiers:  # each has reported its own
+        for _ in services.verifiers:  # each has reported its numerics
             await services.generate(PROMPT, max_tokens=2)
         reader = await begun_elsewhere(services, 1, max_tokens=60, ignore_end_token=True)
         await services.verifiers[serving(services)].stop()

@@ -111,7 +111,7 @@ async def test_a_small_memory_is_a_small_context(directories: Directories) -> No
             await services.generate([5] * room, max_tokens=1)
         assert never.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         ((field, _),) = from_rpc(never.value).violations  # found by the verifier
-        assert field == "prompt"  # under its name in the client's request
+        assert field == "prompt"  # as named in the client's request
 
 
 async def test_a_client_that_does_not_read_stalls_only_itself(directories: Directories) -> None:
@@ -125,7 +125,7 @@ async def test_a_client_that_does_not_read_stalls_only_itself(directories: Direc
 
 
 async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -> None:
-    """It keeps reading and sends nothing."""
+    """The draft keeps reading and sends nothing."""
 
     class NoEngine:
         numerics = "none"

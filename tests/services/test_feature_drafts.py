@@ -1,5 +1,5 @@
-"""Heads in a draft service: fed by a verifier through the orchestrator, over real streams. `test_equality.py` has the
-tokens."""
+"""Heads in a draft service: fed by a verifier through the orchestrator, over real streams. `test_equality.py` compares
+the tokens."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_a_verifier_sends_the_features_of_its_text(directories: Directorie
 
 
 async def test_a_draft_service_proposes_what_its_heads_guess(directories: Directories) -> None:
-    """Every node of the likeliest path, below a prompt whose features come in two messages."""
+    """It proposes every node of the likeliest path, below a prompt whose features come in two messages."""
     target = ModelDirectory(directories.target)
     shape = TargetShape.of(target)
     files = feature_heads_in(directories.dflash, shape)
@@ -122,7 +122,7 @@ async def test_a_draft_service_proposes_what_its_heads_guess(directories: Direct
 
 
 def path_along(extend: model_pb2.Extend, wanted: list[int], known: list[int]) -> list[int]:
-    """Return how far a path is among the candidates of a message, or `known` if that is further."""
+    """Return the longest prefix of a path among the candidates of a message, or `known` if that is longer."""
     assert extend.base == len(PROMPT)
     found, node = list[int](), 0
     for number, (token, parent) in enumerate(zip(extend.tokens, extend.parents, strict=True), 1):
@@ -133,7 +133,7 @@ def path_along(extend: model_pb2.Extend, wanted: list[int], known: list[int]) ->
 
 
 def read_by(pod: DraftPod) -> tuple[int, int]:
-    """Return the first position and the number of rows that a draft has read of its only text; nothing yet: (-1, 0)."""
+    """Return the first position and the number of rows that a draft has read of its only text; (-1, 0) if none."""
     assert isinstance(pod.drafter, HeadsDrafter)
     for text in tuple(pod.drafter._texts.values()):
         if text.slots.count:
@@ -142,7 +142,7 @@ def read_by(pod: DraftPod) -> tuple[int, int]:
 
 
 async def test_a_draft_that_takes_over_reads_the_text_as_far_as_it_is_kept(directories: Directories) -> None:
-    """Both drafts guess at random; what they have read shows that they were fed."""
+    """Both drafts guess at random; the rows that they have read show that they were fed."""
     async with stack(
         directories.target, directories.target, drafts=2, draft_heads=directories.dspark, target_delay=long_steps
     ) as services:
@@ -178,7 +178,7 @@ async def test_a_text_whose_verifier_sends_no_features_goes_without_draft(direct
 
 
 def test_up_runs_heads_in_its_draft_service(directories: Directories) -> None:
-    """The draft service reads the ends of the target's weights, and the verifier feeds it."""
+    """The draft service reads the target's embeddings and output head, and the verifier feeds it features."""
     command = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--json", "--target", str(directories.target)]
     with subprocess.Popen([*command, "--draft-heads", str(directories.dspark)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

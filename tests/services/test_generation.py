@@ -1,4 +1,4 @@
-"""What clients may rely on beside the tokens themselves: text, stops, counts, samples, log-probabilities."""
+"""What clients may rely on besides the tokens themselves: text, stops, counts, samples, log-probabilities."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_stream_and_answer_hold_the_same(services: Stack) -> None:
 
 
 async def test_rejected_candidates_are_told(services: Stack) -> None:
-    """With the candidates accepted, all that were verified, up to the end of the text."""
+    """Together with the accepted candidates, they are all the verified ones, up to the end of the text."""
     always = Speculation(drafters=[REMOTE], forced=True)
     options: dict[str, Any] = {"sampling": WARM, "max_tokens": 60, "ignore_end_token": True, "speculation": always}
     responses = await stream(services, request_of(PROMPT, rejected_candidates=True, **options))
@@ -67,7 +67,7 @@ async def test_rejected_candidates_are_told(services: Stack) -> None:
 
 
 async def test_what_is_not_streamed_has_time(services: Stack) -> None:
-    """Unless it may have to stop at a string unknown to the verifier."""
+    """Its commits are coalesced, unless the text may have to stop at a string unknown to the verifier."""
     asked = request_of(PROMPT, max_tokens=3)
     assert [parse(asked, services.model, streamed=each).samples[0].coalesce_commits for each in (True, False)] == [
         False,
@@ -98,7 +98,7 @@ async def test_counts_are_exact(services: Stack) -> None:
 
 @pytest.mark.parametrize("cut", range(2, 24, 3))
 async def test_a_stop_string_cuts_exactly(services: Stack, cut: int) -> None:
-    """Anywhere, also inside an accepted block: no text from the stop string on, no token past it."""
+    """The text ends before the stop string, and no token follows it, even inside an accepted block."""
     decode = services.model.tokenizer.decode
     partial = [token for token in range(VOCABULARY) if "\ufffd" in decode([token])]
     warm = WARM | {"banned_tokens": partial}  # whole characters only, so that the cut is visible from outside
@@ -137,7 +137,7 @@ async def test_end_tokens_end_the_text(services: Stack) -> None:
 
 
 async def test_the_models_own_end_token_ends_the_text(services: Stack) -> None:
-    """A bias makes it certain to come."""
+    """A bias makes the end token certain."""
     ended = await services.generate(PROMPT, sampling={"logit_bias": {END: 100.0}}, max_tokens=5)
     assert list(ended.tokens) == [END]
     assert ended.text == ""

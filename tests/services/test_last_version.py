@@ -95,7 +95,7 @@ class Pod:
         assert line == f"ready {self.address}\n".encode()
 
     async def replace(self, installed: Path) -> None:
-        """Drain it, and start another version in its place."""
+        """Drain the service, and start another version in its place."""
         process = self._process
         assert process is not None
         process.terminate()

@@ -1,4 +1,4 @@
-"""Texts that a draft may learn from, by way of all services: kept with consent alone, given to who has the key."""
+"""Texts that a draft may learn from, through all services: kept only with consent, given only to holders of the key."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def planted(tenant: str) -> list[int]:
 
 
 async def test_a_text_without_consent_is_nowhere_once_it_is_over(directories: Directories) -> None:
-    """All three services run in this process, and a text that one of them keeps as a list, array, bytes or message is
-    found. The texts are shorter than a block of the verifier's prefix cache, which keeps whole blocks."""
+    """All three services run in this process, which is searched for texts kept as a list, array, bytes or message. The
+    texts are shorter than a block of the verifier's prefix cache, which keeps whole blocks."""
     options: dict[str, Any] = {"traffic": Traffic(10_000), "learning_key": KEY, "target_delay": long_steps}
     async with stack(directories.target, directories.near, **options) as services:
         for tenant in "ab":
@@ -103,8 +103,8 @@ async def test_a_text_without_consent_is_nowhere_once_it_is_over(directories: Di
 
 @pytest.mark.parametrize("learn", [True, False])
 def test_no_text_is_on_disk_or_in_a_log(directories: Directories, tmp_path: Path, learn: bool) -> None:
-    """Not that of a tenant with consent either, which the draft service keeps in memory. All files that the services
-    may write are below one folder or in the cache folder; both are searched while they run and after."""
+    """Not even with consent, when the draft service keeps the text in memory. All files that the services may write are
+    below one folder or in the cache folder; both are searched while the services run and afterwards."""
     cache = Path(os.environ["SPECDEC_CACHE_DIR"])
     (files := tmp_path / "files").mkdir()
     (files / "key").write_text(KEY)
@@ -139,7 +139,7 @@ def test_no_text_is_on_disk_or_in_a_log(directories: Directories, tmp_path: Path
 
 
 class Listening(VerifierServicer):
-    """Notes how many log-probabilities for a draft it is asked for, and how many places it sends."""
+    """Records the numbers of log-probabilities that it is asked for on behalf of a draft."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -159,7 +159,7 @@ class Listening(VerifierServicer):
 async def test_the_target_says_what_it_found_likely_where_it_overruled_a_draft_that_learns(
     directories: Directories, temperature: float
 ) -> None:
-    """To nobody else, and no token is another one for it."""
+    """It does so for such drafts only, and no token changes."""
     fields: dict[str, Any] = {
         "max_tokens": 60,
         "sampling": {"temperature": temperature, "seed": 3},
@@ -207,7 +207,7 @@ async def drafting(*options: str) -> AsyncIterator[str]:
 
 
 async def state_of(address: str, version: str, *awaited: draft_pb2.DraftVersionState.ValueType) -> int:
-    """Wait until a version is in one of these states, and return it."""
+    """Wait until a version is in one of these states, and return that state."""
     async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(300):
         stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
         while True:

@@ -32,7 +32,7 @@ from verifier_service.servicer import VerifierLimits
 
 PROMPT = [50 + i % 60 for i in range(2 * BLOCK + 20)]
 NEVER_AT_ONCE = 20.0
-"""Seconds. The conditions awaited take milliseconds; generous for a busy machine."""
+"""Timeout in seconds: the awaited conditions take milliseconds, and longer on a busy machine."""
 
 
 def prompts(count: int, length: int) -> list[list[int]]:
@@ -114,9 +114,9 @@ async def test_who_waits_too_much_is_refused_at_once(directories: Directories) -
             said = str(error.details())
             assert (
                 "2 sessions are waiting for memory, the limit is 2" in said or "no capacity for more" in said
-            )  # the limit of whichever pod refused
-            # The verifier's own delay, or the one cached from the last session it took: one to three times its first
-            # estimate of a turn.
+            )  # the limit of the pod that refused
+            # The verifier's own retry delay, or the one cached from the last session it took: one to three times its
+            # first estimate of a turn.
             assert 1000 <= retry_after(error).ToMilliseconds() <= 3000
         assert [len(r.tokens) for r in results if isinstance(r, generation_pb2.Completion)] == [10, 10]
         assert len((await served_in_the_end(services)).tokens) == 10
@@ -196,7 +196,7 @@ async def test_a_resumed_text_is_found(directories: Directories) -> None:
 
 
 async def test_a_completion_says_how_often_it_lost_its_memory(directories: Directories) -> None:
-    """Three texts fit at first, but only one fully grown: the oldest is never preempted."""
+    """Three texts fit at first, but only one when fully grown; the oldest is never preempted."""
     texts = prompts(3, BLOCK - 4)
     async with gated(directories, capacity=256 + 4 * BLOCK) as (services, gate):
         loop = services.verifier_loop
@@ -221,7 +221,7 @@ async def test_a_completion_says_how_often_it_lost_its_memory(directories: Direc
 
 @pytest.mark.parametrize("exact", [True, False])
 async def test_the_numerics_mode_is_told(directories: Directories, exact: bool) -> None:
-    """Exact only if requested and confirmed by the reference check at start."""
+    """It is exact only if requested and confirmed by the reference check at start-up."""
     async with stack(directories.target, None, exact=exact) as services:
         finish = (await services.generate(PROMPT, max_tokens=3)).finish
     fast = finish.numerics_fingerprint.endswith("/fast")

@@ -1,4 +1,4 @@
-"""No process of a deployment looks up a name but its peers': a resolver in a network of its own sees all."""
+"""No process of a deployment looks up any name except its peers'. A resolver in a separate network sees all lookups."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_foreign_name_would_be_seen() -> None:
 def test_telemetry_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime, as its maker ships it."""
     monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
-    for name in ("HOME", "XDG_CACHE_HOME"):  # it writes an id of the device there
+    for name in ("HOME", "XDG_CACHE_HOME"):  # telemetry writes an id of the device there
         monkeypatch.setenv(name, str(tmp_path))
     script = f"import onnxruntime, time; time.sleep({IDLE_SECONDS})"
     found = run(sys.executable, "-c", script, seconds=120)

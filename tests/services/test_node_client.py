@@ -77,7 +77,7 @@ async def test_it_streams(directories: Directories) -> None:
 
 
 async def test_it_leaves_a_server_that_is_gone_without_a_word() -> None:
-    """Nothing it sends arrives, and no connection closes."""
+    """Nothing that the server sends arrives, and no connection closes."""
     script = """
         import { Client } from "./client.js";
         const usual = new Client(["127.0.0.1:1"]).channelOptions;
@@ -137,7 +137,7 @@ async def test_a_killed_orchestrator_changes_no_token(directories: Directories) 
             said, told = await asyncio.wait_for(process.communicate(), 60)
         stats = await services.stub.GetStats(generation_pb2.GenerationServiceGetStatsRequest())
     assert process.returncode == 0, told
-    assert stats.requests == 2  # the whole text, and the rest of the other one
+    assert stats.requests == 2  # the reference, and the rest of the interrupted text
     assert (first + said).decode() == want.text
 
 

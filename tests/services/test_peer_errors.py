@@ -1,4 +1,4 @@
-"""A peer's status: an internal failure is believed only if status message and rich status agree."""
+"""A peer's status: an internal failure is accepted as such only if status message and rich status agree."""
 
 from __future__ import annotations
 

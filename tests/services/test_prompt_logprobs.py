@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts equal transformers', whatever is cached, runs beside or fails, and come once."""
+"""Prompts' log-probabilities equal transformers', whatever is cached, fails or runs concurrently; each is sent once."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ async def test_a_text_is_resumed_from_anywhere(pair: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("arguments", [{}, OPENED, CLOSED], ids=["possible", "begun", "none"])
 async def test_a_schema_is_about_the_answer(pair: tuple[Path, Path], arguments: dict[str, Any]) -> None:
-    """The model may begin its answer at once, unless the prompt has opened its reasoning."""
+    """The model may begin its answer immediately, unless the prompt has opened its reasoning."""
     with_both = 0
     async with stack(*pair) as services, AsyncClient(services.address) as client:
         for seed in range(8):
@@ -155,7 +155,7 @@ async def test_a_schema_is_about_the_answer(pair: tuple[Path, Path], arguments: 
 
 @pytest.mark.parametrize("tokens", [2, 6])
 async def test_a_text_goes_on_at_an_orchestrator_that_knows_no_marks(pair: tuple[Path, Path], tokens: int) -> None:
-    """The second orchestrator uses what the first resolved: the reasoning's position, for text and grammar."""
+    """The second orchestrator uses the reasoning's position as resolved by the first, for text and grammar."""
     async with stack(*pair) as services, AsyncClient(services.address) as client:
         for arguments in ({}, OPENED):
             asked, _ = await a_reasoned_text(client, arguments)

@@ -35,7 +35,7 @@ async def test_what_is_not_allowed_is_neither_drafted_nor_chosen(directories: Di
 
 
 async def test_a_bad_word_of_several_tokens_is_neither_drafted_nor_chosen(directories: Directories) -> None:
-    """Also where it would begin in the prompt."""
+    """Not even if the bad word would begin in the prompt."""
     tokenizer = Tokenizer(ModelDirectory(directories.target))
     async with stack(directories.target, directories.near) as services, AsyncClient(services.address) as client:
 
@@ -49,7 +49,7 @@ async def test_a_bad_word_of_several_tokens_is_neither_drafted_nor_chosen(direct
         letters = [token for token in range(3, 320) if tokenizer.decode([token]).isalpha()]
         free = await both(allowed_tokens=letters)
         whole = [PROMPT[-1], *free]
-        # Parts of the text that the tokenizer spells in the same tokens: one that begins in the prompt, one further on.
+        # Parts of the text that the tokenizer encodes as the same tokens: one begins in the prompt, one further on.
         parts = [whole[at : at + 2 + (at > 0)] for at in (0, *range(4, 20))]
         first, inside, *_ = [part for part in parts if tokenizer.encode(tokenizer.decode(part), special=False) == part]
         assert first == whole[:2]

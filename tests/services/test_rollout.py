@@ -87,13 +87,12 @@ async def tokens_of(client: AsyncClient, seed: int, **options: Any) -> tuple[str
 
 
 def addresses_of(revision: Revision) -> list[str]:
-    """Return the addresses of a revision's drafts."""
     return [str(pod) for pod in revision.peers.drafts or ()]
 
 
 async def test_a_rollout_and_the_way_back_under_load(directories: Directories, tmp_path: Path) -> None:
-    """Shares move from a to b and back while two orchestrators serve requests: no request fails, each text is the one
-    that its revision gives alone, and once all orchestrators have the last shares, all texts follow them.
+    """Shares move from a to b and back while two orchestrators serve requests: no request fails, each text equals its
+    revision's own text, and once all orchestrators have the last shares, all texts follow them.
     """
     async with (
         stack(directories.target, None) as a,
@@ -133,7 +132,7 @@ async def test_a_rollout_and_the_way_back_under_load(directories: Directories, t
 async def test_a_text_that_is_resumed_elsewhere_stays_with_its_revision(
     directories: Directories, tmp_path: Path
 ) -> None:
-    """Its orchestrator is killed after the whole share has moved to another revision."""
+    """The text's orchestrator is killed after the whole share has moved to another revision."""
     async with (
         stack(directories.target, None, target_delay=slow_target) as a,
         stack(directories.near, None) as b,
@@ -259,7 +258,7 @@ async def test_several_models_behind_one_orchestrator(directories: Directories, 
 async def test_while_a_new_revision_is_looked_for_the_shares_of_before_hold(
     directories: Directories, tmp_path: Path
 ) -> None:
-    """All shares change at once: if the old share were dropped first, requests would have no verifier."""
+    """All shares change together: if the old share were dropped first, requests would have no verifier."""
     async with (
         stack(directories.target, None) as a,
         stack(directories.near, None) as b,

@@ -1,5 +1,5 @@
-"""The other acceptance rules through the whole system. (That REJECTION follows the target's distribution:
-`test_distribution.py`.)"""
+"""The other acceptance rules through the whole system. (`test_distribution.py` tests that REJECTION follows the
+target's distribution.)"""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TOKENS = 24
 
 
 def slow_target() -> None:
-    """Slow enough for candidates to arrive, even on a busy machine."""
+    """Make steps slow enough for candidates to arrive, even on a busy machine."""
     time.sleep(0.02)
 
 
@@ -63,8 +63,8 @@ class Reference:
         return token, float(scores[-1] - scores[-2]) if len(scores) > 1 else math.inf
 
     def check(self, prompt: list[int], tokens: list[int]) -> int:
-        """Return the number of ties; raise AssertionError if the text breaks the rule other than at a tie. The text is
-        followed, whichever way a tie went.
+        """Return the number of ties; raise AssertionError if the text breaks the rule other than at a tie. After a tie
+        the check goes on with the text's own token.
         """
         ties = 0
         for at, token in enumerate(tokens):
@@ -118,7 +118,7 @@ async def test_contrast_makes_a_difference(directories: Directories) -> None:
 
 @pytest.mark.parametrize("drafted", [True, False], ids=["lost", "none"])
 async def test_contrast_needs_a_draft(directories: Directories, drafted: bool) -> None:
-    """Without one the request ends UNAVAILABLE, after the tokens already sent."""
+    """Without a draft the request ends with UNAVAILABLE, after the tokens already sent."""
     async with stack(
         directories.target,
         directories.near if drafted else None,
@@ -212,7 +212,7 @@ async def test_rejection_accepts_and_rejects(directories: Directories) -> None:
 
 
 async def test_a_draft_equal_to_the_target_is_always_accepted(directories: Directories) -> None:
-    """Except for the loss of rounding to float16."""
+    """Except for losses by rounding to float16."""
     async with stack(directories.target, directories.target, target_delay=slow_target) as services:
         texts, total = await rejected_until(services, 21, top_k=40)
     assert total["corrections"] <= len(texts)

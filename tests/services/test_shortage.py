@@ -1,5 +1,5 @@
-"""Running out of memory in a service: no text is blamed, all continue elsewhere, and the process survives or exits with
-its own status."""
+"""A service runs out of memory: no text is blamed, all texts continue elsewhere, and the process survives or exits with
+a status for this case."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def read_for(pods: Pods, seconds: float, over: threading.Event) -> int:
 
 @pytest.mark.parametrize("least", [1 << 16, 1 << 20])
 def test_texts_go_on_while_a_pod_gets_no_memory(run: tuple[Pods, Shortage], least: int) -> None:
-    """Only large allocations (a model's steps) fail, not a few bytes of a message: gRPC aborts on those."""
+    """Only large allocations (a model's steps) fail, not a few bytes of a message, since gRPC aborts on those."""
     pods, shortage = run
     before = [pods.text(number) for number in range(READERS)]
     shortage.begin(least)

@@ -96,7 +96,7 @@ async def test_a_commit_out_of_place_is_not_taken(directories: Directories) -> N
 
 
 async def test_nobody_leaves_a_verifier_that_has_nothing_to_do_for_it(directories: Directories) -> None:
-    """It waits for a slow draft, and shows that by reporting no step in progress."""
+    """The verifier waits for a slow draft, and shows that by reporting no step in progress."""
     async with stack(
         directories.target, directories.near, delay=lambda: time.sleep(0.7), silence_seconds=0.5
     ) as services:

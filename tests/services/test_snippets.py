@@ -25,7 +25,6 @@ def snippets(page: str) -> str:
 
 
 async def run(program: Path) -> bytes:
-    """Run a program; return its stdout."""
     process = await asyncio.create_subprocess_exec(sys.executable, program, stdout=-1, stderr=-1, cwd=ROOT)
     said, complained = await asyncio.wait_for(process.communicate(), 60)
     assert (process.returncode, complained.decode()) == (0, "")

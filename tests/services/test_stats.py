@@ -76,7 +76,7 @@ class CountingVerifier(VerifierServicer):
 
 
 async def test_the_orchestrator_asks_its_pods_on_request(directories: Directories) -> None:
-    """Once for many callers; a pod that does not answer is shown without."""
+    """Once for many callers; a pod that does not answer is shown without statistics."""
     request = generation_pb2.GenerationServiceGetStatsRequest(pods=True)
     async with stack(directories.target, directories.near, verifier_kind=CountingVerifier) as services:
         without, before = await of_orchestrator(services), CountingVerifier.asked
@@ -127,7 +127,7 @@ async def test_the_draft_counts_what_it_sends_and_what_comes_true(directories: D
 
 
 async def test_requests_that_run_are_told_and_those_that_are_given_up(directories: Directories) -> None:
-    """Counted while a step is held in progress."""
+    """They are counted while a step is held in progress."""
     gate = Gate()
     async with stack(directories.target, None, target_delay=gate) as services:
         with gate.closed():

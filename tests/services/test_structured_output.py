@@ -62,7 +62,7 @@ JACOBI = build_request(speculation="jacobi", jacobi=6).speculation
 
 
 def check_fits(directories: Directories, grammar: model_pb2.Grammar, completion: generation_pb2.Completion) -> None:
-    """Check that the whole text fits, or its prefix if it reached its length limit."""
+    """Check that the text fits the grammar; at its length limit it may be a prefix of a text that fits."""
     field = grammar.WhichOneof("kind")
     assert field is not None
     source = tuple(grammar.choice.texts) if field == "choice" else (getattr(grammar, field),)
@@ -129,8 +129,8 @@ async def test_texts_fit_and_are_equal_whoever_proposes(directories: Directories
 
 
 async def test_a_draft_proposes_nothing_that_is_forbidden(directories: Directories) -> None:
-    """Once it has compiled the grammar, a draft close to its target is nearly always right where few tokens are
-    allowed."""
+    """Where few tokens are allowed, a draft close to its target is nearly always right once it has compiled the
+    grammar."""
     async with stack(directories.target, directories.target, target_delay=long_steps) as services:
         await compiled(services, GRAMMARS["regex"])
         completion = await services.generate(PROMPT, grammar=GRAMMARS["regex"], max_tokens=60, speculation=ALWAYS)
@@ -153,7 +153,7 @@ async def test_a_text_is_resumed_from_anywhere(directories: Directories, name: s
 
 
 async def test_reasoning_may_end_anywhere(directories: Directories) -> None:
-    """The model itself chooses the closing token: the second distinct one of its plain text. Before it nothing is ruled
+    """The model itself chooses the closing token: in turn, several tokens of its plain text. Before it nothing is ruled
     out; after it, in the same step or not, the grammar holds."""
     async with stack(directories.target, directories.target, target_delay=slow_target) as services:
         fields: dict[str, Any] = {"sampling": SAMPLINGS[1], "max_tokens": 40}
@@ -250,7 +250,7 @@ async def test_refusals(directories: Directories, fields: dict[str, Any], proble
 
 
 async def test_a_grammar_that_becomes_too_complex_ends_its_text_alone(directories: Directories) -> None:
-    """At once: another verifier would fail too."""
+    """It ends immediately, since another verifier would fail too."""
     async with stack(directories.target, directories.near, verifiers=2) as services:
         other = asyncio.create_task(services.generate(PROMPT, max_tokens=100, ignore_end_token=True))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -272,7 +272,7 @@ async def test_the_short_form_of_a_schema(directories: Directories) -> None:
 
 
 async def test_a_verifier_that_follows_no_grammar_is_not_asked(directories: Directories) -> None:
-    """It would ignore the grammar: an older version does not know the field."""
+    """A verifier of an older version does not know the field, so it would ignore the grammar."""
     async with stack(directories.target, directories.near) as services:
         services.verifiers[0].service._grammars = Grammars(None)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -326,7 +326,7 @@ async def test_a_thousand_schemas() -> None:
 
 @pytest.mark.verify
 async def test_hostile_schemas_hold_up_nobody(directories: Directories) -> None:
-    """Each is answered within two seconds while another stream continues."""
+    """Each schema is answered within two seconds while another stream continues."""
 
     async def stream(services: Stack) -> float:
         """Return the longest pause between two pieces of a text."""

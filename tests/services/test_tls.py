@@ -108,7 +108,7 @@ def test_probes_need_no_certificate_and_reach_nothing_else(secured: Secured, ser
 
 
 async def test_certificates_are_renewed_under_load(secured: Secured) -> None:
-    """Renew all certificates several times while texts run on old connections and new ones are opened: none fails."""
+    """All certificates are renewed several times while texts run on old and new connections: no text fails."""
     over = asyncio.Event()
     texts = 0
 
@@ -137,7 +137,7 @@ async def test_certificates_are_renewed_under_load(secured: Secured) -> None:
 
 
 def assert_renewed(secured: Secured) -> None:
-    """Issue a certificate for another host: clients refuse it, so services present their newest certificate."""
+    """Issue a certificate for another host: if clients refuse it, services present their newest certificate."""
     secured.authority.issue("orchestrator", "another.example")
     try:
         credentials = secured.credentials(secured.authority)

@@ -37,7 +37,7 @@ async def trace_with(
 
 
 async def ended_trace(services: Stack, request_id: str) -> dict[str, trace_pb2.Timeline]:
-    """Return the timeline of each service, for a request with one of each, once all have ended."""
+    """Return the timeline of each service once all have ended; the request has one timeline per service."""
     found = await trace_with(services, request_id, lambda told: all(each.HasField("end_age_us") for each in told))
     timelines = {each.service: each for each in found.timelines}
     assert len(timelines) == len(found.timelines)
@@ -83,7 +83,7 @@ async def test_a_drafted_request_is_told_from_its_beginning_to_its_end(directori
     assert figures["accepted"] == speculation.accepted == values(verifier)["accepted"]
     assert figures.get("undrafted_tokens.late", 0) == speculation.undrafted_tokens
     assert values(draft)["candidates"] >= speculation.offered
-    # Times: causes precede effects, except for the reported error.
+    # Times: causes precede effects, within the reported clock error.
     at = {event.name: event.age_us for event in orchestrator.events}
     queued, computed = verifier.events[0].age_us, verifier.events[2].age_us
     assert orchestrator.age_us >= queued - verifier.clock_error_us

@@ -68,7 +68,7 @@ async def test_greedy_tokens_of_the_demo_pair() -> None:
 
 @pytest.mark.verify
 async def test_tokens_of_the_demo_pair_do_not_depend_on_drafting() -> None:
-    """Drafted, 8 concurrent requests, against plain, one by one; every sampling."""
+    """Drafted requests, 8 concurrently, are compared with plain ones, one by one; every sampling."""
     oracle = Oracle(DEMO / "target")
     requests = list(itertools.product(held_out(8, tokens=64, seed=3), SAMPLINGS))
     async with stack(DEMO / "target", DEMO / "draft", draft_engine=onnx, capacity=16384) as services:

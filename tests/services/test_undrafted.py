@@ -1,4 +1,4 @@
-"""The reason reported to a request that wants a draft, or much drafting, and cannot have it."""
+"""The reason reported to a request that asks for a draft, or for much drafting, and does not get it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_draft_that_is_late_is_told(directories: Directories, fields: di
 
 
 async def test_a_draft_that_is_in_time_leaves_nothing_to_tell(directories: Directories) -> None:
-    """With a target that waits for it, all tokens but the first few are drafted."""
+    """If the target waits for the draft, all tokens except the first few are drafted."""
     async with stack(
         directories.target, directories.near, target_delay=lambda: time.sleep(0.1), patience_seconds=5.0
     ) as services:
@@ -118,7 +118,7 @@ async def test_a_drafter_that_is_not_loaded_is_named(directories: Directories) -
 
 @pytest.mark.parametrize("drafts", [1, 2])
 async def test_contrast_with_a_draft_that_says_nothing_ends(directories: Directories, drafts: int) -> None:
-    """It has sessions and sends heartbeats: it is not silent, and yet no token can be chosen."""
+    """The draft has sessions and sends heartbeats, so it is not silent, and yet no token can be chosen."""
     async with stack(
         directories.target, directories.near, draft_kind=Mute, drafts=drafts, failover_seconds=1.0
     ) as services:

@@ -46,7 +46,6 @@ async def of_another_version() -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def before(services: Stack, **peers: Any) -> AsyncIterator[Any]:
-    """Yield a stub of another orchestrator, with other pods."""
     changed = replace(services.peers, failover_seconds=1.0, **peers)
     async with (
         served(GenerationServicer(Catalog.of(services.model, changed))) as (front, _),

@@ -98,8 +98,8 @@ async def tokens_of(client: AsyncClient, prompt: list[int], **options: Any) -> l
 
 
 async def test_tokens_do_not_depend_on_drafting(tmp_path: Path) -> None:
-    """Plain, one by one; drafted, one by one; drafted and by its own proposers, concurrently. On the demo pair: a
-    target slow enough for its draft to be in time."""
+    """Requests run plain and drafted, one by one, and drafted with the verifier's own proposers, concurrently. The demo
+    target is slow enough for its draft to be in time."""
     requests = list(itertools.product(held_out(4, tokens=64, seed=3), SAMPLINGS))
     pair = DEMO / "target", DEMO / "draft", Oracle(DEMO / "target")
     async with serving(pair, tmp_path) as pods, pods.client() as client:
@@ -124,7 +124,7 @@ async def test_tokens_do_not_depend_on_drafting(tmp_path: Path) -> None:
         drawn = await complete(
             client,
             tokens=requests[0][0],
-            max_tokens=10 * TOKENS,  # the draft opens its session while the first ones are made
+            max_tokens=10 * TOKENS,  # the draft opens its session while the first tokens are made
             temperature=0.8,
             rule="rejection",
             speculation="always",
@@ -159,7 +159,7 @@ async def test_whatever_a_request_asks_for_holds(models: tuple[Path, Path, Oracl
                 ignore_end_token=True,
             )
             assert len(other.tokens) == TOKENS
-            if rule == "contrastive":  # it waits for the draft; under rejection this target outruns the draft's draws
+            if rule == "contrastive":  # it waits for the draft; under rejection this target outruns the draft
                 assert other.finish.speculation.accepted > 0
         least = await complete(client, tokens=prompt, max_tokens=30, min_tokens=25, logit_bias={END: 20.0})
         assert (len(least.tokens), least.finish.reason) == (26, "stop")  # it ends as early as allowed
@@ -286,7 +286,7 @@ async def test_signals_to_all_processes_of_a_verifier_let_it_drain(
 
 
 async def test_parts_of_a_model_end_with_their_verifier(models: tuple[Path, Path, Oracle], tmp_path: Path) -> None:
-    """Until then each has half of the threads."""
+    """Until then each part has half of the threads."""
     async with vllm_pod(models[0], tmp_path / "two.log", *TWO, "--threads", "4") as pod:
         assert pod.threads_of_parts() == [2, 2]
         pod.kill()
@@ -294,7 +294,7 @@ async def test_parts_of_a_model_end_with_their_verifier(models: tuple[Path, Path
 
 
 async def test_numerics_tell_which_factors_scale_positions(tmp_path: Path) -> None:
-    """vLLM chooses them by the longest text that fits."""
+    """vLLM chooses the factors by the longest text that fits."""
     scaling = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "factor": 4.0}
     scaling |= {"rope_theta": 10_000.0, "original_max_position_embeddings": 1024}
     model = make("llama", tmp_path / "model", head_dim=32, max_position_embeddings=4096, rope_parameters=scaling)
