@@ -67,7 +67,7 @@ class FedText:
 
     def lose(self) -> None:
         self.arrived.clear()
-        self.slots.give_back()
+        self.slots.release()
         self.end, self.state = 0, None
 
 
@@ -131,7 +131,7 @@ class HeadsDrafter(Drafter):
         text.arrived = [(first, rows) for first, rows in text.arrived if first + len(rows) > least]
 
     def close(self, session: DrafterSession) -> None:
-        self._texts.pop(session).slots.give_back()
+        self._texts.pop(session).slots.release()
 
     def best_logprob(self, session: DrafterSession) -> float:
         """Return the base class's value, but -inf while the row before the last token is missing, and after the tree
@@ -193,7 +193,7 @@ class HeadsDrafter(Drafter):
         except Exception:
             for text in texts:
                 if text.arrived:
-                    text.slots.give_back()  # the slots taken for these rows hold no data
+                    text.slots.release()  # the slots taken for these rows hold no data
             raise
         for text in texts:
             if text.arrived:

@@ -222,7 +222,7 @@ class LanguageModelDrafter(Drafter):
         self._prompt_budget = prompt_budget
         self._times = times
         self._sessions: dict[DrafterSession, ModelSession] = {}
-        self._had: dict[str, float] = {}  # virtual time (rows over weight) of tenants with sessions
+        self._virtual_times: dict[str, float] = {}  # virtual time (rows over weight) of tenants with sessions
         self._probe = EngineProbe(engine)
 
     @property
@@ -247,7 +247,7 @@ class LanguageModelDrafter(Drafter):
         self._pool.give(self._sessions.pop(session).slots.all)
         tenant = session.request.tenant
         if all(other.request.tenant != tenant for other in self._sessions):
-            self._had.pop(tenant, None)
+            self._virtual_times.pop(tenant, None)
 
     def best_logprob(self, session: DrafterSession) -> float:
         """Return the base class's value. A session whose text has outgrown the model gets -inf. A paused session gets 0
@@ -321,15 +321,15 @@ class LanguageModelDrafter(Drafter):
         tenants = _by_tenant(expanding)
         weights = {tenant: own[0].session.request.weight for tenant, own in tenants.items()}
         # A new tenant starts at the smallest virtual time: it gets no credit for the time before its arrival.
-        least = min((self._had[tenant] for tenant in tenants if tenant in self._had), default=0.0)
-        had = {tenant: self._had.get(tenant, least) for tenant in tenants}
+        least = min((self._virtual_times[tenant] for tenant in tenants if tenant in self._virtual_times), default=0.0)
+        virtual_times = {tenant: self._virtual_times.get(tenant, least) for tenant in tenants}
         wanted = {tenant: float(self._rows_per_session * len(own)) for tenant, own in tenants.items()}
         pool, parts, left = Pool(self._rows, weights), dict[str, float](), self._rows
         for tenant in pool.order(wanted):
             parts[tenant] = pool.part(tenant)
             pool.take(tenant, min(parts[tenant], wanted[tenant]))
         # Parts are rounded to whole rows and may not cover every tenant, so the least served tenants come first.
-        for tenant in sorted(tenants, key=had.__getitem__):
+        for tenant in sorted(tenants, key=virtual_times.__getitem__):
             own, part = tenants[tenant], min(left, max(1, round(parts[tenant])))
             share, taken = max(1, min(self._rows_per_session, part // len(own))), 0
             for session in own:
@@ -337,8 +337,8 @@ class LanguageModelDrafter(Drafter):
                     planned.append(session)
                     taken += session.plan_nodes(packer, min(share, part - taken), break_even)
             left -= taken
-            had[tenant] += taken / weights[tenant]
-        self._had |= had
+            virtual_times[tenant] += taken / weights[tenant]
+        self._virtual_times |= virtual_times
 
     def _prompt_rows(self, reading: Sequence[ModelSession], expanding: Sequence[ModelSession]) -> int:
         """Return how many tokens of committed text a pass may compute beside sessions that expand nodes.

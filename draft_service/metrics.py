@@ -24,74 +24,74 @@ class DraftStats:
 STATE_PREFIX = "DRAFT_VERSION_STATE_"
 
 
-def metrics(told: draft_pb2.DraftServiceGetStatsResponse) -> list[Metric]:
+def metrics(stats: draft_pb2.DraftServiceGetStatsResponse) -> list[Metric]:
     """Return the metrics for a `GetStats` response."""
     found = Families("draft")
-    found.process(told.pod, told.serving)
-    found.gauge("num_sessions", "Open sessions.", told.sessions)
-    usage = told.kv_held_tokens / told.kv_tokens if told.kv_tokens else 0.0
+    found.process(stats.pod, stats.serving)
+    found.gauge("num_sessions", "Open sessions.", stats.sessions)
+    usage = stats.kv_held_tokens / stats.kv_tokens if stats.kv_tokens else 0.0
     found.gauge("kv_cache_usage_perc", "KV cache usage by sessions, from 0 to 1.", usage)
-    found.counter("steps", "Steps.", told.steps)
-    found.counter("busy_seconds", "Seconds spent in steps.", told.busy_us / 1e6)
-    found.counter("committed_tokens", "Tokens committed in sessions.", told.committed_tokens)
-    found.counter("guessed_tokens", "Committed tokens that were in the draft's token tree.", told.guessed_tokens)
-    found.counter("sent_candidates", "Candidates sent, repeated ones included.", told.sent_candidates)
-    found.counter("sent_messages", "Candidate messages sent.", told.sent_messages)
-    found.gauge("kept_texts", "Texts kept to learn from.", told.kept_texts)
-    found.gauge("kept_tokens", "Tokens of texts kept to learn from.", told.kept_tokens)
-    found.gauge("kept_age_seconds", "Age of the oldest text kept to learn from.", told.kept_age_us / 1e6)
+    found.counter("steps", "Steps.", stats.steps)
+    found.counter("busy_seconds", "Seconds spent in steps.", stats.busy_us / 1e6)
+    found.counter("committed_tokens", "Tokens committed in sessions.", stats.committed_tokens)
+    found.counter("guessed_tokens", "Committed tokens that were in the draft's token tree.", stats.guessed_tokens)
+    found.counter("sent_candidates", "Candidates sent, repeated ones included.", stats.sent_candidates)
+    found.counter("sent_messages", "Candidate messages sent.", stats.sent_messages)
+    found.gauge("kept_texts", "Texts kept to learn from.", stats.kept_texts)
+    found.gauge("kept_tokens", "Tokens of texts kept to learn from.", stats.kept_tokens)
+    found.gauge("kept_age_seconds", "Age of the oldest text kept to learn from.", stats.kept_age_us / 1e6)
     found.gauge(
-        "kept_logprob_bytes", "Bytes of the target's log-probabilities kept to learn from.", told.kept_logprob_bytes
+        "kept_logprob_bytes", "Bytes of the target's log-probabilities kept to learn from.", stats.kept_logprob_bytes
     )
-    _versions(found, told)
-    found.gauge("fast_paths_off", "Fast paths disabled in this process.", len(told.fast_paths_off))
+    _versions(found, stats)
+    found.gauge("fast_paths_off", "Fast paths disabled in this process.", len(stats.fast_paths_off))
     return found.made
 
 
-def _versions(found: Families, told: draft_pb2.DraftServiceGetStatsResponse) -> None:
+def _versions(found: Families, stats: draft_pb2.DraftServiceGetStatsResponse) -> None:
     """Add the metrics of versions; without `--versions` they have no samples."""
     label = ("version",)
     found.gauges(
         "version_state",
         "1 for the current state of a version of the draft's model.",
         ("version", "state"),
-        {(version.name, state_name(version.state)): 1.0 for version in told.versions},
+        {(version.name, state_name(version.state)): 1.0 for version in stats.versions},
     )
     found.gauges(
         "version_sessions",
         "Open sessions of a version.",
         label,
-        {(version.name,): version.sessions for version in told.versions},
+        {(version.name,): version.sessions for version in stats.versions},
     )
     found.counters(
         "version_committed_tokens",
         "Tokens committed in sessions of a version.",
         label,
-        {(version.name,): version.committed_tokens for version in told.versions},
+        {(version.name,): version.committed_tokens for version in stats.versions},
     )
     found.counters(
         "version_guessed_tokens",
         "Committed tokens of a version that were in the draft's token tree.",
         label,
-        {(version.name,): version.guessed_tokens for version in told.versions},
+        {(version.name,): version.guessed_tokens for version in stats.versions},
     )
     found.counters(
         "version_passes",
         "Forward passes of a version.",
         label,
-        {(version.name,): version.passes for version in told.versions},
+        {(version.name,): version.passes for version in stats.versions},
     )
     found.counters(
         "version_busy_seconds",
         "Seconds spent in passes of a version.",
         label,
-        {(version.name,): version.busy_us / 1e6 for version in told.versions},
+        {(version.name,): version.busy_us / 1e6 for version in stats.versions},
     )
     found.counters(
         "version_outcomes",
         "Ended trials of versions, and refused versions, by outcome.",
         ("outcome",),
-        {(outcome,): count for outcome, count in told.version_outcomes.items()},
+        {(outcome,): count for outcome, count in stats.version_outcomes.items()},
     )
 
 

@@ -155,12 +155,12 @@ class DraftServicer(
             draft_pb2.DraftServiceGetStatsRequest, draft_pb2.DraftServiceGetStatsResponse
         ],
     ) -> draft_pb2.DraftServiceGetStatsResponse:
-        return self._told()
+        return self._stats_response()
 
     def metrics(self) -> list[Metric]:
-        return metrics(self._told())
+        return metrics(self._stats_response())
 
-    def _told(self) -> draft_pb2.DraftServiceGetStatsResponse:
+    def _stats_response(self) -> draft_pb2.DraftServiceGetStatsResponse:
         loop, stats = self._loop, self._loop.stats
         kept = NOTHING_KEPT if loop.traffic is None else loop.traffic.kept()
         versions = None if self._versions is None else self._versions.drafter

@@ -145,7 +145,9 @@ class VersionedDrafter(Drafter):
         self._retired: Version | None = None
         self._known = {name: self._serving}
         self._of: dict[DrafterSession, Version] = {}
-        self._homeless: dict[DrafterSession, None] = {}  # moved sessions that wait for memory at the serving version
+        self._waiting_for_memory: dict[
+            DrafterSession, None
+        ] = {}  # moved sessions that wait for memory at the serving version
 
     # --- read by any thread ---------------------------------------------------------------------------
 
@@ -328,14 +330,14 @@ class VersionedDrafter(Drafter):
             version.drafter.close(session)
             del self._of[session]
             session.abandon_frontier()
-            self._homeless[session] = None
+            self._waiting_for_memory[session] = None
         moved, version.sessions = version.sessions, 0
         if version is self._canary:
             self._canary = None
         elif version is self._retired:
             self._retired = None
         self._drop(version)
-        self._house()
+        self._open_waiting()
         return moved
 
     def _end_retired(self) -> None:
@@ -351,15 +353,15 @@ class VersionedDrafter(Drafter):
             self.dropped.put(version.loaded)
             version.loaded = None
 
-    def _house(self) -> None:
+    def _open_waiting(self) -> None:
         """Open moved sessions at the serving version, as far as it has memory. The others follow commits, but get no
         candidates until memory is free."""
-        for session in list(self._homeless):
+        for session in list(self._waiting_for_memory):
             try:
                 self._open(session, self._serving)
             except PoolFullError:
                 continue
-            del self._homeless[session]
+            del self._waiting_for_memory[session]
 
     # --- sessions -------------------------------------------------------------------------------------
 
@@ -397,7 +399,7 @@ class VersionedDrafter(Drafter):
 
     def close(self, session: DrafterSession) -> None:
         version = self._of.pop(session, None)
-        self._homeless.pop(session, None)
+        self._waiting_for_memory.pop(session, None)
         if version is None:
             return
         version.drafter.close(session)
@@ -406,8 +408,8 @@ class VersionedDrafter(Drafter):
             self._trial.closed(session)
             self._settle()
         self._end_retired()
-        if self._homeless:
-            self._house()
+        if self._waiting_for_memory:
+            self._open_waiting()
 
     # --- passes ---------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class Progress:
         self._total = tokens
         self._done = 0
         self._clock = clock
-        self._begin = self._told = clock()
+        self._begin = self._printed_at = clock()
         columns = (SpinnerColumn(), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
         self._at_terminal = sys.stderr.isatty()
         self._bar = Bar(*columns, console=Console(stderr=True), transient=True, disable=not self._at_terminal)
@@ -50,8 +50,8 @@ class Progress:
         now = self._clock()
         rest = left(self._done, self._total, now - self._begin)
         self._bar.update(self._task, completed=self._done, total=self._total, description=rest)
-        if not self._at_terminal and now - self._told >= LINE_SECONDS:
-            self._told = now
+        if not self._at_terminal and now - self._printed_at >= LINE_SECONDS:
+            self._printed_at = now
             say(f"evaluate: {100 * self._done / self._total:.0f} %, {rest}")
 
     def not_needed(self, tokens: int) -> None:

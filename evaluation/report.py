@@ -52,14 +52,14 @@ class EvaluationReport:
                 for (rule, tree), figures in self.acceptance.items()
             ],
             "predicted": [
-                {"streams": streams, "way": way.name, **_told(figures)}
+                {"streams": streams, "way": way.name, **_figures_json(figures)}
                 for streams, ways in self.speed.items()
                 for way, figures in ways.items()
             ],
             "hop_seconds": self.distance.hop,
             "network_seconds": self.distance.network,
             "concurrent": self.concurrent,
-            "pools": {str(streams): self._told_pools(streams) for streams in self.pools},
+            "pools": {str(streams): self._pools_json(streams) for streams in self.pools},
         }
 
     def lines(self) -> Iterator[str]:
@@ -102,7 +102,7 @@ class EvaluationReport:
         for streams in self.speed:
             yield from self._pool_lines(streams)
 
-    def _told_pools(self, streams: int) -> dict[str, Any]:
+    def _pools_json(self, streams: int) -> dict[str, Any]:
         verifiers, drafts = self._replicas(streams)
         return asdict(self.pools[streams]) | {"verifier_pods": verifiers, "draft_pods": drafts}
 
@@ -142,7 +142,7 @@ def _counts(figures: Figures) -> dict[str, Any]:
     }
 
 
-def _told(figures: Figures) -> dict[str, Any]:
+def _figures_json(figures: Figures) -> dict[str, Any]:
     return _counts(figures) | asdict(figures) | {"tokens_per_second": figures.rate}
 
 

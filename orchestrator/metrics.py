@@ -33,7 +33,7 @@ Key = tuple[str, ...]
 
 
 def metrics(
-    told: generation_pb2.GenerationServiceGetStatsResponse,
+    reported: generation_pb2.GenerationServiceGetStatsResponse,
     stats: Mapping[tuple[str, str], OrchestratorStats],
     reached: Mapping[tuple[str, str], bool],
 ) -> list[Metric]:
@@ -52,7 +52,7 @@ def metrics(
     def by_reason(reasons: Callable[[OrchestratorStats], Mapping[str, float]]) -> dict[Key, float]:
         return {(*key, reason): count for key, counts in served.items() for reason, count in reasons(counts).items()}
 
-    found.process(told.pod, told.serving)
+    found.process(reported.pod, reported.serving)
     found.gauges(
         "verifier_reachable",
         "1 if a verifier of the model answers the check made every second, else 0.",
@@ -63,10 +63,10 @@ def metrics(
         "revision_share",
         "Share of a model's requests routed to a revision.",
         MODEL,
-        _shares(told.revisions),
+        _shares(reported.revisions),
     )
     found.gauges("num_requests_running", "Requests in flight.", MODEL, by_model(lambda counts: counts.running_requests))
-    found.gauge("num_prompts_waiting", "Prompts waiting for tokenisation.", told.waiting_prompts)
+    found.gauge("num_prompts_waiting", "Prompts waiting for tokenisation.", reported.waiting_prompts)
     found.counters(
         "requests",
         "Requests received, by tenant class.",
@@ -150,7 +150,7 @@ def metrics(
     )
     pods: Counter[Key] = Counter({(role, state): 0 for role in ("verifier", "draft") for state in STATES})
     sessions: Counter[Key] = Counter()
-    for role, views in (("verifier", told.verifiers), ("draft", told.drafts)):
+    for role, views in (("verifier", reported.verifiers), ("draft", reported.drafts)):
         for view in views:
             if (role, view.address) not in sessions:  # one pod may draft for several revisions
                 pods[role, "unfit" if view.unfit_reason else _state(view.breaker)] += 1

@@ -65,11 +65,11 @@ async def _ask(peer: Peer) -> Stats | None:
     verifier: Any = verifier_pb2_grpc.VerifierServiceStub(peer.pod.channel)
     draft: Any = draft_pb2_grpc.DraftServiceStub(peer.pod.channel)
     try:
-        told: Stats = await (
+        stats: Stats = await (
             answer_of(draft.GetStats, draft_pb2.DraftServiceGetStatsRequest(), ASK_SECONDS)
             if peer.drafts
             else answer_of(verifier.GetStats, verifier_pb2.GetStatsRequest(), ASK_SECONDS)
         )
     except (grpc.aio.AioRpcError, LostError):
         return None
-    return told if told.ByteSize() <= MAX_BYTES else None
+    return stats if stats.ByteSize() <= MAX_BYTES else None

@@ -196,17 +196,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             generation_pb2.GenerationServiceGetStatsRequest, generation_pb2.GenerationServiceGetStatsResponse
         ],
     ) -> generation_pb2.GenerationServiceGetStatsResponse:
-        told = self._told()
+        response = self._stats_response()
         if request.pods:
-            views = list(zip(self._pods(), [*told.verifiers, *told.drafts], strict=True))
+            views = list(zip(self._pods(), [*response.verifiers, *response.drafts], strict=True))
             await self._pod_stats.enter(views)  # pods may come and go meanwhile
-        return told
+        return response
 
     def metrics(self) -> list[Metric]:
         reached = {revision.key: revision.readiness.reaches_verifier for revision in self._catalog}
-        return metrics(self._told(), self._catalog.counts(), reached)
+        return metrics(self._stats_response(), self._catalog.counts(), reached)
 
-    def _told(self) -> generation_pb2.GenerationServiceGetStatsResponse:
+    def _stats_response(self) -> generation_pb2.GenerationServiceGetStatsResponse:
         stats = OrchestratorStats.summed(self._catalog.counts().values())
         return generation_pb2.GenerationServiceGetStatsResponse(
             pod=pod_info(),

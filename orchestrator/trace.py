@@ -28,7 +28,7 @@ MAX_AGE_US = 1 << 62
 class TracePart(NamedTuple):
     """The answer of one process about a request."""
 
-    told: trace_pb2.GetTraceResponse
+    response: trace_pb2.GetTraceResponse
     at: float  # reference time of its ages: time.monotonic
 
 
@@ -57,7 +57,7 @@ class OrchestratorTraceServicer(TraceServicer):
         parts = list[TracePart]()
         unknown: UnknownRequestError | None = None
         try:
-            parts.append(TracePart(self.told(self.find(request.request_id)), time.monotonic()))
+            parts.append(TracePart(self.response_with(self.find(request.request_id)), time.monotonic()))
         except UnknownRequestError as error:
             unknown = error
         if self._siblings is not None:
@@ -67,9 +67,9 @@ class OrchestratorTraceServicer(TraceServicer):
             parts += [answer for answer in answers if isinstance(answer, TracePart)]
         if unknown is not None and not parts:
             raise unknown
-        told = merged(parts)
-        told.timelines.sort(key=lambda timeline: -timeline.age_us)
-        return TracePart(told, time.monotonic())
+        response = merged(parts)
+        response.timelines.sort(key=lambda timeline: -timeline.age_us)
+        return TracePart(response, time.monotonic())
 
     async def _of_pod(self, address: str, request: trace_pb2.GetTraceRequest) -> TracePart:
         """Return a pod's part, or the reason why it is missing."""
@@ -82,7 +82,7 @@ class OrchestratorTraceServicer(TraceServicer):
             except LostError as error:
                 why = str(error)
             else:
-                for timeline in part.told.timelines:
+                for timeline in part.response.timelines:
                     timeline.pod = address
                 return part
         missing = trace_pb2.MissingPart(pod=address, reason=why)
@@ -96,20 +96,20 @@ async def _ask(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) ->
     """Ask a process for its part. Its ages are assumed to be as of the middle of the call."""
     begin = time.monotonic()
     stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
-    told: trace_pb2.GetTraceResponse = await answer_of(stub.GetTrace, request, ASK_SECONDS)
+    response: trace_pb2.GetTraceResponse = await answer_of(stub.GetTrace, request, ASK_SECONDS)
     half = (time.monotonic() - begin) / 2
-    for timeline in told.timelines:
+    for timeline in response.timelines:
         timeline.clock_error_us = round(1e6 * half)
-    return TracePart(told, begin + half)
+    return TracePart(response, begin + half)
 
 
 def merged(parts: Iterable[TracePart]) -> trace_pb2.GetTraceResponse:
     """Merge parts into one answer, with all ages as of now."""
     whole, now = trace_pb2.GetTraceResponse(), time.monotonic()
-    for told, at in parts:
-        for timeline in told.timelines:
+    for response, at in parts:
+        for timeline in response.timelines:
             _shift(timeline, round(1e6 * (now - at)))
-        whole.MergeFrom(told)
+        whole.MergeFrom(response)
     return whole
 
 
@@ -117,7 +117,7 @@ def pods_of(own: TracePart) -> list[str]:
     """Return the addresses of the pods named in events."""
     return [
         event.attributes["pod"]
-        for timeline in own.told.timelines
+        for timeline in own.response.timelines
         for event in timeline.events
         if "pod" in event.attributes and isinstance(event.attributes["pod"], str)
     ]

@@ -101,9 +101,9 @@ def command_from(origin: str | None, extra: str) -> str:
     """Return the command for an installation with this `origin`, in PEP 610's JSON: a checkout, a file, or None for a
     package index."""
     try:
-        told = {} if origin is None else json.loads(origin)
-        url = urllib.parse.urlsplit(told.get("url", ""))
-        editable, folder = told.get("dir_info", {}).get("editable", False), "dir_info" in told
+        direct_url = {} if origin is None else json.loads(origin)
+        url = urllib.parse.urlsplit(direct_url.get("url", ""))
+        editable, folder = direct_url.get("dir_info", {}).get("editable", False), "dir_info" in direct_url
     except (ValueError, AttributeError):
         return f"pip install '{DISTRIBUTION}[{extra}]'"
     path = urllib.parse.unquote(url.path)

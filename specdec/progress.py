@@ -30,12 +30,12 @@ class ProgressLines:
         self._say = say
         self._total, self._begun = total, begun
         self._clock = clock
-        self._began = self._told = clock()
+        self._began = self._printed_at = clock()
 
     def heard(self, done: int, line: str) -> None:
         """Record that `done` units are done. If a line is due, say `line` with the remaining time."""
         now = self._clock()
-        if now - self._told >= LINE_SECONDS or done >= self._total:
-            self._told = now
+        if now - self._printed_at >= LINE_SECONDS or done >= self._total:
+            self._printed_at = now
             rest = left(done - self._begun, self._total - self._begun, now - self._began)
             self._say(line if done >= self._total else f"{line}, {rest}")

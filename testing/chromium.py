@@ -139,14 +139,14 @@ async def page() -> AsyncIterator[Page]:
 
         async def listen() -> None:
             while True:
-                told = json.loads((await reader.readuntil(b"\0"))[:-1])
-                if "id" not in told:
-                    if (known := pages.get(told.get("sessionId", ""))) is not None:
-                        known.happened(told["method"], told["params"])
-                elif "error" in told:
-                    waiting.pop(told["id"]).set_exception(PageError(told["error"]["message"]))
+                message = json.loads((await reader.readuntil(b"\0"))[:-1])
+                if "id" not in message:
+                    if (known := pages.get(message.get("sessionId", ""))) is not None:
+                        known.happened(message["method"], message["params"])
+                elif "error" in message:
+                    waiting.pop(message["id"]).set_exception(PageError(message["error"]["message"]))
                 else:
-                    waiting.pop(told["id"]).set_result(told["result"])
+                    waiting.pop(message["id"]).set_result(message["result"])
 
         async def send(method: str, params: dict[str, Any], session: str | None = None) -> Any:
             number = next(numbers)

@@ -67,14 +67,14 @@ def run(*command: str, seconds: float) -> Lookups:
         start_new_session=True,
     )
     try:
-        told, printed = process.communicate(timeout=seconds)
+        output, printed = process.communicate(timeout=seconds)
     finally:
         with contextlib.suppress(ProcessLookupError):  # ends the command too
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
         raise RuntimeError(f"no network of its own: {printed}")
-    found = json.loads(told)
+    found = json.loads(output)
     return Lookups(found["status"], set(found["names"]), printed)
 
 

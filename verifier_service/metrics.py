@@ -10,38 +10,38 @@ from verifier_service.backend.stats import VerifierStats
 from verifier_service.speculation.controller import Mode
 
 
-def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[Metric]:
+def metrics(reported: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[Metric]:
     """Return the metrics for a `GetStats` response and the verifier's own counters."""
     found = Families("verifier")
-    found.process(told.pod, told.serving)
-    found.gauge("num_sessions", "Open sessions.", told.sessions)
-    found.gauge("num_requests_running", "Sessions with KV memory.", told.running)
-    waiting = max(0, told.waiting - told.throttled)
+    found.process(reported.pod, reported.serving)
+    found.gauge("num_sessions", "Open sessions.", reported.sessions)
+    found.gauge("num_requests_running", "Sessions with KV memory.", reported.running)
+    waiting = max(0, reported.waiting - reported.throttled)
     found.gauge("num_requests_waiting", "Sessions waiting for KV memory, throttled ones not included.", waiting)
     found.gauge(
         "num_requests_throttled",
         "Sessions without KV memory, throttled because their clients read slowly.",
-        told.throttled,
+        reported.throttled,
     )
-    usage = told.kv_held_tokens / told.kv_tokens
+    usage = reported.kv_held_tokens / reported.kv_tokens
     found.gauge("kv_cache_usage_perc", "KV cache usage by sessions, from 0 to 1.", usage)
-    free = told.kv_tokens - told.kv_held_tokens - told.kv_cached_tokens
+    free = reported.kv_tokens - reported.kv_held_tokens - reported.kv_cached_tokens
     tokens: dict[tuple[str, ...], float] = {
-        ("held",): told.kv_held_tokens,
-        ("cached",): told.kv_cached_tokens,
+        ("held",): reported.kv_held_tokens,
+        ("cached",): reported.kv_cached_tokens,
         ("free",): free,
     }
     found.gauges("kv_cache_tokens", "Tokens of KV cache, by state.", ("state",), tokens)
     found.counter(
         "prompt_tokens",
         "Tokens of sessions at their first admission to KV memory, resumed ones included.",
-        told.prompt_tokens,
+        reported.prompt_tokens,
     )
-    found.counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", told.prompt_tokens)
-    found.counter("prefix_cache_hits", "Tokens found in the prefix cache.", told.cached_tokens)
-    found.counter("generation_tokens", "Tokens committed.", told.committed_tokens)
-    found.counter("num_preemptions", "Preemptions of sessions.", told.preemptions)
-    found.counter("step_rows", "Rows of all steps.", told.rows)
+    found.counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", reported.prompt_tokens)
+    found.counter("prefix_cache_hits", "Tokens found in the prefix cache.", reported.cached_tokens)
+    found.counter("generation_tokens", "Tokens committed.", reported.committed_tokens)
+    found.counter("num_preemptions", "Preemptions of sessions.", reported.preemptions)
+    found.counter("step_rows", "Rows of all steps.", reported.rows)
     found.histogram("step_time_seconds", "Seconds of a step.", stats.step_seconds)
     found.counters(
         "step_part_seconds",
@@ -64,8 +64,8 @@ def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[M
     modes: dict[tuple[str, ...], float] = {(mode.value,): mode.value == stats.mode for mode in Mode}
     found.gauges("speculation_mode", "1 for the latest mode chosen by adaptive speculation, else 0.", ("mode",), modes)
     found.counter("spec_decode_num_drafts", "Steps with candidates, counted per session.", sum(lengths))
-    found.counter("spec_decode_num_draft_tokens", "Candidates verified.", told.offered_candidates)
-    found.counter("spec_decode_num_accepted_tokens", "Candidates accepted.", told.accepted_candidates)
+    found.counter("spec_decode_num_draft_tokens", "Candidates verified.", reported.offered_candidates)
+    found.counter("spec_decode_num_accepted_tokens", "Candidates accepted.", reported.accepted_candidates)
     found.counters(
         "spec_decode_num_accepted_tokens_per_pos",
         "Candidates accepted, by position after the committed text, 0 to 15.",
@@ -73,13 +73,13 @@ def metrics(told: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[M
         {(str(place),): sum(lengths[place + 1 :]) for place in range(len(lengths) - 1)},
     )
     found.counter(
-        "drafted_steps", "Steps with a remote draft, counted per session, except a text's last.", told.drafted_steps
+        "drafted_steps", "Steps with a remote draft, counted per session, except a text's last.", reported.drafted_steps
     )
     found.counter(
         "draft_ready_steps",
         "Drafted steps that ended with the next candidates already received.",
-        told.draft_ready_steps,
+        reported.draft_ready_steps,
     )
-    found.counter("refused_candidates", "Invalid messages of candidates.", told.refused_extends)
-    found.gauge("fast_paths_off", "Fast paths disabled in this process.", len(told.fast_paths_off))
+    found.counter("refused_candidates", "Invalid messages of candidates.", reported.refused_extends)
+    found.gauge("fast_paths_off", "Fast paths disabled in this process.", len(reported.fast_paths_off))
     return found.made

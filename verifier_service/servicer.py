@@ -216,12 +216,12 @@ class VerifierServicer(
         request: verifier_pb2.GetStatsRequest,
         context: grpc.aio.ServicerContext[verifier_pb2.GetStatsRequest, verifier_pb2.GetStatsResponse],
     ) -> verifier_pb2.GetStatsResponse:
-        return self._told()
+        return self._stats_response()
 
     def metrics(self) -> list[Metric]:
-        return metrics(self._told(), self._backend.stats)
+        return metrics(self._stats_response(), self._backend.stats)
 
-    def _told(self) -> verifier_pb2.GetStatsResponse:
+    def _stats_response(self) -> verifier_pb2.GetStatsResponse:
         load, memory = self._backend.stats, self._backend.memory()
         return verifier_pb2.GetStatsResponse(
             running=load.running,

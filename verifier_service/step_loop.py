@@ -373,7 +373,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         added = [result for _, result in results]
         self.stats.observe(plan.rows, end - begun, added)
         in_turn = 0 if plan.division is None else len(plan.division.sitting_out)
-        self.stats.observe_pace(end - begin, added, sat_out=len(plan.sitting_out) > in_turn, in_turn=in_turn)
+        self.stats.observe_pace(end - begin, added, texts_waited=len(plan.sitting_out) > in_turn, in_turn=in_turn)
         self.stats.observe_parts(
             forward=verified.forward_seconds, proposing=proposed.seconds + looked_up, delayed=waited
         )

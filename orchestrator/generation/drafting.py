@@ -207,7 +207,7 @@ class Drafting:
         text that needs a draft: it tries these pods anyway."""
         if self._context.sample.needs_draft:
             return set()
-        return {pod for pod in pods if (told := pod.load.reported) is not None and not told.room}
+        return {pod for pod in pods if (reported_load := pod.load.reported) is not None and not reported_load.room}
 
     async def _draft_at(self, pod: Pod) -> bool:
         """Draft at this pod until the session ends; return True if it ever sent candidates."""

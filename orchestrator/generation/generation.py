@@ -64,7 +64,11 @@ class Generation:
         first = uncommitted = True
         await self._transcript.resume(self._resuming)
         timeline = self._context.timeline
-        with self._stats.sample(self._transcript) as came, timeline.figures(self._transcript), self._leaving():
+        with (
+            self._stats.sample(self._transcript) as tokens_arrived,
+            timeline.figures(self._transcript),
+            self._leaving(),
+        ):
             async with self._drafting, aclosing(self._verification.messages()) as messages:
                 async for message in messages:
                     if isinstance(message, verifier_pb2.VerifyOpened):
@@ -88,7 +92,7 @@ class Generation:
                         if response is None:
                             await self._verification.consumed()
                             continue
-                        came(len(response.tokens))
+                        tokens_arrived(len(response.tokens))
                         if uncommitted:
                             uncommitted = False
                             timeline.first_commit()

@@ -132,12 +132,12 @@ class DraftControl:
         paused, tokens are held back to be sent together. `learns`: the target's log-probabilities are included."""
         if commit.step_us:  # 0: the commit is of earlier steps
             self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
-        told, policy = self._policy, self._fitting(commit)
+        sent, policy = self._policy, self._fitting(commit)
         if (
-            policy.paused is not told.paused
-            or _differ(policy.min_path_probability, told.min_path_probability)
-            or _differ(policy.extend_interval_us, told.extend_interval_us)
-            or abs(policy.round_trip_us - told.round_trip_us) > ROUND_TRIP_TOLERANCE * self._step_us
+            policy.paused is not sent.paused
+            or _differ(policy.min_path_probability, sent.min_path_probability)
+            or _differ(policy.extend_interval_us, sent.extend_interval_us)
+            or abs(policy.round_trip_us - sent.round_trip_us) > ROUND_TRIP_TOLERANCE * self._step_us
         ):
             self._policy = policy
             yield draft_pb2.DraftRequest(policy=policy)
@@ -152,11 +152,11 @@ class DraftControl:
 
     def another_verifier(self, state: SpeculationState) -> Iterator[draft_pb2.DraftRequest]:
         """Yield the messages for a move to another verifier, which has its own grants and no candidates."""
-        told, max_nodes = self._policy, granted_nodes(self._asked, state.max_nodes)
+        sent, max_nodes = self._policy, granted_nodes(self._asked, state.max_nodes)
         partial = state.partial_distributions and self._needed
-        if (max_nodes, partial) != (told.max_nodes, told.partial_distributions):
+        if (max_nodes, partial) != (sent.max_nodes, sent.partial_distributions):
             self._policy = draft_pb2.DraftPolicy()
-            self._policy.CopyFrom(told)
+            self._policy.CopyFrom(sent)
             self._policy.max_nodes, self._policy.partial_distributions = max_nodes, partial
             yield draft_pb2.DraftRequest(policy=self._policy)
         yield draft_pb2.DraftRequest(resend=draft_pb2.Resend())
@@ -193,6 +193,6 @@ def min_probability(break_even: float) -> float:
     return BREAK_EVEN_SHARE * break_even
 
 
-def _differ(new: float, told: float) -> bool:
+def _differ(new: float, sent: float) -> bool:
     """Return True if two values differ by over 30 %: a smaller change is not worth a message."""
-    return abs(new - told) > 0.3 * max(new, told)
+    return abs(new - sent) > 0.3 * max(new, sent)

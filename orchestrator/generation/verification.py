@@ -50,7 +50,7 @@ class VerifierChoice:
         self._tried: dict[Pod, Exception] = {}  # pods tried since the last progress or pause
         self._answers: dict[Pod, Exception] = {}  # latest answer of each pod tried since the last progress
         self._unfit: dict[Pod, ServiceError] = {}  # pods that serve something else, or have failed on this text
-        self._left: Pod | None = None  # the last pod to lose the text
+        self._last_lost: Pod | None = None  # the last pod to lose the text
 
     async def next(self, *, numerics: str, resumed: bool) -> Pod:
         """Return the next pod to try, after a pause if all were tried; raise the client's error once nothing is left to
@@ -62,7 +62,7 @@ class VerifierChoice:
             cached = await self._cached()
             pod = self._pods.choose(
                 but=self._tried.keys() | self._unfit.keys(),
-                rather_not=() if self._left is None else (self._left,),
+                rather_not=() if self._last_lost is None else (self._last_lost,),
                 numerics=numerics,
                 tokens=longest,
                 no_trial=resumed,
@@ -71,7 +71,7 @@ class VerifierChoice:
             if pod is not None:
                 return pod
             self._backoff.failed()
-            self._despair(resumed)
+            self._raise_if_nothing_left(resumed)
             await self._pause()
             self._tried.clear()
 
@@ -86,7 +86,7 @@ class VerifierChoice:
         cached = await cached_tokens(asked, tokens, sample.cache_scope, math.inf if left is None else left)
         return preferred(cached, len(tokens), sample.tenant, self._pods.willing)
 
-    def _despair(self, resumed: bool) -> None:
+    def _raise_if_nothing_left(self, resumed: bool) -> None:
         """Raise the error that ends the request, if nothing is left to try."""
         unfit = {pod: why for pod in self._pods if isinstance(why := pod.unfit, ServiceError)} | self._unfit
         too_long = any(isinstance(why, PromptTooLongError) for why in unfit.values())
@@ -132,7 +132,7 @@ class VerifierChoice:
 
     def lost(self, pod: Pod, error: Exception) -> None:
         """Skip this pod until the next pause, and rank it last afterwards."""
-        self._left = pod
+        self._last_lost = pod
         self._tried[pod] = self._answers[pod] = error
 
     def unfit(self, pod: Pod, error: ServiceError) -> None:
@@ -141,7 +141,7 @@ class VerifierChoice:
 
     def failed(self, pod: Pod, error: ServiceError) -> None:
         """Never ask this pod again: it had the text and cannot continue it."""
-        self._left = pod
+        self._last_lost = pod
         self._unfit[pod] = error
 
 

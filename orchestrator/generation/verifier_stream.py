@@ -182,8 +182,8 @@ class VerifierStream(PeerStream):
     async def consumed(self) -> None:
         """Report that the client has read the whole text: every `CONSUMED_EVERY` tokens, and at the end of a prompt
         with log-probabilities. The stream is not read meanwhile, so the watchdog limits the write."""
-        text, told = self._context.text, self._consumed
-        new, scored = len(text.generated) - told.tokens, text.scored - told.scored_tokens
+        text, consumed = self._context.text, self._consumed
+        new, scored = len(text.generated) - consumed.tokens, text.scored - consumed.scored_tokens
         if max(new, scored) < CONSUMED_EVERY and (not scored or text.unscored):
             return
         self._consumed = verifier_pb2.Consumed(tokens=len(text.generated), scored_tokens=text.scored)

@@ -56,7 +56,7 @@ class Revision:
         """Return a revision as in the file; `look` finds its pods."""
         entry, finder = loaded.entry, PeerFinder(settings)
         defaults, grammars = loaded.model.defaults, GrammarCheck(entry.directory)
-        log.info("generation_defaults", model=entry.label, used=defaults.told, not_taken=defaults.not_taken)
+        log.info("generation_defaults", model=entry.label, used=defaults.used, not_taken=defaults.not_taken)
         return cls(loaded.model, finder.peers, name=entry.revision, share=entry.share, grammars=grammars, finder=finder)
 
     @property

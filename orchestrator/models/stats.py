@@ -119,7 +119,7 @@ class OrchestratorStats:
         self.running.add(transcript)
         begin, last = time.monotonic(), None
 
-        def came(tokens: int) -> None:
+        def tokens_arrived(tokens: int) -> None:
             nonlocal last
             now = time.monotonic()
             if last is None:
@@ -129,7 +129,7 @@ class OrchestratorStats:
             last = now
 
         try:
-            yield came
+            yield tokens_arrived
         finally:
             self.whole.observe(time.monotonic() - begin)
             self.running.remove(transcript)

@@ -40,8 +40,8 @@ class PodCapacity:
         self.ours = 0  # open sessions of this process
         self.coming = 0  # sessions this process is about to open
         self.opening = 0  # sessions in `coming` that have passed admission
-        self._told: model_pb2.PodCapacity | None = None
-        self._told_until = 0.0
+        self._reported: model_pb2.PodCapacity | None = None
+        self._reported_until = 0.0
         self._most, self._most_at = 0, 0.0  # peak of `ours` at the end of a session, and its time
         self._others = 0  # sessions of other processes, as far as known
 
@@ -64,13 +64,13 @@ class PodCapacity:
 
     def report(self, reported: model_pb2.PodCapacity, seconds: float = STALE_SECONDS) -> None:
         """Record a report of the pod, valid for `seconds` or until the next one."""
-        self._told, self._told_until = reported, self._clock() + seconds
+        self._reported, self._reported_until = reported, self._clock() + seconds
         self._others = max(0, reported.sessions - self.ours - self.opening)
 
     @property
     def reported(self) -> model_pb2.PodCapacity | None:
         """The pod's last report while it is valid, else None."""
-        return self._told if self._clock() < self._told_until else None
+        return self._reported if self._clock() < self._reported_until else None
 
     @property
     def now(self) -> model_pb2.PodCapacity | None:

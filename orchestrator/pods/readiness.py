@@ -141,8 +141,8 @@ class Readiness:
             raise LostError("is NOT_SERVING")
         if pod not in self._fit:
             stub: Any = verifier_pb2_grpc.VerifierServiceStub(pod.channel)
-            told = await answer_of(stub.GetStats, verifier_pb2.GetStatsRequest(), seconds)
-            check_verifier(told.identity, self._model)
+            stats = await answer_of(stub.GetStats, verifier_pb2.GetStatsRequest(), seconds)
+            check_verifier(stats.identity, self._model)
             self._fit.add(pod)
-            pod.context_tokens = told.identity.context_tokens
-            self.served(told.identity.model_fingerprint)
+            pod.context_tokens = stats.identity.context_tokens
+            self.served(stats.identity.model_fingerprint)

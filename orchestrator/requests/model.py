@@ -54,7 +54,7 @@ class ServedModel:
     def text_fingerprint(self) -> str:
         """SHA-256, in hex, over everything that decides how a request becomes tokens: orchestrators with equal
         fingerprints treat requests the same."""
-        decides = [self.tokenizer.fingerprint, sorted(self.end_tokens), self.defaults.told]
+        decides = [self.tokenizer.fingerprint, sorted(self.end_tokens), self.defaults.used]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     @cached_property

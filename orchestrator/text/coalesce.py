@@ -27,14 +27,14 @@ async def coalesced(responses: Responses, seconds: float = COALESCE_SECONDS) -> 
     too early is sent with the next one, or before an error. There is no timer: when a text stalls, tokens from the last
     hundredths of a second stay held."""
     pending: generation_pb2.GenerateResponse | None = None
-    told = -seconds
+    sent_at = -seconds
     async with aclosing(responses):
         try:
             async for response in responses:
                 pending = response if pending is None else _merge(pending, response)
                 now = time.monotonic()
-                if now - told >= seconds or pending.HasField("finish"):
-                    ready, pending, told = pending, None, now
+                if now - sent_at >= seconds or pending.HasField("finish"):
+                    ready, pending, sent_at = pending, None, now
                     yield ready
         except Exception:
             if pending is not None:

@@ -118,9 +118,9 @@ def _turn(client: Client, waiting: WaitReporter, conversation: Conversation, ask
     if not line.strip():
         return
     if line.startswith("/") and not line.startswith("//"):
-        told, answer_now = conversation.command(line)
-        if told:
-            _say(told)
+        output, answer_now = conversation.command(line)
+        if output:
+            _say(output)
         if not answer_now:
             return
     else:

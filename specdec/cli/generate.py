@@ -391,10 +391,10 @@ def _complete(
 
 def by_option(error: InvalidRequest, options: Mapping[str, Any]) -> InvalidRequest:
     """Return a refusal that names the command's `options` instead of the contract's fields."""
-    told = str(error)
+    message = str(error)
     for field, problem in error.violations:
-        told = told.replace(f"{field}: {problem}", f"{_option_of(field, options)}: {problem}", 1)
-    return InvalidRequest(told, code=error.code, reason=error.reason, violations=error.violations)
+        message = message.replace(f"{field}: {problem}", f"{_option_of(field, options)}: {problem}", 1)
+    return InvalidRequest(message, code=error.code, reason=error.reason, violations=error.violations)
 
 
 def _option_of(field: str, options: Mapping[str, Any]) -> str:

@@ -110,17 +110,17 @@ async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None, heard:
         except Overloaded as error:
             pause = error.retry_after or 1.0
             if time.monotonic() + pause >= deadline:
-                return PromptResult(prompt, _told(error), error)
+                return PromptResult(prompt, _error_json(error), error)
             await asyncio.sleep(pause)
         except SpecdecError as error:
-            return PromptResult(prompt, _told(error), error)
+            return PromptResult(prompt, _error_json(error), error)
 
 
-def _told(error: SpecdecError) -> dict[str, Any]:
-    told: dict[str, Any] = {"type": type(error).__name__, "code": error.code.name, "message": str(error)}
+def _error_json(error: SpecdecError) -> dict[str, Any]:
+    fields: dict[str, Any] = {"type": type(error).__name__, "code": error.code.name, "message": str(error)}
     if error.violations:
-        told["violations"] = [{"field": field, "problem": problem} for field, problem in error.violations]
-    return {"error": told}
+        fields["violations"] = [{"field": field, "problem": problem} for field, problem in error.violations]
+    return {"error": fields}
 
 
 async def generate_many(

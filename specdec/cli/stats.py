@@ -63,7 +63,7 @@ def stats(
             try:
                 seen = ask(opened, timeout, allowed.metadata)
             except (grpc.RpcError, NoSuchServiceError) as error:
-                line, status = _told(error, at.target, timeout)
+                line, status = _error_line(error, at.target, timeout)
                 if not show.begun:
                     fail(line, status)
                 show.problem(f"specdec: {line}")  # the service may return: keep watching
@@ -129,7 +129,7 @@ class _Redrawn(_Lines):
         self._live.update(Group(self._shown, Text(line, style="red")), refresh=True)
 
 
-def _told(error: Exception, target: str, timeout: float) -> tuple[str, ExitStatus]:
+def _error_line(error: Exception, target: str, timeout: float) -> tuple[str, ExitStatus]:
     """Return the error message for a failed query, and the exit status."""
     if not isinstance(error, grpc.RpcError):
         return (

@@ -66,8 +66,8 @@ def tokenize(
         fail(str(error), ExitStatus.USAGE)
     if json_output:
         pieces = [{"text": piece.text, "bytes": list(piece.bytes)} for piece in found.pieces]
-        told = {"count": found.count, "context_tokens": found.context_tokens, "ids": found.ids}
-        print(json.dumps(told if count else {**told, "pieces": pieces}))
+        fields = {"count": found.count, "context_tokens": found.context_tokens, "ids": found.ids}
+        print(json.dumps(fields if count else {**fields, "pieces": pieces}))
     elif count:
         print(found.count)
     else:

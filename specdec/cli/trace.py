@@ -60,10 +60,10 @@ def trace(
     with allowed.channel(at.target) as opened:
         stub: Any = TraceServiceStub(opened)
         try:
-            told = stub.GetTrace(GetTraceRequest(request_id=request_id), timeout=timeout, metadata=allowed.metadata)
+            response = stub.GetTrace(GetTraceRequest(request_id=request_id), timeout=timeout, metadata=allowed.metadata)
         except grpc.RpcError as error:
             fail(f"{at.target}: {printable(str(from_rpc(error)))}", status_of(error.code()))
-    table = TraceTable(told)
+    table = TraceTable(response)
     if json_output:
         print(json.dumps({"request_id": request_id, **table.as_json()}))
     else:

@@ -18,9 +18,9 @@ SPECULATION = "speculation"
 class TraceTable:
     """A trace, with all times in microseconds relative to its start."""
 
-    def __init__(self, told: GetTraceResponse) -> None:
-        self._timelines = list(told.timelines)
-        self._missing = list(told.missing)
+    def __init__(self, response: GetTraceResponse) -> None:
+        self._timelines = list(response.timelines)
+        self._missing = list(response.missing)
         self._oldest = max((timeline.age_us for timeline in self._timelines), default=0)
 
     def as_json(self) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def train_draft(
         import torch
 
         from specdec.training.draft import NEW, DraftPlan
-        from specdec.training.draft_command import DraftWishes, prepared
+        from specdec.training.draft_command import DraftOptions, prepared
 
         cores = threads_for(device)
         torch.set_num_threads(threads or (max(1, cores // 2) if niced else cores))
@@ -188,8 +188,8 @@ def train_draft(
         )
         until = math.inf if minutes is None else begin + 60 * minutes
         kept = None if traffic is None else _read(traffic, allowed)
-        wishes = DraftWishes(text or [], own_tokens, replay or [], replay_share, device, kept, served_labels)
-        work = prepared(big, small, wishes, plan, out, resume=resume)
+        options = DraftOptions(text or [], own_tokens, replay or [], replay_share, device, kept, served_labels)
+        work = prepared(big, small, options, plan, out, resume=resume)
         stops = Stops()
         if not work.own_text.over:
             say(f"the target writes {work.own_text.tokens} tokens to train on")

@@ -133,7 +133,7 @@ def train_heads(
         logs.configure("train-heads", "warning")  # before the import of libraries that write to stderr
         from specdec.training.block import BlockPlan
         from specdec.training.eagle3 import Eagle3Plan
-        from specdec.training.heads_command import Wishes, prepared
+        from specdec.training.heads_command import HeadsOptions, prepared
         from specdec.training.medusa import MedusaPlan
         from specdec.training.plan import Plan
 
@@ -141,8 +141,8 @@ def train_heads(
         plans: dict[str, type[Plan]] = {"medusa": MedusaPlan, "eagle3": Eagle3Plan, "dspark": BlockPlan}
         plan = plans[kind](**{name: value for name, value in given.items() if value is not None})
         until = math.inf if minutes is None else begin + 60 * minutes
-        wishes = Wishes(text or [], own_tokens, device, until)
-        training = prepared(directory, wishes, plan, out, resume=resume, say=say)
+        options = HeadsOptions(text or [], own_tokens, device, until)
+        training = prepared(directory, options, plan, out, resume=resume, say=say)
         stops = Stops()
         work_on(training, out, stops, until)
     stops.end()

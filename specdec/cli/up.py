@@ -83,8 +83,8 @@ def _memory(process: int) -> int:
     """Return the private resident bytes of a process; 0 if it has ended. Like the memory table, this excludes pages of
     mapped files, such as libraries and weights, which are page cache."""
     with contextlib.suppress(OSError):
-        told = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
-        return 1024 * int(told.get("RssAnon", told["VmRSS"]).split()[0])  # some sandboxes report only the sum
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+        return 1024 * int(status.get("RssAnon", status["VmRSS"]).split()[0])  # some sandboxes report only the sum
     return 0
 
 
@@ -262,8 +262,8 @@ def up(
         ) as stack:
             found = description(stack)
             https = "tls_cert" in of_openai or bool(os.environ.get("SPECDEC_OPENAI_TLS_CERT"))
-            told = lines(found, https=https, by_key=bool(tenants))
-            print(json.dumps(found) if json_output else "\n".join(told), flush=True)
+            status = lines(found, https=https, by_key=bool(tenants))
+            print(json.dumps(found) if json_output else "\n".join(status), flush=True)
             upkeep = Upkeep(stack, say)
             while not stop:
                 time.sleep(0.2)

@@ -379,10 +379,10 @@ def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
     )
 
 
-def _read_prompt_token(told: pb.PromptToken) -> PromptToken:
-    piece = _piece(told.bytes)
-    logprobs = _read_logprobs(told.logprobs, piece) if told.HasField("logprobs") else None
-    return PromptToken(told.token, piece, logprobs)
+def _read_prompt_token(message: pb.PromptToken) -> PromptToken:
+    piece = _piece(message.bytes)
+    logprobs = _read_logprobs(message.logprobs, piece) if message.HasField("logprobs") else None
+    return PromptToken(message.token, piece, logprobs)
 
 
 def _read_logprobs(logprobs: verifier_pb2.TokenLogprobs, piece: Piece | None = None) -> Logprobs:

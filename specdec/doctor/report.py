@@ -112,14 +112,14 @@ class DoctorReport:
         if self.lacking:
             what = "these models cannot be served here" if self.models else "only part of specdec can run here"
             return f"Not ready: {what}, because {self.lacking.removesuffix('.')}"
-        told = ["`specdec up` can start here"]
+        parts = ["`specdec up` can start here"]
         if self.models is not None:
-            told = [" and ".join(f"the {model.role}" for model in self.models.found) + " can be served here"]
+            parts = [" and ".join(f"the {model.role}" for model in self.models.found) + " can be served here"]
         if taken := [f"{places.LISTENING[role]} ({role})" for role, why in self.ports.items() if why]:
-            told.append(f"on other ports than {', '.join(taken)}, which {'is' if len(taken) == 1 else 'are'} taken")
+            parts.append(f"on other ports than {', '.join(taken)}, which {'is' if len(taken) == 1 else 'are'} taken")
         if self.machine.advice:
-            told.append(f"but without the GPU: {self.machine.advice}")
-        return f"Ready: {', '.join(told)}"
+            parts.append(f"but without the GPU: {self.machine.advice}")
+        return f"Ready: {', '.join(parts)}"
 
     def as_json(self) -> dict[str, Any]:
         paths, found = self.fast_paths, self.models

@@ -14,7 +14,7 @@ from specdec.engine.engine import Engine, chains_only, cpu_threads
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 
-CROWDS = (41, 200, 487, 680)
+OTHER_TEXTS = (41, 200, 487, 680)
 """Numbers of other rows beside a text: below, near and above the largest of CANDIDATES."""
 
 DECODES = (2, 6, 40)
@@ -36,7 +36,7 @@ class Places(NamedTuple):
     """Slots of the check's texts."""
 
     own: Slots
-    theirs: Slots
+    other_slots: Slots
     candidates: Slots  # for the text's end as candidates
 
 
@@ -47,10 +47,10 @@ def rows_are_independent(engine: Engine, most_texts: int | None = None) -> bool:
     if the engine supports side branches); and beside many other rows, from up to `most_texts` texts. The check covers
     attention and all layers. It uses the first slots of the KV cache.
     """
-    crowds = CROWDS if most_texts is None else [min(others, most_texts - 1) for others in CROWDS]
+    other_texts = OTHER_TEXTS if most_texts is None else [min(others, most_texts - 1) for others in OTHER_TEXTS]
     found = set()
     for _ in _thread_counts(engine):
-        logits = _logits_in_any_batch(engine, crowds)
+        logits = _logits_in_any_batch(engine, other_texts)
         if logits is None:
             return False
         found.add(logits.tobytes())
@@ -112,8 +112,8 @@ def _places(engine: Engine) -> Places:
     """Return the slots of the texts. With an engine limited to chains, each text has its own blocks, and the candidates
     use the slots of the text's end."""
     if chains_only(engine):
-        own, theirs = (BLOCK * block + np.arange(TEXT) for block in (1, 2))
-        return Places(own, theirs, own[-AT_ONCE:])
+        own, other_slots = (BLOCK * block + np.arange(TEXT) for block in (1, 2))
+        return Places(own, other_slots, own[-AT_ONCE:])
     return Places(*np.split(np.arange(1, 1 + 4 * TEXT + AT_ONCE), (TEXT, 4 * TEXT)))
 
 
@@ -128,12 +128,12 @@ def _thread_counts(engine: Engine) -> Iterator[None]:
         yield
 
 
-def _logits_in_any_batch(engine: Engine, crowds: Sequence[int]) -> NDArray[np.float32] | None:
+def _logits_in_any_batch(engine: Engine, other_texts: Sequence[int]) -> NDArray[np.float32] | None:
     """Return the logits of a text; None unless they are equal in all tested batches."""
     length = TEXT
     text = _text(engine)
-    strangers = np.random.default_rng(2).integers(0, engine.vocabulary, 3 * length).tolist()
-    own, theirs, candidates = _places(engine)
+    other_tokens = np.random.default_rng(2).integers(0, engine.vocabulary, 3 * length).tolist()
+    own, other_slots, candidates = _places(engine)
 
     def logits(packer: Packer, wanted: int) -> NDArray[np.float32]:
         return engine.forward(packer.pack())[:wanted].copy()
@@ -149,8 +149,8 @@ def _logits_in_any_batch(engine: Engine, crowds: Sequence[int]) -> NDArray[np.fl
         packer = engine.packer()
         others = position % 4
         if others:
-            rows = packer.add_rows(strangers[: 5 * others], 0, theirs[: 5 * others])
-            packer.add_path(theirs[: 5 * others], rows)
+            rows = packer.add_rows(other_tokens[: 5 * others], 0, other_slots[: 5 * others])
+            packer.add_path(other_slots[: 5 * others], rows)
         row = packer.add_row(token, position, int(own[position]))
         packer.add_path(own[: position + 1], [row])
         packer.want(row)
@@ -166,10 +166,10 @@ def _logits_in_any_batch(engine: Engine, crowds: Sequence[int]) -> NDArray[np.fl
     if not np.array_equal(logits(packer, AT_ONCE), whole[start:]):
         return None
 
-    for others in crowds:  # enough rows for torch to split a tensor among threads, at various places
+    for others in other_texts:  # enough rows for torch to split a tensor among threads, at various places
         packer = engine.packer()
         for _ in range(others):
-            _add_stranger(packer, strangers[0])
+            _add_other(packer, other_tokens[0])
         rows = packer.add_rows(text, 0, own)
         packer.add_path(own, rows)
         for row in rows:
@@ -184,7 +184,7 @@ def _is_the_same_in_decodes(engine: Engine, token: int, keys: Slots, logits: NDA
     for others in DECODES:
         packer = engine.packer()
         for _ in range(others):
-            _add_stranger(packer, token)
+            _add_other(packer, token)
         row = packer.add_row(token, len(keys) - 1, int(keys[-1]))
         packer.add_path(keys, [row])
         packer.want(row)
@@ -193,6 +193,6 @@ def _is_the_same_in_decodes(engine: Engine, token: int, keys: Slots, logits: NDA
     return True
 
 
-def _add_stranger(packer: Packer, token: int) -> None:
+def _add_other(packer: Packer, token: int) -> None:
     """Add a text of one token; it needs no KV memory."""
     packer.add_path(np.asarray([PADDING_SLOT]), [packer.add_row(token, 0, PADDING_SLOT)])

@@ -40,10 +40,10 @@ def within_gpu_memory(loaded: object, remedy: str = "use fewer --kv-tokens") -> 
 
 def is_shortage(error: BaseException) -> bool:
     """Return whether an exception, or one of its causes, is a memory shortage."""
-    return any(map(_tells, _whole(error, set())))
+    return any(map(_is_shortage, _whole(error, set())))
 
 
-def _tells(error: BaseException) -> bool:
+def _is_shortage(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     # An error about a text may quote such a message, but is no RuntimeError. ONNX Runtime's errors share no base class.

@@ -291,7 +291,7 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # fails if no token can begin a text
         if matcher.is_error():
-            raise GrammarError(_told(matcher.get_error()))
+            raise GrammarError(_shortened(matcher.get_error()))
         return matcher
 
     @cached_property
@@ -346,13 +346,13 @@ def _in_library_form(grammar: Grammar) -> str:
             case Kind.CHOICE:
                 return LLMatcher.grammar_from_lark("start: " + " | ".join(map(lark_string, grammar.source)))
     except (ValueError, RecursionError) as error:
-        raise GrammarError(_told(str(error))) from None
+        raise GrammarError(_shortened(str(error))) from None
 
 
-def _told(problem: str) -> str:
+def _shortened(problem: str) -> str:
     """Return the library's description of a problem as one short line."""
     if problem.startswith("NoExtension"):
         return "matches no text"
     first, *others = problem.splitlines() or [""]
-    told = next((line for line in others if line.startswith("error: ")), first)  # for a regex, the rest marks the place
-    return "cannot be used: " + told[:MAX_PROBLEM_CHARACTERS]
+    line = next((line for line in others if line.startswith("error: ")), first)  # for a regex, the rest marks the place
+    return "cannot be used: " + line[:MAX_PROBLEM_CHARACTERS]

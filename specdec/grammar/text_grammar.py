@@ -197,5 +197,5 @@ class TextGrammar:
     def _too_complex(self, matcher: LLMatcher) -> GrammarError:
         """Return the error for a grammar that exceeds the work limits, with the library's message."""
         self._on_limit()
-        (told, *_) = matcher.get_error().splitlines() or [""]
-        return GrammarTooComplexError(f"the grammar is too complex for this text: {told[:MAX_PROBLEM_CHARACTERS]}")
+        (line, *_) = matcher.get_error().splitlines() or [""]
+        return GrammarTooComplexError(f"the grammar is too complex for this text: {line[:MAX_PROBLEM_CHARACTERS]}")

@@ -83,7 +83,7 @@ class Child:
         return None if status is None else how_it_ended(status)
 
     @property
-    def told_why(self) -> bool:
+    def gave_reason(self) -> bool:
         """True if the process exited with an error, whose reason is on its stderr."""
         return (self.process.poll() or 0) > 0
 

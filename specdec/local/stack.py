@@ -103,7 +103,7 @@ class Stack:
             say(f"{role} starts: {phase.replace('_', ' ')}")
 
         def why(role: str, how: str) -> str:
-            if children[role].told_why:
+            if children[role].gave_reason:
                 return f" ({how}; its own message is above)"
             wanted = {"verifier": Wanted(models.target, Placement("torch", dtype, device))}
             if models.draft is not None:

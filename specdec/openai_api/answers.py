@@ -39,15 +39,15 @@ class Frame:
         """Return the complete answer as JSON, including the already encoded fields `others`; all choices must have
         ended. Prompt token ids are a field of a chat's answer, but of each choice in completions."""
         kind = "chat.completion" if self.chat else "text_completion"
-        told = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
-        told |= self.told_ignored
+        fields = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
+        fields |= self.ignored_json
         parts = {"choices": json_list(choice.whole() for choice in choices), **others}
         if self.chat and (prompt := choices[0].encoded_prompt):
             parts["prompt_token_ids"] = prompt
-        return as_bytes(json_object(told, parts))
+        return as_bytes(json_object(fields, parts))
 
     @property
-    def told_ignored(self) -> Json:
+    def ignored_json(self) -> Json:
         """The names of ignored fields, for an answer or the first event of a stream."""
         return {"specdec": {"ignored": list(self.ignored)}} if self.ignored else {}
 
@@ -165,7 +165,7 @@ class Choice:
         """Return the gathered sample as JSON."""
         text = self._prompt.text + "".join(self._text)
         said: Json = {"message": self._message(text)} if self._chat else {"text": text}
-        told = {"index": self.index, **said, **self._end(self.finish)}
+        fields = {"index": self.index, **said, **self._end(self.finish)}
         own = json_object(self._own, {"chunks": json_list(self._chunks)} if self._wants_chunks else {})
         logprobs = self._logprobs.whole(self._prompt.logprobs) if self._wants_logprobs else "null"
         parts = {"specdec": own, "logprobs": logprobs, **self._prompt.fields}
@@ -173,7 +173,7 @@ class Choice:
             parts["token_ids"] = json_list(self._tokens)
         if self.encoded_prompt and not self._chat:
             parts["prompt_token_ids"] = self.encoded_prompt
-        return json_object(told, parts)
+        return json_object(fields, parts)
 
     def _said(self, chunk: Chunk) -> tuple[str, list[Json]]:
         """Return a chunk's text without tool calls, and the calls that it completes."""
@@ -204,7 +204,7 @@ class Choice:
     def _chunk(self, chunk: Chunk) -> Json:
         """Return the tokens of a chunk with their sources; times in seconds. Texts of excluded reasoning are empty."""
         hidden = 0 if self._wants_reasoning else chunk.reasoning_tokens
-        told: Json = {
+        fields: Json = {
             "tokens": chunk.tokens,
             "token_texts": [""] * hidden + chunk.token_texts[hidden:],
             "sources": chunk.sources,
@@ -217,7 +217,7 @@ class Choice:
         }
         if chunk.rejected:
             shown = self._completion_tokens - len(chunk.tokens) + hidden  # tokens before the first shown one
-            told["rejected"] = [
+            fields["rejected"] = [
                 {
                     "position": r.position,
                     "depth": r.depth,
@@ -227,7 +227,7 @@ class Choice:
                 }
                 for r in chunk.rejected
             ]
-        return told
+        return fields
 
     def _note(self, chunk: Chunk, seed: int | None) -> Json:
         """Record a chunk's token counts, last token and finish, if any; return its part of the field `specdec`."""

@@ -102,8 +102,8 @@ class Responses:
             message = TokenizeRequest(model=chat.model, chat=chat.message(0).chat)
             tokenized = self._gateway.tokenized(message, chat.names, caller, chat.places)
             count = (await while_present(http.receive, tokenized)).count
-        told = {"object": "response.input_tokens", "input_tokens": count}
-        return JSONResponse(told, headers=ignored_header(request.ignored))
+        fields = {"object": "response.input_tokens", "input_tokens": count}
+        return JSONResponse(fields, headers=ignored_header(request.ignored))
 
     async def retrieve(self, http: Request) -> StoredAnswer:
         if http.query_params.get("stream", "false") != "false":
@@ -135,14 +135,14 @@ class Responses:
             raise wrong("limit", limit, f"a number from 1 to {MAX_LISTED}")
         shown = items[: int(limit)]
         first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-        told = {
+        fields = {
             "object": "list",
             "data": shown,
             "first_id": first,
             "last_id": last,
             "has_more": len(shown) < len(items),
         }
-        return Response(as_bytes(encoded(told)), media_type="application/json")
+        return Response(as_bytes(encoded(fields)), media_type="application/json")
 
     async def cancel(self, http: Request) -> Response:
         await self._stored(http, ResponseStore.get)
@@ -287,11 +287,11 @@ def _parsed_count(body: bytes, *, strict: bool) -> tuple[TokenizeRequest, tuple[
 
 def _listed(item: Json, item_id: str) -> Json:
     """Return an input item as shown in lists: with an id of this server, and its content in parts."""
-    told: Json = {"type": "message"} | item | {"id": item_id}
-    if isinstance(content := told.get("content"), str):
-        kind = "output_text" if told.get("role") == "assistant" else "input_text"
-        told["content"] = [{"type": kind, "text": content}]
-    return told
+    fields: Json = {"type": "message"} | item | {"id": item_id}
+    if isinstance(content := fields.get("content"), str):
+        kind = "output_text" if fields.get("role") == "assistant" else "input_text"
+        fields["content"] = [{"type": kind, "text": content}]
+    return fields
 
 
 async def _events_of(answer: ResponseAnswer | MessageAnswer, parts: Parts) -> AsyncGenerator[Json, None]:

@@ -48,8 +48,8 @@ def typed_event_of(content: Mapping[str, Any]) -> bytes:
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
     """Return the header with the names of ignored fields, percent-encoded and truncated."""
-    told = ", ".join(quote(name, safe="[].", errors="replace") for name in names)[:MAX_HEADER_CHARACTERS]
-    return {IGNORED_HEADER: told.rstrip(", ")} if told else {}
+    value = ", ".join(quote(name, safe="[].", errors="replace") for name in names)[:MAX_HEADER_CHARACTERS]
+    return {IGNORED_HEADER: value.rstrip(", ")} if value else {}
 
 
 class EventStream:

@@ -237,8 +237,8 @@ async def _text(client: AsyncClient, request: ParsedRequest, number: int, caller
     if request.scores_prompts:
         return None
     asked = TokenizeRequest(model=request.model, tokens=prompt.tokens, pieces=True)
-    told = await client.send_tokenize(asked, metadata=caller.metadata)
-    return b"".join(piece.bytes for piece in told.pieces)
+    extra = await client.send_tokenize(asked, metadata=caller.metadata)
+    return b"".join(piece.bytes for piece in extra.pieces)
 
 
 async def _first(chunks: Chunks) -> tuple[int, Chunk]:
@@ -348,16 +348,16 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
     """Yield the events of a stream whose first chunk has arrived."""
     request, frame = answer.request, answer.frame
     usage: Json = {"usage": None} if request.usage_in_stream else {}
-    told = frame.told_ignored
+    extra = frame.ignored_json
     answer.note(*first)
     async with aclosing(rest):
         if request.chat:
             if (prompt := answer.choices[0].prompt_token_ids) is not None:
-                told = {**told, "prompt_token_ids": prompt}
+                extra = {**extra, "prompt_token_ids": prompt}
             if request.usage_in_pieces:
                 usage = {"usage": answer.choices[0].usage}
-            yield frame.piece([choice.opening() for choice in answer.choices], **usage, **told)
-            told = {}
+            yield frame.piece([choice.opening() for choice in answer.choices], **usage, **extra)
+            extra = {}
         found: tuple[int, Chunk] | None = first
         while found is not None:
             number, chunk = found
@@ -365,16 +365,16 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
             if request.usage_in_pieces:
                 usage = {"usage": answer.choice(number, chunk).usage}
             if echo := answer.echo(number, chunk):
-                yield frame.piece(echo, **usage, **told)
-                told = {}
+                yield frame.piece(echo, **usage, **extra)
+                extra = {}
             if not chunk.prompt or chunk.tokens or chunk.finish or chunk.resolved:
                 choice = answer.choice(number, chunk)
                 piece = choice.piece(chunk, answer.seeds[number])
                 if request.usage_in_pieces:
                     usage = {"usage": choice.usage}
                 ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
-                yield frame.piece([piece], **usage, **ended, **told)
-                told = {}
+                yield frame.piece([piece], **usage, **ended, **extra)
+                extra = {}
             found = await anext(rest, None)
     if request.usage_in_stream:
         yield frame.piece([], usage=usage_of(answer.choices))

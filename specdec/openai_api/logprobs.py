@@ -14,7 +14,7 @@ from specdec.openai_api.json_text import Json, encoded, json_list, json_object
 MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON lacks; vLLM uses the same value."""
 
-UNTOLD = Piece("", b"")
+NO_PIECE = Piece("", b"")
 """Placeholder for a token text that an older orchestrator does not send."""
 
 
@@ -49,7 +49,9 @@ def chat_logprobs(found: Iterable[Logprobs]) -> Json:
     content = [
         {
             **one(entry.piece, entry.chosen),
-            "top_logprobs": [one(entry.top_pieces.get(token, UNTOLD), logprob) for token, logprob in entry.top.items()],
+            "top_logprobs": [
+                one(entry.top_pieces.get(token, NO_PIECE), logprob) for token, logprob in entry.top.items()
+            ],
         }
         for entry in found
     ]
@@ -65,22 +67,22 @@ class Offset(Protocol):
 
 def completion_logprobs(found: Iterable[Logprobs | PromptToken], offset: Offset, most: int | None = None) -> Json:
     """Return log-probabilities in the format of completions: of the chosen token, and of at most `most` top ones."""
-    told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    columns: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in found:
-        told["tokens"].append(entry.piece.text)
-        told["text_offset"].append(offset.before(entry.piece))
+        columns["tokens"].append(entry.piece.text)
+        columns["text_offset"].append(offset.before(entry.piece))
         logprobs = entry.logprobs if isinstance(entry, PromptToken) else entry
         if logprobs is None:
-            told["token_logprobs"].append(None)
-            told["top_logprobs"].append(None)
+            columns["token_logprobs"].append(None)
+            columns["top_logprobs"].append(None)
             continue
-        told["token_logprobs"].append(max(logprobs.chosen, MIN_LOGPROB))
+        columns["token_logprobs"].append(max(logprobs.chosen, MIN_LOGPROB))
         top: dict[str, float] = {}
         for token, logprob in islice(logprobs.top.items(), most):  # best first, so of equal texts the best is kept
-            top.setdefault(logprobs.top_pieces.get(token, UNTOLD).text, max(logprob, MIN_LOGPROB))
-        top.setdefault(entry.piece.text, told["token_logprobs"][-1])
-        told["top_logprobs"].append(top)
-    return told
+            top.setdefault(logprobs.top_pieces.get(token, NO_PIECE).text, max(logprob, MIN_LOGPROB))
+        top.setdefault(entry.piece.text, columns["token_logprobs"][-1])
+        columns["top_logprobs"].append(top)
+    return columns
 
 
 Entry = TypeVar("Entry")

@@ -9,7 +9,7 @@ from itertools import islice
 
 from specdec.client import Chunk, Piece, PromptToken
 from specdec.openai_api.json_text import Json, encoded, json_list
-from specdec.openai_api.logprobs import MIN_LOGPROB, UNTOLD, EncodedLogprobs, Offset, TextOffset, completion_logprobs
+from specdec.openai_api.logprobs import MIN_LOGPROB, NO_PIECE, EncodedLogprobs, Offset, TextOffset, completion_logprobs
 
 MAX_SCORES_BYTES = 64 << 20
 """Maximum characters of the prompts' log-probabilities in one answer: with 20 alternatives, a token takes 1 KB."""
@@ -102,11 +102,13 @@ def _entry(token: PromptToken, top: int) -> Json | None:
     if found is None:
         return None
     ranked = enumerate(islice(found.top.items(), top), 1)
-    entry = {str(best): _told(logprob, rank, found.top_pieces.get(best, UNTOLD)) for rank, (best, logprob) in ranked}
-    return {str(token.token): _told(found.chosen, found.rank, token.piece)} | entry
+    entry = {
+        str(best): _entry_json(logprob, rank, found.top_pieces.get(best, NO_PIECE)) for rank, (best, logprob) in ranked
+    }
+    return {str(token.token): _entry_json(found.chosen, found.rank, token.piece)} | entry
 
 
-def _told(logprob: float, rank: int, piece: Piece) -> Json:
+def _entry_json(logprob: float, rank: int, piece: Piece) -> Json:
     return {"logprob": max(logprob, MIN_LOGPROB), "rank": rank or None, "decoded_token": piece.text}
 
 

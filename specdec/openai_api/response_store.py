@@ -151,15 +151,15 @@ class ResponseStore:
         return self._clock() - self._seconds
 
     def _put(self, caller: str, items: Sequence[Json], response: Json) -> bool:
-        told = [encoded(value, ascii=True) for value in (list(items), response["output"], response)]
-        size = sum(map(len, told))
+        columns = [encoded(value, ascii=True) for value in (list(items), response["output"], response)]
+        size = sum(map(len, columns))
         if size > self._most_bytes:
             return False
         execute = self._database.execute
         execute("BEGIN IMMEDIATE")
         try:
             execute("DELETE FROM responses WHERE stored < ?", (self._since,))
-            row = (response["id"], caller, self._clock(), size, response["previous_response_id"], *told)
+            row = (response["id"], caller, self._clock(), size, response["previous_response_id"], *columns)
             execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
             while (excess := self._excess()) > 0:
                 asked = "SELECT caller FROM responses GROUP BY caller ORDER BY SUM(bytes) DESC LIMIT 1"

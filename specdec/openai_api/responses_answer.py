@@ -132,11 +132,11 @@ class ResponseAnswer:
             part |= {"annotations": [], "logprobs": EncodedList()} if kind == "message" else {}
             self._item["content"], self._text = [part], []
             yield self._of_item("response.content_part.added", content_index=0, part=dict(part))
-        told: list[Json] = chat_logprobs(logprobs)["content"] if self._request.includes_logprobs else []
+        entries: list[Json] = chat_logprobs(logprobs)["content"] if self._request.includes_logprobs else []
         self._text.append(text)
         if kind == "message":
-            self._item["content"][0]["logprobs"].extend(told)
-            yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=told)
+            self._item["content"][0]["logprobs"].extend(entries)
+            yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=entries)
         else:
             yield self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
 

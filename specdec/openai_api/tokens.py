@@ -90,7 +90,7 @@ def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedT
             raise wrong(form, given[form], "text")
         message.text = _encodable(form, given[form])
         message.add_special = values["add_special_tokens" if form == "prompt" else "add_special"]
-    return AskedTokens(message, form, _told(ignored, strict=strict))
+    return AskedTokens(message, form, _ignored(ignored, strict=strict))
 
 
 def parse_detokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedTokens:
@@ -103,7 +103,7 @@ def parse_detokenize(fields: Mapping[str, Any], *, strict: bool = False) -> Aske
     message = TokenizeRequest(model=_model(given), text_of_tokens=True)
     message.tokens.ids[:] = tokens
     message.tokens.SetInParent()  # marks an empty list as this form
-    return AskedTokens(message, "tokens", _told(ignored, strict=strict))
+    return AskedTokens(message, "tokens", _ignored(ignored, strict=strict))
 
 
 def _model(given: Mapping[str, Any]) -> str:
@@ -120,7 +120,7 @@ def _encodable(name: str, text: str) -> str:
     return text
 
 
-def _told(ignored: list[str], *, strict: bool) -> tuple[str, ...]:
+def _ignored(ignored: list[str], *, strict: bool) -> tuple[str, ...]:
     if ignored and strict:
         raise unknown(ignored[0])
     return tuple(ignored[:MAX_IGNORED])

@@ -237,9 +237,9 @@ async def _answer(error: Exception, context: Context) -> None:
         raise error
     if isinstance(error, ExceptionGroup):
         await _answer(error.exceptions[0], context)
-    told = as_service_error(error)
-    if isinstance(told, InternalError):
+    mapped = as_service_error(error)
+    if isinstance(mapped, InternalError):
         log.error("failed", exc_info=error)
     else:
-        log.info("refused", reason=told.reason, message=str(told))
-    await context.abort_with_status(to_status(told, bound_request_id()))
+        log.info("refused", reason=mapped.reason, message=str(mapped))
+    await context.abort_with_status(to_status(mapped, bound_request_id()))

@@ -75,14 +75,14 @@ class GenerationDefaults:
         return replace(self, sampling=Sampling(repetition_penalty=self.sampling.repetition_penalty))
 
     @property
-    def told(self) -> dict[str, float]:
+    def used(self) -> dict[str, float]:
         """The file's non-neutral values by name, with the fewest digits that identify a float32; and temperature 0 if
         the file sets greedy decoding."""
         neutral = asdict(Sampling())
         sampling = {name: getattr(self.sampling, name) for name in FIELDS}
-        told = {name: float(str(np.float32(v))) for name, v in sampling.items() if v != neutral[name]}
-        told |= {"temperature": 0.0} if self.greedy else {}
-        return told if self.max_new_tokens is None else {**told, "max_new_tokens": self.max_new_tokens}
+        used = {name: float(str(np.float32(v))) for name, v in sampling.items() if v != neutral[name]}
+        used |= {"temperature": 0.0} if self.greedy else {}
+        return used if self.max_new_tokens is None else {**used, "max_new_tokens": self.max_new_tokens}
 
 
 NEUTRAL = GenerationDefaults()

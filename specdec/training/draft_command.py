@@ -30,7 +30,7 @@ REPLAY_SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class DraftWishes:
+class DraftOptions:
     """The texts of a training, and its device. When resuming, None means the value at the beginning."""
 
     files: Sequence[Path]  # when resuming, none or the same as at the beginning
@@ -89,17 +89,17 @@ class PreparedDraft:
 
 
 def prepared(
-    target: ModelDirectory, draft: GivenDraft, wishes: DraftWishes, plan: DraftPlan, out: Path, *, resume: bool
+    target: ModelDirectory, draft: GivenDraft, options: DraftOptions, plan: DraftPlan, out: Path, *, resume: bool
 ) -> PreparedDraft:
     """Return a training to begin, or to resume where the one in `out` stopped. From now on, `out` has everything needed
     to resume. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text, the
     models have no room, or `out` has nothing to resume; WriteError if `out` cannot be written."""
     learned_from = None if isinstance(draft.directory, RandomWeights) else LearnedFrom.of(draft.directory.path)
-    if wishes.traffic is not None:
-        learned_from = (learned_from or LearnedFrom()).with_texts(wishes.traffic.tenants)
+    if options.traffic is not None:
+        learned_from = (learned_from or LearnedFrom()).with_texts(options.traffic.tenants)
     served: tuple[ServedLabels, TextWindows] | None = None
-    text_digest = digest_of(wishes.files) if wishes.files else None
-    replay_digest = digest_of(wishes.replay) if wishes.replay else None
+    text_digest = digest_of(options.files) if options.files else None
+    replay_digest = digest_of(options.replay) if options.replay else None
     if resume:
         origin = check_unfinished(
             out,
@@ -107,48 +107,48 @@ def prepared(
             target=(target.name, target.model_fingerprint),
             draft=(draft.directory.name, draft.fingerprint),
             text=text_digest,
-            own_tokens=wishes.own_tokens,
+            own_tokens=options.own_tokens,
             replay=replay_digest,
-            replay_share=wishes.replay_share,
+            replay_share=options.replay_share,
         )
         text = TrainingText.kept(out)
     else:
-        share = REPLAY_SHARE if wishes.replay_share is None else wishes.replay_share
+        share = REPLAY_SHARE if options.replay_share is None else options.replay_share
         origin = DraftOrigin(
             target.name,
             text_digest or "",
-            wishes.own_tokens or 0,
+            options.own_tokens or 0,
             target.model_fingerprint,
             draft.directory.name,
             draft.fingerprint,
             replay_digest or "",
-            share if wishes.replay else 0.0,
+            share if options.replay else 0.0,
         )
         tokenizer, end = Tokenizer(target), min(target.end_tokens, default=None)
-        given, replay = (tokens_of(files, tokenizer, end) for files in (wishes.files, wishes.replay))
-        if wishes.traffic is not None and wishes.served_labels:
-            learned, held_out = wishes.traffic.parted(plan.length)
+        given, replay = (tokens_of(files, tokenizer, end) for files in (options.files, options.replay))
+        if options.traffic is not None and options.served_labels:
+            learned, held_out = options.traffic.parted(plan.length)
             learned.check(draft.directory.vocabulary)
             served = learned.labels(plan.overruled), TextWindows(learned.positions, plan.length)
             given = held_out.tokens(end)
-        elif wishes.traffic is not None:
-            given = torch.cat([given, wishes.traffic.tokens(end)])
+        elif options.traffic is not None:
+            given = torch.cat([given, options.traffic.tokens(end)])
         own = torch.empty(0, plan.length, dtype=torch.int64)
-        text = TrainingText(given, replay, own, in_memory=wishes.traffic is not None)
+        text = TrainingText(given, replay, own, in_memory=options.traffic is not None)
         text.check(plan.length, draft.directory.vocabulary)  # before the models are loaded
-    big, small = load_target(target, wishes.device), load_draft(draft.directory, wishes.device)
+    big, small = load_target(target, options.device), load_draft(draft.directory, options.device)
     check_room(
         draft.directory.name,
         [*small.parameters()],
         plan,
         max(target.vocabulary, draft.directory.vocabulary),
-        wishes.device,
+        options.device,
         "use a smaller draft, or a smaller --length",
     )
     if not resume:
         clear(out)
         text.save(out)
-        if wishes.traffic is None:
+        if options.traffic is None:
             write_plan(out, plan, origin, **{TRAINS: DRAFT})
     files = DraftFiles(draft.directory, draft.tokenizer, dtype_of_weights(draft.directory))
-    return PreparedDraft(big, small, text, plan, origin, files, learned_from, wishes.traffic, served)
+    return PreparedDraft(big, small, text, plan, origin, files, learned_from, options.traffic, served)

@@ -31,7 +31,7 @@ TRAININGS: Mapping[type[Plan], type[MedusaTraining] | type[Eagle3Training] | typ
 
 
 @dataclass(frozen=True)
-class Wishes:
+class HeadsOptions:
     """The text of a training, and its device."""
 
     files: Sequence[Path]  # when resuming, none or the same as at the beginning
@@ -42,7 +42,7 @@ class Wishes:
 
 def prepared(
     directory: ModelDirectory,
-    wishes: Wishes,
+    options: HeadsOptions,
     plan: Plan,
     out: Path,
     *,
@@ -53,23 +53,23 @@ def prepared(
     to resume. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text,
     `out` has nothing to resume, or the target cannot have heads of this kind."""
     kind = TRAININGS[type(plan)]
-    text = digest_of(wishes.files) if wishes.files else None
+    text = digest_of(options.files) if options.files else None
     if resume:
         origin = check_unfinished(
-            out, kind.trains, plan, target=directory.name, text=text, own_tokens=wishes.own_tokens
+            out, kind.trains, plan, target=directory.name, text=text, own_tokens=options.own_tokens
         )
         windows = Windows(read_tensors(out / TEXTS)["tokens"], plan.length)
     else:
         assert text is not None
-        origin = Origin(directory.name, text, wishes.own_tokens or 0)
-        ids = tokens_of(wishes.files, Tokenizer(directory), min(directory.end_tokens, default=None))
+        origin = Origin(directory.name, text, options.own_tokens or 0)
+        ids = tokens_of(options.files, Tokenizer(directory), min(directory.end_tokens, default=None))
         windows = Windows(ids, plan.length)  # refused before the target is loaded
-    model = load_target(directory, wishes.device)
+    model = load_target(directory, options.device)
     kind.check(model)  # before the target writes its own text, which takes long
-    if not resume and wishes.own_tokens:
-        say(f"the target writes {wishes.own_tokens} tokens to train on")
+    if not resume and options.own_tokens:
+        say(f"the target writes {options.own_tokens} tokens to train on")
         written = plan.length - PROMPT_TOKENS  # tokens of a text
-        rows = -(-wishes.own_tokens // written)
+        rows = -(-options.own_tokens // written)
         begun = windows.trained.flatten()  # excludes held-out windows
         lines = ProgressLines(say, rows)
         own = continued(
@@ -78,7 +78,7 @@ def prepared(
             plan.length,
             rows,
             plan.seed,
-            until=wishes.until,
+            until=options.until,
             wrote=lambda texts: lines.heard(texts, f"{texts * written} tokens written"),
         )
         windows = Windows(torch.cat([windows.tokens, own]), plan.length)

@@ -81,7 +81,7 @@ class DraftPod:
     breaker: Breaker
     sessions: int = 0
     left_alone_until: float = 0.0
-    told: set[str] = field(default_factory=set)  # logged reasons for refusals
+    logged: set[str] = field(default_factory=set)  # logged reasons for refusals
 
     @property
     def in_use(self) -> bool:
@@ -183,15 +183,15 @@ class Drafts:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.call_later(IDLE_SECONDS / 2, self._end_idle)
-        told = ""
+        logged = ""
         while True:
             try:
                 self._loop.run_until_complete(self._find_pods())
                 break
             except Exception as error:  # for example while certificates are being replaced
-                if told != str(error):
-                    told = str(error)
-                    log.error("drafts_not_found", why=told)
+                if logged != str(error):
+                    logged = str(error)
+                    log.error("drafts_not_found", why=logged)
                 time.sleep(AGAIN_SECONDS)
         self._loop.run_forever()
 
@@ -269,8 +269,8 @@ class Drafts:
 
     def _tell(self, pod: DraftPod, why: str) -> None:
         """Log a draft's refusal, once per reason."""
-        if why not in pod.told and len(pod.told) < MAX_LOGGED_REASONS:
-            pod.told.add(why)
+        if why not in pod.logged and len(pod.logged) < MAX_LOGGED_REASONS:
+            pod.logged.add(why)
             log.warning("draft_refused", pod=pod.address, why=why)
 
     async def _draft(self, session: RemoteDraftSession, pod: DraftPod) -> None:

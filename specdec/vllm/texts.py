@@ -93,15 +93,15 @@ class TextTable:
         """Return the text in each of these rows; for a row that continues no text, a new one. Texts are not extended
         yet."""
         found: dict[int, VllmText] = {}
-        homeless: list[int] = []
+        unmatched: list[int] = []
         before = dict(self._of_row)
         for number, row in rows.items():
             text = before.get(number)
             if text is not None and text.continues_in(row, COMPARED):
                 found[number] = before.pop(number)
             else:
-                homeless.append(number)
-        for number in homeless:
+                unmatched.append(number)
+        for number in unmatched:
             row = rows[number]
             # Compare the ends first, because texts are long and most differ there.
             alike = (place for place, text in before.items() if text.continues_in(row, COMPARED))

@@ -115,9 +115,9 @@ def explained(decisions: SpeculationDecisions) -> str:
         parts += [f"{count} had none: {_reason(name, decisions)}" for name, count in reasons if name != "prompt"]
     else:
         parts = [_reason(name, decisions) for name, _ in reasons if name != "prompt" or len(reasons) == 1]
-    told = "; ".join(parts)
+    reason = "; ".join(parts)
     # "off by request" alone, without the mode before it.
-    return told if named == ["off"] and told.startswith("off ") else f"{', '.join(named)}: {told}"
+    return reason if named == ["off"] and reason.startswith("off ") else f"{', '.join(named)}: {reason}"
 
 
 def proposed(sources: Mapping[str, int]) -> str:
@@ -134,6 +134,6 @@ def _reason(name: str, decisions: SpeculationDecisions) -> str:
         return f"a row costs {decisions.row_us / 1000:.3g} ms and must bring {decisions.break_even:.2f} tokens{best}"
     if name in MEASURED and len(decisions.mode_rates) > 1:
         rates = sorted(decisions.mode_rates.items(), key=lambda entry: -entry[1])
-        told = ", ".join(f"{'plain' if mode == 'off' else MODES.get(mode, mode)} {rate:.0f}" for mode, rate in rates)
-        return f"{words} (tokens/s: {told})"
+        reason = ", ".join(f"{'plain' if mode == 'off' else MODES.get(mode, mode)} {rate:.0f}" for mode, rate in rates)
+        return f"{words} (tokens/s: {reason})"
     return words

@@ -258,11 +258,11 @@ def _call(name: str, arguments: Mapping[str, object]) -> ToolCall | None:
     stays escaped."""
     try:
         name.encode()
-        told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        encoded = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return None
     try:
-        told.encode()
+        encoded.encode()
     except UnicodeEncodeError:
-        told = json.dumps(arguments, allow_nan=False)
-    return ToolCall(name, told)
+        encoded = json.dumps(arguments, allow_nan=False)
+    return ToolCall(name, encoded)

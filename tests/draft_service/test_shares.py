@@ -40,11 +40,11 @@ def test_more_tenants_than_rows_take_turns() -> None:
     pod.run(16)
     counts = [candidates(pod, each) for each in sessions]
     assert min(counts) > 0
-    assert pod.drafter._had.keys() == {f"tenant {number}" for number in range(3 * ROWS)}
-    assert max(pod.drafter._had.values()) - min(pod.drafter._had.values()) <= 2
+    assert pod.drafter._virtual_times.keys() == {f"tenant {number}" for number in range(3 * ROWS)}
+    assert max(pod.drafter._virtual_times.values()) - min(pod.drafter._virtual_times.values()) <= 2
     for each in sessions:
         pod.loop.detach(each)
-    assert not pod.drafter._had
+    assert not pod.drafter._virtual_times
 
 
 def test_prompts_of_a_crowd_do_not_lengthen_the_passes_of_another_tenant() -> None:

@@ -55,7 +55,7 @@ def sample_of(model: ServedModel, **fields: Any) -> Sample:
 
 def test_a_file_is_read(directory: Path, tmp_path: Path) -> None:
     found = GenerationDefaults.of(with_config(directory, tmp_path / "m", do_sample=True, max_new_tokens=7, **OURS))
-    assert found.told == OURS | {"max_new_tokens": 7}
+    assert found.used == OURS | {"max_new_tokens": 7}
     assert found.sampling.temperature == on_the_wire(0.6)
 
 
@@ -193,7 +193,7 @@ def test_a_file_that_asks_for_greedy_decoding_is_not_silent(
     assert sample_of(model, fallback_temperature=0.5).sampling.temperature == temperature
     assert sample_of(model).sampling.temperature == 0.0
     assert sample_of(model, fallback_temperature=0.5, ignore_generation_config=True).sampling.temperature == 0.5
-    assert model.defaults.told.get("temperature", 0.5) == temperature
+    assert model.defaults.used.get("temperature", 0.5) == temperature
 
 
 def test_the_context_bounds_the_default(model: ServedModel) -> None:

@@ -16,7 +16,7 @@ from specdec.decoding.logprobs import logprobs
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.target_logprobs import MAX_TOP, TargetLogprobs
 from specdec.training.draft import NEW, DraftPlan
-from specdec.training.draft_command import DraftWishes, prepared
+from specdec.training.draft_command import DraftOptions, prepared
 from specdec.training.given_draft import GivenDraft
 from specdec.training.models import load_draft, load_target
 from specdec.training.served_labels import NO_TOKEN, ServedLabels, ServedTraining, TextWindows, divergence_of_top
@@ -198,8 +198,8 @@ def test_a_draft_learns_from_served_labels(pair: Path, kept: list[learning_pb2.K
     one_hot = [learning_pb2.KeptText(tokens=text.tokens, prompt_tokens=16) for text in kept]
     found = []
     for name, texts in (("soft", kept), ("one-hot", one_hot)):
-        wishes = DraftWishes([], 0, [], None, "cpu", TrainingTraffic.of(texts, 100.0), served_labels=True)
-        training = prepared(target, draft, wishes, PLAN, tmp_path / name, resume=False).training(tmp_path / name)
+        options = DraftOptions([], 0, [], None, "cpu", TrainingTraffic.of(texts, 100.0), served_labels=True)
+        training = prepared(target, draft, options, PLAN, tmp_path / name, resume=False).training(tmp_path / name)
         assert isinstance(training, ServedTraining)
         passes: list[object] = []
         hook = training._target.register_forward_hook(lambda *of, passes=passes: passes.append(of))

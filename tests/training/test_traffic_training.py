@@ -18,7 +18,7 @@ from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom, tenant_digest
 from specdec.engine.model_directory import COMPLETE, ModelDirectory
 from specdec.roles import environment
 from specdec.training.draft import DraftPlan
-from specdec.training.draft_command import DraftWishes, prepared
+from specdec.training.draft_command import DraftOptions, prepared
 from specdec.training.files import PLAN, STATE, TEXTS, replace_json
 from specdec.training.given_draft import GivenDraft
 from specdec.training.texts import TextError
@@ -59,9 +59,9 @@ def test_a_training_writes_weights_and_whose_texts_they_are_of_alone(tmp_path: P
     target = ModelDirectory(tmp_path / "target")
     draft = GivenDraft.checked(tmp_path / "draft", target, "cpu", untrained=False)
     plan = DraftPlan(steps=3, rows=2, length=64, rate=0.001)
-    wishes = DraftWishes([], 100, [], None, "cpu", TrainingTraffic.of(messages(), 100.0))
+    options = DraftOptions([], 100, [], None, "cpu", TrainingTraffic.of(messages(), 100.0))
     out = tmp_path / "out"
-    work = prepared(target, draft, wishes, plan, out, resume=False)
+    work = prepared(target, draft, options, plan, out, resume=False)
     while not work.own_text.over:
         work.own_text.step()
     work.own_text.save(out)
@@ -112,8 +112,8 @@ def test_random_weights_have_learned_from_nobody(tmp_path: Path) -> None:
         (tmp_path / "corpus").write_bytes(bytes(range(1, 128)) * 20)
         plan = DraftPlan(untrained=untrained, steps=1, rows=1, length=64, rate=0.001)
         out = tmp_path / f"out{learned}"
-        wishes = DraftWishes([tmp_path / "corpus"], 0, [], None, "cpu")
-        prepared(target, draft, wishes, plan, out, resume=False).training(out)
+        options = DraftOptions([tmp_path / "corpus"], 0, [], None, "cpu")
+        prepared(target, draft, options, plan, out, resume=False).training(out)
         found = LearnedFrom.of(out)
         assert (0 if found is None else len(found.oldest)) == learned
 

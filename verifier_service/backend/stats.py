@@ -80,12 +80,12 @@ class VerifierStats:
                 self.accepted_lengths[min(result.accepted, LAST_BIN)] += 1
 
     def observe_pace(
-        self, seconds: float, results: Sequence[VerifyResult], *, sat_out: bool = False, in_turn: int = 0
+        self, seconds: float, results: Sequence[VerifyResult], *, texts_waited: bool = False, in_turn: int = 0
     ) -> None:
         """Count the seconds since the last step, however spent. `sat_out`: decoding texts sat this step out for a
         prompt, and still wait for the next one; `in_turn`: sessions that take turns and are not in this step."""
         self._held_up += seconds
-        if sat_out:
+        if texts_waited:
             return
         held_up, self._held_up = self._held_up, 0.0
         if results:

@@ -68,7 +68,7 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
     def forget(self, session: VerifierSession) -> None:
         text = self._texts.pop(session, None)
         if text is not None:
-            text.slots.give_back()
+            text.slots.release()
 
     # --- reading committed rows ---------------------------------------------------------------------
 

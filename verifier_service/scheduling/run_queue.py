@@ -23,7 +23,7 @@ from specdec.serving.errors import TooLateError
 from verifier_service.backend.result import VerifyResult
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.memory_forecast import TextLengths, expected_growth
-from verifier_service.scheduling.shares import TenantShares, who_counts, youngest_beyond, youngest_of_largest
+from verifier_service.scheduling.shares import TenantShares, competing_sessions, youngest_beyond, youngest_of_largest
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 
@@ -210,7 +210,7 @@ class RunQueue:
         growth = expected_growth([*(other.session for other in running), entry.session], self.lengths)
         if all(other.tenant == entry.tenant for other in running):  # fairness preempts between tenants only
             return growth
-        counted = who_counts(running, entry, entry.session.tree.base)
+        counted = competing_sessions(running, entry, entry.session.tree.base)
         if len(counted) < len(running):
             growth = min(growth, expected_growth([*(other.session for other in counted), entry.session], self.lengths))
         return growth

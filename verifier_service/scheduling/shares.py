@@ -57,7 +57,7 @@ class Urgent(NamedTuple):
     yielding: Set[str]
 
 
-NOBODY = Urgent(frozenset(), frozenset())
+NO_URGENT = Urgent(frozenset(), frozenset())
 
 
 class TenantShares:
@@ -126,7 +126,7 @@ class TenantShares:
         """Return the urgent and the yielding tenants of a step (module docstring). A tenant yields to another that has
         fewer sessions per weight and has been served no more, not counting prompt tokens still to be computed."""
         if not prompts or len(self._sessions) < 2:  # the common case, kept cheap
-            return NOBODY
+            return NO_URGENT
         sessions: defaultdict[str, float] = defaultdict(float)
         lacking: defaultdict[str, float] = defaultdict(float)  # charged at admission, not computed yet
         for entry in (*prompts, *decoding):
@@ -143,7 +143,7 @@ class TenantShares:
         # all decoding by its prompts; and no more service, as a tenant ahead of its share waits its turn.
         able = [tenant for tenant in had if sessions[tenant] < most and had[tenant] <= highest]
         if not able:
-            return NOBODY
+            return NO_URGENT
         # The neediest tenant decides who yields; the others may only join it.
         neediest = min(able, key=lambda tenant: (sessions[tenant], had[tenant]))
         yielding = {
@@ -152,7 +152,7 @@ class TenantShares:
             if sessions[neediest] < sessions[tenant] and had[neediest] <= self._counters[tenant]
         }
         if not yielding:
-            return NOBODY
+            return NO_URGENT
         # Urgent tenants must go before every yielding one. The strict n_i < n_j also keeps the two sets disjoint.
         fewest = min(sessions[tenant] for tenant in yielding)
         lowest = min(self._counters[tenant] for tenant in yielding)
@@ -193,7 +193,7 @@ def youngest_of_largest(running: list[RunningSession]) -> RunningSession:
     return max(reversed(spared(running) or running[-1:]), key=lambda entry: shares[entry.tenant])
 
 
-def who_counts(running: Sequence[RunningSession], entry: RunningSession, tokens: int) -> list[RunningSession]:
+def competing_sessions(running: Sequence[RunningSession], entry: RunningSession, tokens: int) -> list[RunningSession]:
     """Return the running sessions whose growth may take memory from the waiting `entry`, which needs `tokens` tokens.
     Sessions that would be preempted first are left out: each tenant holding at least `IMBALANCE` times this tenant's
     future share would lose all its sessions except the oldest."""
@@ -201,8 +201,8 @@ def who_counts(running: Sequence[RunningSession], entry: RunningSession, tokens:
     own = shares.pop(entry.tenant, 0.0) + tokens / entry.weight
     # Tenants well above its share once admitted would be preempted for it, so their growth cannot displace it.
     beyond = {tenant for tenant, tokens_held in shares.items() if tokens_held >= IMBALANCE * own}
-    giving_way = {id(other) for other in spared(running) if other.tenant in beyond}
-    return [other for other in running if id(other) not in giving_way]
+    preemptible = {id(other) for other in spared(running) if other.tenant in beyond}
+    return [other for other in running if id(other) not in preemptible]
 
 
 def youngest_beyond(running: list[RunningSession], entry: RunningSession, tokens: int) -> RunningSession | None:

@@ -103,7 +103,7 @@ class CandidateChoice:
         )
         if found.exploring is not None:
             self.latency.explore(found.exploring)
-        _insist(sessions, found.nodes, self.free)
+        _add_forced(sessions, found.nodes, self.free)
         left = self.free - sum(map(len, found.nodes))
         # One experiment a step: with two, their costs could not be told apart.
         may_explore = may_explore and found.exploring is None
@@ -119,7 +119,7 @@ class CandidateChoice:
         sessions = [entry.session for entry in speculating]
         offers = [session.compare_candidates() for session in sessions]
         joint = select_candidates(offers, self.latency, decoding, self.free, self.spent)
-        _insist(sessions, joint.nodes, self.free)
+        _add_forced(sessions, joint.nodes, self.free)
         own = {
             tenant: self._alone([sessions[i] for i in places], places, len(division.tenants[tenant].decoders))
             for tenant, places in _places(speculating).items()
@@ -141,7 +141,7 @@ class CandidateChoice:
         """Return the candidates and window rows of a tenant's sessions in a step of their own."""
         offers = [session.candidates() for session in sessions]
         found = select_candidates(offers, self.latency, roots, self.free, self.spent)
-        _insist(sessions, found.nodes, self.free)
+        _add_forced(sessions, found.nodes, self.free)
         alone = Alone(places, roots, found.nodes, found.price, found.break_even)
         left = self.free - alone.count
         alone.rows = window_rows(sessions, alone.nodes, roots, left, self.latency, self.eligibility)
@@ -162,7 +162,7 @@ class CandidateChoice:
             if most < alone.count:
                 offers = [session.candidates() for session in some]
                 nodes = select_candidates(offers, self.latency, alone.roots, most, self.spent).nodes
-            _insist(some, nodes, most)
+            _add_forced(some, nodes, most)
             count = sum(map(len, nodes))
             opened = open_windows(some, nodes, alone.roots, most - count, self.latency, self.eligibility)
             free -= count + sum(len(window.nodes) for window in opened if window is not None)
@@ -172,7 +172,7 @@ class CandidateChoice:
         return StepCandidates(chosen, windows, prices, min(alone.break_even for alone in own.values()))
 
 
-def _insist(sessions: Sequence[VerifierSession], chosen: list[list[Node]], most: int) -> None:
+def _add_forced(sessions: Sequence[VerifierSession], chosen: list[list[Node]], most: int) -> None:
     """Add the best candidate of each session that is forced to speculate and got none, up to `most` candidates in
     total."""
     left = most - sum(map(len, chosen))

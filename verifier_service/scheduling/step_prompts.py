@@ -25,7 +25,7 @@ from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
 from verifier_service.scheduling.prefill import PrefillSlowdown, prefill_chunks
-from verifier_service.scheduling.shares import NOBODY, Urgent, prompt_weights
+from verifier_service.scheduling.shares import NO_URGENT, Urgent, prompt_weights
 from verifier_service.scheduling.step_shares import Division, StepShares
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.settings.tuning import PrefillTuning
@@ -79,7 +79,7 @@ class StepPrompts:
         chunks = self._with_room_for_scores(chunks, candidates)
         if division is None:
             return chunks
-        return self._within_parts(chunks, division, urgent if goes_first else NOBODY, rows)
+        return self._within_parts(chunks, division, urgent if goes_first else NO_URGENT, rows)
 
     def _filling(
         self, prompts: Sequence[RunningSession], urgent: Urgent, decoding: int, rows: int, *, goes_first: bool

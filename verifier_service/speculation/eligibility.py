@@ -53,7 +53,7 @@ class Eligibility:
         """Return True if the session's remote draft should propose candidates. CONTRASTIVE always needs them."""
         if not session.policy.remote:
             return False
-        if _insists_on_draft(session):
+        if _always_uses_draft(session):
             return True
         if self.prefilling or self.break_even >= NOTHING_PAYS or not session.draft_gain.helps:
             return False
@@ -191,9 +191,9 @@ class Eligibility:
 
 def is_exempt(session: VerifierSession) -> bool:
     """Return True if the session speculates regardless of the controller."""
-    return _insists_on_draft(session) or session.policy.lookahead is not None
+    return _always_uses_draft(session) or session.policy.lookahead is not None
 
 
-def _insists_on_draft(session: VerifierSession) -> bool:
+def _always_uses_draft(session: VerifierSession) -> bool:
     """Return True if the session uses its draft regardless of the controller."""
     return session.policy.forced or session.needs_draft

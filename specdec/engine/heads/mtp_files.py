@@ -182,8 +182,8 @@ def _parts(path: Path, target: TargetShape) -> tuple[dict[str, Stored], Mapping[
     stored = stored_tensors(path)
     products = [match for tensor in stored if (match := PRODUCT.fullmatch(tensor.name))]
     if len(products) != 1:
-        told = " and ".join(match[0] for match in products) or "neither eh_proj.weight nor mtp.fc.weight"
-        raise HeadsFilesError(f"{path}: has {told}, must have one MTP layer")
+        listed = " and ".join(match[0] for match in products) or "neither eh_proj.weight nor mtp.fc.weight"
+        raise HeadsFilesError(f"{path}: has {listed}, must have one MTP layer")
     (product,) = products
     begin, kinds = (product[1], NAMES) if product[1] else (product[3], OTHER_NAMES)
     if product[2] is not None and int(product[2]) != target.layers:

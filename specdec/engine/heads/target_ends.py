@@ -68,6 +68,6 @@ def ends_of(
 def _one(path: Path, tensors: Sequence[Stored], names: tuple[str, ...], what: str) -> Stored:
     found = [tensor for tensor in tensors if tensor.name.endswith(names)]
     if len(found) != 1:
-        told = ", ".join(tensor.name for tensor in found) or "none"
-        raise HeadsFilesError(f"{path}: has {told} as {what}, must have one tensor named *{' or *'.join(names)}")
+        listed = ", ".join(tensor.name for tensor in found) or "none"
+        raise HeadsFilesError(f"{path}: has {listed} as {what}, must have one tensor named *{' or *'.join(names)}")
     return found[0]

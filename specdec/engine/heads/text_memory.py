@@ -60,14 +60,14 @@ class TextSlots:
         rows are released first: attention cannot skip a gap. PoolFullError, with all slots released, if there is too
         little memory."""
         if position != self.end:
-            self.give_back()
+            self.release()
             self.first = self.end = position
         missing = self.count + count - len(self._slots)
         if missing > 0:
             try:
                 self._slots = np.concatenate([self._slots, self._pool.take(-(-missing // BLOCK) * BLOCK)])
             except Exception:
-                self.give_back()
+                self.release()
                 raise
         begin, self.end = self.end, self.end + count
         return self._slots[begin - self.first : self.end - self.first]
@@ -76,7 +76,7 @@ class TextSlots:
         """Return the slots of the last `count` rows, or of all if there are fewer."""
         return self._slots[max(0, self.count - count) : self.count]
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Give back all slots."""
         self._pool.give(self._slots)
         self._slots, self.first, self.end = np.arange(0), 0, 0

@@ -177,11 +177,11 @@ def _session(
 def _check_sizes(directory: ModelDirectory, graph: ort.InferenceSession, pools: list[tuple[int, int, int]]) -> None:
     """Raise ModelDirectoryError unless the graph's inputs and outputs have the sizes given in its directory's other
     files. Otherwise the first step would fail."""
-    told = {f"key_{layer}": (DESCRIPTION, [heads, key]) for layer, (heads, key, _) in enumerate(pools)}
-    told |= {f"value_{layer}": (DESCRIPTION, [heads, value]) for layer, (heads, _, value) in enumerate(pools)}
-    told["logits"] = ("config.json", [directory.vocabulary])
+    described = {f"key_{layer}": (DESCRIPTION, [heads, key]) for layer, (heads, key, _) in enumerate(pools)}
+    described |= {f"value_{layer}": (DESCRIPTION, [heads, value]) for layer, (heads, _, value) in enumerate(pools)}
+    described["logits"] = ("config.json", [directory.vocabulary])
     sizes = {node.name: node.shape[1:] for node in (*graph.get_inputs(), *graph.get_outputs())}
-    for name, (file, expected) in told.items():
+    for name, (file, expected) in described.items():
         if sizes.get(name) != expected:
             raise ModelDirectoryError(
                 f"{directory.path / GRAPH}: {name} has the shape {sizes.get(name)}, must have {expected} as in {file}"

@@ -68,15 +68,15 @@ def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bo
     """Run the export in a new process and report its progress. Raise its error; an OSError if the folder cannot be
     written."""
     context = multiprocessing.get_context("spawn")
-    told, telling = context.Pipe(duplex=False)
-    given = (directory.path, target, dtype, quantised, niceness, telling)
+    receiver, sender = context.Pipe(duplex=False)
+    given = (directory.path, target, dtype, quantised, niceness, sender)
     process = context.Process(target=_in_process, args=given, daemon=True)
     process.start()
-    telling.close()
+    sender.close()
     progress = start_phases.progress_to(start_phases.report)
     error: Exception | None = None
     try:
-        while not isinstance(message := told.recv(), Exception):
+        while not isinstance(message := receiver.recv(), Exception):
             progress(*message)
         error = message
     except EOFError:  # the process has ended
@@ -87,7 +87,7 @@ def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bo
         raise UnsupportedModelError(f"{directory.name} was not exported: {how_it_ended(process.exitcode)}")
 
 
-def _in_process(path: Path, target: Path, dtype: Dtype, quantised: bool, niceness: int, telling: Connection) -> None:
+def _in_process(path: Path, target: Path, dtype: Dtype, quantised: bool, niceness: int, sender: Connection) -> None:
     """Export, sending progress and, if it fails, the error. If the parent has died, sending fails, and the written
     files are removed."""
     os.nice(niceness)
@@ -101,9 +101,9 @@ def _in_process(path: Path, target: Path, dtype: Dtype, quantised: bool, nicenes
             target,
             dtype,
             None if quantised else 32,
-            lambda what, done, total: telling.send((what, done, total)),
+            lambda what, done, total: sender.send((what, done, total)),
         )
     except (ModelDirectoryError, UnsupportedModelError) as error:
-        telling.send(error)
+        sender.send(error)
     except OSError as error:
-        telling.send(OSError(error.errno, error.strerror or str(error), error.filename))
+        sender.send(OSError(error.errno, error.strerror or str(error), error.filename))

@@ -80,11 +80,11 @@ def _rewritten(schema: Mapping[str, Any], work: Work, *, checks: bool) -> tuple[
         rewriter = _SchemaRewriter(schema, work, checks=checks)
         return rewriter.whole(), rewriter.check()
     except GrammarError as error:
-        told = str(error)
-        if len(told) <= MAX_TOLD_CHARACTERS:
+        message = str(error)
+        if len(message) <= MAX_TOLD_CHARACTERS:
             raise
         half = MAX_TOLD_CHARACTERS // 2
-        raise GrammarError(f"{told[:half]} ... {told[-half:]}") from None
+        raise GrammarError(f"{message[:half]} ... {message[-half:]}") from None
     except RecursionError:
         raise GrammarError("nests too deep") from None
     except PatternError as error:  # the work budget of the whole request is spent

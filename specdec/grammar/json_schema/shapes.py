@@ -33,8 +33,8 @@ def check_shapes(schema: Mapping[str, Any], place: str) -> None:
             continue
         value = schema[key]
         if not shape.fits(value):
-            told = f"is {json.dumps(value[:MAX_SHOWN_CHARACTERS])}, " if isinstance(value, str) else ""
-            raise GrammarError(f"{place}/{key}: {told}must be {shape.wanted}")
+            given = f"is {json.dumps(value[:MAX_SHOWN_CHARACTERS])}, " if isinstance(value, str) else ""
+            raise GrammarError(f"{place}/{key}: {given}must be {shape.wanted}")
         if key == "type":
             allowed = (value,) if isinstance(value, str) else tuple(value)
 

@@ -99,14 +99,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         if self._watches.total() >= MAX_WATCHES or self._watches[peer] >= MAX_WATCHES_OF_CONNECTION:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there are too many watchers: check the health instead")
         self._watches[peer] += 1
-        told = None
+        sent = None
         try:
             async with asyncio.timeout(self._watch_seconds):
                 while True:
                     changed, draining = self._changed, self._draining  # either may change during the write
-                    if (status := self._status(request.service)) != told:
+                    if (status := self._status(request.service)) != sent:
                         await context.write(health_pb2.HealthCheckResponse(status=status))
-                        told = status
+                        sent = status
                     if draining:
                         return
                     await changed.wait()

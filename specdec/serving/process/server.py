@@ -209,8 +209,8 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     reporting = asyncio.create_task(report_health(service, checks))
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     if settings.reflection:
-        told = (service.name, TraceServicer.name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(told, server)
+        reflected = (service.name, TraceServicer.name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(reflected, server)
     port = listen(server, settings.host, settings.port, credentials)
     if settings.health_port is not None:
         servers.append(

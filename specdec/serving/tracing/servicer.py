@@ -30,7 +30,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
         request: trace_pb2.GetTraceRequest,
         context: grpc.aio.ServicerContext[trace_pb2.GetTraceRequest, trace_pb2.GetTraceResponse],
     ) -> trace_pb2.GetTraceResponse:
-        return self.told(self.find(request.request_id))
+        return self.response_with(self.find(request.request_id))
 
     def find(self, request_id: str) -> list[Timeline]:
         """Return the timelines of a request; UnknownRequestError if none is recorded."""
@@ -41,7 +41,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
             f"{KEPT} that ended since it started; requests refused for lack of capacity are not recorded"
         )
 
-    def told(self, timelines: list[Timeline]) -> trace_pb2.GetTraceResponse:
+    def response_with(self, timelines: list[Timeline]) -> trace_pb2.GetTraceResponse:
         now = time.monotonic()
         return trace_pb2.GetTraceResponse(timelines=[self._message(timeline, now) for timeline in timelines])
 

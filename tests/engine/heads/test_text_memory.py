@@ -28,5 +28,5 @@ def test_the_slots_of_a_text_follow_it_without_gaps() -> None:
     assert memory.pool.used == 64
     assert len(text.take(91, 2)) == 2  # it begins again
     for each in (text, other):
-        each.give_back()
+        each.release()
     assert memory.pool.used == 0

@@ -7,7 +7,7 @@ import pytest
 from specdec.engine.kv.blocks import BLOCK
 from tests.verifier_service.fakes import Client, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import NO_BAD, check_over, client, expect_no_growth, text, turns
-from verifier_service.scheduling.shares import held, who_counts, youngest_beyond, youngest_of_largest
+from verifier_service.scheduling.shares import competing_sessions, held, youngest_beyond, youngest_of_largest
 
 SHORT, LONG = 40, 70
 """Prompt lengths in tokens: within one block, and two."""
@@ -38,10 +38,10 @@ def test_texts_that_would_give_way_do_not_count() -> None:
     mine = client(loop, SHORT, 5, 20, tenant="mine")
     turns(loop, 1)
     running, waits = [each.running for each in (*flood, mine)], client(loop, SHORT, 6, 20, tenant="mine").running
-    assert who_counts(running, waits, BLOCK) == [flood[0].running, mine.running]
-    assert who_counts(running, waits, 3 * BLOCK) == running
+    assert competing_sessions(running, waits, BLOCK) == [flood[0].running, mine.running]
+    assert competing_sessions(running, waits, 3 * BLOCK) == running
     late = client(loop, SHORT, 7, 20, tenant="late").running
-    assert who_counts([flood[0].running, mine.running], late, BLOCK // 2) == [flood[0].running, mine.running]
+    assert competing_sessions([flood[0].running, mine.running], late, BLOCK // 2) == [flood[0].running, mine.running]
     for each in (*flood, mine):
         each.cancel()
 
