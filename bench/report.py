@@ -22,7 +22,7 @@ def publish(
     """Print the table, and write `name`.json, .md and .png into the folder `out`. If the measurement was interrupted,
     mark the report and exit with status 130."""
     cut_off = report.get(CUT_OFF, False)
-    text = ("CUT OFF: this is what was measured until then.\n\n" if cut_off else "") + table(report)
+    text = ("CUT OFF: results so far.\n\n" if cut_off else "") + table(report)
     print(text, end="")
     if out is not None:
         (out / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -110,8 +110,8 @@ def main(
         int | None,
         typer.Option(
             min=512,
-            help="Size of the KV cache in tokens. Default: 64 texts of the model's context, on a CPU of at most "
-            "1,024 tokens each; at least one full context, at most half of the free memory.",
+            help="Size of the KV cache in tokens. Default: room for 64 texts of full context (on a CPU: of at most "
+            "1,024 tokens each), but at least one full context and at most half of the free memory.",
         ),
     ] = None,
     max_sessions: Annotated[int, typer.Option(min=1, help="Maximum open sessions; further ones are refused.")] = 256,
@@ -142,10 +142,12 @@ def main(
     ] = ExpansionPolicy.max_depth,
     max_branches: Annotated[
         int,
-        typer.Option(min=1, max=MAX_BRANCHES, help="Maximum `max_branches` granted; a larger one gets this."),
+        typer.Option(
+            min=1, max=MAX_BRANCHES, help="Limit on requested `max_branches`; larger values are reduced to it."
+        ),
     ] = MAX_BRANCHES,
     max_depth: Annotated[
-        int, typer.Option(min=1, max=MAX_DEPTH, help="Maximum `max_depth` granted; a larger one gets this.")
+        int, typer.Option(min=1, max=MAX_DEPTH, help="Limit on requested `max_depth`; larger values are reduced to it.")
     ] = MAX_DEPTH,
     max_nodes: Annotated[
         int,
@@ -168,16 +170,16 @@ def main(
     scorer: Annotated[
         ScorerName,
         typer.Option(
-            help="How candidates are scored, unless a request says: calibrated to what the target has accepted, or by "
-            "the draft's own probability."
+            help="How candidates are scored, unless a request names a scorer: by probabilities calibrated to what the "
+            "target has accepted, or by the draft's own."
         ),
     ] = "calibrated",
     expansion: Annotated[
         str,
         typer.Option(
             metavar="N,N,...",
-            help="Fixed widths of the token tree, as in SpecInfer, unless a request names a tree: children of a node "
-            "by its depth, as in 4,2,1. Default: by probability.",
+            help="Fixed widths of the token tree, as in SpecInfer: number of children of a node by its depth, as in "
+            "4,2,1, unless a request names a tree. Default: by probability.",
         ),
     ] = "",
     learn_tokens: Annotated[
@@ -203,8 +205,8 @@ def main(
         typer.Option(
             metavar="FILE",
             help="File with the key of callers that may read and delete what is kept, and forget tenants: one line of "
-            "at least 16 printable ASCII characters. Needed with --learn-tokens; with --versions alone it lets "
-            "`specdec forget` refuse versions.",
+            "at least 16 printable ASCII characters. Needed with --learn-tokens; with --versions alone, "
+            "`specdec forget` then only excludes versions.",
         ),
     ] = None,
     versions: Annotated[

@@ -125,7 +125,7 @@ class CandidateQueue:
         self._unsent = [node for node in self._unsent if node in alive]
         self._unsent_distributions = [n for n in self._unsent_distributions if n is root or n in alive]
         if self._contrasted and root.distribution is not None and root not in self._unsent_distributions:
-            self._unsent_distributions.insert(0, root)  # a verifier with a full tree dropped node and row
+            self._unsent_distributions.insert(0, root)  # a verifier whose tree was full has dropped node and row
         self._release()
 
     def commit_arrived(self, now: float) -> None:
@@ -205,8 +205,8 @@ class CandidateQueue:
 
         The root's distribution is sent immediately: without it no token can be chosen (CONTRASTIVE), or a draw arrives
         after the choice at its position and is lost (REJECTION). A full message of whole distributions does not wait
-        either (CONTRASTIVE). Draws always wait: an end token ends its chain, and the time at which it is sent must not
-        reveal the token.
+        either (CONTRASTIVE). Other draws always wait: an end token ends its chain, and the time at which it is sent
+        must not reveal the token.
         """
         if not self.has_unsent:
             return math.inf

@@ -58,7 +58,7 @@ class Forgotten:
         self._unreadable = ""  # the reason, as last logged
         try:
             self._take_names()
-        except OSError as error:  # a service that does not know who was forgotten must not start
+        except OSError as error:  # a service that does not know the forgotten tenants must not start
             raise ModelDirectoryError(f"{self._folder}: cannot be read: {error.strerror or error}") from error
 
     def add(self, tenant: str) -> None:
@@ -169,5 +169,5 @@ def _seconds(content: bytes) -> float:
     """Return the Unix seconds in a file; ValueError if it has none."""
     found = float(content)
     if not 0 <= found < math.inf:
-        raise ValueError(f"{found} is no time")
+        raise ValueError(f"{found} is not a time")
     return found

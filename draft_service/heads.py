@@ -1,6 +1,6 @@
 """Heads as a drafter: EAGLE-3 heads, a block draft or an MTP layer, run apart from their target.
 
-Heads read fused features that the verifier sends (`Features`): one row for each token of the text but the last. Once
+Heads read fused features that the verifier sends (`Features`): one row for each token of the text except the last. Once
 the row before the last token has arrived, a tree grows from it as in a verifier (`specdec/engine/heads/growth.py`), a
 level at a time and for several texts concurrently. Nodes keep the children that they already have. Until that row
 arrives, the only candidates are those grown from earlier rows.
@@ -35,7 +35,8 @@ from specdec.engine.kv.slots import PoolFullError, Slots
 log = structlog.get_logger()
 
 MAX_TEXTS = 16
-"""Maximum texts whose trees grow concurrently: candidates of the first are sent before further trees grow."""
+"""Maximum texts whose trees grow concurrently, as a group: its candidates are sent before the next group's trees
+grow."""
 
 MAX_AHEAD = 4096
 """Maximum tokens by which a text's rows may be ahead of its commits: commits are batched while drafting is paused."""

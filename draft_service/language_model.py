@@ -169,8 +169,8 @@ def translated(session: DrafterSession, translation: Translation) -> list[int]:
 
 
 SPELLED = 2
-"""Draft tokens that a session has memory for, per token of a target with another tokenizer. Beyond it, the session
-proposes nothing."""
+"""Draft tokens that a session has memory for, per token of a target with another tokenizer. A session whose text needs
+more proposes nothing."""
 
 PAUSED_LAG_TOKENS = 512
 """Limit on a paused draft's pending committed tokens. Below it a paused text costs other sessions nothing, and a
@@ -305,8 +305,8 @@ class LanguageModelDrafter(Drafter):
         """Return the path logprob above which a further node of a session pays in the coming pass."""
         if self._times is None:
             return -math.inf
-        # The pass contains every session's best node in any case. This is the root if the session lacks only a
-        # correction's token.
+        # The pass contains every session's best node in any case. If a session lacks only a correction's token, this
+        # is the root.
         best = [math.exp(session.session.best_logprob()) for session in expanding]
         best += [1.0 for session in reading if session.pending_text == 1 and not session.session.policy.paused]
         probability = self._times.break_even(best[: self._rows]) if best else 0.0
@@ -347,9 +347,9 @@ class LanguageModelDrafter(Drafter):
 
         - By default: one row per unpaused reader, since most need only the token of a correction, plus W * max(1,
           unpaused readers / expanding sessions).
-        - If expanding tenants wait for readers of other tenants, so that a tenant with many sessions cannot lengthen
-          another's passes: at most W rows for the first term, plus W times the smallest ratio, over expanding tenants,
-          of the other readers' tenant weights to the tenant's own.
+        - If expanding tenants wait for readers of other tenants: at most W rows for the first term, plus W times the
+          smallest ratio, over expanding tenants, of the other reading tenants' total weight to the tenant's own. So a
+          tenant with many sessions cannot lengthen another's passes.
         - If no session expands: at least the shortest pending text as a whole, since no session waits for the pass.
         """
         wanted = sum(not session.session.policy.paused for session in reading)
@@ -379,7 +379,7 @@ def _by_tenant(sessions: Iterable[ModelSession]) -> dict[str, list[ModelSession]
 
 
 def _shared_by_tenant(reading: Sequence[ModelSession], rows: int) -> Iterator[tuple[ModelSession, int]]:
-    """Yield what `_shared` yields for each tenant, with the rows divided among tenants by weight."""
+    """Yield the results of `_shared` for each tenant, with the rows divided among tenants by weight."""
     tenants = _by_tenant(reading)
     pool = Pool(rows, {tenant: own[0].session.request.weight for tenant, own in tenants.items()})
     wanted = {tenant: float(sum(session.pending_text for session in own)) for tenant, own in tenants.items()}

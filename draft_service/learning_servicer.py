@@ -1,7 +1,7 @@
 """LearningService: gives the kept texts to a trainer, and forgets tenants, for callers with the key.
 
-Forgetting a tenant has three steps: note it, in memory and in the folder of versions; delete its kept texts; roll back
-the versions that have learned from it. The note also covers texts and versions that arrive meanwhile.
+Forgetting a tenant has three steps: record it, in memory and in the folder of versions; delete its kept texts; roll
+back the versions that have learned from it. The record also covers texts and versions that arrive meanwhile.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         now = time.monotonic()
         message, tokens = learning_pb2.GetTrafficResponse(), 0
         for text in [] if self._loop.traffic is None else self._loop.traffic.texts():
-            if text.forgotten:  # while earlier texts were sent
+            if text.forgotten:  # forgotten while earlier texts were sent
                 continue
             message.texts.append(_message(text, now))
             tokens += len(text.tokens) + MAX_TOP * len(text.places)

@@ -1,7 +1,7 @@
 """Pass times: T_d(n), the seconds of a draft pass over n nodes with all its host work, and the choice of nodes that
 pay.
 
-A pass that computes nodes of path probabilities p_1, ..., p_n yields sum(p) / T_d(n) a second. With
+A pass over nodes of path probabilities p_1, ..., p_n yields a path probability of sum(p) / T_d(n) a second. With
 
     T_d(n) = base + a_node * n
 
@@ -28,8 +28,8 @@ class PassTimes:
     """T_d(n) as a weighted least-squares line; recent passes weigh more. `measured`: seconds at start-up by node count;
     ValueError for fewer than two counts.
 
-    Passes at start-up run with other texts, other host work and another load. Once served passes have been observed,
-    they therefore contribute only to the slope, which narrow passes alone would not show, not to the base.
+    Start-up passes run with other texts, other host work and another load. Once served passes have been observed,
+    start-up passes contribute only to the slope, which narrow passes alone would not show, and not to the base.
     """
 
     def __init__(self, measured: Mapping[int, float]) -> None:

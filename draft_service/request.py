@@ -16,10 +16,10 @@ MIN_PROBABILITY = 0.002
 """Minimum path probability of a node to be expanded."""
 
 MIN_CONTRASTED_PROBABILITY = 0.02
-"""The same minimum under CONTRASTIVE. There each node costs log q of many tokens, and most tokens of a step are the
-target's own, since the rule prefers tokens that the draft does not expect. On the demo pair, with passes of 30 ms and 3
-ms, a step has 1.78 tokens, and the draft sends rows of 12 prefixes per token; with a minimum of 0.002, the numbers are
-1.82 and 45."""
+"""The same minimum under CONTRASTIVE. There each node is sent with log q of many tokens, and most tokens of a step are
+the target's own, since the rule prefers tokens that the draft does not expect. On the demo pair, with target passes of
+30 ms and draft passes of 3 ms, a step yields 1.78 tokens, and the draft sends 12 distributions per token; with a
+minimum of 0.002, the numbers are 1.82 and 45."""
 
 MAX_KEPT_BYTES = 16 << 20
 """Maximum bytes of the rows that a CONTRASTIVE session keeps to answer queries: whole rows of all its nodes. Over a

@@ -27,7 +27,7 @@ OUTLIER = 2.0
 
 
 class SendTimer:
-    """The send timer of one session. Durations are in seconds; times are those of `time.monotonic`."""
+    """The send timer of one session. Durations are in seconds; times are from `time.monotonic`."""
 
     def __init__(self) -> None:
         self._committed_at = -math.inf  # time of the last commit
@@ -71,8 +71,8 @@ class SendTimer:
         deadline = now + (self._committed_at - round_trip - self._deviation - now) % period
         if self._sent_at <= deadline - 2 * period:  # the last deadline passed without a message
             return -math.inf
-        # A message sent within a step after the last deadline missed that deadline: this one needs a message despite
-        # the interval.
+        # A message sent within a step after the last deadline missed that deadline, so the coming deadline needs a
+        # message despite the interval.
         if self._sent_at <= deadline - period + step:
             earliest = min(earliest, deadline - step)
         elif earliest > deadline:

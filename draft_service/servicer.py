@@ -55,7 +55,7 @@ from specdec.serving.validation import (
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 MAX_COMMIT_TOKENS = 4096
-"""Maximum tokens of a commit, for which all sessions wait. A target's step commits at most a few hundred tokens."""
+"""Maximum tokens of a commit, since all sessions wait for it. A target's step commits at most a few hundred tokens."""
 
 MAX_AGE_US = 2**32 - 1
 """Maximum of `base_age_us` (uint32), 71 minutes. Larger ages (for example, with a slow reader) are sent as this
@@ -111,10 +111,10 @@ class DraftServicer(
         """Serve a draft loop.
 
         `info`: the `PodInfo` in statistics. Without `grammars`, texts with a grammar are refused; `trials` tries
-        grammars before they are compiled. `translation`: between the target's tokens and the draft's, if they use
-        different tokenizers; `identity` and `grammars` are then the target's. `learning`: the key and the tenants of
-        LearningService; None disables that service. `versions`: the follower of the folder of versions, if there is
-        such a folder.
+        grammars before they are compiled. `translation`: between the target's tokens and the draft's, if the two models
+        use different tokenizers; `identity` and `grammars` are then the target's. `learning`: the key and the tenants
+        of LearningService; None disables that service. `versions`: the follower of the folder of versions, if there is
+        one.
         """
         super().__init__(loop, limits.max_sessions, limits.max_sessions_per_client)
         self.gates = () if learning is None else (key_gate(learning.key),)

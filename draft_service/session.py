@@ -273,7 +273,7 @@ class DrafterSession:
         return self.policy.width(self._expanded[node])
 
     def shifts(self, node: Node) -> list[float]:
-        """Return the calibration's shifts for the children of a node; zeros if the draft's own estimates count."""
+        """Return the calibration's shifts for the children of a node; zeros with the draft's own probabilities."""
         if self.policy.scorer is Scorer.PROBABILITY:
             return UNCALIBRATED
         return self._calibration.shifts(self._expanded[node])
@@ -295,7 +295,7 @@ class DrafterSession:
         estimates = np.log(rejection.acceptances(distribution, len(tokens)))
         (logprobs,) = corrected([self.shifts(node)], estimates[None]).tolist()
         path_logprob, least = node.path_logprob(), -math.inf if self.policy.expansion else MIN_CHILD_LOGPROB
-        probable = sum(logprob >= least for logprob in logprobs)  # logprobs never rise
+        probable = sum(logprob >= least for logprob in logprobs)  # logprobs are non-increasing
         count = max(1, min(probable, self.policy.max_nodes - self.outgoing.offered))
         added = [
             self._grow(node, token, logprob, path_logprob + logprob)

@@ -29,7 +29,7 @@ class KeptText:
     """A text to learn from. Only `places` and `forgotten` ever change."""
 
     tenant: str
-    tokens: NDArray[np.uint32]  # the prompt's first
+    tokens: NDArray[np.uint32]  # prompt first
     prompt: int  # tokens of the prompt
     overruled: NDArray[np.uint32]  # indices of tokens that are not the draft's likeliest guess, ascending
     kept_at: float  # by the `clock` of `Traffic`

@@ -151,6 +151,6 @@ def _check_unchanged(directory: ModelDirectory, tokenizer: Tokenizer) -> None:
         given_back = tokenizer.decode(tokenizer.encode(text, special=False))
         if given_back != text:
             raise UnsupportedModelError(
-                f"{directory.path}: its tokenizer makes {given_back!r} of {text!r}: a draft with another tokenizer "
-                "than its target's needs tokenizers that keep texts as they are"
+                f"{directory.path}: its tokenizer turns {text!r} into {given_back!r}; if draft and target have "
+                "different tokenizers, both must reproduce texts unchanged"
             )

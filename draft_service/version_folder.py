@@ -80,7 +80,7 @@ class VersionsFolder:
         problems: list[str] = []
         for directory in directories:
             if not NAME.fullmatch(directory.name):
-                problems.append(f"{directory.name!r} is no name of 1 to 64 letters, digits, . _ and -")
+                problems.append(f"{directory.name!r} is not a name of 1 to 64 letters, digits, . _ and -")
             elif (marked := _marked(directory)) is None:
                 problems.append(f"{directory.name} has neither {COMPLETE} nor {DESCRIPTION}")
             else:

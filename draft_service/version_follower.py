@@ -1,8 +1,8 @@
 """Follows the folder of versions: loads new versions one at a time, beside the serving one, and hands them to the
 drafter.
 
-A version that has learned from a forgotten tenant is not loaded. If the serving version has, an earlier version is
-loaded in its place first.
+A version that has learned from a forgotten tenant is not loaded. If the serving version has learned from one, an
+earlier version is loaded in its place first.
 
 The follower has a thread of its own. The drafter belongs to the draft loop's thread, so all changes reach it as actions
 between two steps.

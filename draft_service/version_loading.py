@@ -47,8 +47,8 @@ PROBED_TOKENS = 32
 """Tokens of the text whose logits must be finite before a version serves."""
 
 BESIDE = 2.0
-"""Factor on the slowdown limit while a version is loaded: it is measured while the serving version runs passes on the
-same cores. On trial, where the two take turns, the limit applies without this factor."""
+"""Factor on the slowdown limit at loading, when a version is measured while the serving version runs passes on the same
+cores. On trial, where the two take turns, the limit applies without this factor."""
 
 NODES = expansion_width.WIDTHS[0]
 """Nodes of the passes whose times are compared."""

@@ -5,7 +5,7 @@ share of guessed tokens among its first WINDOW_TOKENS. Tokens of one text depend
 Observations are compared as they arrive: D_1, D_2, ... in [-1, 1] are the differences between the new version's and the
 serving version's mean observation since the previous comparison. Their mean is 0 if the versions are equally good. Two
 bettors, one on "better" and one on "worse", begin with a wealth of 1. For each D_i they stake a share lambda_i in
-[0, 1) of their wealth, chosen before D_i is known (+ for "better", - for "worse"):
+[0, 1) of their wealth, chosen before D_i is known (in W_t, + is for "better", - for "worse"):
 
     W_t = prod_i (1 +- lambda_i D_i)            lambda_i = mean / (variance + mean^2) of earlier differences, clipped
 
@@ -158,7 +158,7 @@ class VersionTrial(Generic[Session]):
             del self._running[session]
 
     def passed(self, seconds: float, expected: float) -> None:
-        """Count a pass of the new version; `expected`: seconds of such a pass of the serving one."""
+        """Count a pass of the new version; `expected`: seconds of such a pass in the serving version."""
         self._passes += 1
         self._slow_passes += seconds > self._limits.max_slowdown * expected
         if self.verdict is None and self._passes >= SPEED_PASSES and 2 * self._slow_passes > self._passes:

@@ -2,9 +2,9 @@
 
 One version *serves* new sessions. A new version starts as a *canary*: it drafts for a random share of the sessions
 opened from then on, and a trial compares the two (`version_trial.py`). A better canary becomes the serving version, and
-the previous one is *retired*: it keeps its sessions, and is freed after the last one. If the canary fails or is not
-better, its sessions move to the serving version between two passes. There is at most one canary or retired version at a
-time.
+the previous one is *retired*: it keeps its sessions, and is freed after the last one ends. If the canary fails or is
+not better, its sessions move to the serving version between two passes. There is at most one canary or retired version
+at a time.
 
 Once a tenant is forgotten, versions that have learned from it are rolled back. A serving version keeps drafting until
 an earlier one is loaded in its place. The last resort is the first version, which is never removed.
@@ -107,7 +107,7 @@ class Version:
 
 
 def _stop_checks(version: Version) -> None:
-    """Stop the checks of a version that now serves: its errors are handled like those of any draft."""
+    """Stop the checks of a version that now serves: its errors are handled like any draft's."""
     if version.loaded is not None and version.loaded.watched is not None:
         version.loaded.watched.checks = False
 
@@ -220,7 +220,7 @@ class VersionedDrafter(Drafter):
 
     def begin(self, name: str, loaded: LoadedVersion) -> None:
         version = self._known.get(name)
-        if version is None or version.state in LIVE or not self.is_free:  # its directory was removed meanwhile
+        if version is None or version.state in LIVE or not self.is_free:  # removed meanwhile, or not to be tried now
             self.dropped.put(loaded)
             if self._withdrawn:
                 self.interrupted.put(name)

@@ -114,7 +114,7 @@ def main(
         # A draft keeps each session's candidates in its KV cache, next to the text.
         candidates = max(streams) * DraftLimits().max_nodes
         pair = Pair(target, draft, target_options, draft_options, kv_tokens, candidates)
-        room = (kv_tokens - MAX_STEP_CANDIDATES) // max(streams) // BLOCK * BLOCK  # as the verifier counts
+        room = (kv_tokens - MAX_STEP_CANDIDATES) // max(streams) // BLOCK * BLOCK  # whole blocks, as in a verifier
         samples = list(_samples(pair, file, max_prompts, room))
     except (ModelDirectoryError, UnsupportedModelError, PromptFileError) as error:
         fail(str(error), ExitStatus.USAGE)

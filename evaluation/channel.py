@@ -56,7 +56,7 @@ class Pipe:
         self._dispatch(End(error))
 
     def cut(self, error: BaseException) -> None:
-        """End this side immediately."""
+        """End the receiving side immediately, without the delay."""
         self._arrived.put_nowait(End(error))
 
     async def receive(self) -> Message | End:

@@ -56,7 +56,7 @@ class Pair:
         candidates: int = 0,
     ) -> None:
         """Load both, with KV caches of `kv_tokens` tokens, and room for `candidates` more at the draft.
-        ModelDirectoryError or UnsupportedModelError says in one line what is wrong."""
+        ModelDirectoryError or UnsupportedModelError, with a message of one line, if they cannot be used."""
         of_draft = kv_tokens + candidates
         draft_options = replace(draft_options, is_draft=True)  # quantised where a draft service would quantise
         wanted = [Wanted(target, target_options.placement(kv_tokens)), Wanted(draft, draft_options.placement(of_draft))]

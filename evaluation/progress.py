@@ -18,7 +18,7 @@ Heard = Callable[[int], None]
 """Called when a text is complete, with the tokens planned for it."""
 
 LINE_SECONDS = 15.0
-"""Minimum seconds between two lines, without a terminal for a bar."""
+"""Minimum seconds between two lines of progress, if there is no terminal for a bar."""
 
 
 class Progress:

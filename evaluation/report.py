@@ -95,7 +95,7 @@ class EvaluationReport:
         fast = "" if self.draft_speed == 1 else f", {self.draft_speed:g} times as fast"
         hop, network = 1000 * self.distance.hop, 1000 * self.distance.network
         yield (
-            f"A remote draft has a device like the one above to itself{fast}. From a service to another one a message "
+            f"A remote draft has a device like the one above to itself{fast}. A message from one service to another "
             f"takes {hop:.2f} ms, as measured here, and {network:g} ms of network. Each way speculates when it pays."
         )
         yield ""
@@ -114,7 +114,7 @@ class EvaluationReport:
     def _pool_lines(self, streams: int) -> Iterator[str]:
         many = f"{streams} stream{'s' * (streams != 1)} a verifier"
         if (pools := self.pools.get(streams)) is None:
-            yield f"{many}: {fastest(self.speed[streams]).name} is fastest; a draft service brings nothing."
+            yield f"{many}: {fastest(self.speed[streams]).name} is fastest; a draft service does not help."
             return
         verifiers, drafts = self._replicas(streams)
         yield (

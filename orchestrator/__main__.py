@@ -69,8 +69,8 @@ def main(
         typer.Option(
             parser=_model_name,
             metavar="NAME",
-            help="Name of the model in requests. May be repeated: all names are served, and the first one is in "
-            "metrics and in answers to requests without a name. Default: the name of its directory.",
+            help="Name of the model in requests. May be repeated: all names are served; metrics, and answers "
+            "to requests without a name, use the first. Default: the name of its directory.",
         ),
     ] = None,
     chat_template: Annotated[

@@ -126,7 +126,7 @@ def metrics(
     )
     found.counters(
         "fallback_seconds",
-        "Seconds of texts without the draft they asked for, by reason; 0 if no draft service is configured.",
+        "Seconds that texts continued without the draft they asked for, by reason. 0 if no drafts are configured.",
         (*MODEL, "reason"),
         by_reason(lambda counts: dict.fromkeys(FALLBACKS, 0.0) | counts.fallback_seconds),
     )

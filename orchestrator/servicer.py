@@ -291,7 +291,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             with self._catalog.refused.request(account.tenant_class), account.request(), recorded(model=""):
                 raise
         peers = revision.peers
-        samples = max(1, min(request.n, MAX_SAMPLES))  # more are refused with the request's other faults
+        samples = max(1, min(request.n, MAX_SAMPLES))  # a larger n is refused later, with the request's other faults
         with revision.request(account.tenant_class), account.request(samples):
             peers.check_room(request.tenant if account.tenant is None else account.tenant.name)
             with recorded(model=revision.asked_as or revision.model.name) as timeline:

@@ -62,7 +62,7 @@ HELD["openai"] = HELD["service"] | {"openai"}
 HELD["evaluate"] = HELD["draft"] | HELD["orchestrator"] | HELD["verifier"] | {"evaluate"}
 HELD["all"] = HELD["evaluate"] | HELD["export"] | HELD["openai"]
 HELD["dev"] = HELD["all"] | {"bench", "cuda", "otel"}
-"""For each extra, the extras that it includes, itself among them."""
+"""For each extra, the extras that it includes, and itself."""
 
 NEEDED = {
     "draft": "draft",

@@ -1,4 +1,4 @@
-"""Default ports of the services, at which their clients look for them by default.
+"""Default ports of the services.
 
 The services, `specdec up` and `specdec generate` read them from here, so that their defaults agree.
 """

@@ -21,8 +21,8 @@ import typer
 from specdec import strict_yaml
 
 SERVICE_LINK = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
-"""Suffixes of the variables that Kubernetes sets in all containers for a Service, after the Service's name. A further
-variable, ..._PORT, has values that begin with SCHEME."""
+"""Suffixes of the variables that Kubernetes sets in all containers for a Service, after the Service's name. It also
+sets ..._PORT, whose value begins with SCHEME."""
 
 SCHEME = re.compile(r"(tcp|udp|sctp)://")
 

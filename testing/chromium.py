@@ -69,7 +69,7 @@ class Page:
         return await self._send(method, params, self._session)
 
     async def open(self, url: str) -> None:
-        """Load a page afresh and wait until its scripts have run."""
+        """Load a page, even if it is already open, and wait until its scripts have run."""
         await self.command("Page.navigate", url="about:blank")
         await self.command("Page.navigate", url=url)
         await self.until(f"location.href.startsWith({json.dumps(url.partition('#')[0])})")

@@ -48,7 +48,7 @@ class DelayProxy:
         self.delay = delay
         self.traffic: dict[str, RelayedBytes] = {}  # by server
         self.stalled = False  # by `stall`
-        self.waiting: set[End] = set()  # for `resume`
+        self.waiting: set[End] = set()  # ends that wait for `resume`
         self._listening: list[asyncio.Server] = []
         self._ends: set[End] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -191,7 +191,7 @@ class End(asyncio.Protocol):
 
     def _close_if_over(self) -> None:
         if self._heard_all and self._said_all and self._transport is not None:
-            self._transport.close()  # bytes it received may still be in flight
+            self._transport.close()  # bytes that this end received may still be in flight to the other
 
     def _put(self, action: Callable[[End], None]) -> None:
         due = self._loop.time() + self._proxy.delay

@@ -1,8 +1,8 @@
 """Convert a Llama model directory to one GGUF file, the format of llama.cpp.
 
 llama.cpp's own converter knows many architectures and, by name, their tokenizers; it refuses a custom tokenizer. This
-one supports Llama with a byte-level BPE, which suffices for the demo pair. Weights keep their type unless another is
-given.
+converter supports Llama with a byte-level BPE, which suffices for the demo pair. Weights keep their type unless another
+is given.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m testing.own_network COMMAND [ARGUMENT ...]
 
-The network has only a loopback interface, and `/etc/resolv.conf` names a resolver on it. The resolver answers names
-that end with PEERS with 127.0.0.1, and no others. After the command has ended, a line of JSON on stdout gives its exit
+The network has only a loopback interface, and `/etc/resolv.conf` names a resolver on it. The resolver returns 127.0.0.1
+for names that end with PEERS, and knows no others. After the command has ended, a line of JSON on stdout gives its exit
 status and the names; the command's own output goes to stderr. Needs Linux and permission to create user namespaces;
 `problem` checks this.
 """
@@ -69,8 +69,8 @@ def run(*command: str, seconds: float) -> Lookups:
     try:
         output, printed = process.communicate(timeout=seconds)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # ends the command too
-            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the whole process group, so the command ends too
         process.wait()
     if process.returncode:
         raise RuntimeError(f"no network of its own: {printed}")

@@ -129,7 +129,7 @@ def main(
     speculation: Annotated[
         SpeculationName,
         typer.Option(
-            help="Drafters of requests that name none. auto: all of them, when it pays. Other values (draft, always, "
+            help="Drafters for requests that name none. auto: all, whenever they pay. Other values (draft, always, "
             "local, off, or a single one of ngram, lookahead, local_model, heads, jacobi): as for `specdec generate`."
         ),
     ] = "auto",
@@ -137,7 +137,7 @@ def main(
         tuple[int, int, int] | None,
         typer.Option(
             metavar="W N G",
-            help="Lookahead window of requests that name neither drafters nor a window, used even at a loss: W "
+            help="Lookahead window for requests that name neither drafters nor a window, used even at a loss: W "
             "positions, n-grams of N tokens, G guesses. Default: a size that pays, if any.",
         ),
     ] = None,
@@ -253,7 +253,9 @@ def main(
         if engine == "vllm" and given > most:
             raise typer.BadParameter(f"is {given}, must be at most {most} with --engine vllm", param_hint=option)
     if draft_model is not None and engine == "vllm":
-        raise typer.BadParameter("vLLM runs only one model, so no local draft", param_hint="--draft-model")
+        raise typer.BadParameter(
+            "cannot be used with --engine vllm, which runs only one model", param_hint="--draft-model"
+        )
     if heads is not None and engine in ("vllm", "onnx"):
         raise typer.BadParameter(f"{engine} gives no hidden states; use --engine torch", param_hint="--heads")
     if heads is not None and draft_model is not None:
@@ -291,7 +293,7 @@ def main(
         files = None if heads is None else read_heads(heads, heads_tree, directory)
         most = threads or threads_for(device)
         counts = most, most if threads_while_drafting is None else min(most, threads_while_drafting)
-        owed, owed_a_slot = 0, 0  # memory for the heads, or their fusion, which are loaded after the KV cache
+        owed, owed_a_slot = 0, 0  # memory for the heads or their fusion, loaded after the KV cache
         if memory_beside is not None:
             owed, owed_a_slot = memory_beside(directory, dtype_of(directory, target)).owed
         loaded = load_engine(

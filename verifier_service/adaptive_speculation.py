@@ -1,4 +1,4 @@
-"""Adaptive speculation in the step loop: selects modes, runs proposers, and feeds the outcome of steps to both."""
+"""Adaptive speculation in the step loop: selects modes, runs proposers, and updates both with the outcome of steps."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ class AdaptiveSpeculation:
         self, decoding: Sequence[RunningSession], before_delay: float, after_delay: float
     ) -> dict[RunningSession, float]:
         """Return each session's share of the proposers' seconds for a step. The seconds before the delay are divided
-        among all sessions that use proposers; those after it, the local model's, among the sessions that use it."""
+        among all sessions that use proposers; the seconds after it are the local model's, and are divided among the
+        sessions that use that model."""
         found = dict.fromkeys(decoding, 0.0)
         users = [entry for entry in decoding if self.eligibility.uses_proposers(entry.session)]
         local = [entry for entry in users if self.eligibility.uses_local_model(entry.session)]
@@ -122,9 +123,9 @@ class AdaptiveSpeculation:
         """Update each controller with the tokens of its own sessions, over the `seconds` of the whole step.
 
         Other sessions' tokens do not count: the mode has not earned them, and many of them would hide its effect on few
-        sessions. Their time counts, since it passes for all sessions: a share by rows would charge a candidate as much
-        as a root, which costs far more. So the bound on plain decoding is for a step that includes the other sessions'
-        rows.
+        sessions. Their time does count, since it passes for all sessions: dividing the time by rows would charge a
+        candidate as much as a root, which costs far more. So the bound on plain decoding is for a step that includes
+        the other sessions' rows.
         """
         rows_of = {entry.session: rows.rows for entry, rows in plan.entries}
         tokens_of = {entry.session: len(result.tokens) for entry, result in results}

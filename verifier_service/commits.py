@@ -41,7 +41,8 @@ class CommitPublisher:
         self._drafted = 0  # running sessions that use a remote draft
 
     def send_before(self, step_seconds: float, sitting_out: Sequence[RunningSession]) -> None:
-        """Before a step of `step_seconds`, send the pending results of sessions sitting it out, if due by its end."""
+        """Before a step of `step_seconds`, send pending results of sessions sitting it out, if due by the step's
+        end."""
         due = self._due(time.monotonic() + step_seconds)
         pending = [entry for entry in sitting_out if entry.pending_result is not None and due(entry)]
         ResponseQueue.send_all([self._message(entry, StepSeconds()) for entry in pending])
@@ -61,7 +62,7 @@ class CommitPublisher:
         ResponseQueue.send_all(messages)
 
     def send_scores(self, scores: Iterable[tuple[RunningSession, PromptScores]]) -> None:
-        """Send the log-probabilities of tokens of prompts."""
+        """Send the log-probabilities of prompt tokens."""
         ResponseQueue.send_all(
             [
                 (entry.responses, partial(entry.scores_message, part))
@@ -72,7 +73,7 @@ class CommitPublisher:
 
     def send_features(self, results: Iterable[tuple[RunningSession, VerifyResult]], source: FeatureSource) -> None:
         """Send features to the drafts that sessions use now, before the commit of the token after them. If a caller
-        reads too slowly, its features are sent later, as far as they are kept."""
+        reads too slowly, its features are sent later, as far as they are still kept."""
         messages: list[tuple[ResponseQueue[Any], Callable[[], Any]]] = []
         for entry, result in results:
             session = entry.session

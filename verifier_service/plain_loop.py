@@ -1,4 +1,4 @@
-"""The step loop without speculation: one token per session and step, the specification of `StepLoop`'s output.
+"""The step loop without speculation, one token per session and step: it specifies the output of `StepLoop`.
 
 No candidates, modes, delay, windows or coalesced commits: only admission, one packed forward pass and the sampler's
 choice. Speculation must not change these tokens; tests compare the two loops.
@@ -17,7 +17,7 @@ from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.verification.tree_verification import VerifiedStep
+from verifier_service.verification.verified_step import VerifiedStep
 
 
 class PlainLoop(EngineWorker[VerifierSession]):

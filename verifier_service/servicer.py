@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -12,8 +12,6 @@ import grpc
 import structlog
 from prometheus_client.metrics_core import Metric
 
-from specdec.decoding.contrastive import DraftQuery
-from specdec.decoding.logprobs import TokenLogprobs
 from specdec.decoding.proposal import DistributionSizes
 from specdec.decoding.sampling import Rule, sampling_violations
 from specdec.decoding.speculation import CandidateSource, SpeculationOptions, drafters_of
@@ -35,10 +33,8 @@ from specdec.serving.grammars import Grammars
 from specdec.serving.identity import pod_info
 from specdec.serving.messages import (
     RULES,
-    finish_name,
     lookahead_from,
     paths_from,
-    query_message,
     rule_of,
     sampler_from,
     sampling_from,
@@ -69,15 +65,22 @@ from specdec.serving.validation import (
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from specdec.wire.sources import source_name
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import DecisionSums, FeatureRows, PromptScores, StepTimes, VerifyResult, Without
+from verifier_service.backend.result import Without
 from verifier_service.backend.session_backend import BackendSession, SessionBackend
 from verifier_service.metrics import metrics
+from verifier_service.responses import (
+    decisions_message,
+    features_response,
+    query_response,
+    recorded_response,
+    scores_response,
+)
 
 log = structlog.get_logger()
 
 QUEUE_SHARE = 8
-"""Limit on a tenant's waiting sessions, in multiples of the free places in the waiting room: a single tenant gets eight
-ninths of the room, and with more tenants waiting each gets less (dynamic thresholds, Choudhury and Hahne 1998)."""
+"""Limit on a tenant's waiting sessions, in multiples of the free places in the waiting room: a single waiting tenant
+gets eight ninths of the room, each of several gets less (dynamic thresholds, Choudhury and Hahne 1998)."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,8 @@ class Queue(NamedTuple):
     """Numbers of sessions waiting for memory; negative: free room."""
 
     new: int
-    """Sessions never admitted: the waiting room. Preempted sessions do not count, since a flooding tenant's would cause
-    refusals for other tenants."""
+    """Sessions never admitted, which fill the waiting room. Preempted sessions do not count: those of a flooding tenant
+    would cause refusals for other tenants."""
 
     ahead: int
     """Sessions ahead of one that arrives now: preempted ones included, throttled ones not."""
@@ -354,8 +357,8 @@ class VerifierServicer(
         return Without.NO_DRAFT_SERVICE if default == {CandidateSource.REMOTE} else Without.NO_DRAFTER
 
     def _by_default(self, available: SpeculationOptions, rule: Rule) -> SpeculationOptions:
-        """Return this verifier's default, limited to the `available` drafters. Heads are available if any drafter is:
-        orchestrators name heads only on request. A window that the rule excludes is left out, since the request did
+        """Return this verifier's default, limited to the `available` drafters. Heads count as available if any drafter
+        is: orchestrators name heads only on request. A window that the rule excludes is left out, since the request did
         not ask for it."""
         default, named = self._limits.speculation, available.drafters
         options = replace(default, drafters=default.drafters & (named | {CandidateSource.HEADS} if named else named))
@@ -448,93 +451,4 @@ def _options(policy: verifier_pb2.VerifyPolicy) -> SpeculationOptions:
         forced=policy.forced,
         lookahead=lookahead_from(policy.lookahead) if policy.HasField("lookahead") else None,
         jacobi=policy.jacobi,
-    )
-
-
-def recorded_response(timeline: Timeline, result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
-    """Record a verify result and return its response. Runs on the event loop."""
-    timeline.add(
-        steps=result.steps,
-        tokens=len(result.tokens),
-        offered=result.offered,
-        accepted=result.accepted,
-        undrafted_tokens=result.undrafted,
-    )
-    if result.finish:
-        timeline.event("finish", reason=finish_name(result.finish))
-    return response(result, times)
-
-
-def scores_response(scores: PromptScores) -> verifier_pb2.VerifyResponse:
-    """Return the response with log-probabilities of a prompt."""
-    logprobs = (_logprobs(found, found.rank) for found in scores.logprobs)
-    return verifier_pb2.VerifyResponse(
-        prompt_logprobs=verifier_pb2.PromptLogprobs(first=scores.first, logprobs=logprobs)
-    )
-
-
-def features_response(features: FeatureRows) -> verifier_pb2.VerifyResponse:
-    """Return the response with features for the draft."""
-    values = b"".join(features.rows)
-    return verifier_pb2.VerifyResponse(
-        features=model_pb2.Features(first=features.first, values=values, session=features.session)
-    )
-
-
-def query_response(timeline: Timeline, query: DraftQuery) -> verifier_pb2.VerifyResponse:
-    """Record a query to the draft and return its response. Runs on the event loop."""
-    timeline.add(draft_queries=1)
-    return verifier_pb2.VerifyResponse(query=query_message(query))
-
-
-def _logprobs(found: TokenLogprobs, rank: int = 0) -> verifier_pb2.TokenLogprobs:
-    return verifier_pb2.TokenLogprobs(
-        chosen=found.chosen, top_tokens=found.top_tokens, top_logprobs=found.top_logprobs, rank=rank
-    )
-
-
-def response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
-    sums = DecisionSums()
-    sums.add(result.decisions)
-    commit = verifier_pb2.Commit(
-        committed=model_pb2.Committed(
-            base=result.base, tokens=result.tokens, overruled=[place.message for place in result.overruled]
-        ),
-        sources=result.sources,  # type: ignore[arg-type]
-        logprobs=list(map(_logprobs, result.logprobs)),
-        offered=result.offered,
-        accepted=result.accepted,
-        rejected=[
-            model_pb2.RejectedCandidate(position=r.position, depth=r.depth, token=r.token, source=r.source)  # type: ignore[arg-type]
-            for r in result.rejected
-        ],
-        finish_reason=result.finish,  # type: ignore[arg-type]
-        forward_us=int(1e6 * times.forward),
-        step_us=int(1e6 * times.step),
-        waited_us=int(1e6 * times.waited),
-        queued_us=int(1e6 * times.queued),
-        cached_tokens=times.cached,
-        preemptions=times.preemptions,
-        steps=result.steps,
-        drafting_wanted=times.outlook.drafting_wanted,
-        min_candidate_probability=times.outlook.break_even,
-        drafted_sessions=times.drafted,
-        checksum=result.checksum,
-        round_trip_us=int(1e6 * times.round_trip),
-        undrafted_tokens=result.undrafted,
-        decisions=decisions_message(sums, times.rates),
-    )
-    return verifier_pb2.VerifyResponse(commit=commit)
-
-
-def decisions_message(sums: DecisionSums, rates: Mapping[str, float] | None) -> model_pb2.SpeculationDecisions:
-    """Return decisions and the modes' tokens a second as a message."""
-    judged = sums.without[Without.ROW_COST] or 1
-    return model_pb2.SpeculationDecisions(
-        modes={mode: count for mode, count in sums.modes.items() if count},
-        without={reason: count for reason, count in sums.without.items() if count},
-        row_us=1e6 * sums.row / judged,
-        break_even=sums.break_even / judged,
-        best_candidate=sums.best / judged,
-        mode_rates=rates,
     )

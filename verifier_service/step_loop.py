@@ -57,7 +57,8 @@ from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.window_gain import WindowsByTenant
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import Controllers, SpeculationController
-from verifier_service.verification.tree_verification import VerifiedStep, warm_up
+from verifier_service.verification.verified_step import VerifiedStep
+from verifier_service.verification.verify_trees import warm_up
 
 if TYPE_CHECKING:  # imports torch
     from verifier_service.proposers.feature_source import FeatureSource
@@ -91,10 +92,10 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     `step_rows`: limit on the rows of a step with prompts, lowered if fewer rows have the same cost per row;
     `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
     finished texts kept per tenant; unless it is 0, a tenant's texts also share the n-grams of their windows; `latency`:
-    of the target's steps, measured by default; `controller`: a single controller for all texts, instead of one per
-    group; `draft_model`: the local draft; `heads`: used in place of a local draft; `features`: for draft services, not
-    together with heads; `proposers`: additional ones; `block_verification`: verify chains of draws as blocks
-    (REJECTION); `tuning`: fitted constants.
+    latency model of the target's steps, measured by default; `controller`: a single controller for all texts, instead
+    of one per group; `draft_model`: the local draft; `heads`: used in place of a local draft; `features`: source of
+    features for draft services, not together with heads; `proposers`: additional proposers; `block_verification`:
+    verify chains of draws as blocks (REJECTION); `tuning`: fitted constants.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         return wait
 
     def _run_due(self) -> float | None:
-        """Run the step that is due. Return the seconds to wait if it is delayed; None without ready sessions."""
+        """Run the next step. Return the seconds to wait if it is delayed; None if no session is ready."""
         self._queue.admit()
         ready, on_trial = self._ready()
         if not ready:
@@ -276,8 +277,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         return 0.0
 
     def _ready(self) -> tuple[list[RunningSession], bool]:
-        """Return (ready sessions, False); or ([session], True), to try, alone, a session suspected of making steps
-        fail."""
+        """Return (ready sessions, False); or ([session], True) for a session suspected of making steps fail, to be
+        tried alone."""
         ready = [e for e in self._queue.running if e.session.computable and not self._queue.throttled(e)]
         retried = self._retry.next([entry.session for entry in ready])
         if retried is None:
@@ -307,7 +308,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         """Collect every session's rows, and run a step over them."""
         begun = time.monotonic()
         plan = self._planner.plan(ready, proposed.seconds, division)
-        if not plan.entries:  # the sessions for which others sit out have been preempted
+        if not plan.entries:  # the sessions that others sit out for have been preempted
             return
         self.stats.step_expected = plan.expected
         self._publisher.send_before(plan.expected, plan.sitting_out)

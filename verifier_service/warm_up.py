@@ -1,4 +1,4 @@
-"""`specdec warm-up`: fill the cache folder for a model and end, so that a verifier started later finds it warm."""
+"""`specdec warm-up`: fill the cache folder for a model and exit, so that a verifier started later finds it warm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ with needed_by("warm-up", "verifier"):
     from specdec.engine.preflight.check import Wanted, check
     from specdec.serving.process import logs
     from specdec.serving.process.server import StartError, run_program
-    from verifier_service.verification.tree_verification import warm_up
+    from verifier_service.verification.verify_trees import warm_up
 
 KV_TOKENS = 2048
 """KV cache size; the cached files do not depend on it."""

@@ -53,7 +53,7 @@ ENGINES = [kind for kind in get_args(Kind) if kind != "onnx"]
 """Engines to measure: all but onnx, since random weights are not exported."""
 
 SPARE = 0.9
-"""Fraction of the free memory available to a combination."""
+"""Fraction of the free memory that a combination may use."""
 
 WIDTHS = (2, 4, 8)
 """Candidates per session and step, with synthetic speculation."""
@@ -80,7 +80,7 @@ class EngineBench:
         self._console = Console(stderr=True, highlight=False)
 
     def run(self) -> Report:
-        """Measure and return the report. After Ctrl-C it has the measurements so far, if any."""
+        """Measure and return the report. Ctrl-C ends the measurement early, or raises if nothing is measured yet."""
         args = self.args
         self._report("bandwidth")
         bandwidth = self.device.bandwidth()

@@ -39,8 +39,8 @@ def step_size(text: str) -> Combination:
 
 
 def measured(engine: GpuEngine, what: Combination, times: int) -> dict[str, Any]:
-    """Return milliseconds of the first step, of packing and of the rest, of all GPU kernels together, and of the
-    slowest ones."""
+    """Return milliseconds of the first step and, for a later step, of its packing, its rest, all its GPU kernels
+    together and the slowest of them."""
     launch = launch_of(engine)
     queries = dict.fromkeys(range(what.rows), GREEDY)
 

@@ -1,7 +1,7 @@
 """Measures products with quantised weights on one core: `python -m bench products --shape 1536x8960`.
 
-Each kind multiplies LAYERS different weights in turn, so that none stays in the processor's cache. Printed for each:
-milliseconds a product by row count, and whether a row has the same bits in every batch.
+Each kind multiplies by LAYERS different weights in turn, so that none stays in the processor's cache. Printed for each
+kind: milliseconds a product by row count, and whether a row has the same bits in every batch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The report of the engine benchmark: a table of steps relative to their roofline, one of synthetic speculation, a
-plot."""
+"""The report of the engine benchmark: tables of step times and of synthetic speculation, and a plot of step times."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Sizes:
     """Bytes of a model in its compute dtype."""
 
     held: int  # all weights
-    head: int  # the output head's part of these, which engines may keep in float32
+    head: int  # weights of the output head, which engines may keep in float32
     read: int  # weights read by a step
     kv_token: int  # keys and values of one token, all layers
 
@@ -74,7 +74,7 @@ def sizes(folder: Path, item_bytes: int) -> Sizes:
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers raises errors of any kind
         reason = " ".join(str(error).split())
-        raise ModelDirectoryError(f"{folder}: no model can be made of it: {reason}") from error
+        raise ModelDirectoryError(f"{folder}: cannot be built as a model: {reason}") from error
     held = sum(parameter.numel() for parameter in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     text = config.get_text_config()

@@ -5,8 +5,8 @@ folder, and later ones. For comparison, imports and reading the weights in a sep
     python -m bench start --quick                   the demo target alone
     python -m bench start --models /models/a,/models/b
 
-The second model has 230 million parameters, with random weights. The machine's load is printed with each start: figures
-are valid on a quiet machine only.
+By default the models are the demo target and one with 230 million random parameters. The machine's load is printed with
+each start: figures are valid on a quiet machine only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Start:
     kind: str
     seconds: float  # until it was ready
     phases: dict[str, float]
-    load: float  # of the machine, before
+    load: float  # of the machine, before the start
 
 
 def start(model: Path, folder: Path, kind: str) -> Start:

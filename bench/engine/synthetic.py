@@ -1,4 +1,4 @@
-"""Speculation at a chosen acceptance, for models with random weights: SYNTHETIC, and labelled so.
+"""Speculation at a chosen acceptance, for models with random weights. Reports label its results SYNTHETIC.
 
 A model with random weights has no draft that predicts it. So plain decoding first finds its choices. Then the same
 texts are decoded again with injected chains of candidates: each token is the target's choice with probability
@@ -145,7 +145,7 @@ def decode(
 def measure(
     engine: Engine, *, acceptance: float, widths: Sequence[int], sessions: int, prompt: int, length: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Return median tokens a second over rounds, plain and with chains of each width, measured in turns."""
+    """Return the median tokens a second of plain decoding and of each width; every round measures each once."""
     prompts = [[1 + (7 * session + i) % (engine.vocabulary - 1) for i in range(prompt)] for session in range(sessions)]
     cost = StepLatency.measure(engine, engine.capacity - MAX_STEP_CANDIDATES)  # once: the loops keep correcting it
     texts = decode(engine, prompts, length, cost=cost).texts

@@ -3,8 +3,8 @@
     python -m bench token-masks [--vocabularies 4096,32768,131072] [--tokenizer FILE]
 
 Byte-level tokenizers of these sizes are trained on the Python files of this installation, or one is read from a
-`tokenizer.json`. Texts that match a JSON schema are followed token by token, as in a verifier: the next token's mask,
-its application to a row of logits, the same for candidates below the text, and the commit are timed. No model runs.
+`tokenizer.json`. Texts that match a JSON schema are followed token by token, as in a verifier. Timed are the next
+token's mask, its application to a row of logits, the masks of candidates below the text, and the commit. No model runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TRAINING_BYTES = 48 << 20
 """Bytes of Python files to train tokenizers on."""
 
 CANDIDATES = 4
-"""Tokens in a chain below the text whose masks are computed as well."""
+"""Length of the chain of candidates below the text whose masks are computed as well."""
 
 
 def texts() -> Iterator[str]:

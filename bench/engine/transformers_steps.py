@@ -131,8 +131,8 @@ class Compiled(EagerStatic):
 
 
 class ContinuousBatching:
-    """transformers' continuous batching, prompts included: measures the time between two tokens of a stream, one token
-    a step. The host does not regain control between them."""
+    """transformers' continuous batching, which computes the prompts, too. The time between two tokens of a stream
+    counts as a step's time; the host does not regain control in between."""
 
     name = "continuous-batching"
     repeated = False  # one call measures many steps

@@ -36,7 +36,7 @@ def draft_of(engine: str, device: str, folder: Path) -> tuple[Path, tuple[str, .
 
 
 def compared(address: str, prompts: int, tokens: int) -> dict[str, Any]:
-    """Complete all prompts in both ways; return differences, and the draft's contribution."""
+    """Complete all prompts with and without the draft; return the differences, and the draft's contribution."""
     different, offered, sources = [], 0, Counter[str]()
     ways: tuple[Literal["off", "always"], ...] = ("off", "always")
     seconds = dict.fromkeys(ways, 0.0)

@@ -36,7 +36,7 @@ def text_of(length: int, vocabulary: int, seed: int) -> list[int]:
 
 
 def last_logits(engine: GpuEngine, text: list[int], beside: int) -> NDArray[np.float32]:
-    """Return the logits of a text's last token, computed after the rest, beside this many other texts."""
+    """Return the logits of a text's last token, computed after the rest of the text, beside this many other texts."""
     slots = np.arange(1, len(text) + 1)
     packer = engine.packer()
     packer.add_path(slots[:-1], packer.add_rows(text[:-1], 0, slots[:-1]))

@@ -32,7 +32,7 @@ Need = Callable[[Facts, str], list[str]]
 
 
 def modules(names: Iterable[str]) -> Need:
-    """Return the need of these modules, each in a supported version."""
+    """Return the need for these modules, each in a supported version."""
     names = tuple(names)
 
     def missing(facts: Facts, _device: str) -> list[str]:
@@ -65,8 +65,8 @@ def compiler(facts: Facts, device: str) -> list[str]:
     """The compiler used by Triton for its launchers."""
     if device == "cpu":
         return []
-    lines = [] if facts["c_compiler"] else ["a C compiler: triton wants gcc or clang, or a path in CC"]
-    return lines if facts["python_headers"] else [*lines, "Python.h: triton wants Python's headers (python3-dev)"]
+    lines = [] if facts["c_compiler"] else ["a C compiler: Triton needs gcc or clang, or a path in CC"]
+    return lines if facts["python_headers"] else [*lines, "Python.h: Triton needs Python's headers (python3-dev)"]
 
 
 def cuda_provider(facts: Facts, device: str) -> list[str]:
@@ -78,7 +78,7 @@ def cuda_provider(facts: Facts, device: str) -> list[str]:
 
 
 def memory(gib: float) -> Need:
-    """Return the need of this much free memory on the GPU."""
+    """Return the need for this much free memory on the GPU."""
 
     def missing(facts: Facts, device: str) -> list[str]:
         if device == "cpu" or facts["gpu"] is None or facts["gpu"]["free_gib"] >= gib:

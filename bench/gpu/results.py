@@ -39,7 +39,7 @@ def tables(folder: Path) -> dict[str, str]:
 
 
 def _tests(file: Path) -> dict[str, Any]:
-    """Return the numbers of passed, failed and skipped tests, the failed ones, and the reasons of the skipped ones."""
+    """Return the number of passed tests, the names of failed ones, and the number of skipped ones by reason."""
     try:
         cases = list(ElementTree.parse(file).iter("testcase"))
     except (OSError, ElementTree.ParseError):

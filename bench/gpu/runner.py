@@ -122,8 +122,8 @@ class Runner:
 def _started(
     command: Command, environment: Mapping[str, str], cores: set[int], log: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process in its own group; when the context exits, interrupt it, so that it writes its results, then end
-    it."""
+    """Start a process in its own group; when the context exits, interrupt it, so that it writes its results, then kill
+    its group."""
 
     def prepare() -> None:
         # Background jobs of a shell ignore SIGINT, and their children inherit that.

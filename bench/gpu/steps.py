@@ -46,9 +46,9 @@ class Step:
 
 
 def tests(at: Place) -> list[Command]:
-    """Return all tests of kernels, engine and devices, except for compiling kernels for other cards. Warnings are not
-    failures here, since versions other than the pinned ones have other warnings. Compiling kernels takes most of the
-    time, so several files run concurrently if pytest can."""
+    """Return the command that runs the tests of kernels, engine and devices, without those that compile kernels for
+    other cards. Warnings are not failures here, since versions other than the pinned ones have other warnings.
+    Compiling kernels takes most of the time, so several files run concurrently if pytest can."""
     folders = ["tests/engine/gpu", "--ignore", "tests/engine/gpu/test_compile.py", "tests/engine/onnx/test_devices.py"]
     chosen = ["tests/engine/gpu/test_kernels.py", "tests/engine/gpu/test_sampler.py"] if at.small else folders
     options = ["-q", "-rs", "-W", "default", "-p", "no:cacheprovider", f"--junitxml={at.folder / 'tests.xml'}"]
@@ -122,11 +122,11 @@ def _engine(at: Place, shape: str, more: Command) -> Command:
 
 
 def speed(at: Place) -> list[Command]:
-    """With and without CUDA graphs, in turns."""
+    """Return the commands that measure speed with and without CUDA graphs, in turns."""
     source, size = ("demo/draft", "4M") if at.small else ("demo/target", "1200M")
     target = str(at.shared / f"padded-{size.lower()}")
     measured = ["--target", target, "--device", at.device, "--peers", "none", "--kinds", "code", "--rounds", "1"]
-    if at.small:  # without a draft, since each system's start takes long on a CPU; few CPUs have bfloat16
+    if at.small:  # no draft, since each system starts slowly on a CPU; no bfloat16, which few CPUs have
         measured += ["--draft", "none", "--dtype", "float32", "--streams", "1", "--tokens", "16"]
         measured += ["--temperatures", "0", "--learning", "0", "--patience", "0"]
     else:

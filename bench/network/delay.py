@@ -1,4 +1,4 @@
-"""Measure the cost of distance between the services, for this system, which drafts ahead, and the synchronous one.
+"""Measure the cost of distance between the services, for this system, which drafts ahead, and for a synchronous one.
 
     python -m bench delay
     python -m bench delay --target-step-ms 30 --draft-step-ms 3    # a larger pair on simulated devices
@@ -7,11 +7,11 @@ Both links of the orchestrator, to the verifier and to the draft, are delayed (`
 each takes 0 to 1 target steps, so from verifier to draft and back takes twice as long. The client's link is not
 delayed. The target step is this run's median without delay.
 
-This system also uses its verifier's own proposals, unless `--speculation` selects its draft alone (`always`; `draft`:
-where it pays). The synchronous system (`bench.systems.synchronous`) has no such proposals; its best K and shape are
-searched for every delay. Then both take turns, load by load and delay by delay. Tokens a second are counted from the
-first piece to the last, so they leave out the links' delay of the first piece. "Of no delay" and "ahead by" are medians
-of the ratios within one round, with minimum and maximum in brackets.
+This system also uses its verifier's own proposals, unless `--speculation` selects its draft alone (`always` in every
+step, `draft` where it pays). The synchronous system (`bench.systems.synchronous`) has no such proposals; its best K and
+shape are searched for every delay. Then both take turns, load by load and delay by delay. Tokens a second are counted
+from the first piece to the last, so they exclude the links' delay of the first piece. "Of no delay" and "ahead by" are
+medians of the ratios within one round, with minimum and maximum in brackets.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def undrafted(self) -> float:
-        """Fraction of the tokens from steps without candidates."""
+        """Fraction of tokens that come from steps without candidates."""
         return sum(each.sources.get("plain", 0) for each in self.speculation) / sum(map(len, self.tokens))
 
 

@@ -110,7 +110,7 @@ class Echo(Measured):
 
 
 def before(address: str, *options: str) -> tuple[str, ...]:
-    """Return the `python -m` arguments of an orchestrator in front of both."""
+    """Return the `python -m` arguments of an orchestrator in front of the verifier and the draft at this address."""
     peers = ("--verifier", address, "--draft", address)
     return ("orchestrator", "--model", str(DEMO / "target"), *peers, "--port", "0", "--log-level", "error", *options)
 

@@ -5,7 +5,7 @@
 The services run the demo pair, one stream at a time, speculation always on (or, with `--speculation draft`, where it
 pays), through a proxy that counts all bytes, HTTP/2 framing included. With `--step-ms` the target's steps last as long
 as a larger model's (`bench.systems.long_steps`). A draft is ready if, at the end of a step, the verifier already has
-candidates below its outcome: the next step then starts immediately, whatever the network's latency.
+candidates below the step's outcome: the next step then starts immediately, whatever the network's latency.
 """
 
 from __future__ import annotations

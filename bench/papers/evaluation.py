@@ -2,8 +2,8 @@
 
 A cell is a temperature and a number of concurrent streams. In each cell all methods first warm up, then take turns at
 groups of questions, one question per stream, so that a change of the machine's speed affects all of them. Each method
-is its own tenant, since a verifier learns by tenant. No request finds a cached prefix, since the papers compute every
-prompt.
+runs as a tenant of its own, since a verifier learns per tenant. No request finds a cached prefix, since the papers
+compute every prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specdec.client import AsyncClient, Completion, GenerateOptions, InvalidRequ
 
 ANSWER_SECONDS = 900.0
 SEEDS_A_ROUND = 1_000_000
-SEEDS_A_QUESTION = 100  # more than the turns of any question
+SEEDS_A_QUESTION = 100  # more than any question has turns
 
 
 class EvaluationError(Exception):
@@ -42,10 +42,10 @@ class Settings:
     streams: Sequence[int]
     tokens: int  # maximum of a turn's answer
     rounds: int
-    warm_ups: int  # uncounted loads at first, for each method and cell
+    warm_ups: int  # uncounted loads of each method at the start of each cell
     learning_seconds: float  # minimum time of uncounted loads, for adaptive methods
     form: str  # "chat", "text", or "auto": chat if the model has a template, but text for prompts to be continued
-    ignore_end: bool  # all answers have all tokens
+    ignore_end: bool  # every answer has `tokens` tokens
     seed: int
     model: str | None  # None: the only one served
 
@@ -61,10 +61,10 @@ class Cell(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Questions that are asked at the same time."""
+    """Questions that are asked concurrently."""
 
     questions: list[Question]
-    counted: int  # number of questions that count, the first ones; the others only fill up the streams
+    counted: int  # how many of the first questions count; the others only fill up the streams
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ class Evaluation:
         """`methods` begin with plain decoding; `questions` have different ids."""
         self.answers: list[Answered] = []
         self.loads: list[Load] = []
-        self.failed: dict[str, str] = {}  # reasons, by method left out from then on
-        self.skipped: dict[str, str] = {}  # reasons, by question left out altogether
+        self.failed: dict[str, str] = {}  # by method: why it is no longer measured
+        self.skipped: dict[str, str] = {}  # by question: why it is left out altogether
         self.exact = True  # whether all answers had exact numerics
         self.model = ""  # as served
         self._settings = settings
@@ -215,7 +215,7 @@ class Evaluation:
         return [method for method in fitting if method.name not in self.failed]
 
     async def _warm_up(self, client: AsyncClient, cell: Cell) -> None:
-        """Run loads that do not count, as Spec-Bench does; adaptive methods run them for some seconds."""
+        """Run loads that do not count, as Spec-Bench does; adaptive methods run them for `learning_seconds` or more."""
         settings = self._settings
         for method in self._possible(cell):
             begin = time.perf_counter()

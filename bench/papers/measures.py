@@ -1,7 +1,7 @@
 """The measures of the papers, as pure functions of counts and times.
 
-Speed-up, mean accepted tokens and the spread over runs are those of Spec-Bench (Xia et al. 2024, arXiv 2401.07851, its
-`evaluation/speed.py`); conditional acceptance is that of SPEED-Bench (arXiv 2604.09557). A histogram of accepted
+Speed-up, mean accepted tokens and the spread over runs follow Spec-Bench (Xia et al. 2024, arXiv 2401.07851, its
+`evaluation/speed.py`); conditional acceptance follows SPEED-Bench (arXiv 2604.09557). A histogram of accepted
 candidates is a list: entry i is the number of steps that accepted i candidates, not counting the bonus token.
 """
 

@@ -1,7 +1,7 @@
 """The methods by name, as options of a request. A name may have a value, as in `lookahead:7,4,7` or `rejection:1-10`.
 
-A fixed method speculates in every step, whether or not it pays, as the papers' do; `auto`, `draft`, `local` and
-`lookahead` without a size adapt. Limits of values are those of requests (`specdec/serving/validation.py`).
+A fixed method speculates in every step, whether or not it pays, as in the papers; `auto`, `draft`, `local` and
+`lookahead` without a size adapt. Values have the same limits as in requests (`specdec/serving/validation.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Method:
         return self.window.rows if self.window is not None else None if varies else 0
 
     def fits(self, temperature: float) -> bool:
-        """Return whether it is measured at this temperature."""
+        """Return whether the method is measured at this temperature."""
         return self.temperatures == "any" or (temperature > 0) == (self.temperatures == "above zero")
 
     def asked(self, temperature: float) -> GenerateOptions:
@@ -81,7 +81,7 @@ def _adaptive(name: str, alpha: float) -> Method:
 
 
 def _drafter(name: str, alpha: float) -> Method:
-    """Return the method of one drafter alone, in every step."""
+    """Return the method that uses one drafter alone, in every step."""
     needs: dict[str, Part] = {"remote": "a draft", "local_model": "a local draft", "heads": "heads"}
     return Method(name, {"drafters": [name], "forced": True}, needs.get(name))
 

@@ -70,7 +70,7 @@ MAX_TEMPERATURE = 100.0
 
 
 def parsed(given: Sequence[str]) -> argparse.Namespace:
-    """Return the options, all checked; `methods` and `prompts` are read."""
+    """Return the options, all checked, with `methods` and `prompts` read."""
     parser = parser_of("papers", __doc__)
     parser.add_argument("--address", help="HOST:PORT of running orchestrators; default: start a deployment")
     pair.add(parser)
@@ -81,7 +81,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", help="default: the only one served")
     parser.add_argument("--prompts", nargs="+", default=[OWN], help="names or files (default: own)")
     parser.add_argument("--categories", type=names, help="of the prompts; default: all")
-    parser.add_argument("--questions", type=int, help="of each category at most; default: all")
+    parser.add_argument("--questions", type=int, help="maximum number of questions of each category; default: all")
     parser.add_argument(
         "--form",
         choices=["auto", "chat", "text"],
@@ -91,11 +91,15 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", metavar="METHOD", help=f"default: {' '.join(USUAL)}")
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.8], help="default: 0,0.8")
     parser.add_argument("--streams", type=whole_numbers, default=[1], help="concurrent questions; default: 1")
-    parser.add_argument("--tokens", type=int, default=128, help="most of an answer to a turn (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="maximum tokens of an answer (default: %(default)s)")
     parser.add_argument("--ignore-end", action="store_true", help="all answers have this many tokens")
     parser.add_argument("--rounds", type=int, default=3, help="over all questions (default: %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=3, help="loads before, by method (default: %(default)s)")
-    parser.add_argument("--learning", type=float, default=2.0, help="seconds of them for adaptive methods (default: 2)")
+    parser.add_argument(
+        "--warm-up", type=int, default=3, help="uncounted loads of a method before each cell (default: 3)"
+    )
+    parser.add_argument(
+        "--learning", type=float, default=2.0, help="minimum seconds of these loads, if adaptive (default: 2)"
+    )
     parser.add_argument("--alpha", type=float, default=0.1, help="of contrastive decoding (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
     parser.add_argument("--quick", action="store_true", help="a question of each category, one round of 32 tokens")
@@ -146,7 +150,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def _check_address(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse an invalid address, and options that are only for a deployment to start."""
+    """Refuse an invalid address, and options that apply only to a deployment started here."""
     try:
         parse_addresses(args.address)
     except ValueError as error:
@@ -158,7 +162,7 @@ def _check_address(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 def _methods(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Method]:
-    """Return the methods to measure; if none are named, the usual ones that are possible."""
+    """Return the methods to measure; if none are named, the usual ones that the deployment supports."""
     try:
         methods = methods_named(args.methods or USUAL, args.alpha)
     except MethodError as error:
@@ -199,7 +203,7 @@ def deployment(args: argparse.Namespace) -> Iterator[str]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> Report:
-    """Measure and return the report. After Ctrl-C it has the measurements so far, if any."""
+    """Measure and return the report. Ctrl-C ends the measurement early, or raises if nothing is measured yet."""
     settings = Settings(
         temperatures=args.temperatures,
         streams=args.streams,

@@ -1,4 +1,4 @@
-"""The prompts: our own, those of two packages, and files in the formats that papers publish.
+"""The prompts: our own, prompts from two packages, and files in the formats that papers publish.
 
 Each line of a file is a JSON object, whose keys determine the format:
 

@@ -19,7 +19,8 @@ from bench.report import Report
 
 
 def summarised(answers: Sequence[Answered], loads: Sequence[Load], methods: Sequence[Method]) -> list[Report]:
-    """Return a report for each cell, in order: temperature, streams, methods by name, and AUTO over the best one."""
+    """Return a report for each cell, in order: its temperature, its streams, its methods by name, and the ratio of
+    AUTO to the best fixed method."""
     cells = dict.fromkeys(Cell(answer.temperature, answer.streams) for answer in answers)
     return [_cell(cell, answers, loads, methods) for cell in cells]
 

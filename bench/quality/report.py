@@ -60,7 +60,7 @@ def mean(texts: Sequence[Text], measure: str) -> Mean:
 
 
 def difference(one: Mean, other: Mean) -> float | None:
-    """Return the difference in standard errors; None without them."""
+    """Return the difference in standard errors; None if a mean has none."""
     if one.error is None or other.error is None:
         return None
     error = math.hypot(one.error, other.error)

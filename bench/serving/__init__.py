@@ -1,1 +1,1 @@
-"""A verifier with many users: long prompts, overload, and the breakdown of a step's time."""
+"""Benchmarks of services with users: latencies, fairness, overload, restarts, learning, and the breakdown of steps."""

@@ -24,7 +24,7 @@ START_SECONDS = 30.0
 
 
 class DeploymentError(Exception):
-    """The deployment cannot be loaded; the message is the reason in one line."""
+    """The deployment cannot be put under load; the message is the reason in one line."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ PROMPT_TOKENS = 512
 COMMITTED_TOKENS = 3  # per round and session
 POLICY = draft_pb2.DraftPolicy(max_nodes=16, max_depth=6, max_branches=3, min_path_probability=0.05)
 WIDTH = 4
-"""Nodes of a session in a pass."""
+"""Maximum nodes of a session in a pass."""
 
 
 class DraftedSessions:
@@ -46,7 +46,7 @@ class DraftedSessions:
         self._settle()
 
     def round(self) -> None:
-        """Commit guessed tokens to every text, and expand everything allowed."""
+        """Commit guessed tokens to every text, and expand all nodes that the policy allows."""
         for session in self._sessions:
             tree = session.tree
             tokens = [node.token for _, (_, node) in zip(range(COMMITTED_TOKENS), tree.best_chain(), strict=False)]

@@ -50,7 +50,7 @@ class Start:
     round: int
     ready: float  # seconds until it reported readiness
     token: float  # seconds until the first token had come
-    foreign_cores: float  # used by other processes before
+    foreign_cores: float  # cores that other processes used before the start
 
 
 def timed(command: Command, cache: Path, prompt: list[int]) -> tuple[float, float]:
@@ -63,7 +63,7 @@ def timed(command: Command, cache: Path, prompt: list[int]) -> tuple[float, floa
 
 
 def measure(commands: Sequence[Command], rounds: int, patience: float) -> dict[str, Any]:
-    """Return all starts, and the failures of commands, each left out once it has failed. After Ctrl-C, return the
+    """Return all starts, and why commands failed; a command that failed is not started again. After Ctrl-C, return the
     measurements so far."""
     starts, failed, cut_off = list[Start](), dict[str, str](), False
     (prompt,) = held_out(1, PROMPT_TOKENS)

@@ -17,7 +17,7 @@ LATENCIES: Mapping[str, tuple[str, Callable[[Answer], list[float]]]] = {
     "itl": ("pause between pieces (ITL)", lambda answer: answer.pauses),
     "e2e": ("whole request (E2E)", lambda answer: [answer.seconds]),
 }
-"""Latencies by name: their label, and the function that returns those of an answer in seconds."""
+"""Latencies by name: their label, and the function that returns an answer's latencies in seconds."""
 LIMITS = ("ttft", "tpot", "e2e")
 """Latencies that --goodput limits: those with one value per answer."""
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

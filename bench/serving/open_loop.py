@@ -36,7 +36,7 @@ async def ask(client: AsyncClient, prompt: list[int], tenant: str, timeout: floa
 
 
 async def at_poisson_times(rate: float, seconds: float, seed: int) -> AsyncIterator[float]:
-    """Yield at Poisson times, `rate` a second, for some seconds; the value is the due time, in seconds."""
+    """Yield at Poisson times, `rate` a second, for `seconds`; each value is the due time in seconds."""
     dice, begin, due = random.Random(seed), time.perf_counter(), 0.0
     while (due := due + dice.expovariate(rate)) <= seconds:
         await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
@@ -57,8 +57,8 @@ async def arrivals(
 
 
 async def capacity(client: AsyncClient, seconds: float, at_once: int = 48) -> float:
-    """Return the requests a second completed in a closed loop of `at_once`. It runs for twice `seconds` and counts only
-    in the second half, since at the beginning no request is near its end."""
+    """Return the requests a second completed in a closed loop with `at_once` in flight. It runs for twice `seconds` and
+    counts only in the second half, since at the beginning no request is near its end."""
     prompts, done = iter(held_out(4000, tokens=PROMPT_TOKENS, seed=7)), 0
     begin = time.perf_counter() + seconds
     end = begin + seconds

@@ -5,14 +5,14 @@
 
 Four pairs: the demo pair, the same with its target padded to 60M and to 230M parameters, and with a draft of random
 weights. Each is predicted and measured with a draft service on its own core, with the draft within the verifier, and
-without a draft. Target and draft have one thread each. Services and prediction run on from round to round; the first
+without a draft. Target and draft have one thread each. Services and prediction keep running between rounds; the first
 round warms up, and medians of the others are reported. The cost of a message between services is measured first
 (`evaluation.hop`).
 
 With two cores, target and draft do not run side by side as on two devices, since an orchestrator and a client contend
-for the same cores. With `--slower` each model has a device slower than a core by this factor: its pass times, measured
-once, apply to the prediction and to the services, which sleep for the rest of a pass and leave the cores to others
-(`bench.systems.long_steps`). The comparison then covers everything between passes.
+for the same cores. With `--slower` each model has a device slower than a core by this factor. The pass times of these
+devices, measured once, apply to the prediction and to the services, which sleep for the rest of a pass and leave the
+cores to others (`bench.systems.long_steps`). The comparison then covers everything between passes.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Speed:
 
     @classmethod
     def of(cls, rounds: Sequence[tuple[int, int, float]]) -> Speed:
-        """`rounds` are tokens, steps and seconds."""
+        """Return the speed over `rounds`, each with its tokens, steps and seconds."""
         return cls(
             median(tokens / seconds for tokens, _, seconds in rounds),
             median(tokens / steps for tokens, steps, _ in rounds),
@@ -109,7 +109,7 @@ class Speed:
 
 
 def samples(pair: Pair, prompts: Sequence[list[int]], tokens: int, temperature: float) -> list[Sample]:
-    """Return the samples of requests like those that `Specdec.run` sends."""
+    """Return samples like the requests of `Specdec.run`."""
     return [
         parse(
             build_request(

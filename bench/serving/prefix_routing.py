@@ -43,7 +43,7 @@ class Turns:
 
 @dataclass
 class Found:
-    """Results of a run: of each turn, and tokens committed by each surviving verifier, at the end and half way."""
+    """Results of a run. Committed tokens are counted for each surviving verifier, at the end and half way."""
 
     turns: list[Turns]
     committed: list[int] = field(default_factory=list)

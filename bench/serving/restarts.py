@@ -11,7 +11,7 @@ stream at another one from the beginning, for up to a minute.
 
 It reports, without faults (calm) and with them: failed requests, texts that restarted in the user's view, texts that
 differ from the calm ones of the same seed, times to the first token and between tokens, the longest silence in a text,
-and tokens of complete texts a second.
+and tokens a second of complete texts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TOKENS = 128
 TEMPERATURE = 0.8
 PROMPTS = 64
 PATIENCE_SECONDS = 60.0
-"""Seconds that a request is retried while no server answers."""
+"""Seconds for which a request is retried while no server answers."""
 
 AT_ONCE = 8
 LOAD = 0.4

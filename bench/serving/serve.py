@@ -1,4 +1,4 @@
-"""Load a deployment and report its latencies, throughput, goodput and errors: ours, or any with OpenAI's HTTP API.
+"""Load-test a deployment (ours, or any with OpenAI's HTTP API): its latencies, throughput, goodput and errors.
 
     python -m bench serve 127.0.0.1:50050                                        # orchestrators, by gRPC
     python -m bench serve http://127.0.0.1:8000 --concurrency 16 --requests 200  # OpenAI's HTTP API
@@ -58,7 +58,7 @@ class Load:
     prompts: Iterator[Prompt]
     request: Request
     requests: int
-    seconds: float  # after which no request is sent any more
+    seconds: float  # send no new requests after this many seconds
     rate: float | None  # requests a second; None: `concurrency` at a time
     concurrency: int
     seed: int
@@ -107,9 +107,7 @@ def built_in(characters: int, seed: int) -> Iterator[Prompt]:
     dice = random.Random(seed)
     texts = [text for text in _files() if len(text) > 2 * characters]
     if not texts:
-        raise ValueError(
-            f"--prompt-characters: {characters} is more than half of the longest file that prompts are from"
-        )
+        raise ValueError(f"--prompt-characters: {characters} is more than half of the longest prompt source file")
 
     def passage() -> Prompt:
         text = dice.choice(texts)
@@ -204,7 +202,7 @@ def _limit(text: str) -> tuple[str, float]:
 
 
 def parsed(given: Sequence[str]) -> argparse.Namespace:
-    """Return the options, all checked; `connect` is among them, and `prompts` are read."""
+    """Return the options, all checked, with `connect` added and `prompts` read."""
     parser = parser_of("serve", __doc__)
     parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT of orchestrators, or http(s)://HOST:PORT")
     parser.add_argument("--model", help="default: the only one served")
@@ -217,7 +215,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
         "--requests", type=_count(MAX_REQUESTS), help=f"to send; default: {REQUESTS}, or no limit with --seconds"
     )
     parser.add_argument(
-        "--seconds", type=_number(0, MAX_SECONDS, with_least=False), help="after which no request is sent any more"
+        "--seconds", type=_number(0, MAX_SECONDS, with_least=False), help="send no new requests after this many seconds"
     )
     parser.add_argument("--warm-up", type=_count(1000, 0), default=1, help="uncounted requests before; default: 1")
     parser.add_argument("--prompt-file", type=Path, help="as for `specdec generate`; taken in order, again and again")

@@ -2,7 +2,7 @@
 
     python -m bench shares [--rounds 3 --texts 6 --kinds plain samples]
 
-Two tenants have equal weight. In turns, the quiet one runs text after text alone, and while the other keeps `REQUESTS`
+Two tenants have equal weight. The quiet one runs text after text, in turns alone and while the other keeps `REQUESTS`
 requests in flight from a separate process. The figure is the ratio of the medians: with fair sharing it is at most 2.
 The kind `cancels` opens and cancels requests instead, some 490 a second.
 """

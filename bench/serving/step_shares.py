@@ -110,7 +110,7 @@ class Site:
         self._sessions = 0
 
     def crowd(self, kind: str) -> None:
-        """Keep up the other tenant's sessions of a kind."""
+        """Keep the other tenant's sessions of a kind running from now on."""
         asked = KINDS[kind]
         self._sessions = asked.sessions
         self._more = lambda: Stream(self.loop, "other", next(self._prompts), asked)

@@ -1,4 +1,4 @@
-"""The report of the cost benchmark: a table of rates, one of capacities, a plot."""
+"""The report of the cost benchmark: tables of rates and of capacities, and a plot."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Hardware:
 PRESETS = {
     # 140 GB of weights over a few accelerators: memory reads for 30 ms, compute-bound above 64 rows.
     "70b": Hardware(Device(0.030, 20e-6, 64, 200e-6), Device(0.002, 10e-6, 16, 100e-6)),
-    # An 8B and a draft of 0.5B to 1B, each on an H100: the profile 8b-h100 of `bench device`.
+    # An 8B target and a draft of 0.5B to 1B, each on an H100: the profile 8b-h100 of `bench device`.
     "8b": Hardware(Device(0.00677, 25e-6), Device(0.0014, 5e-6)),
     # The demo pair on two cores.
     "demo": Hardware(Device(0.0029, 100e-6), Device(0.00125, 50e-6)),

@@ -35,7 +35,7 @@ SETTLING = 50
 """Uncounted steps at the start."""
 
 MIN_PATH_PROBABILITY = 1e-3
-"""Minimum path probability of computed or verified nodes, at any cost."""
+"""Minimum path probability of computed or verified nodes, however cheap they are."""
 
 SMOOTHING = 0.1
 
@@ -63,7 +63,7 @@ class Reader:
         self._unread: list[tuple[float, int, Text]] = []
 
     def follow(self, root: Text) -> None:
-        """Continue from this root: its pending nodes are the frontier."""
+        """Continue from this root: the nodes below it that are not read yet become the frontier."""
         self._unread.clear()
         pending = [(0.0, root)]
         while pending:

@@ -6,7 +6,8 @@ from evaluation.workers import VirtualStepLoop
 
 
 class LockstepLoop(VirtualStepLoop):
-    """A step loop that steps when all its sessions can, like an engine that drafts for a batch, then verifies it."""
+    """A step loop that steps only when all its sessions can, like an engine that drafts for a batch, then verifies
+    it."""
 
     def turn(self) -> float | None:
         self._queue.admit()  # so that later sessions are not refused by a full queue

@@ -126,7 +126,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--preset", choices=list(PRESETS), default="70b")
     parser.add_argument("--sessions", type=whole_numbers, default=[1, 8, 64])
     parser.add_argument(
-        "--drafts", type=whole_numbers, default=[1, 4], help="draft pods; numbers above that of sessions are skipped"
+        "--drafts", type=whole_numbers, default=[1, 4], help="draft pods; numbers above that of --sessions are skipped"
     )
     parser.add_argument("--delays", type=numbers, default=[0.0, 0.3])
     parser.add_argument(

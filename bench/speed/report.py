@@ -1,4 +1,4 @@
-"""The report of the speed benchmark: tables and a plot. Each of them marks a padded model as such."""
+"""The report of the speed benchmark: tables and a plot, which mark a padded model as such."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model_label(directory: Path) -> str:
         return model_name(directory)
     name = directory.resolve().name
     sizes = f"from {label['source_parameters'] / 1e6:.0f}M to {label['parameters'] / 1e6:.0f}M parameters"
-    return f"{name} ({label['source']} PADDED {sizes}: says what its source says, costs what its size costs)"
+    return f"{name} ({label['source']} PADDED {sizes}: the outputs of its source, the cost of its size)"
 
 
 def table(report: Report) -> str:
@@ -139,8 +139,8 @@ def _facts(report: Report) -> list[str]:
 
 
 def differences(report: Report) -> str:
-    """Return a sentence for each engine with several configurations: the number of loads for which their texts differ,
-    none with exact numerics."""
+    """Return a sentence for each engine with several configurations: for how many loads their texts differ (never with
+    exact numerics)."""
     exact = [name for name in configurations(report) if name != PLAIN]
     engines = [[name for name in exact if name.startswith(words)] for words in (NAME, SERVED)]
     return " ".join(_compared(report, each) for each in engines if len(each) > 1)

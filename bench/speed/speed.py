@@ -11,13 +11,14 @@
     python -m bench speed --peers none --kinds code --streams 1 --windows 2,2,1 5,3,5 7,4,7 15,5,15
 
 At each temperature there is one stream at a time for each kind of prompt, then several concurrent ones of all kinds
-mixed. specdec runs as its three services, used over gRPC by a streaming client, whose work counts. Its configurations
-are plain decoding at its best (no draft, fast numerics, no speculation requested, all cores), the verifier's own
-proposals (lookahead), the draft alone, both, and the verifier's proposals with a local draft. --bad-drafts adds drafts
-that are slow, random, or of another tokenizer: none may be slower than no draft. --windows adds lookahead windows of
-these sizes, in every step, whether or not they pay. --threads sets the threads of all targets, with or without a draft
-service; drafts and everything else use the other cores, as if targets had their own device. --device puts the target,
-and a local draft, on a GPU, and adds plain decoding without CUDA graphs; the draft service stays on the CPU.
+mixed. specdec runs as its three services, used over gRPC by a streaming client, whose work is part of the measured
+time. Its configurations are plain decoding at its best (no draft, fast numerics, no speculation requested, all cores),
+the verifier's own proposals (lookahead), the draft alone, both, and the verifier's proposals with a local draft.
+--bad-drafts adds drafts that are slow, random, or of another tokenizer: none may be slower than no draft. --windows
+adds lookahead windows of these sizes, in every step, whether or not they pay. --threads sets the threads of all
+targets, with or without a draft service; drafts and everything else use the other cores, as if targets had their own
+device. --device puts the target, and a local draft, on a GPU, and adds plain decoding without CUDA graphs; the draft
+service stays on the CPU.
 
 The other systems are called inside their own processes, which saves them a network protocol: transformers' `generate`
 (plain, assisted with its own schedule and with a fixed length, prompt lookup; one stream only), its continuous
@@ -55,7 +56,7 @@ from specdec.local import LocalError
 
 
 def measure(config: SpeedConfig, console: Console) -> Report:
-    """Measure and return the report. After Ctrl-C it has the measurements so far, if any."""
+    """Measure and return the report. Ctrl-C ends the measurement early, or raises if nothing is measured yet."""
     running: dict[Launch, SystemUnderTest] = {}
     failed: dict[str, str] = {}
     cut_off = False

@@ -1,8 +1,8 @@
 """Step times of target and draft alone, and the tokens a second of a system without overhead at these times.
 
-T_v(n) is the target's forward pass over n rows, each after a different text, in the services' exact numerics, on all
-cores and on those left free by a draft, or on a GPU; t_d is the draft's step over one row, on one core. They are
-measured in the same rounds as the systems, since a machine's speed varies.
+T_v(n) is the time of the target's forward pass over n rows, each after a different text, in the services' exact
+numerics, on all cores and on those left free by a draft, or on a GPU; t_d is the time of the draft's step over one row,
+on one core. They are measured in the same rounds as the systems, since a machine's speed varies.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class StepTimes:
         device: str = "cpu",
         threads: int | None = None,
     ) -> None:
-        """Each row comes after a text of `text` tokens; the target is on `device`, with `threads` if given and on the
-        CPU."""
+        """Each row comes after a text of `text` tokens. The target is on `device`; on the CPU it has `threads`, if
+        given."""
         cores = cores_given()
         self._threads = [threads] if threads else sorted({cores, max(1, cores - 1)}, reverse=True)
         if device != "cpu":  # a draft takes no cores from a GPU
@@ -78,7 +78,8 @@ class StepTimes:
     def ideal(
         self, times: Times, streams: int, prompt: int, total: int, *, tokens: float, candidates: float, drafted: float
     ) -> float:
-        """Return tokens a second of an ideal system: `streams` with prompts of `prompt` tokens, `total` tokens in all.
+        """Return tokens a second of an ideal system: `streams` streams, with prompts of `prompt` tokens each, generate
+        `total` tokens together.
 
         Per stream, a step has `candidates` candidates and yields `tokens` tokens, `drafted` of them from a draft. The
         first step computes all prompts. Each further step begins when the last one ends, and takes the time of its

@@ -1,8 +1,8 @@
 """llama.cpp's server as a system under test: the user's `llama-server`, started on loopback and used over HTTP.
 
-Its client is in this process, like specdec's, and the client's work counts; tokens are streamed, to measure first
-tokens and pauses. Each mode of speculation has its own server, since a server's mode is fixed at its start. The options
-are those of its releases since spring 2026, in which `--spec-type` chooses speculation.
+Its client is in this process, like specdec's, and the client's work is part of the measured time; tokens are streamed,
+to measure first tokens and pauses. Each mode of speculation has its own server, since a server's mode is fixed at its
+start. The options are those of its releases since spring 2026, in which `--spec-type` chooses speculation.
 """
 
 from __future__ import annotations

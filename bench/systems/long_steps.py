@@ -108,7 +108,7 @@ def sleep_until(end: float) -> None:
 
 
 def with_long_steps(engine: Engine, lasting: Lasting) -> Engine:
-    """Return an engine like this one, in long steps."""
+    """Return this engine, wrapped to take long steps."""
     if isinstance(engine, GpuSampling):
         return LongGpuSteps(engine, engine, lasting)
     threaded = cpu_threads(engine)

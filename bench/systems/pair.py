@@ -16,7 +16,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Path, Path | None]:
-    """Return the directories of target and draft, both checked; the demo's draft is the demo target's default only."""
+    """Return the directories of target and draft, both checked; the demo's draft is the default of the demo's target
+    only."""
     usual = DEMO / "draft" if args.target == DEMO / "target" else None
     draft = None if args.draft == "none" else Path(args.draft) if args.draft else usual
     for name, path in (("target", args.target), ("draft", draft)):

@@ -18,7 +18,7 @@ DISTURBED = 0.2
 class Watch:
     """A watch on processor time since its creation.
 
-    Sessions are those of setsid(2): a process and all its descendants. The sessions of the system under test have
+    Sessions are as in setsid(2): a process and all its descendants. The sessions of the system under test have
     names.
     """
 
@@ -46,7 +46,7 @@ class Watch:
 
 
 def peak_bytes(session: int) -> int:
-    """Return the sum of peak memory over a session's live processes, each at its own time."""
+    """Return the sum of the peak memory of a session's live processes, even if they peaked at different times."""
     kilobytes = 0
     for process in _members({session}):
         with contextlib.suppress(OSError):

@@ -3,8 +3,8 @@
 Once its model is loaded, a program first writes hello, {"versions": {...}, "flags": {...}}, or the reason why it cannot
 serve, {"error": "..."}. Then it answers {"prompts": [[ids]...], "max_tokens": n, "temperature": t, "mode": "..."} with
 {"seconds": s, "arrivals": [[[s, n]...]...], "steps": n}, or with {"error": "..."}. Arrivals are, for each prompt,
-(seconds since it was sent, number of tokens). Steps are those of the target, summed over all prompts, or null if they
-are not counted.
+(seconds since it was sent, number of tokens). Steps are the target's, summed over all prompts, or null if they are not
+counted.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class SimulatedGpu:
         self.capacity = capacity
         table, kinds = _table(vocabulary, end_token), sorted(set(ranks))
         self.table: NDArray[np.float32] = np.concatenate([_demoted(table, rank) for rank in kinds])
-        self._begins = np.array([PERIOD * kinds.index(rank) for rank in ranks])  # of each position's rows in the table
+        self._begins = np.array([PERIOD * kinds.index(rank) for rank in ranks])  # first row of each position
         self._seconds = seconds
         self._free_at = 0.0  # end of the last pass launched
         self._totals: dict[tuple[int, float], float] = {}

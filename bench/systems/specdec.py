@@ -1,4 +1,4 @@
-"""specdec as a system under test: its services, used over gRPC by the streaming client, whose work counts.
+"""specdec as a system under test: its services, used over gRPC by the streaming client, whose work is measured, too.
 
 `bench/speed/speed.py` describes its configurations.
 """
@@ -39,7 +39,8 @@ def isolated_tenant() -> str:
 
 @dataclass
 class Specdec:
-    """A running stack. The mode of a load is its requests' `speculation`; "local 7,4,7" sets the window's size."""
+    """A running stack. The mode of a load is its requests' `speculation`; "local 7,4,7" also sets the size of the
+    lookahead window."""
 
     about: Mapping[str, Any]
     stack: Stack
@@ -125,7 +126,7 @@ def _speculation(mode: str) -> GenerateOptions:
 
 def launches(setup: Setup, windows: Sequence[Window] = (), heads: Sequence[Path] = ()) -> list[Launch]:
     """Return specdec's systems. Lookahead windows of these sizes are measured whether or not they pay. Each of these
-    sets of heads is measured alone, beside the verifier's other proposers and (except Medusa's) in a draft service."""
+    sets of heads is measured alone, with the verifier's other proposers, and (except Medusa's) in a draft service."""
     start = partial(Specdec.start, setup)
     sizes = (",".join(map(str, window)) for window in windows)
     lookahead = (

@@ -24,7 +24,7 @@ from specdec.engine.engine import Pass
 from verifier_service.scheduling import planner, step_candidates
 from verifier_service.scheduling.planner import StepPlan
 from verifier_service.step_loop import StepLoop
-from verifier_service.verification import tree_verification
+from verifier_service.verification import verified_step
 
 WRITTEN_EVERY = 0.1
 """Seconds between two writes of the file."""
@@ -33,7 +33,7 @@ Seconds = dict[str, float]
 
 
 class Stages:
-    """The stages of one thread. `seconds`: its processor time so far."""
+    """The stages of one thread. `seconds`: processor time so far, by stage."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -96,8 +96,8 @@ def of_verifier(loop: StepLoop) -> Stages:
         (step_candidates, "select_candidates", "choose candidates"),
         (loop._planner, "prepare", "plan the next (beside)"),
         (loop, "_launch", "launch"),
-        (tree_verification, "verify_trees", "verify"),
-        (tree_verification.VerifiedStep, "apply", "commit"),
+        (verified_step, "verify_trees", "verify"),
+        (verified_step.VerifiedStep, "apply", "commit"),
         (loop._publisher, "publish", "publish"),
     ):
         stages.time(owner, name, stage)

@@ -2,9 +2,8 @@
 
 After every verify result the draft proposes K candidates for the new text and sends them as one Extend; the verifier
 steps a session once the Extend for its current text has come. Nothing is drafted ahead and nothing is sent in between:
-a round takes a target step, the draft's steps (K for a chain) and every hop between them. Engines, loops, protocol and
-orchestrator are those of the ordinary system, and so are the tokens. `bench.systems.pod` runs either service as a
-process.
+a round takes a target step, the draft's steps (K for a chain) and every hop between them. Engines, loops, protocol,
+orchestrator and tokens are the same as in the ordinary system. `bench.systems.pod` runs either service as a process.
 
 K is a request's `max_depth`: a chain of K if its `max_branches` is 1, else the K best nodes of a tree.
 """
@@ -34,7 +33,7 @@ from specdec.v2 import draft_pb2, verifier_pb2
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.session_backend import BackendSession
-from verifier_service.servicer import features_response, query_response, response, scores_response
+from verifier_service.responses import commit_response, features_response, query_response, scores_response
 from verifier_service.settings.tuning import DEFAULTS
 
 TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.inf))
@@ -105,7 +104,7 @@ class DraftSession(draft_service.session.DrafterSession):
         return RootMove(move.tokens, move.followed[:-1] if whole else move.followed, frozenset())
 
     def best_logprob(self) -> float:
-        """Return -inf once the answer is sent, or the K best are known, so that no other node leads to a better one."""
+        """Return -inf once the answer is sent, or once the K best are known: no other node can lead to a better one."""
         best = -math.inf if self.outgoing.answered == self.tree.base else super().best_logprob()
         return best if best > self.outgoing.kth_best() else -math.inf
 
@@ -170,6 +169,6 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
 
 
 def _free_of_charge(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
-    """Return a response that wants candidates at any cost: otherwise the draft would pause, and this verifier would
+    """Return a response that requests candidates at any cost: otherwise the draft would pause, and this verifier would
     wait for it forever."""
-    return response(result, replace(times, outlook=Outlook(drafting_wanted=True, break_even=0.0)))
+    return commit_response(result, replace(times, outlook=Outlook(drafting_wanted=True, break_even=0.0)))

@@ -93,7 +93,7 @@ class Setup:
     dtype: Dtype
     streams: int  # maximum concurrency
     context: int  # maximum tokens of a sequence
-    device: str = "cpu"  # of the target; drafts of other processes stay on the CPU
+    device: str = "cpu"  # of the target; drafts in other processes stay on the CPU
     threads: int | None = None  # of the target on the CPU; None: one per core, less one beside a draft service
 
 

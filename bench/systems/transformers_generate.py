@@ -27,7 +27,7 @@ LOOKED_UP = 10
 
 
 def assisted(tokens: int) -> str:
-    """Return the mode that drafts `tokens` tokens for each step, at any confidence of the assistant.
+    """Return the mode that drafts `tokens` tokens for each step, whatever the assistant's confidence.
 
     ASSISTED leaves the number to transformers, by default a schedule and a confidence threshold.
     """

@@ -9,7 +9,7 @@ from deploy.grafana.panel import Panel
 from deploy.grafana.panels import ROWS
 
 WIDTH, HEIGHT, ACROSS = 8, 8, 3
-"""Size of a panel in Grafana's grid of 24 columns, and panels beside each other."""
+"""Size of a panel in Grafana's grid of 24 columns, and number of panels in a row."""
 
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 

@@ -1,4 +1,4 @@
-"""One session at a draft: its stream, the flow control of its candidates, and the reasons to give it up.
+"""One session at a draft: its stream, the flow control of its candidates, and the reasons to abandon it.
 
 A draft sends candidates a few times a step, and stops at the number its verifier has granted. A draft that never
 stopped would starve the verifier's steps and the orchestrator's other streams, so a token bucket, refilled by commits,
@@ -40,7 +40,7 @@ class DraftStream(PeerStream):
         super().__init__(pod, context)
         self.at_work = False  # True once the draft has sent candidates
         self.overruled_logprobs = 0  # number of the target's likeliest tokens that the draft learns from; 0: none
-        self.features: draft_pb2.FeatureFormat | None = None  # read by the draft
+        self.features: draft_pb2.FeatureFormat | None = None  # of those the draft reads; None: it reads none
         self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
         self._unwritten = 0  # bytes of features in `_outgoing`
         self._fed_at = 0.0  # when features for the draft last arrived; monotonic
@@ -52,15 +52,15 @@ class DraftStream(PeerStream):
         try:
             if self._feeding is not None:
                 self._feeding.cancel()
-                await asyncio.wait([self._feeding])  # a plain await could not tell its cancellation from ours
+                await asyncio.wait([self._feeding])  # a plain await could not tell the task's cancellation from ours
         finally:
             await super().__aexit__(kind, error, trace)
 
     async def open(self, policy: draft_pb2.DraftPolicy) -> None:
         """Open the session with the current text; UnfitError if the pod has another protocol or tokenizer."""
         sample = self._context.sample
-        # Not from resumed texts, whose start is unknown, nor under TYPICAL: many tokens are the draft's choice, not the
-        # target's.
+        # Do not learn from resumed texts, whose start is unknown, nor under TYPICAL, where many tokens are the draft's
+        # choice, not the target's.
         learn = sample.learn and not sample.generated and sample.rule is not Rule.TYPICAL
         message = draft_pb2.DraftOpen(
             prompt_tokens=sample.prompt,
@@ -112,8 +112,8 @@ class DraftStream(PeerStream):
         self._outgoing.put_nowait(message)
 
     def unfed(self, fingerprint: str) -> UnfedError | None:
-        """Return an error if the draft reads features other than those with this fingerprint, which the verifier sends
-        (empty: none)."""
+        """Return an error if the draft reads features, but not those with this fingerprint, which the verifier sends
+        (empty: it sends none)."""
         if self.features is None or self.features.fingerprint == fingerprint:
             return None
         return UnfedError(f"it reads features {self.features.fingerprint[:16]}, which the verifier does not send")
@@ -161,8 +161,8 @@ tokens has 512 KiB."""
 
 
 class CandidateFlow:
-    """The token bucket for the messages of one session's draft. `max_nodes`: limit on its live candidates. In the worst
-    case each is sent in a message of its own, and again with its distribution."""
+    """The token bucket for the messages of one session's draft. `max_nodes`: limit on the draft's live candidates. In
+    the worst case each is sent in a message of its own, and again with its distribution."""
 
     def __init__(self, max_nodes: int) -> None:
         self._refill = MESSAGES_A_COMMIT + max_nodes // 4
@@ -179,7 +179,9 @@ class CandidateFlow:
         nodes, size = max(len(extend.tokens), len(extend.parents), len(extend.distributions) - 1), extend.ByteSize()
         self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE
         if self._left < 0:
-            return f"it sends too many messages, must send at most {self._most} at once and {self._refill} per commit"
+            return (
+                f"it sends too many messages, may send at most {self._most} in a burst, and {self._refill} per commit"
+            )
         if nodes > MAX_NODES_A_MESSAGE:
             return f"it sends {nodes} candidates in a message, at most {MAX_NODES_A_MESSAGE} are allowed"
         if size > MAX_EXTEND_BYTES:
@@ -188,8 +190,8 @@ class CandidateFlow:
 
 
 USELESS_AFTER_STEPS = 128
-"""A draft is given up once this many steps since its last accepted candidate wanted candidates and accepted none: it
-lags, or guesses at random. If a draft helps in one step of twenty, such a run has a probability of 0.14 %."""
+"""A draft is abandoned after this many steps in which its candidates were wanted and none was accepted: it lags, or
+guesses at random. If a draft helps in one step of twenty, such a run has a probability of 0.14 %."""
 
 
 LATE_SHARE = 0.5
@@ -198,11 +200,11 @@ another."""
 
 
 class UselessError(LostError):
-    """Candidates come in time, but all are wrong: this text would do as well without a draft."""
+    """Candidates arrive in time, but all are wrong: this text would do as well without a draft."""
 
 
 class LaggingError(LostError):
-    """No candidate comes in time: this text would do as well without a draft. `waiting_since`: start of the wait
+    """No candidate arrives in time: this text would do as well without a draft. `waiting_since`: start of the wait
     (monotonic). The pod is at fault if it has sent no candidates to other texts since then either."""
 
     def __init__(self, message: str, waiting_since: float) -> None:
@@ -257,8 +259,8 @@ class DraftSession:
                     self._check_row(distribution, extend.base)
 
     def _check_row(self, distribution: model_pb2.DraftDistribution, base: int) -> None:
-        """Check a distribution below the text of `base` tokens. An answer about an earlier text is too late, and is not
-        compared with the query."""
+        """Check a distribution from a message based on the text's first `base` tokens. An answer about an earlier base
+        is too late, and is not compared with the query."""
         vocabulary = self._context.model.vocabulary
         try:
             row = distribution_from(distribution, DistributionSizes.of(Rule.CONTRASTIVE, vocabulary))

@@ -1,7 +1,7 @@
 """Drafting: keeps one draft at a time working for a text, and replaces it when it fails.
 
-A draft that is missing, unfit, useless or lost costs speed, nothing else: another replica takes over, and until one
-does, the text continues without a draft. Only the CONTRASTIVE rule needs a draft.
+A draft that is missing, unfit, useless or lost costs only speed: another replica takes over, and until one does, the
+text continues without a draft. Only the CONTRASTIVE rule needs a draft.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ USELESS_SECONDS = 60.0
 has changed."""
 
 MAX_FULL_SECONDS = 10.0
-"""Maximum seconds that a text avoids a full draft. By then sessions may have ended, or another pod may have the draft's
-address."""
+"""Maximum seconds for which a text avoids a draft without room. By then sessions may have ended, or another pod may
+have the draft's address."""
 
 MAX_ROUND_PAUSE_SECONDS = 1.0
-"""Longest pause in seconds between two rounds over all drafts. It may exceed the pause between verifiers, since the
-text continues meanwhile."""
+"""Longest pause in seconds between two rounds over all drafts. It may be longer than for verifiers, since the text
+continues meanwhile."""
 
 
 class CandidateSink(Protocol):
@@ -78,12 +78,12 @@ class Drafting:
         self._backoff = Backoff(peers.failover_seconds, longest=MAX_ROUND_PAUSE_SECONDS)
         self._working: asyncio.Task[None] | None = None
         self._state = SpeculationState.initial(context)
-        self._wanted = asyncio.Event()  # set while it pays to ask a draft
+        self._wanted = asyncio.Event()  # set while a draft may pay
         self._session: DraftSession | None = None
         self._useless_until: dict[Pod, float] = {}  # monotonic times; for this text only
         self._last_failure = "no_draft", "no pod is available"  # (reason, why) of the last draft that failed
         self._undrafted = False  # the text continues without a draft
-        self._last_commit: float | None = None  # its arrival, monotonic; None: no commit yet from the current verifier
+        self._last_commit: float | None = None  # monotonic time of arrival; None: none yet from the current verifier
         self._given_up: ServiceError | None = None  # the text needs a draft, and none is available
         if self._pods is None and context.sample.needs_draft:
             self._given_up = _draft_required("there is no draft service")
@@ -91,12 +91,11 @@ class Drafting:
         self._late = False  # candidates of the draft have missed a step
         self._query: model_pb2.DraftQuery | None = None  # the verifier waits for the draft's answer (CONTRASTIVE)
         self._fed = 0  # number of sessions so far at drafts that read features
-        self.undrafted_tokens = 0  # from steps that wanted a draft's candidates and had none
+        self.undrafted_tokens = 0  # from steps that lacked the candidates expected from a draft
 
     @property
     def undrafted_reason(self) -> str:
-        """Why tokens were chosen without a draft's candidates. Empty if this happened to no token, or only in steps
-        that wanted no candidates."""
+        """Why the text had no draft; "late" if a draft was available, but its candidates missed steps; else empty."""
         return self._why_undrafted or ("late" if self.undrafted_tokens else "")
 
     async def __aenter__(self) -> Self:
@@ -109,7 +108,7 @@ class Drafting:
     ) -> None:
         if self._working is not None:
             self._working.cancel()
-            await asyncio.wait([self._working])  # a plain await could not tell its cancellation from ours
+            await asyncio.wait([self._working])  # a plain await could not distinguish the task's cancellation from ours
 
     def on_opened(self, opened: verifier_pb2.VerifyOpened) -> None:
         """Draft for a verifier that has just taken the text."""
@@ -125,7 +124,8 @@ class Drafting:
         self._query = None
         sample = self._context.sample
         if sample.speculation.remote and not sample.needs_draft:
-            # A verifier counts no undrafted tokens while the policy names no remote draft.
+            # While the policy names no remote draft, the verifier does not count undrafted tokens, but every token is
+            # one.
             tokens = commit.undrafted_tokens if self._state.drafted else len(commit.committed.tokens)
             if tokens and self._state.drafted and not self._late:
                 self._late = True
@@ -157,7 +157,7 @@ class Drafting:
 
     def on_awaited(self) -> None:
         """Note that the verifier can choose no token until the draft has sent its distribution. A draft that never
-        sends one is given up; until then the time counts against the back-off budget, as time without a draft does."""
+        sends one is abandoned; until then the wait counts against the back-off budget, like time without a draft."""
         self._backoff.failed()
         if self._session is not None:
             self._session.on_awaited()
@@ -182,16 +182,16 @@ class Drafting:
         await self._sink.set_policy(self._state.verify_policy(self._context))
 
     async def _work(self, pods: Pods) -> None:
-        """Run one draft after another, each started only when it may pay: even a paused session costs its opening and a
+        """Run one draft after another, each started only when it may pay: even a paused session costs an opening and a
         prefill at the draft. No failure here ends the request, unless the request needs a draft."""
-        tried: set[Pod] = set()  # since the last working draft or the last pause
+        tried: set[Pod] = set()  # pods tried since the last working draft or the last pause
         while self._given_up is None:
             if not self._wanted.is_set():
                 await self._wanted.wait()
                 tried.clear()
             now = time.monotonic()
             useless = {pod for pod, until in self._useless_until.items() if until > now}
-            pod = pods.choose(but=tried | useless | self._full(pods))
+            pod = pods.choose(exclude=tried | useless | self._full(pods))
             if self._context.sample.needs_draft and self._backoff.exhausted:  # one useless draft after another
                 self._give_up()
             elif pod is not None:
@@ -266,12 +266,13 @@ class Drafting:
                 self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case LaggingError():
-                # No text has got candidates since: the device may be stuck, unless the verifier sends no features.
+                # The pod has sent candidates to no text since: its device may be stuck, unless the verifier sends no
+                # features.
                 if pod.candidates_at < error.waiting_since and not stream.starved_since(error.waiting_since):
                     pod.breaker.failed()
                 if not (stream.at_work and self._context.sample.needs_draft):
-                    # It may be late for this text alone, or busy with a long prefill, which an immediate retry would
-                    # restart.
+                    # The draft may be late for this text alone, or busy with a long prefill, which an immediate retry
+                    # would restart.
                     self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case FloodError() | InvalidDistributionError():
@@ -287,7 +288,8 @@ class Drafting:
             case ModelFailureError() | InvalidRequestError():
                 self._useless_until[pod] = math.inf
             case OverloadedError() if not self._context.sample.needs_draft:
-                # A retry sends the whole text, and makes a verifier expect a draft. Shorter texts may still fit.
+                # For this text only, since shorter texts may still fit. A retry sends the whole text, and makes a
+                # verifier expect a draft.
                 self._useless_until[pod] = time.monotonic() + min(error.retry_after, MAX_FULL_SECONDS)
             case UnfitError() | ServiceError():  # the pod refuses the session
                 pass

@@ -60,7 +60,7 @@ class Generation:
 
     async def run(self) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         """Yield the responses of this sample; the last one carries `finish`. When the consumer asks for the next
-        response, the current one counts as read by the client, unless both are sent together."""
+        response, the current one counts as read by the client, even if the consumer sends both together."""
         first = uncommitted = True
         await self._transcript.resume(self._resuming)
         timeline = self._context.timeline
@@ -112,7 +112,7 @@ class Generation:
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """While the context lasts, record a cancellation by the caller before the text is complete."""
+        """Within this context, record a cancellation by the caller before the text is complete."""
         try:
             yield
         except (asyncio.CancelledError, GeneratorExit):

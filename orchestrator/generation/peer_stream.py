@@ -54,7 +54,7 @@ class PeerStream:
         self.opened = False
         self._call: Call | None = None
         self._aborted_by: Exception | None = None
-        self._clock = clock or (lambda: time.monotonic())  # looked up at each call: `evaluation` replaces it
+        self._clock = clock or (lambda: time.monotonic())  # looked up at each call: `evaluation` replaces the clock
         # Heartbeats left in the token bucket after the last heartbeat.
         self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), self._clock()
         self._writing = asyncio.Lock()  # gRPC allows one write at a time; waiters go in order

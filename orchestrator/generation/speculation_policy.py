@@ -43,7 +43,7 @@ class SpeculationState:
         return replace(self, outlook=outlook_from(commit))
 
     def worth_a_draft(self, sample: Sample) -> bool:
-        """Return True if asking a draft pays. While the text has no draft, its verifier cannot tell, so a draft is
+        """Return True if a draft may pay. While the text has no draft, its verifier cannot tell, so a draft is
         tried."""
         return self.outlook.drafting_wanted or sample.forces_drafting or not self.drafted
 
@@ -100,8 +100,8 @@ PAUSED_COMMIT_TOKENS = 64
 """Tokens sent together to a paused draft, so that little is left to read when it resumes."""
 
 EXTENDS_A_STEP = 4
-"""Messages of candidates per verifier step, within `MIN_EXTEND_INTERVAL_US`. The fresher the candidates are when a step
-begins, the more of them count; sending often also hides a slow network."""
+"""Messages of candidates per verifier step, fewer if `MIN_EXTEND_INTERVAL_US` requires it. The fresher the candidates
+are when a step begins, the more of them count; sending often also hides a slow network."""
 
 MIN_EXTEND_INTERVAL_US = 500
 """Shortest interval in microseconds between two messages, over all sessions of a verifier. At this rate they cost the
@@ -130,7 +130,7 @@ class DraftControl:
     def messages(self, commit: verifier_pb2.Commit, *, learns: bool = False) -> Iterator[draft_pb2.DraftRequest]:
         """Yield the messages for a commit: the target's decisions, and the policy if it has changed. While the draft is
         paused, tokens are held back to be sent together. `learns`: the target's log-probabilities are included."""
-        if commit.step_us:  # 0: the commit is of earlier steps
+        if commit.step_us:  # 0: sent outside of any step, with the results of earlier ones
             self._step_us += 0.2 * (commit.step_us - self._step_us) if self._step_us else commit.step_us
         sent, policy = self._policy, self._fitting(commit)
         if (

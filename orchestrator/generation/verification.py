@@ -53,16 +53,16 @@ class VerifierChoice:
         self._last_lost: Pod | None = None  # the last pod to lose the text
 
     async def next(self, *, numerics: str, resumed: bool) -> Pod:
-        """Return the next pod to try, after a pause if all were tried; raise the client's error once nothing is left to
-        try. Pods with these numerics are preferred. A `resumed` text avoids pods that have failed recently, if there
-        are others: its client has seen one pause already."""
+        """Return the next pod to try, after a pause if all were tried; raise the error for the client once nothing is
+        left to try. Pods with these numerics are preferred. A `resumed` text avoids pods that have failed recently, if
+        there are others: its client has seen one pause already."""
         sample = self._context.sample
         longest = min(len(sample.prompt) + sample.max_tokens, self._context.model.context)
         while True:
             cached = await self._cached()
             pod = self._pods.choose(
-                but=self._tried.keys() | self._unfit.keys(),
-                rather_not=() if self._last_lost is None else (self._last_lost,),
+                exclude=self._tried.keys() | self._unfit.keys(),
+                avoid=() if self._last_lost is None else (self._last_lost,),
                 numerics=numerics,
                 tokens=longest,
                 no_trial=resumed,
@@ -180,7 +180,7 @@ class Verification:
         self._stream: VerifierStream | None = None  # of the verifier that has the text; None while none has it
         self._not_opened: dict[Pod, str] = {}  # why a verifier does not take the text, as last logged
         self._asked: tuple[Pod, float] | None = None  # the last verifier asked, and when
-        self._abort_error: ServiceError | None = None  # of `abort`
+        self._abort_error: ServiceError | None = None  # passed to `abort`
         self._begun = False  # a verifier has accepted the request and sent results
         self._refused = False  # a verifier has called the request invalid
         self._preemptions: list[int] = []  # by session at a verifier
@@ -321,7 +321,7 @@ class Verification:
         pod.breaker.succeeded()
 
     def _note_end(self, stream: VerifierStream, error: Exception) -> None:
-        """Note why a session has ended before the text was complete. Raise the error if it ends the request, too."""
+        """Note why a session has ended before the text was complete. Also raise the error if it ends the request."""
         pod = stream.pod
         if error is self._abort_error:
             raise error
@@ -329,7 +329,7 @@ class Verification:
             case LostError():
                 self._note_lost(stream, error)
             case TooLateError() if stream.opened:
-                raise error  # it has waited for memory in vain; another verifier would start the wait again
+                raise error  # the text has waited for memory in vain; another verifier would start the wait again
             case OverloadedError() | LeftAloneError():
                 self._choice.refused(pod, error)
             case UnfitError():
@@ -351,7 +351,7 @@ class Verification:
         pod.breaker.failed(conclusive=lost.conclusive)
         if stream.opened:
             self._context.events.record("verifier_lost", pod, why)
-        elif self._not_opened.get(pod) != why:  # retried while there is no other: log each reason once
+        elif self._not_opened.get(pod) != why:  # the pod is retried while there is no other: log each reason once
             self._not_opened[pod] = why
             log.info("verifier_not_opened", pod=str(pod), why=why)
             self._context.timeline.event("verifier_not_opened", pod=str(pod))

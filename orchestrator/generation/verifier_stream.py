@@ -16,8 +16,8 @@ from specdec.serving.messages import rule_message, sampling_message
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 
 STUCK_STEPS = 20
-"""Multiple of the expected step latency beyond which a step counts as stuck. Load or a busy machine makes a step a few
-times as long."""
+"""Multiple of the expected step latency beyond which a step counts as stuck. Load or a busy machine makes a step only a
+few times as long."""
 
 MAX_GRANTED_NODES = 1 << 16
 """Largest `max_nodes` to accept from a verifier: far above any real grant, but low enough to bound what a draft may
@@ -112,7 +112,7 @@ class VerifierStream(PeerStream):
             raise UnfitError(
                 PeerLostError(
                     f"verifier: serves revision {identity.model_fingerprint[:16]} of {identity.model!r}, the "
-                    f"text was begun with {revision[:16]}",
+                    f"text was started with {revision[:16]}",
                     "MODEL_CHANGED",
                 )
             )
@@ -175,7 +175,8 @@ class VerifierStream(PeerStream):
             await self._write(verifier_pb2.VerifyRequest(policy=policy))
 
     async def set_first_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        """Send the policy before reading on, with the watchdog armed: a pod that stops reading must count as silent."""
+        """Send the policy before the next read, with the watchdog armed: a pod that stops reading must count as
+        silent."""
         with self._watchdog.listening():
             await self.set_policy(policy)
 

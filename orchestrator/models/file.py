@@ -121,7 +121,7 @@ class ModelsFile:
 
     def read(self) -> tuple[LoadedRevision, ...]:
         """Read the file and its new or changed directories; ModelsFileError if the file or a directory cannot be used
-        (on the first call: if no directory can)."""
+        (on the first call: if no directory can be used)."""
         entries, first = self.entries(), not self._loaded
         loaded: list[LoadedRevision] = []
         used: dict[_Key, ServedModel] = {}

@@ -71,7 +71,7 @@ class FollowedCatalog(Catalog):
         except BaseException:
             await asyncio.gather(*(revision.close() for revision, _ in new))
             raise
-        # Without an await in between, so that every request sees either the old shares or the new ones.
+        # Set shares and revisions without an await in between, so that every request sees all old ones or all new ones.
         for revision, source in served:
             revision.share = source.entry.share
         self.missing = [(entry.model, entry.revision) for entry in self._file.missing]

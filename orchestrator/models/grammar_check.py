@@ -74,7 +74,7 @@ class GrammarCheck:
 
     async def check(self, grammar: Grammar, field: str, tenant: str = "") -> None:
         """Check a grammar from this field of a tenant's request. Raise InvalidRequestError if it cannot be used,
-        OverloadedError if it is in quarantine, and what `GrammarTrials.verdict` raises."""
+        OverloadedError if it is in quarantine, or an error of `GrammarTrials.verdict`."""
         self.check_quarantine(grammar, field, tenant)
         verdict = await self.trials.verdict(grammar, tenant)
         if verdict.problem:

@@ -102,8 +102,8 @@ class Pods(Replicas[Pod]):
     def choose(
         self,
         *,
-        but: Collection[Pod] = (),
-        rather_not: Collection[Pod] = (),
+        exclude: Collection[Pod] = (),
+        avoid: Collection[Pod] = (),
         numerics: str = "",
         tokens: int = 0,
         no_trial: bool = False,
@@ -117,9 +117,9 @@ class Pods(Replicas[Pod]):
             small = 0 < pod.context_tokens < tokens
             trial = no_trial and pod.breaker.state != "closed"
             foreign = bool(numerics and pod.numerics and pod.numerics != numerics)
-            return (pod in rather_not, trial, foreign, small, -cached.get(pod, 0), pod.load.sessions, pod.turn)
+            return (pod in avoid, trial, foreign, small, -cached.get(pod, 0), pod.load.sessions, pod.turn)
 
-        chosen = min((pod for pod in self.willing if pod not in but), key=cost, default=None)
+        chosen = min((pod for pod in self.willing if pod not in exclude), key=cost, default=None)
         if chosen is not None:
             chosen.turn = next(self._turns)
         return chosen

@@ -1,4 +1,4 @@
-"""Prefix-aware routing: finds verifiers with a text in their prefix cache, and free enough to be preferred.
+"""Prefix-aware routing: finds verifiers that have a text in their prefix cache and are free enough to be preferred.
 
 Verifiers are queried for every text: orchestrators share no state, and only a verifier knows its cache. A verifier much
 busier than the others is not preferred, as in consistent hashing with bounded loads (Mirrokni, Thorup and

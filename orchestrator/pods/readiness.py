@@ -31,7 +31,7 @@ LOOK_SECONDS = 1.0
 """Interval in seconds between polls: soon enough for waiting clients, at a negligible cost to the verifier."""
 
 MAX_FINGERPRINTS = 64
-"""Number of remembered fingerprints: the verifiers of a revision have one, and get another by an update."""
+"""Number of remembered fingerprints: a revision's verifiers share one, which changes with an update."""
 
 VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 
@@ -51,7 +51,7 @@ class Readiness:
         self._peers = peers
         self._model = model
         self._clock = clock
-        self._reached: Pod | None = None  # by the last poll
+        self._reached: Pod | None = None  # found by the last poll
         self._lost_at: float | None = None  # time of the first poll without a reachable verifier
         self._fit: set[Pod] = set()  # verifiers that serve our model, as of their last answer
         self._fingerprints: OrderedDict[str, None] = OrderedDict()  # of models recently seen at verifiers

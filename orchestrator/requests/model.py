@@ -47,7 +47,7 @@ class ServedModel:
             defaults=GenerationDefaults.of(directory),
             aliases=tuple(aliases),
         )
-        _ = model.tool_format  # computed before requests come: rendering templates takes tens of milliseconds
+        _ = model.tool_format  # computed before requests arrive: rendering templates takes tens of milliseconds
         return model
 
     @cached_property

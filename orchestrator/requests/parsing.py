@@ -85,7 +85,7 @@ def parse(
     if violations := _sizes(message, model):
         raise InvalidRequestError(violations)
     if owner is not None and message.tenant not in ("", owner.name):
-        problem = f"tenant: is {echo(message.tenant)}, the API key is of {echo(owner.name)}"
+        problem = f"tenant: is {echo(message.tenant)}, the API key belongs to {echo(owner.name)}"
         raise PermissionDeniedError(problem, "WRONG_TENANT")
     if owner is not None and message.learn and not owner.learn:
         problem = f"learn: is set, the tenant {echo(owner.name)} does not permit it (`learn` in the file of tenants)"
@@ -106,7 +106,7 @@ def parse(
     reasoning = _reasoning(message, model, prompt, violations)
     end_tokens = frozenset(message.stop_tokens) | _unshown_stops(message, model, reasoning)
     end_tokens |= frozenset() if message.ignore_end_token else model.end_tokens
-    if len(end_tokens) > MAX_STOP_TOKENS:  # a resumed text has all of them as stop tokens
+    if len(end_tokens) > MAX_STOP_TOKENS:  # the request that resumes a text gives all of them as stop tokens
         problem = (
             f"gives {len(end_tokens)} end tokens together with the model's own, must give at most {MAX_STOP_TOKENS}"
         )
@@ -136,7 +136,7 @@ def parse(
     if violations:
         raise InvalidRequestError(violations)
     rule = rule_of(message.rule, sampling)
-    if not max_tokens:  # no token needs a draft
+    if not max_tokens:  # no token is generated, so none needs a draft
         rule, speculation = Rule.COUPLED, SpeculationOptions(NO_DRAFTERS)
     if untrusted_drafts and speculation.remote and rule is not Rule.COUPLED:
         problem = f"is {rule.name}, must be COUPLED: the drafts here are not trusted (--trust-drafts)"
@@ -207,7 +207,7 @@ def _with_fallback(defaults: GenerationDefaults, message: generation_pb2.Generat
 
 
 def _sampling(asked: generation_pb2.SamplingParameters, default: Sampling) -> Sampling:
-    """Return the sampling parameters of a request, all but the seed."""
+    """Return the sampling parameters of a request, except the seed."""
 
     def of(field: str) -> Any:
         return getattr(asked if asked.HasField(field) else default, field)  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ def _with_bans(
 
 
 def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int, room: int) -> list[tuple[str, str]]:
-    """Return the violations of the text's length, limits and resumption. The context has `room` tokens after the
+    """Return the violations in the text's length, limits and resumption. The context has `room` tokens after the
     prompt."""
     found: list[tuple[str, str]] = []
     generated = len(message.generated_tokens)

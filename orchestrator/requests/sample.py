@@ -57,7 +57,7 @@ class Sample:
 
     @property
     def draft_rule(self) -> Rule:
-        """The rule by which drafts guess: under TYPICAL as under COUPLED."""
+        """The rule by which drafts guess: COUPLED under TYPICAL, else the sample's own."""
         return Rule.COUPLED if self.rule is Rule.TYPICAL else self.rule
 
     @property

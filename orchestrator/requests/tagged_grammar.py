@@ -39,7 +39,8 @@ class Marks:
 
 
 def json_rule(name: str, schema: Mapping[str, Any]) -> str:
-    """Return a rule for JSON of a supported schema, on one line unless its own `x-guidance` sets other white space."""
+    """Return a rule for JSON on one line that matches a supported schema; the schema's own `x-guidance` may set other
+    white space."""
     own = schema.get("x-guidance")
     style = {**STYLE, **(own if isinstance(own, dict) else {})}
     return f"{name}: %json " + json_text({**schema, "x-guidance": style})

@@ -38,7 +38,7 @@ def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
     prompt = _rendered(tokenizer, [ASKED])
     for turns in ([ASKED, CALLED], [ASKED, CALLED, ANSWERED]):
         text = _rendered(tokenizer, turns)
-        if text.count(NAME) > prompt.count(NAME):  # more than the description of the tool
+        if text.count(NAME) > prompt.count(NAME):  # it is not only in the tool's description
             return _format_in(text, prompt)
     return next((found for found, mark in BY_TEXT if tokenizer.chat_templates.mentions(mark)), None)
 

@@ -59,11 +59,11 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list
             found.append((f"{field}.parameters", problem))
     for field, wanted in (("tool_required", chat.tool_required), ("single_tool_call", chat.single_tool_call)):
         if wanted and not names:
-            found.append((f"chat.{field}", "is set, needs tools"))
+            found.append((f"chat.{field}", "is set, which requires tools"))
     if not found:
         found += _forced_violations(chat, model)
     if chat.tool_name and chat.tool_name not in names:
-        found.append(("chat.tool_name", "is the name of none of the tools"))
+        found.append(("chat.tool_name", "must be the name of one of the tools"))
     for index, turn in enumerate(chat.messages):
         for place, call in enumerate(turn.tool_calls if is_parsed else ()):
             if call.arguments and arguments_of(call) is None:
@@ -252,7 +252,7 @@ def _answer_rules(answer: model_pb2.Grammar) -> Iterator[str]:
         case "choice":
             yield "answer: " + " | ".join(map(lark_string, answer.choice.texts))
         case _:
-            raise GrammarError("is in Lark, which cannot stand beside tools: use a JSON schema, regex or choice")
+            raise GrammarError("is in Lark, which cannot be combined with tools: use a JSON schema, regex or choice")
 
 
 def _in_slashes(expression: str) -> str:
@@ -320,7 +320,7 @@ def _call_rules(
 
 
 def _call_schema(name: str, style: JsonCall, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a whole call; its arguments' definitions and `x-guidance` move to its top."""
+    """Return the schema of a whole call; its arguments' definitions and `x-guidance` move to the top level."""
     shared = {key: schema[key] for key in ("$defs", "x-guidance") if key in schema}
     arguments = {key: value for key, value in schema.items() if key not in shared}
     return {

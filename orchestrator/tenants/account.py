@@ -11,7 +11,7 @@ from specdec.serving.callers.token_bucket import TokenBucket
 from specdec.serving.errors import InvalidRequestError, TenantLimitError
 
 RETRY_SECONDS = 1.0
-"""Retry-after in seconds for a tenant with too many concurrent requests: it cannot be predicted when they end."""
+"""Retry-after in seconds for a tenant with too many concurrent requests, whose end cannot be predicted."""
 
 
 class Account:

@@ -28,7 +28,7 @@ class Accounts:
 
     def __init__(self, file: TenantsFile | None = None) -> None:
         """Read the file; TenantsFileError if it cannot be used."""
-        self._anybody = Account(None)
+        self._shared_account = Account(None)
         self._watched: Watched[Tenants] | None = None if file is None else Watched(file)
         self._by_hash: dict[str, Account] = {}
         self._by_name: dict[str, Account] = {}
@@ -48,7 +48,7 @@ class Accounts:
     def of(self, metadata: Metadata) -> Account:
         """Return the account of a call by its metadata; UnauthenticatedError if its key is missing or unknown."""
         if self._watched is None:
-            return self._anybody
+            return self._shared_account
         given = [value for key, value in metadata if key == HEADER]
         if not given:
             raise UnauthenticatedError("authorization: is missing, must be `Bearer` and an API key")

@@ -21,7 +21,7 @@ from specdec.wire.sources import ACCEPTED
 SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UNSPECIFIED}
 
 MAX_SCORES_A_MESSAGE = 64
-"""Tokens of the prompt with log-probabilities in one message, as the contract says."""
+"""Maximum prompt tokens with log-probabilities in one message, by the contract."""
 
 MAX_CANDIDATES_A_STEP = 1024
 """Maximum candidates of one session in one step: four times the limit of our own steps for all sessions together."""
@@ -35,10 +35,11 @@ MAX_QUEUED_US = 1 << 50
 fields of a response."""
 
 MAX_FED_BYTES = 64 << 20
-"""Maximum bytes of features between two commits: a verifier keeps an eighth of that, and sends it to a draft once."""
+"""Maximum bytes of features between two commits: a verifier keeps an eighth of that, and sends each kept row to a draft
+once."""
 
 LEAST_FEATURE_BYTES = 1 << 10
-"""Minimum bytes that a message of features counts for."""
+"""Bytes that a message of features counts against MAX_FED_BYTES even if it has fewer."""
 
 MAX_QUERIES = 8
 """Maximum queries to a draft about one text: far more than an engine needs, even one whose bits vary from step to
@@ -56,7 +57,7 @@ class CommitCheck:
         self._model = model
         self._keepers = keepers
         self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
-        self._queries: Counter[int] = Counter()  # to the draft, by base; of the last base only
+        self._queries: Counter[int] = Counter()  # number of queries to the draft by base; only the last base is kept
         self._features = 0  # bytes of features since the last commit
 
     def query_violation(self, query: model_pb2.DraftQuery, text: CommittedText) -> str:
@@ -74,8 +75,8 @@ class CommitCheck:
         return ""
 
     def features_violation(self, features: model_pb2.Features) -> str:
-        """Return the problem with features for the draft; empty if there is none. Whether the numbers are right shows
-        only in the draft's guesses."""
+        """Return the problem with features for the draft; empty if there is none. Only the draft's guesses show whether
+        the numbers are right."""
         if features.first >= self._end:
             return f"they begin at position {features.first}, the text has at most {self._end} tokens"
         size = len(features.values)
@@ -92,7 +93,7 @@ class CommitCheck:
         if scores.first != first:
             return f"they begin at token {scores.first} of the prompt, must begin at {first}"
         if not 0 < count <= min(MAX_SCORES_A_MESSAGE, len(self._sample.prompt) - first):
-            return f"they are of {count} tokens, the prompt has {len(self._sample.prompt) - first} more"
+            return f"they cover {count} tokens, the prompt has only {len(self._sample.prompt) - first} more"
         return self._wrong_numbers(scores.logprobs, self._sample.prompt_logprobs or 0)
 
     def violation(self, commit: verifier_pb2.Commit, text: CommittedText) -> str:
@@ -185,8 +186,8 @@ class CommitCheck:
         return ""
 
     def _wrong_rejected(self, commit: verifier_pb2.Commit, generated: int) -> str:
-        """Check that rejected candidates come only if requested, are at most the offered less the accepted ones, and
-        are in the vocabulary and near the committed tokens."""
+        """Check that rejected candidates are returned only if requested, are no more than the offered minus the
+        accepted ones, and are in the vocabulary and near the committed tokens."""
         rejected, most = commit.rejected, commit.offered - commit.accepted if self._sample.rejected_candidates else 0
         if len(rejected) > most:
             return f"it has {len(rejected)} rejected candidates, at most {most} were rejected"
@@ -199,7 +200,7 @@ class CommitCheck:
         return ""
 
     def _wrong_overruled(self, commit: verifier_pb2.Commit, _: int) -> str:
-        """Check that log-probabilities for a draft come only if a draft keeps the text, and are valid."""
+        """Check that log-probabilities for a draft are sent only if a draft keeps the text, and are valid."""
         committed = commit.committed
         if not committed.overruled:
             return ""

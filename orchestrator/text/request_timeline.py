@@ -1,4 +1,4 @@
-"""The timeline of a request: its parameters, the events of each sample, and changes of the pods under its text."""
+"""The timeline of a request: its parameters, the events of each sample, and changes of the pods that serve its text."""
 
 from __future__ import annotations
 

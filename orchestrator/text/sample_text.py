@@ -1,8 +1,8 @@
-"""The text of one sample, made of tokens as they arrive: its reasoning, if it has any, then its answer.
+"""The text of one sample, made from tokens as they arrive: its reasoning, if it has any, then its answer.
 
-The text is in whole characters and ends at the first stop string; a possible beginning of a stop string is held back.
-The text depends on the token sequence only, not on its split into commits: a resumed request replays its generated
-tokens here, and continues exactly where the text broke off.
+The text consists of whole characters and ends at the first stop string; a possible beginning of a stop string is held
+back. The text depends on the token sequence only, not on its split into commits: a resumed request replays its
+generated tokens here, and continues exactly where the text broke off.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from orchestrator.requests.sample import Sample
 from specdec.text.tokenizer import Tokenizer
 
 CONTEXT = 8
-"""Earlier tokens decoded with new ones: a token may spell something different at the beginning of a text."""
+"""Number of earlier tokens decoded together with new ones: a token may spell something else at the beginning of a
+text."""
 
 SEARCHED = 4096
 """Tokens at the end of a prompt that are searched for this context. Special tokens and single bytes of characters do
-not count towards its length."""
+not count towards the context's length."""
 
 
 class Detokenizer:
@@ -34,8 +35,9 @@ class Detokenizer:
         *,
         special: bool = False,
     ) -> None:
-        """`shown` are the special tokens to spell between texts; with `special`, all are spelt, as the library does. If
-        the prompt ends inside a character, the text begins with that character."""
+        """`shown` are the special tokens to spell; the text after each is decoded on its own. With `special`, all
+        special tokens are spelt, as the library does. If the prompt ends inside a character, the text begins with that
+        character."""
         self._tokenizer = tokenizer
         self._shown = frozenset() if special else shown
         self._special = special
@@ -171,8 +173,8 @@ class StopStrings:
     def __init__(
         self, stop: Sequence[str], tokenizer: Tokenizer, unshown: str = "", *, include_stop: bool = False
     ) -> None:
-        """`unshown` is the text of another hidden token, special or not. With `include_stop`, the text includes the
-        stop string."""
+        """`unshown` is the text of a hidden token before the text, special or not. With `include_stop`, the text
+        includes the stop string."""
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._with_special = tuple(
@@ -237,13 +239,13 @@ def _overlap(text: str, stop: str) -> int:
 
 MAX_SPACE_BEFORE_MARK = 8
 """Maximum tokens of white space before the mark that opens reasoning. Models write one or two line breaks at most. The
-client gets them only with the next token."""
+client gets these tokens only with the next one."""
 
 
 class SampleText:
     """Detokenises one sample. Marks of reasoning are not shown; stop strings are searched for only in the answer. White
     space around the opening mark and after the closing one is dropped. With a grammar the answer keeps its white space,
-    and there is reasoning only if the mark is the first token: the grammar applies to all other texts."""
+    and there is reasoning only if the mark is the first token: the grammar applies to any other beginning."""
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer) -> None:
         self._sample = sample

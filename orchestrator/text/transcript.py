@@ -18,7 +18,8 @@ from specdec.wire.decisions import NO_DRAFT_SERVICE, NO_DRAFTER, OFF, add_decisi
 from specdec.wire.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 
 SOON_SPELT = 512
-"""Tokens detokenised on the event loop without a noticeable delay to other streams: each takes some 20 microseconds."""
+"""Maximum tokens to detokenise on the event loop: at some 20 microseconds each, they do not noticeably delay other
+streams."""
 
 
 ADDED = ("steps", "offered", "accepted", "queued_us")
@@ -60,11 +61,11 @@ class SampleTranscript:
         self.statistics = Statistics()
         self._text = SampleText(sample, model.tokenizer)
         self._piece = model.tokenizer.piece
-        self._prompt_tokens = 0  # leading tokens of the prompt in responses, if requested
+        self._prompt_tokens = 0  # leading prompt tokens returned in responses so far, if requested
         self._found: int | None = None  # cached tokens of the prompt at the first verifier
-        self._undecided: verifier_pb2.Commit | None = None  # a commit without a response so far
+        self._undecided: verifier_pb2.Commit | None = None  # a commit that has no response yet
         self._completion_tokens = len(sample.generated)
-        self._answer: list[str] = []  # pieces, if it is checked when finished
+        self._answer: list[str] = []  # its pieces, if the finished answer is to be checked
         self.finish_reason: model_pb2.FinishReason.ValueType = model_pb2.FINISH_REASON_UNSPECIFIED
         """Why the text is complete; unspecified while it is not."""
 
@@ -123,7 +124,7 @@ class SampleTranscript:
 
     def take(self, commit: verifier_pb2.Commit) -> generation_pb2.GenerateResponse | None:
         """Add a commit to the text, cut at a stop string, and return its response; the last one has `finish`. Return
-        None if only the next token decides between reasoning and answer: its tokens then come with the next
+        None if only the next token decides between reasoning and answer: the commit's tokens then come with the next
         response."""
         commit = self._with_undecided(commit)
         tokens = list(commit.committed.tokens)

@@ -98,7 +98,7 @@ def chat(
 
 
 def _greet(client: Client, waiting: WaitReporter, wanted: str | None, address: str) -> None:
-    """Print which model answers at this address. End the process if none can, before the person types a question."""
+    """Print which model answers at this address. End the process if none can, before the user types a question."""
     with waiting:
         models = client.models()
     names = ", ".join(model.name for model in models)
@@ -185,7 +185,7 @@ def _interrupting(stream: Stream) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    """Print a status line for the person."""
+    """Print a status line for the user."""
     _aside(f"{line}\n")
 
 

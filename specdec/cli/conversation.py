@@ -55,7 +55,7 @@ class Conversation:
             self._asked = max(0, len(self.turns) - 1)  # the previous question, already answered
 
     def command(self, line: str) -> tuple[str, bool]:
-        """Run a line that starts with /. Return a message for the person, and whether to answer the last question now.
+        """Run a line that starts with /. Return a message for the user, and whether to answer the last question now.
         ValueError describes an invalid line; LeaveError ends the conversation."""
         name, _, value = line.strip().partition(" ")
         found = self._commands.get(name)

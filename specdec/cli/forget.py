@@ -50,7 +50,7 @@ def forget(
                 problem = from_rpc(error)
                 kept = "" if problem.reason == NOT_REMEMBERED else ": it may still keep the texts"
                 failed.append((f"{at.target}: {problem}{kept}", STATUS[type(problem)]))
-                continue  # the other services must still forget it
+                continue  # the other services must still forget the tenant
         rolled_back = f"; rolled back: {', '.join(gone.versions)}" if gone.versions else ""
         print(f"{at.target}: {gone.texts} texts, {gone.tokens} tokens forgotten{rolled_back}")
         if gone.first_learned:

@@ -46,7 +46,7 @@ class PromptFile:
     """The prompts of a file. Every iteration reads it line by line, so that memory does not depend on its size."""
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
-        """`options` apply to all prompts that do not set them; nothing is read before `prompts`."""
+        """`options` apply to all prompts that do not set them. Only `prompts` reads the file."""
         self.path = path
         self._options = {name: value for name, value in options.items() if value is not None}
 

@@ -22,7 +22,7 @@ LOOK_SECONDS = 60.0
 """Minimum seconds between two evaluations of the training."""
 
 SHARE = 0.05
-"""Maximum share of the time for each of saving and evaluating."""
+"""Maximum share of the time spent on saving, and on evaluating."""
 
 Target = Annotated[
     Path, typer.Argument(metavar="TARGET", help="Directory of the target in Hugging Face's layout, or its GGUF file.")
@@ -130,7 +130,7 @@ def take_place(out: Path, *, resume: bool, texts: Sequence[Path]) -> None:
     if not resume:
         if not is_unused(out):
             fail(f"{out}: is not empty; continue with --resume, or write elsewhere", ExitStatus.USAGE)
-        for file in texts:  # before minutes of loading, and before there is a folder
+        for file in texts:  # before minutes of loading, and before the folder is made
             try:
                 file.open("rb").close()
             except OSError as error:
@@ -142,7 +142,7 @@ def take_place(out: Path, *, resume: bool, texts: Sequence[Path]) -> None:
 
 @contextmanager
 def failing_in_one_line() -> Iterator[None]:
-    """Prepare and run a training; if it fails, end the process with one line about the failure."""
+    """Within this context, end the process with one line if a training fails while it is prepared or run."""
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.unsupported import UnsupportedModelError
     from specdec.training.files import WriteError
@@ -165,9 +165,9 @@ def work_on(
     *,
     resumable: bool = True,
 ) -> None:
-    """Work until it is over, a signal was recorded, or `time.monotonic` reaches `until`; then save. Meanwhile save and
-    `look` from time to time, and report progress. WriteError if saving fails: --resume continues from the last saved
-    state."""
+    """Run the work until it is over, a signal was recorded, or `time.monotonic` reaches `until`; then save. Meanwhile
+    save and `look` from time to time, and report progress. WriteError if saving fails: --resume continues from the last
+    saved state."""
     progress = ProgressLines(say, work.total, begun=work.done)
     save, look = Seldom(SAVE_SECONDS, lambda: work.save(out)), Seldom(LOOK_SECONDS, look)
     while not work.over and not stops.heard and time.monotonic() < until:

@@ -196,7 +196,7 @@ def up(
                 ExitStatus.USAGE,
             )
         models = ModelPaths.chosen(target, draft, local_draft)
-        runs_heads = "heads" in of_draft  # a draft service with heads: its model is the target, which feeds it
+        runs_heads = "heads" in of_draft  # draft service with heads: its model is the target, whose features it reads
         others = {"--draft": draft, "--local-draft": local_draft, "--verifier-heads": of_verifier.get("heads")}
         if runs_heads and (given_too := [option for option, value in others.items() if value is not None]):
             fail(

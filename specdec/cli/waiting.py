@@ -1,4 +1,4 @@
-"""Waiting: reports on stderr what a command waits for, after a second without a response from the servers."""
+"""Reports on stderr what a command waits for, after a second without a response from the servers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _on_stderr(line: str) -> None:
 
 
 class WaitReporter:
-    """The wait for tokens from orchestrators: a context manager around the call. `heard` is called for every response.
+    """A context manager around a call that waits for tokens from orchestrators. `heard` is called for every response.
     The reason for waiting is reported once, and again when it changes."""
 
     def __init__(

@@ -27,7 +27,7 @@ class Logprobs:
     top: dict[int, float]  # of the most probable tokens, by id, best first
     piece: Piece  # of the chosen token
     top_pieces: dict[int, Piece]  # of the most probable tokens, by id, best first
-    rank: int = 0  # of a prompt's token: 1 plus the number of more probable tokens
+    rank: int = 0  # for a prompt token: 1 plus the number of more probable tokens
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Resolved:
     end_tokens: list[int]  # all end tokens: the model's own and those of the request
     prompt_digest: str  # of the prompt's tokens
     time: datetime | None  # current time passed to the chat template; None without one
-    model: str = ""  # the revision serving the request, as NAME@REVISION; empty if the model has no named ones
+    model: str = ""  # the revision serving the request, as NAME@REVISION; empty if the model has no named revisions
     prompt_tokens: int = 0  # tokens of the prompt; 0 from an older server
 
 
@@ -151,7 +151,7 @@ class Chunk:
     index: int  # which of the n samples
     text: str  # without a chat's reasoning; empty while a character is incomplete
     tokens: list[int]
-    token_texts: list[str]  # the part of `reasoning`, then of `text`, completed by each token
+    token_texts: list[str]  # for each token, the part of `reasoning`, then `text`, that it completes
     # "remote_draft", "local_model", "heads", "ngram", "lookahead", "grammar", "correction", "bonus", "plain"
     sources: list[str]
     logprobs: list[Logprobs]  # of each token, if requested
@@ -210,7 +210,7 @@ class Model:
     context_tokens: int  # longest text, prompt included
     vocabulary_size: int
     chat: bool  # True: accepts `messages`
-    text_fingerprint: str  # equal ones tokenize requests identically
+    text_fingerprint: str  # models with equal ones tokenize requests identically
     tool_format: str = ""  # its format in `specdec.wire.tool_formats`; empty: no tools
     reasons: bool = False  # True: chats may contain reasoning
     revisions: tuple[str, ...] = ()  # selectable as NAME@REVISION; the fields above describe the main one
@@ -227,8 +227,8 @@ _REASONS = {number: name.removeprefix("FINISH_REASON_").lower() for name, number
 
 
 def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) -> Chunk:
-    """Convert a response into a chunk. `before_seconds`: time of the stream before its current server received the
-    request."""
+    """Convert a response into a chunk. `before_seconds`: time from the start of the stream until its current server
+    received the request."""
     return Chunk(
         index=response.index,
         text=response.text,

@@ -67,8 +67,8 @@ class Endpoint(Generic[Channel]):
         for an invalid address. Calls rotate among the servers, and a broken stream resumes on another.
 
         `timeout` in seconds bounds a call including its retries; None: unbounded. `max_retries` bounds the consecutive
-        retries of an unavailable address without a new token. An address that has answered before is retried for at
-        least ten seconds, unless `max_retries` is 0.
+        retries of an unavailable address; new tokens reset the count. An address that has answered before is retried
+        for at least ten seconds, unless `max_retries` is 0.
 
         Without `credentials` the connection is not encrypted. `api_key`, for servers with authentication, and
         `metadata` are sent with every call. `options` are gRPC channel arguments.
@@ -80,7 +80,7 @@ class Endpoint(Generic[Channel]):
         self._metadata: Metadata = (*metadata, *_authorization(api_key))
         self._options = list((_OPTIONS | dict(options)).items())
         self._channels: dict[str, Channel] = {}  # by address
-        self._closed = 0  # number of times
+        self._closed = 0  # how many times
         # For the synchronous client, which threads may share; `_over` is set when it is closed.
         self._connecting, self._over = threading.Lock(), threading.Event()
 

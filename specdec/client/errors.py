@@ -65,7 +65,7 @@ class InvalidRequest(SpecdecError):
 
 
 class NotFound(SpecdecError):
-    """The server does not have what the request names."""
+    """Something named by the request, such as a model, does not exist."""
 
 
 class AccessDenied(SpecdecError):
@@ -190,7 +190,8 @@ _MISMATCHES = (
     ),
     (
         "CERTIFICATE_VERIFY_FAILED",
-        "the server's certificate is not of an authority that this client trusts: give the authority's file (--tls-ca)",
+        "the server's certificate is not signed by an authority that this client trusts: give that authority's "
+        "certificate (--tls-ca)",
     ),
     (
         "Failed parsing HTTP/2",

@@ -78,8 +78,8 @@ class GenerateOptions(TypedDict, total=False):
     ]
     prompt_logprobs: Annotated[
         int | None,
-        "Return the tokens of the prompt. Each but the first has its log-probability, and those of the N most "
-        "probable tokens at its position, 0 to 20. `max_tokens` may then be 0.",
+        "Return the tokens of the prompt. Every token except the first comes with its log-probability and with the N "
+        "(0 to 20) most probable tokens at its position. `max_tokens` may then be 0.",
     ]
 
     ignore_generation_config: Annotated[bool | None, "Ignore the defaults in the model's generation_config.json."]
@@ -129,8 +129,8 @@ class GenerateOptions(TypedDict, total=False):
         SpeculationName | None,
         "Which drafters may propose candidates. auto: all of them, when it pays. draft: only draft services, when it "
         "pays. always: only draft services, even at a loss. local: only the verifier's own proposers. ngram, "
-        "lookahead, local_model, heads: this one alone. jacobi: lookahead windows with n-grams of 2 tokens alone. off: "
-        "none. Default: the verifier's, else auto.",
+        "lookahead, local_model, heads: only this drafter. jacobi: only lookahead windows with n-grams of 2 tokens. "
+        "off: none. Default: the verifier's, else auto.",
     ]
     drafters: Annotated[
         Iterable[DrafterName] | None,
@@ -145,7 +145,7 @@ class GenerateOptions(TypedDict, total=False):
     typical_epsilon: Annotated[float | None, "typical: accept a candidate above this probability. Default: 0.09."]
     typical_delta: Annotated[
         float | None,
-        "typical: accept a candidate above this times exp(-entropy) of the target's distribution. Default: 0.3.",
+        "typical: or above this times exp(-entropy) of the target's distribution. Default: 0.3.",
     ]
     max_candidates: Annotated[int | None, "Maximum candidates per step; 0: the server's default."]
     max_depth: Annotated[

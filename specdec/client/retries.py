@@ -21,7 +21,7 @@ class Rotation:
     """The servers of a client, shared by all of its calls and threads.
 
     It starts at a random server, so that clients do not all start at the same one. After a failure a server is avoided
-    for a while ("rest"), twice as long after each consecutive failure, unless no other is left.
+    for a while ("rest"), twice as long after each consecutive failure, unless no other server is left.
     """
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,7 +39,7 @@ class Rotation:
 
     def take(self, failures: Mapping[str, int], left_out: Collection[str] = ()) -> str:
         """Return the next address to try: fewest `failures` of this call first, then the shortest remaining rest, then
-        its turn. `left_out` must not cover all addresses."""
+        the order of the rotation. `left_out` must not cover all addresses."""
         with self._lock:
             now = self._clock()
             turns = [turn for turn in self._turns if turn not in left_out]
@@ -78,9 +78,9 @@ _MAX_PAUSE = 2.0
 _MAX_RETRY_AFTER = 60.0  # cap on a server's `retry_after`
 _RETURN_SECONDS = 10.0
 """Minimum seconds to wait for the return of a server that has answered before: restarting an orchestrator, as in
-`specdec up`, takes several."""
+`specdec up`, takes several seconds."""
 _SETTLED_TRIES_OF_A_NAME = 3
-"""Settled refusals after which a name is given up. It may resolve to several servers, and each try reaches the next
+"""Settled refusals after which a name is given up. A name may resolve to several servers, and each try reaches the next
 one."""
 _WAITED = ("DRAFT_REQUIRED", "VERIFIER_LOST")
 _SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
@@ -88,7 +88,7 @@ _SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
 verifier. Another server may serve the text; this one will not soon. After such a wait (`_WAITED`), no other server with
 the same name is tried, because the wait has taken too long."""
 _SETTLED_ONCE_BEGUN = (*_SETTLED, "UNKNOWN_MODEL")
-"""The same for a text in progress: a server may not know the text's revision yet, or no longer."""
+"""The same for a text in progress: a server may not yet, or no longer, know the text's revision."""
 
 
 class Retries:
@@ -107,7 +107,7 @@ class Retries:
         self._rotation = rotation
         self._is_closed = is_closed
         self._most = most
-        self._failures: Counter[str] = Counter()  # in a row, by address
+        self._failures: Counter[str] = Counter()  # consecutive ones, by address
         self._settled: Counter[str] = Counter()  # settled refusals among these
         self._left_out: set[str] = set()  # addresses given up
         self._refusal: SpecdecError | None = None  # the last refusal after which an address was given up

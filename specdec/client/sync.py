@@ -41,8 +41,8 @@ class Client(Endpoint[grpc.Channel]):
         """Request a completion and stream its chunks. The request is sent immediately.
 
         `prompt` is text to continue. `timeout` (seconds) replaces the client's own. `request_id` identifies the request
-        in the logs and traces of services; by default a new one, available from the stream. `metadata` is sent with
-        this call and replaces the client's own under the same keys.
+        in the logs and traces of services; the default is a new id, available from the stream. `metadata` is sent with
+        this call, and replaces the client's entries with the same keys.
         """
         request_id, sent = self._identified(request_id, metadata)
         transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
@@ -201,7 +201,7 @@ class Stream:
                 raise StopIteration
             if not self._cancelled.wait(pause):
                 self._call = self._ask()
-        self._call.cancel()  # another thread may have cancelled the previous call only
+        self._call.cancel()  # another thread may have cancelled only the previous call
         raise Cancelled("the stream was cancelled", code=grpc.StatusCode.CANCELLED)
 
     def __enter__(self) -> Self:

@@ -12,7 +12,7 @@ from specdec.v2.generation_pb2 import GenerateRequest, GenerateResponse, Resolve
 
 
 class Transcript:
-    """The state of one stream: yields a request for exactly the part that has not arrived yet.
+    """The state of one stream: provides a request for exactly the part that has not arrived yet.
 
     The generated tokens and the seed determine the rest of the text, so a stream of one sample can resume on any server
     of the same model. A request cannot carry the tokens of several samples, so their stream is only retried before its

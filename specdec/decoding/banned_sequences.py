@@ -12,14 +12,14 @@ class BannedSequences:
 
     def __init__(self, sequences: Collection[Sequence[int]]) -> None:
         """`sequences`: at least one, each of at least two tokens. A single token is banned everywhere instead."""
-        self._completing: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last token by earlier ones
+        self._completing: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last tokens, by prefix
         for *before, last in sequences:
             self._completing[tuple(before)].append(last)
         self._lengths = sorted({len(before) for before in self._completing})
 
     def ruled_out(self, text: Sequence[int], path: Sequence[int]) -> list[int]:
-        """Return the tokens that would complete a sequence after a text and a path below it, in any order. The cost is
-        one lookup per distinct sequence length, regardless of the number of sequences and the vocabulary."""
+        """Return, in any order, the tokens that would complete a sequence after a text and a path below it. The cost is
+        one lookup per distinct sequence length, whatever the number of sequences or the vocabulary size."""
         longest = self._lengths[-1]
         end = (*text[-longest:], *path[-longest:])
         found: list[int] = []

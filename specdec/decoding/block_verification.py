@@ -1,9 +1,9 @@
 """Block verification of a chain of draws (Sun et al. 2024, "Block verification accelerates speculative decoding",
 algorithm 2).
 
-Under REJECTION the draws x1, ..., xn of a chain may be tested one by one. Testing them as a whole accepts at least as
-many, and the tokens still follow the target's distribution (theorems 1 and 2). Let p and q be the distributions of
-target and draft after the first i draws, r(0) = 1 and r(i) = min(1, r(i-1) p(xi) / q(xi)):
+Under REJECTION the draws x1, ..., xn of a chain may be tested one by one. Testing them as a whole accepts, in
+expectation, at least as many, and the tokens still follow the target's distribution (theorems 1 and 2). Let p and q be
+the distributions of target and draft after the first i draws, r(0) = 1 and r(i) = min(1, r(i-1) p(xi) / q(xi)):
 
     m(i) = sum over v of max(0, r(i) p(v) - q(v))
     h(i) = m(i) / (m(i) + 1 - r(i)),  at the end of the chain h(n) = r(n)
@@ -65,7 +65,7 @@ class Prefix(NamedTuple):
     acceptance: float
     """Probability that it passes its test, h(i)."""
     ratio: float
-    """r(i + 1), for the prefix with the next draw."""
+    """r(i + 1), the ratio of the prefix extended by the next draw."""
 
 
 def prefix(ratio: float, p: Weights, q: Weights, drawn: int) -> Prefix:
@@ -82,7 +82,7 @@ def residual(ratio: float, p: Weights, q: Weights) -> Weights:
     """Return the unnormalised distribution of the token after a prefix with this ratio, [n]. `p` and `q` are the
     probabilities of all tokens that survive the target's truncation."""
     left = np.maximum(ratio * p - q, 0.0)
-    return left if left.any() else p  # all zero only through rounding, if q equals p
+    return left if left.any() else p  # all zero only if q equals p, up to rounding
 
 
 def verify(logits: Iterable[Logits], queries: Sequence[SamplingQuery]) -> AcceptedPrefix:

@@ -24,13 +24,13 @@ DEPTHS, RANKS = 4, 4
 """Depths and ranks with their own shift; deeper nodes and lower ranks use the last one."""
 
 LEARNS = 0.02
-"""Learning rate: change of a shift, in log-odds, per unit of error (taken or not, minus the probability)."""
+"""Learning rate: change of a shift, in log-odds, per unit of error (taken or not, minus the estimated probability)."""
 
 MAX_SHIFT = 3.0
 """Largest absolute shift, in log-odds."""
 
 HOTTEST = 2.0
-"""Temperature above which all requests share one calibration."""
+"""Temperature above which a calibration no longer depends on the temperature."""
 
 MAX_TENANTS = 256
 """Tenants with calibrations in memory; the least recently used one is evicted first."""
@@ -59,13 +59,13 @@ class Calibration:
         return found[0]
 
     def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
-        """Learn from one verification of siblings: the target took rank `taken`, or none of them. `depth` is their
-        depth when `logprobs` were corrected; commits may have moved them up since."""
+        """Learn from one verification of siblings: the target took the one of rank `taken`, or none of them. `depth` is
+        their depth when `logprobs` were corrected; commits may have moved them up since."""
         self._shift(depth, [(rank == taken) - math.exp(logprob) for rank, logprob in enumerate(logprobs)])
 
     def _shift(self, depth: int, errors: Sequence[float]) -> None:
-        """Move the shifts of siblings at this depth, here and in the tenant's calibration, by the errors of their
-        probabilities."""
+        """Move the shifts of siblings at this depth, here and in the tenant's calibration, in proportion to the errors
+        of their probabilities."""
         if self._tenant is not None:
             self._tenant._shift(depth, errors)
         shifts = self.shifts(depth)
@@ -76,7 +76,7 @@ class Calibration:
 
 class Calibrations:
     """The calibrations of one draft-target pair, by tenant: one tenant's unusual texts do not affect another tenant's
-    candidates. Requests with the same rule and about the same temperature share one."""
+    candidates. A tenant's requests with the same rule and about the same temperature share one."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, dict[tuple[Rule, float], Calibration]] = OrderedDict()

@@ -16,7 +16,7 @@ from specdec.decoding.truncation import survivors_of_largest, truncates
 
 AGREEMENT_SCALE = 0.6
 """Scale of the assumed noise between a draft's logits and its target's. For the demo pair, the maximum-likelihood value
-given the target's choices is 0.5 at temperature 0, 0.6 at 0.7 and 0.7 at 1 (fitted once, by hand)."""
+given the target's choices is 0.5 at T = 0, 0.6 at T = 0.7 and 0.7 at T = 1 (fitted once, by hand)."""
 
 SORTED_WHOLE = 4
 """Largest row that is sorted completely, as a multiple of the candidates wanted. Longer rows are partitioned first,
@@ -24,7 +24,7 @@ which is faster."""
 
 
 MIN_CONFIDENCE = 1e-6
-"""Minimum distance of a probability from 0 and 1, so that its logarithm and its complement's stay finite."""
+"""Minimum distance of a probability from 0 and 1: keeps the logarithms of it and its complement finite."""
 
 
 class AskedRow(NamedTuple):
@@ -40,7 +40,7 @@ class Candidates(NamedTuple):
 
     tokens: NDArray[np.int64]  # [n, width]
     logprobs: NDArray[np.float64]  # [n, width]
-    sound: NDArray[np.bool_]  # [n] False: the draft's logits are broken (see `choose`); no candidates
+    sound: NDArray[np.bool_]  # [n] False: the draft's logits are broken (see `choose`), so there are no candidates
 
 
 def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) -> Candidates:
@@ -48,8 +48,8 @@ def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) 
 
     The other model's logits are assumed to differ from these by noise of a fixed scale (measured before the division by
     T), so its choice is softmax-distributed over the perturbed logits at that scale. Only the shortlist of a row is
-    searched; a candidate missing from it costs acceptance, not correctness. Other rows affect only the last bits of
-    logprobs.
+    searched; a candidate missing from it costs acceptance, not correctness. The other rows of the call change a row's
+    logprobs only in the last bits.
     """
     known, sound = _processed_shortlists(logits, rows)
     found = Candidates(np.zeros((len(rows), width), dtype=np.int64), np.full((len(rows), width), -np.inf), sound)
@@ -61,7 +61,7 @@ def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) 
     if greedy:
         own = _places(greedy, len(rows))
         ids = known.ids[own]
-        _fill(found, own, known.values[own].astype(np.float64), ids, np.s_[:, :width])  # shortlists are in order
+        _fill(found, own, known.values[own].astype(np.float64), ids, np.s_[:, :width])  # shortlists are sorted
     if sampled:
         own = _places(sampled, len(rows))
         ids = known.ids[own]
@@ -72,7 +72,7 @@ def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) 
 
 def with_confidence(children: Candidates, confidence: NDArray[np.float64]) -> Candidates:
     """Return the children of n nodes, best first, after setting the best child's probability to `confidence` [n]. The
-    other children share the rest in the same proportions. An only child, for example where a grammar leaves no choice,
+    other children share the rest in unchanged proportions. An only child, for example where a grammar leaves no choice,
     keeps its probability."""
     logprobs = children.logprobs.copy()
     several = (logprobs > -np.inf).sum(axis=1) > 1
@@ -122,7 +122,7 @@ def _processed_shortlists(logits: DraftLogits, rows: Sequence[AskedRow]) -> tupl
 
 
 def over(vocabulary: int, logits: Logits) -> Logits:
-    """Return a row of logits resized to a vocabulary with the same first tokens, cut or padded with -inf."""
+    """Return a row of logits resized to a vocabulary that begins with the same tokens: cut, or padded with -inf."""
     if len(logits) >= vocabulary:
         return logits[:vocabulary]
     return np.pad(logits, (0, vocabulary - len(logits)), constant_values=-np.inf)
@@ -157,7 +157,7 @@ def _ranked(scores: NDArray[np.float64], width: int) -> NDArray[np.int64]:
 
 
 def _fill(found: Candidates, rows: Any, perturbed: NDArray[np.float64], ids: NDArray[np.int64], ranked: Any) -> None:
-    """Write the candidates of these rows: the entries at `ranked`, columns by falling perturbed logit."""
+    """Write the candidates of these rows. `ranked` indexes their entries, by falling perturbed logit."""
     scores = perturbed / AGREEMENT_SCALE
     best = scores[ranked]
     # Logprobs are a softmax over the whole shortlist, not over the `width` best alone.

@@ -33,8 +33,8 @@ BLOCK = 1 << 17
 def choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
     """Return int64 [n]: the token chosen by each row of float32 logits [n, V].
 
-    A row whose largest processed logit is NaN, infinite or absurdly large chooses that token, without noise: the
-    token's logit then shows the caller that the row is broken. Under CONTRASTIVE a row may be `contrastive.UNDECIDED`.
+    A row whose largest processed logit is NaN, infinite or absurdly large chooses the token of this logit, without
+    noise: the logit shows the caller that the row is broken. Under CONTRASTIVE a row may be `contrastive.UNDECIDED`.
     """
     count, vocabulary = logits.shape
     tokens = np.empty(count, dtype=np.int64)

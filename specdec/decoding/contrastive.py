@@ -7,8 +7,8 @@ can be chosen. log q is sent in float16.
 
 Only *plausible* tokens, those with p(v) >= alpha * max p, can be chosen. They are few, and nearly all of them are among
 the draft's likeliest, so the draft sends a *partial distribution*: log q of its likeliest tokens (`likeliest`). A
-plausible token missing there may be the choice, since a smaller q means a better score. Such a row is `UNDECIDED`, and
-the verifier asks for log q of its plausible tokens (`DraftQuery`). So the choice never depends on which tokens were
+plausible token missing from it may be the choice, since a smaller q means a better score. Such a row is `UNDECIDED`,
+and the verifier asks for log q of its plausible tokens (`DraftQuery`). So the choice never depends on which tokens were
 sent ahead, and never mixes the q of two drafts.
 """
 
@@ -35,15 +35,15 @@ prefixes per token of the text."""
 
 
 class DraftQuery(NamedTuple):
-    """Asks a draft for log q of tokens below the committed text of `base` tokens. `ids` ascend; None means the whole
-    vocabulary."""
+    """Asks a draft for log q of the tokens that may follow the committed text of `base` tokens: of `ids`, ascending, or
+    of the whole vocabulary (None)."""
 
     base: int
     ids: NDArray[np.int64] | None
 
 
 def amateur_distribution(logits: Logits, contrast: Contrast) -> DraftDistribution:
-    """Return the log-probabilities of a draft's float32 logits [V], the largest of which must be finite."""
+    """Return the log-probabilities of a draft's float32 logits [V]. The largest logit must be finite."""
     z = logits.astype(np.float64) / contrast.amateur_temperature
     z -= z.max()
     log_q = z - math.log(np.exp(z).sum())
@@ -54,7 +54,7 @@ def likeliest(row: DraftDistribution, contrast: Contrast, margin: float) -> Draf
     """Return the part of a whole row to send ahead: the tokens with q(v) >= alpha * exp(-margin) * max q, at most
     `MAX_LIKELIEST`.
 
-    A larger margin leaves fewer plausible tokens out. If target and draft agreed, 0 would suffice.
+    A larger margin leaves fewer plausible tokens out. If target and draft agreed, a margin of 0 would suffice.
     """
     log_q = row.values
     least = float(log_q.max()) + math.log(contrast.alpha) - margin
@@ -65,8 +65,8 @@ def likeliest(row: DraftDistribution, contrast: Contrast, margin: float) -> Draf
 
 
 def answer(row: DraftDistribution, ids: NDArray[np.int64] | None) -> DraftDistribution:
-    """Return the answer to a query about the prefix of a whole row. Tokens outside the draft's vocabulary are left out;
-    if none remain, the whole row is the answer."""
+    """Return a draft's answer to a query, from the whole row at the query's prefix. Tokens outside the draft's
+    vocabulary are left out; if none remain, the whole row is the answer."""
     known = answered_ids(ids, row.size)
     if known is None:
         return DraftDistribution(None, row.values, answer=True)
@@ -74,13 +74,15 @@ def answer(row: DraftDistribution, ids: NDArray[np.int64] | None) -> DraftDistri
 
 
 def answered_ids(ids: NDArray[np.int64] | None, vocabulary: int) -> NDArray[np.int64] | None:
-    """Return the requested ids below `vocabulary`, the number of the draft's token ids; None: all of them."""
+    """Return the requested ids below `vocabulary`, the size of the draft's vocabulary. None: the whole vocabulary, also
+    if no requested id is in it."""
     known = None if ids is None else ids[ids < vocabulary]
     return None if known is None or not len(known) else known
 
 
 def answers(row: DraftDistribution, ids: NDArray[np.int64] | None) -> bool:
-    """Return True if the row has log q of all `ids` in the draft's vocabulary; `ids` of None: of all its tokens."""
+    """Return True if the row has log q of all `ids` in the draft's vocabulary; if `ids` is None, of the whole
+    vocabulary."""
     if row.ids is None:
         return True
     return ids is not None and row.values_of(ids[ids < row.size]) is not None
@@ -89,8 +91,8 @@ def answers(row: DraftDistribution, ids: NDArray[np.int64] | None) -> bool:
 def asked_ids(
     plausible: NDArray[np.int64], before: NDArray[np.int64] | None, vocabulary: int
 ) -> NDArray[np.int64] | None:
-    """Return the ids to ask for: a row's plausible ones, and the ids requested before at the same prefix, if any. None:
-    the whole vocabulary, whose row is as short as one with most of its tokens.
+    """Return the ids to ask for: a row's plausible ones, and the ids requested before at the same prefix, if any. None,
+    the whole vocabulary, if these are too many for a partial distribution.
 
     An engine that is not exact may find another token plausible when it recomputes the row. Ids requested before stay
     in the query, so that the next answer suffices for both computations.

@@ -1,7 +1,8 @@
-"""Draft logits: the logits of one of a draft's forward passes, from which candidates are made.
+"""Draft logits: the logits of one forward pass of a draft, from which candidates are made.
 
 Candidates come from the largest logits of a row, its *shortlist*. Only the implementing class knows where the logits
-are; in this file, in host memory. A device transfers the shortlists of a pass, and whole rows only on request.
+are. The implementation in this file keeps them in host memory. A device transfers the shortlists of a pass, and whole
+rows only on request.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_DRAFT_LOGITS = 256
 """Number of a draft's largest logits searched for candidates."""
 
 COLUMNS, MIN_HEIGHT = 16 * MAX_DRAFT_LOGITS, 4
-"""Columns of the layout for searching a long row, and the fewest logits per column for which it pays."""
+"""Number of columns in which a long row is searched, and the fewest logits per column for which this pays."""
 
 
 class Shortlists(NamedTuple):
@@ -59,7 +60,7 @@ class HostDraftLogits:
 
 
 class MappedDraftLogits:
-    """Draft logits over a part of a vocabulary, of a draft that knows only some tokens."""
+    """Draft logits of a draft that knows only some tokens of a vocabulary."""
 
     def __init__(self, logits: DraftLogits, ids: NDArray[np.int64], vocabulary: int) -> None:
         """`ids`: token ids of the columns of `logits`, below `vocabulary`. Other tokens have logits of -inf."""
@@ -102,7 +103,7 @@ def _largest(row: Logits) -> NDArray[np.int64]:
     """Return the ids of a row's MAX_DRAFT_LOGITS largest logits, in any order.
 
     Long rows are laid out in columns. The MAX_DRAFT_LOGITS-th largest column maximum is a lower bound of the
-    MAX_DRAFT_LOGITS-th largest logit, and few other logits reach it; only these are partitioned. Column maxima take a
+    MAX_DRAFT_LOGITS-th largest logit. Few logits reach this bound, and only these are partitioned. Column maxima take a
     third of the time of partitioning the row.
     """
     if len(row) <= MAX_DRAFT_LOGITS:

@@ -35,9 +35,9 @@ def possible_winners(
     """Return the ids that can win: ascending indices into the flattened z [n, V], including the winner of every row of
     z / temperature.
 
-    An id is kept if its upper bound on logit plus noise is at least the actual sum of the row's id with the highest
-    bound. One or two ids are kept in most rows. The largest logit of each row must be finite; -inf elsewhere rules an
-    id out.
+    An id is kept if its upper bound on logit plus noise is at least the actual logit plus noise of the row's id with
+    the highest bound. One or two ids are kept in most rows. The largest logit of each row must be finite; -inf
+    elsewhere rules an id out.
     """
     z = np.ascontiguousarray(z)
     room = ROOM * len(z)

@@ -1,9 +1,10 @@
 """Trees made level by level, for several texts together.
 
 Medusa's heads (Cai et al. 2024) guess positions independently of one another: any guess for a position may follow any
-guess for the position before. A tree is a selection of these paths of ranks: either the likeliest paths, or a fixed
-list, as published with Medusa's heads. Heads that read their own guesses (EAGLE) grow a tree: the likeliest nodes of a
-level get children, and the likeliest nodes of all levels are kept (EAGLE-2's dynamic trees, Li et al. 2024).
+guess for the position before. A path is given by the ranks of its guesses, and a tree is a selection of paths: either
+the likeliest paths, or a fixed list, as published with Medusa's heads. Heads that read their own guesses (EAGLE) grow a
+tree: the likeliest nodes of a level get children, and the likeliest nodes of all levels are kept (EAGLE-2's dynamic
+trees, Li et al. 2024).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ MAX_NODES = 63
 
 
 class LevelTrees(NamedTuple):
-    """Trees of n texts, with m nodes at most. Parents precede their children; a node beyond the end of a smaller tree
-    has a path log-probability of -inf."""
+    """Trees of n texts, with m nodes at most. Parents precede their children. Smaller trees are padded with nodes of
+    path log-probability -inf."""
 
     parents: NDArray[np.int64]  # [n, m]; 0: the root, i: node i - 1
     levels: NDArray[np.int64]  # [n, m], from 0
@@ -61,8 +62,8 @@ def likeliest(logprobs: NDArray[np.float64], count: int) -> LevelTrees:
 
 
 class FixedTree:
-    """A tree that is the same for all texts, from its paths of ranks, such as (0, 0, 2). ValueError, naming the path,
-    if a path is empty, is given twice, or lacks its parent."""
+    """A tree that is the same for all texts, made from its paths of ranks, such as (0, 0, 2). ValueError, naming the
+    path, if a path is empty, is given twice, or lacks its parent."""
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
         numbers: dict[tuple[int, ...], int] = {(): 0}
@@ -96,8 +97,8 @@ class FixedTree:
 
 
 class GrownTrees(NamedTuple):
-    """The likeliest nodes of grown trees of n texts, m at most, likeliest first, so parents precede their children. A
-    node beyond the end of a smaller tree has a path log-probability of -inf."""
+    """The likeliest nodes, at most m, of the trees grown for n texts: likeliest first, so parents precede their
+    children. Smaller trees are padded with nodes of path log-probability -inf."""
 
     tokens: NDArray[np.int64]  # [n, m]
     parents: NDArray[np.int64]  # [n, m]; 0: the root, i: node i - 1
@@ -106,8 +107,8 @@ class GrownTrees(NamedTuple):
 
 
 class GrowingTrees:
-    """Token trees of n texts, grown one level at a time. The *frontier*, at first the root, then the `beam` likeliest
-    nodes of the last level, gets children. A path with a log-probability below `least` is not continued.
+    """Token trees of n texts, grown one level at a time. Only the *frontier* gets children: at first the root, then the
+    `beam` likeliest nodes of the last level. A path with a log-probability below `least` is not continued.
 
     `origins` [n, f]: the parent of each frontier node, as an index into the previous frontier. `tokens` and
     `path_logprobs` [n, f]: the frontier's own, likeliest first; -inf: no node."""

@@ -47,10 +47,10 @@ class NgramPool:
 Tokens = NDArray[np.int32]
 
 MAX_MATCH = 16
-"""Longest match: tokens over which two places are compared."""
+"""Longest match: maximum number of tokens over which two places are compared."""
 
 COMPARED = 4096
-"""Maximum places compared, latest first: a text of one repeated token matches everywhere."""
+"""Maximum number of places compared, latest first. A text of one repeated token matches everywhere."""
 
 RECENT = 32
 """Maximum places considered per match length, latest first."""

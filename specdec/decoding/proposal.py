@@ -39,7 +39,7 @@ class DraftDistribution:
 
     ids: NDArray[np.int64] | None
     values: NDArray[np.float16]
-    vocabulary: int | None = None  # the draft's number of token ids; partial only
+    vocabulary: int | None = None  # size of the draft's vocabulary; only for a partial row
     answer: bool = False  # it answers a query, with only the tokens asked for
 
     @classmethod
@@ -87,8 +87,8 @@ class DraftDistribution:
         return rule is Rule.CONTRASTIVE and not self.contrast_violation(vocabulary)
 
     def contrast_violation(self, vocabulary: int) -> str:
-        """Return why it cannot be log-probabilities for a target with `vocabulary` token ids; empty if it can. The
-        vocabularies may differ by the padding at their ends."""
+        """Return why these values cannot be log-probabilities for a target with `vocabulary` token ids; empty if they
+        can. The draft's vocabulary and the target's may differ by the padding at their ends."""
         if not MIN_PART * vocabulary < self.size < vocabulary / MIN_PART:
             return f"it is over a vocabulary of {self.size} tokens, the target's has {vocabulary}"
         if self.ids is not None and self.vocabulary is None:
@@ -125,7 +125,7 @@ class DistributionSizes(NamedTuple):
 
 
 NO_DISTRIBUTION = DistributionSizes()
-"""Sizes where a rule has no distributions, or they are not read."""
+"""Sizes for a rule without distributions, or if they are not read."""
 
 
 class Proposal(NamedTuple):

@@ -58,7 +58,7 @@ def propose(logits: Logits, query: SamplingQuery, count: int = 1) -> Proposal | 
 
 
 def _draws(row: DraftDistribution, query: SamplingQuery, count: int) -> Iterator[int]:
-    """Yield different tokens, drawn one after the other, up to `count`."""
+    """Yield up to `count` different tokens, drawn one after the other."""
     assert row.ids is not None
     weights = row.values.astype(np.float64)
     for index in range(min(count, len(weights))):
@@ -134,7 +134,8 @@ LATER_ACCEPTANCE = 0.3
 consists of tokens that the draft under-rates; calibration corrects it by rank."""
 
 LEAST_ACCEPTANCE = 1e-9
-"""Lower limit of an estimate: a second draw of a certain draft would have probability 0, with an infinite logarithm."""
+"""Lower limit of an estimate: if the draft is certain of its first draw, the second would have probability 0, with an
+infinite logarithm."""
 
 
 def target_probabilities(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
@@ -152,8 +153,8 @@ def draft_probabilities(row: DraftDistribution) -> tuple[Ids, Weights]:
 
 
 def probabilities_of(wanted: Ids, ids: Ids, probabilities: Weights) -> Weights:
-    """Return float64, shaped as `wanted`: the probabilities of these ids, found among those of `ids`; 0 for missing
-    ids. Both lists ascend; the shorter one is looked up in the longer one."""
+    """Return float64, shaped as `wanted`: the probability of each wanted id, from the probabilities of `ids`; 0 for
+    missing ids. Both lists ascend; the shorter one is looked up in the longer one."""
     few, many = (wanted, ids) if len(wanted) < len(ids) else (ids, wanted)
     at = np.searchsorted(many, few)
     known = at < len(many)
@@ -167,6 +168,6 @@ def probabilities_of(wanted: Ids, ids: Ids, probabilities: Weights) -> Weights:
 
 
 def _surviving_weights(z: Logits, sampling: Sampling) -> tuple[Ids, Weights]:
-    """Return the surviving ids, ascending, and their weights, the largest of which is 1."""
+    """Return the surviving ids, ascending, and their weights, scaled so that the largest is 1."""
     ids = survivors(z, sampling)
     return ids, np.exp(z[ids].astype(np.float64) - z[ids].max())

@@ -47,7 +47,7 @@ class Node:
         self.parent = parent
         self.logprob = logprob
         self.origin = origin  # first proposer, as numbered by the tree's owner
-        self.drafted = False  # proposed by a remote draft, if not necessarily first
+        self.drafted = False  # proposed by a remote draft, not necessarily first
         self.children: dict[int, Node] = {}
         self.distribution: DraftDistribution | None = None  # the draft's over the children, if the rule needs it
         self.match: int | None = None  # length of the n-gram match that proposed it
@@ -83,7 +83,7 @@ def anything(_: Node) -> bool:
 
 
 def _unlink(top: Node, kept: Node) -> None:
-    """Take the children from all nodes at and below `top`, except at and below `kept`.
+    """Remove the children of all nodes at and below `top`, except at and below `kept`.
 
     A node and its children refer to each other, so dropped nodes would otherwise wait for the garbage collector, which
     delays steps.
@@ -99,11 +99,11 @@ class TokenTree:
     """Committed tokens and the candidates below them.
 
     Candidates that can never be taken are dropped silently: at positions past `last_position`, below an end token, with
-    ids outside the vocabulary or non-finite logprobs, or where `permits` (parent, token) returns False. So are
-    candidates that arrive while `max_nodes` are alive.
+    ids outside the vocabulary or non-finite logprobs, or where `permits` (parent, token) returns False. Candidates that
+    arrive while `max_nodes` are alive are dropped, too.
 
     In a `sampled` tree (REJECTION) candidates are draws: a node gets its children together, in the order of the draws,
-    with the distribution they were drawn from. The first message to arrive decides, regardless of its tokens.
+    with the distribution they were drawn from. The first message to arrive decides them, regardless of its tokens.
     """
 
     def __init__(

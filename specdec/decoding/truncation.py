@@ -29,7 +29,8 @@ def truncates_by_rank(sampling: Sampling) -> bool:
 
 
 def survivors(z: Logits, sampling: Sampling) -> Ids:
-    """Return the ids, ascending, surviving top-k, then top-p, min-p and typical-p, of float32 logits [V] divided by T.
+    """Return, ascending, the ids of float32 logits [V] divided by T that survive top-k, then top-p, min-p and
+    typical-p.
 
     Top-k keeps exactly k; top-p the smallest set that reaches p of the weight left by top-k. Weights are float32,
     summed in float64 in descending order. The largest logit must be finite; a logit of -inf never survives.
@@ -50,8 +51,8 @@ def survivors_of_largest(
     decide it, or if its largest logit is not finite.
 
     `z` [n, k] holds the k largest logits of each row, descending; `ids` their ids; `totals`, float64 [n], the sum of
-    all weights of each row. The result equals that of `survivors` on the whole row if the totals have the same bits as
-    there.
+    all weights of each row. The result is the same as from `survivors` on the whole row, provided that the totals have
+    the same bits as there.
     """
     every, most = np.arange(len(z)), z.shape[1]
     count = np.full(len(z), most) if z[:, -1].min() > -np.inf else (z > -np.inf).sum(axis=1)

@@ -79,7 +79,7 @@ def accepted(logits: Sequence[Logits], query: TypicalQuery) -> list[int]:
 
 
 def threshold(p: Weights, typicality: Typicality) -> float:
-    """Return the probability that a typical token of this distribution exceeds."""
+    """Return the exclusive lower bound on the probability of a typical token of this distribution."""
     positive = p[p > 0.0]
     entropy = -float((positive * np.log(positive)).sum())
     return min(typicality.epsilon, typicality.delta * math.exp(-entropy))

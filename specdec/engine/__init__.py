@@ -3,9 +3,9 @@
 The common interface and shared parts are at this level: `engine.py`, `batch.py`, row counts, model directories.
 
 - `kv/`: book-keeping of KV memory
-- `cpu/`, `padded/`: attention on CPUs, and on any device
-- `gpu/`, `onnx/`, `vllm/`: an engine each
+- `cpu/`: attention on CPUs; `padded/`: attention on any device
+- `gpu/`, `onnx/`, `vllm/`: one engine each
 - `engines/`: the other engines, and the loader for all of them
 - `hf/`: everything based on transformers
-- `preflight/`: checks before a start
+- `preflight/`: checks before start-up
 """

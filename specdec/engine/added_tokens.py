@@ -1,4 +1,4 @@
-"""Tokens that other files of a model directory add to tokenizer.json's, as in transformers.
+"""Tokens that other files of a model directory add to tokenizer.json, as in transformers.
 
 transformers' `TokenizersBackend` adds the tokens in `added_tokens_decoder` of tokenizer_config.json, or those of
 added_tokens.json if that field is missing. Then it adds special tokens that no file has added yet: the named ones
@@ -20,12 +20,12 @@ MAX_ADDED_TOKENS = 100_000
 """Limit on the tokens in files besides tokenizer.json; published models have a few thousand at most."""
 
 MAX_TOKEN_ID = (1 << 32) - 1
-"""Largest token id in tokenizer.json; ids there may exceed the model's vocabulary."""
+"""Largest permitted token id in tokenizer.json; ids there may exceed the model's vocabulary."""
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is always recognised by its text, with the tokenizers library's flags."""
+    """A token that is always recognised in a text, with the tokenizers library's flags."""
 
     content: str
     special: bool = False
@@ -53,7 +53,7 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files about tokens in a directory; a missing file has no fields."""
+    """The files that define a model's tokens; a missing file has no fields."""
 
     tokenizer: Fields  # tokenizer.json
     settings: Fields  # tokenizer_config.json
@@ -67,8 +67,8 @@ class TokenizerFiles:
         return None if found is None else found.content
 
     def to_add(self) -> list[AddedToken]:
-        """Return the tokens to add to tokenizer.json's, in order. Raises ModelDirectoryError, naming file and field, if
-        a field is invalid."""
+        """Return the tokens to add to those in tokenizer.json, in order. Raises ModelDirectoryError, naming file and
+        field, if a field is invalid."""
         known = {entry.integer("id", 0, MAX_TOKEN_ID): AddedToken.of(entry) for entry in self._known()}
         unchanged = set(known.values())
         adding = [token for token in self._by_id(set(known)) if token not in unchanged]
@@ -82,8 +82,8 @@ class TokenizerFiles:
         return [replace(token, special=token.special or token.content in names) for token in adding]
 
     def ids(self, pieces: dict[str, int]) -> dict[str, int]:
-        """Return the ids of all tokens; `pieces` are the model's tokens in tokenizer.json. By the library's rule, an
-        added token gets the next free id, not an id from a file, unless its text is already a token."""
+        """Return the ids of all tokens; `pieces` are the model's tokens in tokenizer.json. By the tokenizers library's
+        rule, a token from another file gets the next free id, not the file's, unless its text is already a token."""
         added = {entry.text("content"): entry.integer("id", 0, MAX_TOKEN_ID) for entry in self._known()}
         found, highest = pieces | added, max(added.values(), default=-1)
         for token in self.to_add():
@@ -100,8 +100,8 @@ class TokenizerFiles:
         return self.tokenizer.objects("added_tokens") if self.tokenizer.has("added_tokens") else []
 
     def _by_id(self, known: set[int]) -> list[AddedToken]:
-        """Return the tokens that another file gives by id, in order of id. If an older file repeats a `known` id,
-        tokenizer.json takes precedence."""
+        """Return the tokens that another file lists with ids, in order of id. If an older file repeats an id of
+        tokenizer.json (`known`), tokenizer.json takes precedence."""
         if self._is_modern:
             entries = self.settings.fields("added_tokens_decoder")
             _check_count(entries.file, "added_tokens_decoder", len(entries.content))

@@ -1,4 +1,4 @@
-"""A packed batch: the tokens of many sessions as one forward pass.
+"""A packed batch: the tokens of many sessions in one forward pass.
 
 A row's keys have one of four layouts, each with its own packer. A *ragged batch* (`cpu/layout.py`) lists every row's
 key slots in order of position. A *padded batch* (`padded/layout.py`) has rectangles of keys and rows with a mask, for
@@ -33,8 +33,7 @@ class PackedBatch:
 class Packer(ABC):
     """Collects rows and the keys they see, and packs them into a batch. Every row belongs to one path or tree.
 
-    `rows` are the invariant row counts, if any: the numbers of all rows and of wanted rows are each padded to one of
-    them.
+    `rows`: invariant row counts, if any, to which the number of all rows and the number of wanted rows are padded.
     """
 
     rows: InvariantRowCounts | None = None

@@ -15,17 +15,17 @@ from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
 
 OTHER_TEXTS = (41, 200, 487, 680)
-"""Numbers of other rows beside a text: below, near and above the largest of CANDIDATES."""
+"""Numbers of other rows beside a text: below, near and above the largest of row_counts.CANDIDATES."""
 
 DECODES = (2, 6, 40)
 """Numbers of other texts with one row each, beside one row of the text. GPUs may have separate graphs for these decode
 steps, padded to several sizes."""
 
 TEXT = 24
-"""Tokens of the check's text."""
+"""Tokens in the check's text."""
 
 AT_ONCE = 5
-"""Tokens at the text's end that are computed again as candidates."""
+"""Number of tokens at the text's end that are computed again as candidates."""
 
 
 CHUNK = 256
@@ -37,15 +37,15 @@ class Places(NamedTuple):
 
     own: Slots
     other_slots: Slots
-    candidates: Slots  # for the text's end as candidates
+    candidates: Slots  # for the end of the text when it is computed as candidates
 
 
 def rows_are_independent(engine: Engine, most_texts: int | None = None) -> bool:
     """Return whether a text gives the same logits, bit for bit, in all kinds of batch and with every thread count.
 
     The text is computed as one prompt; token by token beside other texts; with its end as candidates (in other slots,
-    if the engine supports side branches); and beside many other rows, from up to `most_texts` texts. The check covers
-    attention and all layers. It uses the first slots of the KV cache.
+    if the engine supports side branches); and beside many other rows, in a batch of up to `most_texts` texts. The check
+    covers attention and all layers. It uses the first slots of the KV cache.
     """
     other_texts = OTHER_TEXTS if most_texts is None else [min(others, most_texts - 1) for others in OTHER_TEXTS]
     found = set()
@@ -67,7 +67,7 @@ def long_rows_are_independent(engine: Engine, length: int) -> bool:
     end = length - AT_ONCE
 
     def logits(*parts: tuple[int, int, int]) -> NDArray[np.float32]:
-        """Return the logits at the end of each part (number of the text, first row, end row)."""
+        """Return the logits at the end of each part, given as (text number, first row, end row)."""
         packer = engine.packer()
         for number, first, stop in parts:
             rows = packer.add_rows(texts[number][first:stop], first, places[number][first:stop])
@@ -89,8 +89,8 @@ def long_rows_are_independent(engine: Engine, length: int) -> bool:
 
 
 def bits_of_prompt(engine: Engine) -> str:
-    """Return a digest of the logits of the check's text as one prompt, with every thread count. For engines that accept
-    any slots."""
+    """Return a digest of the logits of the check's text as one prompt, with every thread count. Only for engines that
+    accept any slots."""
     digest = hashlib.sha256()
     for _ in _thread_counts(engine):
         text, own = _text(engine), np.arange(1, 1 + TEXT)
@@ -180,7 +180,7 @@ def _logits_in_any_batch(engine: Engine, other_texts: Sequence[int]) -> NDArray[
 
 
 def _is_the_same_in_decodes(engine: Engine, token: int, keys: Slots, logits: NDArray[np.float32]) -> bool:
-    """Return whether the last token of a text with these keys has these logits in decode steps, one row per text."""
+    """Return whether the last token of a text with these keys has these logits in decode steps (one row per text)."""
     for others in DECODES:
         packer = engine.packer()
         for _ in range(others):

@@ -47,7 +47,7 @@ def place() -> Path | None:
 
 
 def why_unusable(folder: Path) -> str:
-    """Create the folder if it is missing; return why it is unusable, empty if only this user can write to it."""
+    """Create the folder if it is missing. Return why it is unusable; empty if only this user can write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
@@ -107,8 +107,8 @@ def temporary() -> Path:
 
 @functools.cache
 def sources() -> str:
-    """Return a digest of all our sources that affect an engine's results: a compiled loop contains code from several
-    files."""
+    """Return a digest of all our sources that affect an engine's results, since a compiled loop contains code from
+    several files."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for folder in ("engine", "decoding"):

@@ -1,5 +1,5 @@
-"""The number of cores available to this process, by its affinity and its cgroups' limits (both versions), and the
-thread count derived from it.
+"""The number of cores available to this process, by its affinity and its cgroups' limits (both cgroup versions), and
+the thread count derived from it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MAX_THREADS = 1024
 
 
 def threads_for(device: str) -> int:
-    """Return the default CPU threads of a forward pass: one per core, or a single one if a GPU computes."""
+    """Return the default number of CPU threads of a forward pass: one per core, but only one for a GPU."""
     return min(MAX_THREADS, cores_given()) if device == "cpu" else 1
 
 
@@ -70,7 +70,7 @@ def cores_given(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
 
 
 def _quota(group: Cgroup) -> float | None:
-    """Return a cgroup's limit in cores; None if it sets none."""
+    """Return a cgroup's limit in cores; None if there is none."""
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         if group.version == 2:
             quota, period = (group.folder / "cpu.max").read_text().split()

@@ -28,8 +28,8 @@ def make_user_cache() -> None:
 
 
 def place_of_export(directory: ModelDirectory, dtype: str, *, quantised: bool = False) -> Path:
-    """Return the path of a model's export, whether or not it exists. `quantised`: the export chooses the bits of its
-    weights."""
+    """Return the path of a model's export, whether or not it exists. `quantised`: the export chooses the number of bits
+    of its weights."""
     kind = f"{dtype}-fewest-bits" if quantised else dtype
     return user_cache() / EXPORTS / kind / directory.model_fingerprint[:24] / directory.name
 
@@ -40,7 +40,7 @@ def place_of_conversion(file: Path, fingerprint: str) -> Path:
 
 
 def what_is_broken(export: Path) -> str | None:
-    """Describe the first file of an export that is missing or differs from its recorded size; None if all are
+    """Describe the first file of an export that is missing or whose size is not the recorded one; None if all are
     intact."""
     try:
         description = read_fields(export / DESCRIPTION)

@@ -1,4 +1,4 @@
-"""The engine's interface: one forward pass over a packed batch, and copying rows of the KV cache.
+"""The engine's interface: one forward pass over a packed batch, and copying slots of the KV cache.
 
 Optional features are capabilities: protocols besides `Engine`. An engine's capabilities depend on the loaded model, so
 they are looked up at run time, with one function each: `launch_of`, `queues_passes`, `draft_pass_of`, `cpu_threads`,
@@ -46,10 +46,9 @@ class Pass(Protocol):
     """A launched forward pass."""
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        """Wait for the pass and return its wanted rows. Called at most once, or not at all if no row is needed; the
-        next pass then raises any error of this one. `asked` computes the sampling queries known in advance, by row
-        index among the wanted rows. Only engines that use the queries call it, on an asynchronous device during the
-        pass."""
+        """Wait for the pass and return its wanted rows. Called at most once; if no row is needed, it is not called, and
+        the next pass raises any error of this one. `asked` computes the sampling queries known in advance, by index
+        among the wanted rows. Only engines that use queries call it, during the pass if the device is asynchronous."""
 
 
 @runtime_checkable
@@ -76,9 +75,9 @@ Launch = Callable[[PackedBatch], Pass]
 
 
 def launch_of(engine: Engine, *, hidden: bool = False, features: Sequence[int] = ()) -> Launch:
-    """Return the function that launches a forward pass of this engine. Its step logits include the features of the
-    layers `features`, if given, else the hidden states if `hidden`. Raises UnsupportedModelError if the engine lacks
-    them."""
+    """Return the function that launches a forward pass of this engine. The pass's step logits include the features of
+    the layers `features`, if given, else the hidden states if `hidden`. Raises UnsupportedModelError if the engine
+    lacks them."""
     if features:
         with_layers = layer_features(engine)
         if isinstance(with_layers, GpuLayerFeatures):
@@ -91,8 +90,8 @@ def launch_of(engine: Engine, *, hidden: bool = False, features: Sequence[int] =
 
 
 def queues_passes(engine: Engine) -> bool:
-    """Return whether a pass can be launched, and slots copied, while the previous pass computes: the device executes in
-    launch order, and a pass reads only the slots among its rows' keys."""
+    """Return whether a pass can be launched, and slots copied, while the previous pass is running. If so, the device
+    executes in launch order, and a pass reads only the slots among its rows' keys."""
     return getattr(engine, "queues_passes", False)
 
 
@@ -122,7 +121,7 @@ class Placed(Protocol):
 
     device: str  # cpu, cuda:0
     dtype: str
-    threads: tuple[int, ...]  # possible thread counts of a pass, largest first; empty if no CPU computes
+    threads: tuple[int, ...]  # possible thread counts of a pass, largest first; empty on GPUs and with vLLM
 
 
 def on_cpu(engine: Engine) -> bool:
@@ -142,8 +141,8 @@ class CpuThreads(Protocol):
 
 
 def chains_only(engine: Engine) -> bool:
-    """Return whether a text's rows must form one chain at its end, in the text's own blocks, without side branches or
-    rows beside the text. This holds for paged attention with one block table per text."""
+    """Return whether a text's rows must form one chain at its end, in the text's own blocks, so that side branches and
+    tree slots cannot be used. True for paged attention with one block table per text."""
     return getattr(engine, "chains_only", False)
 
 
@@ -159,7 +158,7 @@ def cpu_threads(engine: Engine) -> CpuThreads | None:
 
 @runtime_checkable
 class LazyMemory(Protocol):
-    """KV memory that the system allocates at the first write, which slows the step."""
+    """KV memory that the system allocates at the first write, which slows down that step."""
 
     @property
     def lazy_bytes(self) -> int:
@@ -195,8 +194,8 @@ class HiddenStates(Protocol):
         losslessly from a narrower dtype."""
 
     def output_head(self, hidden: Any) -> Any:
-        """Return the output head's float32 products [n, vocabulary] with any number of hidden states [n, hidden_size],
-        all tensors on the engine's device: the logits before any processing after the head."""
+        """Return the output head's float32 products [n, vocabulary] with any number of hidden states [n, hidden_size]:
+        the logits before any processing after the head. All tensors are on the engine's device."""
 
 
 @runtime_checkable
@@ -237,9 +236,9 @@ class LayerFeatures(Protocol):
         self, batch: PackedBatch, layers: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Run a forward pass like `forward`. Return the logits, with the same bits, and the residual stream [t,
-        len(layers), d] entering each of these layers, before its norm. It covers *all* t rows of the batch, since
-        drafters read the prompt too. Layer 0 reads the embedded tokens; layer `layer_count()` stands for the states
-        after the last norm. Features are float32, converted losslessly from a narrower dtype."""
+        len(layers), d] entering each of these layers, before its norm. The features cover *all* t rows of the batch,
+        since drafters read the prompt too. Layer 0 reads the embedded tokens; layer `layer_count()` stands for the
+        states after the last norm. Features are float32, converted losslessly from a narrower dtype."""
 
     def token_embeddings(self) -> Any:
         """Return the table of token embeddings, a tensor [ids, width] on the engine's device."""

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from specdec.engine.cpu_count import cores_given
 
 TESTED_TORCH = ("2.13.",)
-"""Prefixes of the torch versions whose C functions were tested with the arguments in `cpu/packed_gemm.py`, since the
-signature of a C function cannot be inspected. pyproject.toml allows no other versions."""
+"""Prefixes of the torch versions whose C functions were tested with the arguments in `cpu/packed_gemm.py`: signatures
+of C functions cannot be inspected. pyproject.toml allows no other versions."""
 
 
 class FastPathOff(NamedTuple):
@@ -38,7 +38,7 @@ class FastPath(NamedTuple):
     module: str
     """The module that uses it."""
     why_off: Callable[[], str]
-    """Returns why it is off, after that module is loaded; empty if it is on."""
+    """Returns why the path is off; empty if it is on. Called after the module is loaded."""
     cost: str
 
     @property

@@ -1,7 +1,7 @@
-"""A GGUF file, llama.cpp's format, used in place of a model directory.
+"""GGUF files (llama.cpp's format), used in place of model directories.
 
-It is converted once to a directory in Hugging Face's layout (`hf/gguf_conversion.py`), stored in the cache folder.
-Detecting such a file and finding its conversion need no torch.
+A file is converted once to a directory in Hugging Face's layout (`hf/gguf_conversion.py`), stored in the cache folder.
+Detecting a GGUF file and finding its conversion need no torch.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def check_gguf(file: Path) -> None:
 
 def _converted(file: Path) -> Path:
     """Return the directory of a file's conversion in the cache, creating it if it is missing. A separate process
-    creates it, so that its memory is freed, and reports progress and errors on stderr."""
+    converts it, which frees the memory and reports progress and errors on stderr."""
     check_gguf(file)
-    digest = hashlib.sha256(str(file.stat().st_mtime_ns).encode())  # the time, too: tools edit fields in place
+    digest = hashlib.sha256(str(file.stat().st_mtime_ns).encode())  # the time, since tools edit fields in place
     add_sample(digest, file)
     target = place_of_conversion(file, digest.hexdigest())
     if not (target / MARKER).is_file() and (why := _unwritable(target.parent)):
@@ -79,7 +79,7 @@ def _unwritable(folder: Path) -> str:
 
 
 def _without_cache(why: str) -> Path:
-    """Return a folder for conversions that is deleted when this process ends, for when the cache is not writable."""
+    """Return a folder for conversions in place of an unwritable cache; it is deleted when this process ends."""
     import structlog  # services have it; `specdec doctor` works without
 
     from specdec.engine.cache_folder import temporary

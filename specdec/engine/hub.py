@@ -1,4 +1,4 @@
-"""The hub of models and kernels, which is never used: a model consists of the files in its directory."""
+"""Disables the hub of models and kernels: a model consists of the files in its directory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 
 
 def disable_hub() -> None:
-    """Prevent transformers from loading code from a hub, even if a model's configuration requests it: attention,
-    layers, or the kernels of quantised weights. Must be called before importing transformers, which reads these
-    variables only once."""
+    """Prevent transformers from loading code (attention, layers, kernels of quantised weights) from a hub, even if a
+    model's configuration requests it. Call it before importing transformers, which reads these variables only once."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["USE_HUB_KERNELS"] = "NO"

@@ -19,7 +19,7 @@ TEXTS = 64
 would serve only prefix caching."""
 
 TEXT_TOKENS = 1024
-"""Maximum length of these texts on a CPU. On a GPU, whose memory has no other use, it is the model's context."""
+"""Maximum length of these texts on a CPU; on a GPU, whose memory has no other use, the model's context."""
 
 MIN_SLOTS = 512
 
@@ -28,11 +28,11 @@ BLOCK_TOKENS = 64
 least one block."""
 
 LIMIT_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
-"""cgroup version to the files with a group's limit and use, in bytes."""
+"""cgroup version -> the files with a group's limit and usage, in bytes."""
 
 MADV_POPULATE_WRITE = 23  # mman.h, since Linux 5.14
 TOUCHED_AT_ONCE = 4 << 20
-"""Bytes per call. A call takes some milliseconds, in which no other thread can get memory from the system."""
+"""Bytes per madvise call. During a call (some milliseconds), no other thread can get memory from the system."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
 MAX_KEPT_BYTES = 1 << 30
@@ -63,22 +63,22 @@ def slots_for(
 
 
 def slots_wanted(context: int, device: str) -> int:
-    """Return the number of slots for TEXTS texts, and at least for one of the model's full length."""
+    """Return the number of slots for TEXTS texts, but at least for one text of the model's full length."""
     length = min(context, TEXT_TOKENS) if device == "cpu" else context
     return max(MIN_SLOTS, context, TEXTS * length)
 
 
 def slots_within(free: int, slot_bytes: int, wanted: int, working: int, row_bytes: int) -> int:
     """Return how many of the `wanted` slots fit into `free` bytes besides `working` bytes of working memory, using at
-    most SHARE of the rest. Each additional block counts as an additional session, with `row_bytes` of logits."""
+    most SHARE of the rest. Each block counts as an additional session, which needs `row_bytes` of logits."""
     rest = max(0, free - working)
     with_rows = slot_bytes + -(-row_bytes // BLOCK_TOKENS)
     return min(wanted, int(SHARE * rest) // slot_bytes, rest // with_rows)
 
 
 def free_bytes(device: str) -> int:
-    """Return the free bytes of a CUDA device, or of the machine within its container's limit. Uses torch if it is
-    loaded, else the driver: ONNX services, and services before loading a model, must not import torch for this."""
+    """Return the free bytes of a CUDA device, or of the machine within its container's limit. For CUDA it asks torch if
+    that is loaded, else the driver: ONNX services, and services before loading a model, must not import torch."""
     if device.startswith("cuda"):
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
@@ -93,7 +93,7 @@ def free_bytes(device: str) -> int:
 
 
 def free_on_host(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int:
-    """Return the bytes still available to this process: the machine's, within the limits of its cgroups."""
+    """Return the bytes still available to this process: the machine's, within the limits of the process's cgroups."""
     limits = (_free_in(group) for group in cgroups("memory", mount, membership))
     return min([free_on_machine(), *(free for free in limits if free is not None)])
 
@@ -110,14 +110,14 @@ def _free_in(group: Cgroup) -> int | None:
     with contextlib.suppress(OSError, ValueError, KeyError):  # "max" means no limit
         given = int((group.folder / limit).read_text())
         statistics = dict(line.split() for line in (group.folder / "memory.stat").read_text().splitlines())
-        # Cached files, such as weights just read, are reclaimed when needed. Version 1 counts subgroups separately.
+        # Cached files, such as weights just read, are reclaimed when needed. Version 1 counts subgroups only in totals.
         cached_files = int(statistics.get("total_inactive_file", statistics["inactive_file"]))
         return max(0, given - int((group.folder / used).read_text()) + cached_files)
     return None
 
 
 def free_by_driver(driver: Any, index: int) -> int:
-    """Return the free bytes of a CUDA device from the driver: an ONNX service has no torch."""
+    """Return the free bytes of a CUDA device, from the driver."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     for name, *arguments in (
@@ -147,7 +147,7 @@ def touch(address: int, size: int) -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Return free memory to the system: malloc's, and torch's on GPUs. Without glibc, malloc's part does nothing."""
+    """Return free memory to the system: malloc's, and torch's on GPUs. Without glibc, only torch's is returned."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -193,8 +193,8 @@ def set_memory_policy() -> None:
     ms in the main thread, 65 to 69 ms in another thread, and 50 to 52 ms with a single arena (measured by hand).
     Without glibc nothing changes.
 
-    With huge pages, laying out weights takes two thirds of the time, and steps of few rows with 230M parameters take 3
-    to 8 % less (measured by hand). If the system's setting for huge pages is always or never, torch's request has no
+    With huge pages, laying out weights takes two thirds as long, and steps of few rows with 230M parameters take 3 to
+    8 % less time (measured by hand). If the system's setting for huge pages is always or never, torch's request has no
     effect.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's variable

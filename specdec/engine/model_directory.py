@@ -30,13 +30,13 @@ COMPLETE = "COMPLETE"
 WEIGHTS = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model" + INDEX_SUFFIX
-"""Weight files: a single one, or an index from tensors to files."""
+"""Weight files: a single file, or an index that maps tensors to files."""
 
 WEIGHTS_FIELD = "transformers_weights"
 """Field of config.json that names another weight file or index."""
 
 MIN_CONTEXT = 64
-"""Minimum context of a model in tokens: checks and measurements at start use texts of about thirty tokens."""
+"""Minimum context of a model in tokens, since checks and measurements at start use texts of about thirty tokens."""
 
 MAX_VOCABULARY = 1 << 24
 MAX_CONTEXT = 1 << 30
@@ -164,8 +164,8 @@ class ModelDirectory:
 
     @cached_property
     def name(self) -> str:
-        """The served name of the model: the last part of its path. A symbolic link is not resolved, because the
-        directory that it points to may be named after a hash."""
+        """The served name of the model: the last part of its path. A symbolic link is not resolved, because its target
+        may be named after a hash."""
         name = os.path.basename(os.path.abspath(self.path))
         try:
             name.encode()  # it is sent in messages
@@ -208,7 +208,7 @@ class ModelDirectory:
     @cached_property
     def _named_end_tokens(self) -> frozenset[int]:
         """End tokens of generation_config.json, else of config.json (top level before text part). Only the first source
-        with end tokens is used, because models are corrected in generation_config.json alone."""
+        with end tokens is used, because models' end tokens are corrected in generation_config.json alone."""
         for source in (self.generation_config, self._whole_config, self._text_config):
             if source.has("eos_token_id"):
                 return frozenset(source.integers("eos_token_id", 0, self.vocabulary - 1, count=MAX_END_TOKENS))

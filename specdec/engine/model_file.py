@@ -1,7 +1,7 @@
 """Reads one file of a model directory into checked values.
 
-Every error is one line with the file, the field, its value and the limit. This module knows no file or field of a model
-by name.
+Every error is one line with the file, the field, its value and the limit. This module contains no names of particular
+files or fields.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_LEVELS = 64
 transformers."""
 
 MAX_NUMBER = 3.4e38
-"""Largest number that fits into a message, in 32 bits."""
+"""Largest number that a message can carry, in 32 bits."""
 
 SAMPLED_BYTES = 1 << 20
-"""Bytes of a weight file in a model's fingerprint, in 64 evenly spaced pieces: enough to distinguish two trainings, and
-fast even for 140 GB."""
+"""Bytes of a weight file in a model's fingerprint, in 64 evenly spaced pieces: enough to distinguish two training runs,
+and fast even for 140 GB."""
 
 SHOWN_CHARACTERS = 60
 REASON_CHARACTERS = 300
@@ -128,7 +128,7 @@ def _is_deeper(content: object, levels: int) -> bool:
 
 
 def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
-    """Return whether a JSON value is an integer in this range; true and 1.0 are not."""
+    """Return whether a JSON value is an integer in this range; true and 1.0 do not count."""
     return type(value) is int and least <= value <= most
 
 
@@ -185,7 +185,7 @@ class Fields:
     def text(self, key: str) -> str:
         value = self.content.get(key)
         if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
-            raise self.refusal(key, "a string of Unicode characters")  # half a surrogate pair is no character
+            raise self.refusal(key, "a string of Unicode characters")  # half a surrogate pair is not a valid character
         return value
 
     def fields(self, key: str) -> Fields:

@@ -23,7 +23,7 @@ STALE_SECONDS = 3600.0
 
 
 def check_replaceable(target: Path, marker: str) -> None:
-    """Raise ModelDirectoryError unless a path does not exist, is an empty directory, or has this marker."""
+    """Raise ModelDirectoryError if a path exists, unless it is an empty directory or has this marker."""
     if not target.exists() or (target / marker).is_file():
         return
     if not target.is_dir() or any(target.iterdir()):

@@ -1,6 +1,6 @@
 """ONNX Runtime, with its telemetry off. Every module of the product that uses it imports it from here.
 
-Official builds repeatedly write a device id to the user's cache and look up a host of their vendor. The environment
+Official builds repeatedly write a device id to the user's cache and look up a host of the vendor. The environment
 variable turns all of this off, if it is set before the library is loaded. In builds that do not know it, the function
 call turns off telemetry events.
 """

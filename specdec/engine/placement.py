@@ -35,7 +35,7 @@ class Placement:
     dtype: WantedDtype = "auto"
     device: str = "cpu"
     kv_tokens: int | None = None
-    """Slots of the KV cache; None: as memory allows."""
+    """Slots of the KV cache; None: as many as memory allows."""
     compiled: bool = False
     """True if vLLM compiles the model's layers."""
     sessions: int | None = None
@@ -48,5 +48,5 @@ class Placement:
 
     @property
     def may_quantise(self) -> bool:
-        """Return whether an export on first use chooses the bits of its weights."""
+        """Return whether an export on first use chooses the number of bits of its weights."""
         return self.is_draft and self.kind == "onnx" and self.device == "cpu" and self.dtype in ("auto", "float32")

@@ -22,7 +22,7 @@ class EngineProbe:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._written: Slots = np.arange(0)  # slots possibly written by the failed pass
+        self._written: Slots = np.arange(0)
 
     def pass_failed(self, written: Sequence[int] | Slots) -> None:
         """Record the slots possibly written by a failed pass."""

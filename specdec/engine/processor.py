@@ -32,7 +32,7 @@ def computes_bfloat16(cpuinfo: Path = CPUINFO, machine: str | None = None) -> bo
 
 
 def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
-    """Return a name for this machine's processor, different if a library may choose other kernels."""
+    """Return a name for this machine's processor that differs if libraries may choose other kernels."""
     try:
         first = cpuinfo.read_text().partition("\n\n")[0].splitlines()
     except OSError:  # not Linux, or hidden

@@ -1,10 +1,10 @@
 """Invariant row counts: numbers of rows at which a matrix product gives a row the same bits.
 
 A kernel may split its sums differently for one, eight and sixty-four rows; then a token's logits would depend on the
-number of rows in its step. At a fixed number of rows they never do. So when a model is loaded, `hf/batch_invariance.py`
-groups the row counts of each shape of product by equal bits, and a product runs only at the counts of one group. A
-batch is padded to a number of rows that every product can compose from its own counts: a product without that count in
-its group runs as several tiles.
+number of rows in its step. At a fixed number of rows, the split is always the same. So when a model is loaded,
+`hf/batch_invariance.py` groups the row counts of each shape of product by equal bits, and a product runs only at the
+counts of one group. A batch is padded to a number of rows that every product can compose from its own counts: a product
+without that count in its group runs as several tiles.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class InvariantRowCounts:
         return sum(self.tiles(rows))
 
     def exact_tiles(self, rows: int) -> list[int] | None:
-        """Return counts with a sum of exactly `rows`, always the largest that fits; None if a rest remains."""
+        """Return counts with a sum of exactly `rows`, chosen greedily from the largest; None if a rest remains."""
         tiles: list[int] = []
         for count in reversed(self.counts):
             whole, rows = divmod(rows, count)

@@ -12,7 +12,7 @@ from specdec.engine.unsupported import UnsupportedModelError
 MESSAGES = (
     "can't allocate memory",  # torch
     "not enough memory",
-    "out of memory",  # CUDA
+    "out of memory",  # CUDA, and our own matrix products
     "out_of_memory",  # oneDNN
     "could not create a primitive",
     "could not create a memory object",
@@ -20,7 +20,6 @@ MESSAGES = (
     "bad allocation",
     "failed to allocate memory",  # ONNX Runtime
     "available memory of",  # ONNX Runtime's arena
-    "memory is short",  # our products (`cpu/packed_gemm.py`)
     "can't start new thread",
 )
 """Parts of libraries' messages about failed allocations, in lower case. They come in ordinary RuntimeErrors."""
@@ -46,7 +45,8 @@ def is_shortage(error: BaseException) -> bool:
 def _is_shortage(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
-    # An error about a text may quote such a message, but is no RuntimeError. ONNX Runtime's errors share no base class.
+    # An error about a request's text may quote such a message, but is not a RuntimeError. ONNX Runtime's errors share
+    # no base class.
     of_library = isinstance(error, RuntimeError) or type(error).__module__.startswith("onnxruntime")
     return of_library and any(part in str(error).lower() for part in MESSAGES)
 

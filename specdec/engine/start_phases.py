@@ -1,4 +1,4 @@
-"""The phases of a start: logged when they begin, so that none is silent, and timed."""
+"""The phases of a start: timed, and logged when they begin, so that none is silent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 
 PROGRESS_SECONDS = 2.0
 MIN_PROGRESS_BYTES = 100_000_000
-"""Minimum bytes of work whose progress is worth a line."""
+"""Minimum bytes of work whose progress is reported."""
 
 _seconds: dict[str, float] = {}
 """Seconds of each phase of this process, in order of their beginning."""

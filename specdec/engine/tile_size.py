@@ -15,12 +15,12 @@ ENOUGH = 0.3
 """Seconds of measurement after which the last repeat is skipped."""
 
 CHEAPER = 0.93
-"""A time per row counts as less only if below this fraction of another, since a smaller gain may be chance."""
+"""A size is cheaper only if its time per row is below this fraction of another's: a smaller gain may be chance."""
 
 
 def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf, *, few: bool = False) -> int:
     """Return the number of rows, up to `most`, with the least time per row; seconds(rows) measures a tile. Among
-    equally good sizes the largest wins, with `few` the smallest. After a tile takes more than `long` seconds, larger
+    equally good sizes the largest wins, or with `few` the smallest. After a tile takes more than `long` seconds, larger
     tiles are skipped."""
     sizes = [*(n for n in SIZES if n < most), most]
     least = dict.fromkeys(sizes, math.inf)

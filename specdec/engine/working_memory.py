@@ -1,4 +1,4 @@
-"""Working memory of an engine on a CPU, besides its weights and KV cache: logits, and the checks of a start.
+"""Working memory of an engine on a CPU, besides its weights and KV cache: logits, and the checks at start-up.
 
 The preflight counts it (`preflight/memory_needed.py`), and the KV cache leaves room for it (`memory.py`).
 """
@@ -11,12 +11,12 @@ MAX_SESSIONS = 512
 """Default limit on the sessions of a step (`--max-sessions`)."""
 
 MAX_STEP_CANDIDATES = 256
-"""Limit on the candidates of all sessions in a step, each with a row of logits, and on the rows that score prompts. A
-start measures steps of this size; the step loop reserves the same number of tree slots, except with chains only."""
+"""Limit on a step's candidates in all sessions together (each has a row of logits), and on its rows that score prompts.
+Start-up measures steps of this size; the step loop reserves the same number of tree slots, except with chains only."""
 
 MAX_SLICE_IDS = 1 << 14
 """Token ids per slice of an output head (`hf/linear.py`: `SlicedHead`). For 512 rows a slice has 32 MiB of logits. With
-half the ids per slice, the time for calls in a head of 262,144 ids would be noticeable beside its products."""
+half as many ids per slice, the call overhead of a head of 262,144 ids would be noticeable beside its products."""
 
 LAID_OUT_AT_ONCE = 4
 """Copies of a layer while it is laid out: two to be joined, the joined one, and the prepacked one."""

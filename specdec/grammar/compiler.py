@@ -3,8 +3,8 @@
 Every service compiles its grammars itself; only their source is sent. The library limits work in its own units, not in
 seconds.
 
-All copies of one of the library's matchers share the state of its lexer, and a lexer that reaches its limit stops
-permanently. So owners never share a matcher, and a matcher with a stopped lexer is not used for new texts.
+All copies of a library matcher share the state of its lexer, and a lexer that reaches its limit stops permanently. So
+owners never share a matcher, and a matcher with a stopped lexer is not used for new texts.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", 
 leave few forced tokens."""
 
 STEP_ITEMS, ROW_ITEMS, STEP_FUEL = 5_000, 250, 50_000
-"""Limits on the parser's work, per token and per place, and on the lexer's, in the library's units: a few milliseconds
-at its documented speeds, since other texts share the step. The schemas of `test_a_thousand_schemas` never reach
-them."""
+"""Limits on the parser's work per token and per place, and on the lexer's work, in the library's units. They amount to
+a few milliseconds at its documented speeds, since other texts share the step. The schemas of `test_a_thousand_schemas`
+never reach them."""
 
 
 class GrammarRoomError(Exception):
@@ -354,5 +354,5 @@ def _shortened(problem: str) -> str:
     if problem.startswith("NoExtension"):
         return "matches no text"
     first, *others = problem.splitlines() or [""]
-    line = next((line for line in others if line.startswith("error: ")), first)  # for a regex, the rest marks the place
+    line = next((line for line in others if line.startswith("error: ")), first)  # for a regex, others mark the place
     return "cannot be used: " + line[:MAX_PROBLEM_CHARACTERS]

@@ -1,7 +1,7 @@
 """Grammars in EBNF, as accepted by llama.cpp (GBNF) and vLLM, translated into Lark for llguidance.
 
-EBNF derives a text character by character, while a Lark grammar first cuts it into the longest terminals. So the
-result's terminals are single characters. If no rule is recursive, the result is a single terminal for the whole
+EBNF derives a text character by character, while a Lark grammar first cuts it into terminals, each as long as possible.
+So the result's terminals are single characters. If no rule is recursive, the result is a single terminal for the whole
 grammar.
 """
 
@@ -212,11 +212,11 @@ class _Reader:
             code = match[1] or match[2] or match[3]
             if code is not None:
                 if not 0 <= int(code, 16) <= 0x10FFFF or 0xD800 <= int(code, 16) <= 0xDFFF:
-                    raise self._wrong(token.at, f"{match[0]} is no character")
+                    raise self._wrong(token.at, f"{match[0]} is not a valid character")
                 found.append(chr(int(code, 16)))
             elif match[4] is not None:
                 if match[4].isalnum() and match[4] not in _ESCAPES:
-                    raise self._wrong(token.at, f"{match[0]} is no escape")
+                    raise self._wrong(token.at, f"{match[0]} is not a valid escape")
                 found.append(_ESCAPES.get(match[4], match[4]))
             else:
                 found.append(match[5])

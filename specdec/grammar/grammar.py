@@ -19,7 +19,7 @@ MAX_RULES = 1024
 """Maximum rules of a Lark grammar. Hand-written ones have a few hundred."""
 
 MAX_PROBLEM_CHARACTERS = 160
-"""Maximum characters of the library's message that an error about a grammar includes."""
+"""Maximum characters of the library's message in an error about a grammar."""
 
 
 class Kind(Enum):
@@ -57,7 +57,7 @@ class GrammarTooComplexError(GrammarError):
 
 
 def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
-    """Return the problems of a grammar's source that are visible without compiling it; None if there are none."""
+    """Return a problem of a grammar's source that is visible without compiling it; None if there is none."""
     if kind is Kind.CHOICE:
         if not 0 < len(source) <= MAX_CHOICES:
             return f"has {len(source)} texts, must have 1 to {MAX_CHOICES}"

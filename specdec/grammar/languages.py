@@ -266,7 +266,7 @@ class Languages:
             raise PatternTooLargeError("nests too deep") from None
 
     def _language(self, syntax: Syntax, rest: int, place: Place) -> int:
-        """Return the language of strings, read from a place on, that consist of a match and then `rest`."""
+        """Return the language of the strings, from a place to their end, that consist of a match and then `rest`."""
         if not asserts(syntax):
             return self.concatenation(self._plain(syntax), rest)
         match syntax:

@@ -27,7 +27,7 @@ class PatternTooLargeError(PatternError):
 
 
 class UnreadableError(ValueError):
-    """An expression cannot be parsed here: it is not ECMA-262's, or uses classes of Unicode."""
+    """An expression cannot be parsed here: it is not valid in ECMA-262, or uses Unicode classes."""
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:

@@ -33,7 +33,7 @@ _lock = threading.Lock()
 @contextmanager
 def stack_of(size: int) -> Iterator[None]:
     """Give threads started inside this context a stack of this size. Python's setting is global, so threads that other
-    threads start meanwhile get the same stack."""
+    threads start meanwhile get the same stack size."""
     with _lock:
         before = threading.stack_size(size)
         try:

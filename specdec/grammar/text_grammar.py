@@ -1,4 +1,4 @@
-"""The state of a text in its grammar: the tokens that may follow the text, or candidates below it."""
+"""The state of a text in its grammar: the tokens that may follow the text or candidates below it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 REFUEL = 16
-"""Tokens consumed between two masks, because the library bounds its lexer's work since the last computed mask."""
+"""Number of tokens after which a mask is computed: the library limits its lexer's work since the last mask."""
 
 
 class TextGrammar:
@@ -42,7 +42,7 @@ class TextGrammar:
         """Why the grammar is no longer followed: it is too complex, or the text has left it."""
         self._matcher = matcher
         self._awaited = grammar.after_token  # the grammar starts after this token; None: it has started
-        self._opening = grammar.opening_token  # only a text that begins with this is free before that; None: any text
+        self._opening = grammar.opening_token  # only a text that begins with this is free at first; None: any text
         self._end_tokens = end_tokens
         self._vocabulary = vocabulary
         self._ends = np.array(sorted(end_tokens), dtype=np.int64)

@@ -1,9 +1,9 @@
 """`python -m specdec.grammar.trial MODEL SECONDS`: tries grammars as a service would use them, and reports their
 problems and sizes.
 
-Each line of stdin is a question in JSON, and each line of stdout its answer (`TrialAnswer`); a first line reports that
-the process is ready. The limits on stack, memory and CPU time are tighter than a service's. A grammar that exceeds them
-ends the process.
+Each line of stdin is a question in JSON, answered by a line of stdout (`TrialAnswer`). The first line of stdout reports
+that the process is ready. The limits on stack, memory and CPU time are tighter than a service's. A grammar that exceeds
+them ends the process.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from specdec.grammar.stacks import TRIAL_STACK_BYTES, stack_of
 from specdec.grammar.text_grammar import TextGrammar
 
 MEMORY_BYTES = 256 << 20
-"""Address space available to a grammar, in addition to that of the ready process."""
+"""Address space available to a grammar, in addition to the ready process's own."""
 
 WORN_BYTES = 64 << 20
-"""Growth of resident memory at which a process counts as worn, from when it was ready. A worn process is replaced."""
+"""Growth of resident memory, since the process was ready, at which it counts as worn. A worn process is replaced."""
 
 WALK_TOKENS = 8
 """Tokens of the random text that a trial follows, with all of a service's queries at each."""

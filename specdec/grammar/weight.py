@@ -41,7 +41,7 @@ _RANGE = re.compile(r"~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
 """A further repetition in Lark: ~n or ~n..m."""
 
 _KEYWORD = re.compile(rf'"(?:{"|".join(_COUNTED)})"\s*:\s*([\d.]+)')
-"""Such a keyword in a schema embedded in Lark, with its value."""
+"""One of these keywords in a schema embedded in Lark, with its value."""
 
 
 def lexer_states(grammar: Grammar) -> int:

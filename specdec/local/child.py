@@ -1,4 +1,4 @@
-"""A service as a child process. It ends when its stdin closes, so it never outlives the parent, however that dies."""
+"""A service as a child process. It ends when its stdin closes, so it never outlives the parent, even a killed one."""
 
 from __future__ import annotations
 

@@ -151,8 +151,8 @@ class Stack:
 
 
 def _target_tokenizer(draft: Path, target: Path) -> tuple[str, ...]:
-    """Return the option of a draft whose tokenizer differs from its target's; none if a directory cannot be read, since
-    its service reports why."""
+    """Return `--target-tokenizer` and the target for a draft whose tokenizer differs from its target's, else nothing.
+    Also nothing if a directory cannot be read: its service reports why."""
     with contextlib.suppress(ModelDirectoryError, UnsupportedModelError, OSError):
         if open_model(draft).tokenizer_fingerprint != open_model(target).tokenizer_fingerprint:
             return "--target-tokenizer", str(target)

@@ -29,7 +29,8 @@ def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
 
 
 RECENT_SECONDS = 5.0
-"""Maximum seconds from a kill for memory, anywhere on the machine, to the end of a service counted as killed by it."""
+"""Seconds after a kill for memory, anywhere on the machine, in which a service that dies by SIGKILL counts as killed
+for memory."""
 
 
 @dataclass

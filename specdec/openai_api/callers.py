@@ -25,8 +25,8 @@ from specdec.openai_api.errors import ApiError, too_many
 from specdec.serving.callers.token_bucket import TokenBuckets
 
 ACCEPTED_SECONDS = 60.0
-"""Seconds after which an accepted key is checked again, as is whether keys are required. The old verdict applies until
-the new one arrives."""
+"""Lifetime in seconds of two verdicts: that a key is accepted, and whether keys are required. The old verdict applies
+until the new one arrives."""
 
 REFUSED_SECONDS = 5.0
 """Lifetime in seconds of a refusal; short, since the key's tenant may be new."""

@@ -62,7 +62,7 @@ s), and folded lines (RFC 9112, section 5.2)."""
 
 
 def plain_answer(error: ApiError) -> bytes:
-    """Return the complete HTTP response for an error on a connection without a request, which is then closed."""
+    """Return the complete HTTP response for an error on a connection without a request. It closes the connection."""
     body = json.dumps(error.body).encode()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *(f"{k}: {v}" for k, v in headers.items())]

@@ -27,7 +27,7 @@ OF_TOOLS = frozenset({"type", "function", "name", "description", "parameters", "
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_CALLS = 4096
-"""Maximum entries of a conversation: small entries take long for their bytes."""
+"""Maximum entries of a conversation: many small entries take long to process, relative to their bytes."""
 
 
 def conversation(given: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def tool_schemas(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def _end(given: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield how the prompt ends, unless with the start of an assistant turn. The last message may itself ask to be
-    continued (`prefix`, as in Mistral's and DeepSeek's APIs)."""
+    """Yield the option for the end of the prompt; nothing if it ends with the start of an assistant turn. The last
+    message may itself ask to be continued (`prefix`, as in Mistral's and DeepSeek's APIs)."""
     flags = {name: given[name] for name in ("add_generation_prompt", "continue_final_message") if name in given}
     for name, value in flags.items():
         if not isinstance(value, bool):

@@ -78,8 +78,8 @@ def unknown(param: str, problem: str = "unknown parameter") -> ApiError:
 
 
 def renamed(error: ApiError, places: Sequence[str], names: Mapping[str, str]) -> ApiError:
-    """Return a chat's error with another API's names: `places` are its names for the messages, `names` maps other
-    fields."""
+    """Return a chat's error with another API's names: `places` are that API's names for the messages, `names` maps
+    other fields."""
     if error.param is None or not error.message.startswith(error.param):
         return error
     param = _placed(error.param, places) or _field(error.param, names)
@@ -151,7 +151,7 @@ def _field(name: str, names: Mapping[str, str]) -> str:
 
 
 def _placed(text: str, places: Sequence[str]) -> str:
-    """Return a text with the caller's name for the chat message that it starts with; empty if it starts with none."""
+    """Return a text with the chat message's name at its start replaced by the caller's; empty without such a name."""
     found = _MESSAGE.match(text)
     known = found is not None and int(found[1]) < len(places)
     return places[int(found[1])] + text[found.end() :] if found is not None and known else ""

@@ -71,7 +71,7 @@ class Gateway:
             raise from_specdec(error) from error
 
     async def check_key(self, authorization: str) -> None:
-        """Check a key with an orchestrator's cheapest call; ApiError if it is unknown."""
+        """Check a key with an orchestrator's cheapest call; ApiError if the key is unknown."""
         metadata: Metadata = (("authorization", authorization),) if authorization else ()
         await _models(self._key_client, Caller(new_request_id(), metadata))
 
@@ -146,7 +146,7 @@ class Gateway:
             raise from_specdec(error, names, places) from error
 
     async def _chunks(self, request: ParsedRequest, caller: Caller, prompts: Sequence[AnsweredPrompt] = ()) -> Chunks:
-        """Yield the chunks of all prompts in order of arrival. Echoed `prompts` are begun before their first chunk."""
+        """Yield the chunks of all prompts in order of arrival. Echoed `prompts` get their texts before the chunks."""
         places = _Places(len(request.prompts))
         several = len(request.prompts) > 1
         stream = partial(self._stream, request, caller, places, prompts, several=several)
@@ -310,7 +310,7 @@ class _Answer:
         return Calls(self.tool_format, f"{self.salt}-{index}", self.request.schemas, forced=self.request.forces_calls)
 
     def choice(self, number: int, chunk: Chunk) -> Choice:
-        """Return the choice of a prompt's chunk."""
+        """Return the choice that a prompt's chunk belongs to."""
         return self.choices[self.request.samples * number + chunk.index]
 
     def gather_prompt(self, number: int, chunk: Chunk) -> None:

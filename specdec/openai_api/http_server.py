@@ -24,7 +24,7 @@ MAX_CONNECTIONS = 1024
 
 KEEP_ALIVE_SECONDS = 75
 """Default seconds after which an idle connection is closed, more than the 60 s of most load balancers. A load balancer
-that keeps connections longer might send a request just as one closes, and lose it."""
+that keeps connections longer might send a request just as the server closes its connection, and lose it."""
 
 HEADER_SECONDS = 10.0
 """Seconds for headers to arrive, counted from the connection or from a request's first byte."""

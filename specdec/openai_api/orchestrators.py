@@ -144,7 +144,7 @@ class Channels:
     @asynccontextmanager
     async def key_client(self) -> AsyncIterator[AsyncClient]:
         # After many refused calls from an address, orchestrators stop answering its connections that carry only such
-        # calls. The first refusal on a connection is always answered.
+        # calls. The first refused call on a connection is always answered.
         async with self._control_client.renewed(self._credentials) as client:
             yield client
 

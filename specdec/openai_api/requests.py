@@ -383,8 +383,9 @@ def _logprobs(given: Mapping[str, Any], *, chat: bool) -> Iterator[tuple[str, in
 
 
 def _prompt_logprobs(given: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the number of top log-probabilities for the prompts' tokens: the larger of vLLM's field and, with `echo`,
-    the completions' number. With `echo` and nothing to generate, prompts are always scored."""
+    """Yield the number of top log-probabilities for the prompts' tokens: the larger of vLLM's `prompt_logprobs` and,
+    with `echo`, the number asked for the completions' tokens (`logprobs`). With `echo` and nothing to generate, prompts
+    are always scored."""
     wanted: list[int] = []
     if (top := given.get("prompt_logprobs")) is not None:
         if type(top) is not int or top < 0:

@@ -190,7 +190,8 @@ class ResponseAnswer:
 
 
 def _custom_input(call: CallPart) -> str:
-    """Return the input of a custom tool: the one argument of its function, if the model followed its schema."""
+    """Return the input of a custom tool: the one argument of its function if the model followed its schema, else all
+    arguments."""
     found = call.input
     if found is None:  # cut off, usually within this argument
         found = replace(call, arguments=call.arguments + '"}').input or {}

@@ -315,7 +315,7 @@ class _Turns:
         return "".join(texts)
 
     def _append(self, place: str, message: Json) -> None:
-        self._reasoning = ""  # this message has it, or no assistant message follows it
+        self._reasoning = ""  # this message has the reasoning, or no assistant message follows it
         self.messages.append(message)
         self.places.append(place)
 

@@ -1,7 +1,7 @@
 """The checksum of a verifier session: a running CRC-32 over its opening and its committed tokens, which both ends
 compare. The answer to the opening carries a separate checksum.
 
-Most damaged messages fail validation. But a flipped bit turns a token id into another valid id, a seed into one for
+Most damaged messages fail validation. But a flipped bit may turn a token id into another valid id, a seed into one for
 another text, and the model's fingerprint into one that no verifier serves: without a checksum, this would go unnoticed.
 TLS detects it, but many clusters do not use TLS internally.
 """

@@ -34,7 +34,7 @@ Session = TypeVar("Session")
 
 
 class StepRetry(Generic[Session]):
-    """The sessions of one loop that are on trial. Belongs to the loop's thread."""
+    """The sessions on trial in one loop: after a failed step, each is stepped alone. Belongs to the loop's thread."""
 
     def __init__(self) -> None:
         self._failures: Counter[Session] = Counter()  # consecutive failures by session on trial, in order

@@ -33,7 +33,7 @@ PENDING_SECONDS = 0.25
 """Retry delay in seconds for a pending grammar."""
 
 THREADS = 2
-"""Grammars compiled concurrently."""
+"""Number of grammars compiled concurrently."""
 
 MAX_WAITING = 64
 """Maximum number of grammars waiting for a thread."""
@@ -41,8 +41,8 @@ MAX_WAITING = 64
 
 class Grammars:
     """The grammars of a service's sessions. A grammar that is not cached is tried in a separate process, then compiled
-    in one of THREADS dedicated threads, once for all sessions that need it. Compilation therefore does not
-    delay sessions with cached grammars or long prompts."""
+    in one of THREADS dedicated threads, once for all sessions that need it. Sessions with cached grammars or long
+    prompts therefore do not wait for compilations."""
 
     def __init__(self, compiler: GrammarCompiler | None, trials: GrammarTrials | None = None) -> None:
         """Without a `compiler` no grammar is accepted; without `trials` grammars are compiled without a trial."""
@@ -54,10 +54,10 @@ class Grammars:
         self._under_way: dict[tuple[Grammar, str], asyncio.Task[CompiledGrammar]] = {}
 
     async def prepare(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
-        """Try and compile a grammar for an owner and return it; it stays compiled while the caller holds it.
-        Raise GrammarPendingError if this cannot be done now, TenantLimitError at a limit of the owner, and
-        InvalidRequestError if the grammar is unusable. Return None for oversized fields, which message validation
-        rejects."""
+        """Try and compile a grammar for an owner and return it; it stays compiled while the caller holds it. Raise
+        GrammarPendingError if this cannot be done now, TenantLimitError at a limit of the owner, and
+        InvalidRequestError if the grammar is unusable. Return None without a grammar or compiler, and for oversized
+        fields, which message validation rejects."""
         grammar = grammar_from(message)
         if grammar is None or self._compiler is None:
             return None

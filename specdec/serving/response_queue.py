@@ -30,7 +30,7 @@ class ResponseQueue(Generic[Response]):
     """A queue filled from any thread and written to the stream in order. An exception in it ends the session."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[tuple[Response | Exception, int]] = asyncio.Queue()  # with bytes, measured once
+        self._queue: asyncio.Queue[tuple[Response | Exception, int]] = asyncio.Queue()  # with its bytes, measured once
         self._loop = asyncio.get_running_loop()
         self._last_append = self._loop.time()  # when an item was last appended
         self._bytes = 0  # of unwritten messages

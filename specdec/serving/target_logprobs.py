@@ -30,7 +30,7 @@ MAX_SUM = 1.01
 class TargetLogprobs(NamedTuple):
     """The target's k likeliest tokens at one place."""
 
-    position: int  # in the text, of the token that the target chose
+    position: int  # of the token that the target chose, in the text
     tokens: NDArray[np.uint32]  # [k], the likeliest first
     logprobs: NDArray[np.float16]  # [k], nats
 
@@ -76,7 +76,7 @@ def _place(message: model_pb2.TargetLogprobs, vocabulary: int) -> TargetLogprobs
     tokens = np.asarray(message.tokens, dtype=np.uint32)
     logprobs = np.frombuffer(message.logprobs, dtype=STORED).astype(np.float32)
     if tokens.max() >= vocabulary or len(np.unique(tokens)) < count:
-        raise ValueError(f"overruled: has token {tokens.max()}, or one twice, must have token ids below {vocabulary}")
+        raise ValueError(f"overruled: must have distinct token ids below {vocabulary}, the highest is {tokens.max()}")
     if not np.isfinite(logprobs).all() or (logprobs[1:] > logprobs[:-1]).any():
         raise ValueError("overruled: has log-probabilities that are not finite, or rise")
     if logprobs[0] > 0 or np.exp(logprobs).sum() > MAX_SUM:
@@ -106,7 +106,7 @@ class PackedPlaces:
         return len(self.positions)
 
     def after(self, cut: int) -> PackedPlaces:
-        """Return the places that are left if the text loses its first `cut` tokens."""
+        """Return the places that remain if the text loses its first `cut` tokens."""
         kept = self.positions >= cut
         return PackedPlaces(self.positions[kept] - np.uint32(cut), self.tokens[kept], self.logprobs[kept])
 

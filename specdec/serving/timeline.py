@@ -91,7 +91,7 @@ class Exporter(Protocol):
 
     def begin(self, timeline: Timeline) -> Span:
         """Begin a timeline's span in the trace of the call being served, and bind the span's trace context, so that
-        calls made on its behalf become its children."""
+        calls made on behalf of that call become the span's children."""
 
 
 class Timelines:

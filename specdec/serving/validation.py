@@ -27,7 +27,7 @@ MAX_FEATURE_BYTES = 1 << 19
 """Maximum bytes of features in one message."""
 
 MAX_NODES_A_MESSAGE = 1024
-"""Maximum candidates in an `Extend`: several times what a verifier grants a session."""
+"""Maximum candidates in an `Extend`: several times a verifier's grant for a session."""
 
 
 MAX_BIASES = 4096
@@ -64,7 +64,8 @@ def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tup
 
 MAX_BANNED_SEQUENCES = 512
 MAX_BANNED_SEQUENCE_TOKENS = 64
-"""Maximum banned sequences of a request, and tokens of each: every row looks up each length of a sequence."""
+"""Maximum banned sequences of a request, and tokens of each: each row needs one lookup per distinct length of a
+sequence."""
 
 MAX_END_TOKENS = 4096
 """Maximum end tokens of a session, the model's and the request's together."""
@@ -186,7 +187,7 @@ def grammar_violations(
         if (token := getattr(message, name)) >= vocabulary
     ]
     if message.HasField("opening_token") and not message.HasField("after_token"):
-        found.append(("grammar.opening_token", "is set, needs after_token"))
+        found.append(("grammar.opening_token", "is set, which requires after_token"))
     return found
 
 
@@ -208,26 +209,26 @@ MAX_CANDIDATES = 128
 MAX_DEPTH = 128
 MAX_BRANCHES = 16
 MAX_NODES = 256
-"""Limits on a request's speculation: candidates of a session per step, tokens ahead of its text, alternatives at one
-position, live candidates of a draft. A pod may grant less, but never more."""
+"""Limits on a request's speculation, in this order: candidates of a session per step, tokens ahead of its text,
+alternatives at one position, live candidates of a draft. A pod may grant less, but never more."""
 
 
 def candidate_limit_violations(
     field: str, message: generation_pb2.Speculation | verifier_pb2.VerifyPolicy
 ) -> list[tuple[str, str]]:
-    """Return the violation of a limit on a step's candidates that exceeds what any pod grants."""
+    """Return the violation if the limit on a step's candidates is higher than any pod grants."""
     return _above(field, message.max_candidates, "max_candidates", MAX_CANDIDATES)
 
 
 def depth_violations(
     field: str, message: generation_pb2.Speculation | verifier_pb2.VerifyPolicy | draft_pb2.DraftPolicy
 ) -> list[tuple[str, str]]:
-    """Return the violation of a limit on depth that exceeds what any pod grants."""
+    """Return the violation if the limit on depth is higher than any pod grants."""
     return _above(field, message.max_depth, "max_depth", MAX_DEPTH)
 
 
 def overruled_violations(field: str, message: verifier_pb2.VerifyPolicy) -> list[tuple[str, str]]:
-    """Return the violation of a number of log-probabilities for a draft that exceeds what any verifier returns."""
+    """Return the violation if more log-probabilities are requested for a draft than any verifier returns."""
     return _above(field, message.overruled_logprobs, "overruled_logprobs", MAX_TOP)
 
 
@@ -315,9 +316,11 @@ def window_violations(
         if options.jacobi and size.ngram != 2:
             found.append((f"{field}.lookahead.ngram", f"is {size.ngram}, must be 2 with jacobi"))
     if CandidateSource.LOOKAHEAD not in options.drafters:
-        found.append((asked, "is set, needs the drafter LOOKAHEAD"))
+        found.append((asked, "is set, which requires the drafter LOOKAHEAD"))
     elif rule is Rule.CONTRASTIVE:
-        found.append((asked, "is set, needs a rule other than CONTRASTIVE, where only a draft's candidates can win"))
+        found.append(
+            (asked, "is set, which requires a rule other than CONTRASTIVE, where only a draft's candidates can win")
+        )
     elif rule is Rule.REJECTION and (options.jacobi or (size is not None and size.ngram == 2)):
         # The row below a token of the chain would use its noise twice: to draw the target's token, and for the next
         # guess. Under REJECTION a guess must not depend on the noise that tests it.
@@ -325,5 +328,6 @@ def window_violations(
             (asked, "asks for Jacobi decoding, which tests its own choices: needs temperature 0 or another rule")
         )
     elif rule is Rule.REJECTION and CandidateSource.REMOTE in options.drafters:
-        found.append((asked, "is set, needs drafters without REMOTE under REJECTION: only one may draw at a place"))
+        why = "only one drafter may draw at each position"
+        found.append((asked, f"is set, which under REJECTION requires drafters without REMOTE: {why}"))
     return found

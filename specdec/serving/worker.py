@@ -39,7 +39,7 @@ class Worker(ABC):
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop after the actions submitted so far and join the thread."""
+        """Stop once the actions submitted so far have run, and join the thread."""
         self._inbox.put(None)
         self._thread.join()
 

@@ -97,7 +97,7 @@ class ChatTemplates:
             return text
         prompt, *rest = text.split(CONTINUED)
         if len(rest) != 1:
-            _refuse("it does not write the content of the last message once, which therefore cannot be continued")
+            _refuse("the last message cannot be continued: the template does not write its content exactly once")
         return prompt
 
 

@@ -48,11 +48,12 @@ class GenerationDefaults:
     not_taken: tuple[str, ...] = ()
     """Fields of the file that request unsupported features. They have no effect, and are reported at start-up."""
     greedy: bool = False
-    """True if the file itself sets greedy decoding; no fallback then replaces the temperature."""
+    """True if the file itself sets greedy decoding; a request's fallback temperature is then ignored."""
 
     @classmethod
     def of(cls, directory: ModelDirectory) -> Self:
-        """Read a model's defaults; ModelDirectoryError, naming file and field, for a value no request could set."""
+        """Read a model's defaults; ModelDirectoryError, naming file and field, for a value that no request could
+        set."""
         file = directory.generation_config
         found = {name: _number(file, name) for name in FIELDS if file.has(name)}
         if file.has("top_k"):
@@ -89,6 +90,5 @@ NEUTRAL = GenerationDefaults()
 
 
 def _number(file: Fields, name: str) -> float:
-    """Read a number with the precision of the wire, so that a resumed text that carries it continues with the same
-    value."""
+    """Read a number with the precision of the wire: a resumed text carries the value and must continue with it."""
     return float(np.float32(file.number(name)))

@@ -34,7 +34,7 @@ OF_CLASS = {
     },
     "Qwen2Tokenizer": {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},
 }
-"""For each tokenizer class, the tokens of fields that no file has. A null in a file means no token."""
+"""For each tokenizer class, the tokens for fields that are in no file. A null in a file means no token."""
 
 OF_ARCHITECTURE = {
     "gemma2": "GemmaTokenizer",
@@ -49,7 +49,7 @@ OF_ARCHITECTURE = {
 """`model_type` to tokenizer class, for files without `tokenizer_class`."""
 
 CLASS_IGNORED = frozenset({"mistral", "qwen2"})
-"""`model_type` of models with a wrong class in their published files; transformers ignores it."""
+"""`model_type` of models with a wrong class in their published files; transformers ignores that class."""
 
 
 def special_tokens(directory: ModelDirectory) -> dict[str, str]:

@@ -44,7 +44,7 @@ class ChatTemplateError(Exception):
 
 
 SPARSE = 8
-"""Characters per allowed token above which a text's tokens are first counted in pieces; prose has four."""
+"""Characters per allowed token above which a text's tokens are first counted in pieces; prose has four per token."""
 
 PIECE = 1 << 16
 """Characters of such a piece."""
@@ -70,7 +70,7 @@ class Tokenizer:
         self._added_ids = {entry.content: token for token, entry in added.items()}
         self._special_ids = {entry.content: token for token, entry in added.items() if entry.special}
         self.chat_templates = templates_of(directory.path, settings, chat_template)
-        """The chat templates; None if there is none."""
+        """The chat templates; None if there are none."""
         sources = None if self.chat_templates is None else self.chat_templates.sources
         decides = hashlib.sha256((directory.path / TOKENIZER).read_bytes())
         decides.update(json.dumps([self._special, sources], sort_keys=True).encode())
@@ -124,8 +124,8 @@ class Tokenizer:
         """Return token ids; `special` adds the tokens that the model expects around a plain prompt (a BOS token, for
         example). TooManyTokensError if there are more than `limit`.
 
-        It releases the GIL by using `encode_batch_fast`; `encode` would hold it (tokenizers 0.23: for three seconds
-        with a text of 3 MB).
+        `encode_batch_fast` releases the GIL; `encode` would hold it (tokenizers 0.23: for three seconds with a text of
+        3 MB).
         """
         if limit is not None and len(text) > SPARSE * limit:
             self._count_in_pieces(text, 2 * limit)

@@ -2,8 +2,8 @@
 
 The target reads windows of text once. In each window, some positions are anchors. The draft sees the target's features
 at the positions before an anchor, the token at the anchor, and masks, as when it guesses. Guess k learns the target's
-distribution p_k of the token at the anchor + k, with the tokens before it from the text. With the draft's distribution
-q_k and its confidence c_k,
+distribution p_k of the token k positions after the anchor, given the text's tokens before it. With the draft's
+distribution q_k and its confidence c_k,
 
     loss = mean over anchors of sum_k w_k (0.1 H(p_k, q_k) + 0.9 |p_k - q_k|_1 + H(1 - TV(p_k, q_k), c_k))
     w_k = exp(-(k - 1) / 4) / sum_j exp(-(j - 1) / 4)
@@ -56,7 +56,7 @@ class BlockPlan(Plan):
     block: int = 7  # tokens guessed in one pass
     layers: int = 3
     markov_rank: int = 256  # 0: no Markov head
-    anchors: int = 32  # of a window in a step
+    anchors: int = 32  # per window and step
     rate: float = 6e-4  # DeepSpec's
 
 
@@ -122,7 +122,7 @@ class BlockTraining(HeadTraining[BlockPlan]):
         return first
 
     def _guessed(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield guesses as in HeadTraining, at every block-th place: blocks follow one another."""
+        """Yield guesses as in HeadTraining, from consecutive blocks: every block-th position is an anchor."""
         length, block = windows.shape[1], self.plan.block
         anchors = torch.arange(1, length - block + 1, block, device=windows.device)
         features, of_target = read_features(self._model, windows, self.layers)
@@ -133,7 +133,8 @@ class BlockTraining(HeadTraining[BlockPlan]):
             yield guesses.flatten(0, 1), of_target[:, anchors + ahead].argmax(-1).flatten()
 
     def _anchors(self, length: int) -> Tensor:
-        """Return the positions of this step's anchors, in all of its windows: the same for the same seed and step."""
+        """Return the positions of this step's anchors, the same in all of its windows. They depend only on seed and
+        step."""
         places = np.random.default_rng([self.plan.seed, self.done]).permutation(length - self.plan.block)
         return torch.from_numpy(1 + np.sort(places[: self.plan.anchors])).to(self._model.device)
 
@@ -214,9 +215,9 @@ class BlockTraining(HeadTraining[BlockPlan]):
 
 
 def layers_read(count: int) -> tuple[int, ...]:
-    """Return the layers whose features are read, for a target of `count` layers: five, evenly spread from the third to
-    the second to last, as in the published drafts. In a shallow target they spread from the second to the last, and may
-    be fewer."""
+    """Return the layers whose features are read, for a target of `count` layers: five, evenly spread from the third
+    layer to the second to last, as in the published drafts. In a shallow target they spread from the second to the
+    last, and may be fewer."""
     first, last = (2, count - 2) if count >= 2 * FEATURES else (min(1, count - 1), count - 1)
     return tuple(sorted({round(layer) for layer in np.linspace(first, last, FEATURES).tolist()}))
 

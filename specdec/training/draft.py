@@ -124,7 +124,7 @@ class DraftTraining(Training[DraftPlan]):
     # --- measuring ----------------------------------------------------------------------------------
 
     def measure(self) -> dict[str, Acceptance]:
-        """Return the draft's acceptance on text that no step trains on, by kind of text: NEW, and with a replay also
+        """Return the draft's acceptance on text that no step trains on, by kind of text: NEW and, with replay text,
         OLD."""
         found = {NEW: self._on(self._mixture.new)}
         if self._mixture.old is not None:
@@ -175,23 +175,25 @@ def check_unfinished(
     replay_share: float | None,
 ) -> DraftOrigin:
     """Return the origin of the unfinished training in a directory. ResumeError, naming the option, if there is none, or
-    if its plan, model or text differs. `target`, `draft`: name and fingerprint; the others as in DraftOrigin, None for
-    the origin's own value."""
+    if its plan, model or text differs. `target`, `draft`: name and fingerprint; the others: as in DraftOrigin, where
+    None accepts the origin's value."""
     kept = plan_begun(out, DRAFT, plan, TEXTS)
     origin = DraftOrigin.kept(kept)
     begun = {"for": (origin.target, origin.target_fingerprint), "from": (origin.draft, origin.draft_fingerprint)}
     for word, found in (("for", target), ("from", draft)):
         if found[0] != begun[word][0]:
-            raise ResumeError(f"{out}: was begun {word} {begun[word][0]}, cannot go on {word} {found[0]}")
+            raise ResumeError(f"{out}: was started {word} {begun[word][0]}, cannot be resumed {word} {found[0]}")
         if found[1] != begun[word][1]:
-            raise ResumeError(f"{out}: was begun {word} another {found[0]}: its configuration or weights have changed")
+            raise ResumeError(
+                f"{out}: was started {word} another {found[0]}: its configuration or weights have changed"
+            )
     check_texts(out, origin, text=text, own_tokens=own_tokens)
     if replay not in (None, origin.replay):
         raise ResumeError(
-            f"{out}: was begun with another --replay, and keeps it: go on without --replay, or begin elsewhere"
+            f"{out}: was started with another --replay, and keeps it: continue without --replay, or start elsewhere"
         )
     if replay_share not in (None, origin.replay_share):
         raise ResumeError(
-            f"{out}: was begun with --replay-share {origin.replay_share}, cannot go on with {replay_share}"
+            f"{out}: was started with --replay-share {origin.replay_share}, cannot be resumed with {replay_share}"
         )
     return origin

@@ -26,7 +26,7 @@ from specdec.training.traffic import TrainingTraffic
 from specdec.training.training import check_room
 
 REPLAY_SHARE = 0.25
-"""Default part of older text in a batch, if there is any."""
+"""Default fraction of older text in a batch, if there is older text."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DraftOptions:
     replay_share: float | None
     device: str
     traffic: TrainingTraffic | None = None  # additional texts, kept by draft services
-    served_labels: bool = False  # learn from the target's choices in serving; no step computes the target
+    served_labels: bool = False  # learn from the target's choices in serving; no step runs the target
 
 
 class PreparedDraft:
@@ -69,7 +69,8 @@ class PreparedDraft:
         self._plan, self._origin, self._files = plan, origin, files
 
     def training(self, out: Path) -> DraftTraining:
-        """Return the training with the acceptance before it, at its beginning or where the one in `out` stopped."""
+        """Return the training, at its beginning or where the one in `out` stopped. The acceptance before it is
+        measured."""
         given = self._plan, self._origin, self._files
         if self._served is None:
             mixture = self.text.mixture(self._plan.length, self._files.draft.vocabulary, self._origin.replay_share)
@@ -92,8 +93,9 @@ def prepared(
     target: ModelDirectory, draft: GivenDraft, options: DraftOptions, plan: DraftPlan, out: Path, *, resume: bool
 ) -> PreparedDraft:
     """Return a training to begin, or to resume where the one in `out` stopped. From now on, `out` has everything needed
-    to resume. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text, the
-    models have no room, or `out` has nothing to resume; WriteError if `out` cannot be written."""
+    to resume, except for a training on traffic. ModelDirectoryError or UnsupportedModelError, with a one-line message,
+    if a file has no usable text, the models have no room, or `out` has nothing to resume; WriteError if `out` cannot be
+    written."""
     learned_from = None if isinstance(draft.directory, RandomWeights) else LearnedFrom.of(draft.directory.path)
     if options.traffic is not None:
         learned_from = (learned_from or LearnedFrom()).with_texts(options.traffic.tenants)

@@ -71,7 +71,7 @@ def _write_weights(model: PreTrainedModel, dtype: torch.dtype, file: Path) -> No
     shutil.rmtree(folder, ignore_errors=True)
     model.generation_config = GenerationConfig()  # transformers refuses to write some values that it reads
     try:
-        model.save_pretrained(folder, state_dict=state, max_shard_size=2**62)  # a single file is replaced atomically
+        model.save_pretrained(folder, state_dict=state, max_shard_size=2**62)  # one file, replaced atomically
         (folder / WEIGHTS).chmod(0o644)  # for services of other users
         os.replace(folder / WEIGHTS, file)
     except (OSError, SafetensorError) as error:

@@ -175,8 +175,8 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
 
 
 def layers_read(count: int) -> tuple[int, int, int]:
-    """Return the layers whose features the heads read, for a target of `count` layers: EAGLE's third, middle and third
-    last. In a shallow target these are one in the first part, the middle one and the last."""
+    """Return the layers whose features the heads read, for a target of `count` layers: the third, the middle and the
+    third to last, as in EAGLE. In a shallow target they are one near the beginning, the middle one and the last."""
     if count >= MIN_LAYERS:
         return 2, count // 2, count - 3
     return count // 6, count // 2, count - 1
@@ -214,7 +214,7 @@ def _shape_for(sizes: LayerSizes, features: int, outputs: int) -> Eagle3Shape:
 
 def _untrained(shape: Eagle3Shape, model: PreTrainedModel, output: Tensor, seed: int) -> Eagle3Weights:
     """Return initial weights, float32, with a copy of the target's `output` rows. The fused features g start as the
-    last feature, which that output head nearly reads: 40 steps on the demo target ended 0.18 nats lower than from
+    last feature, nearly the input of that output head: 40 steps on the demo target ended 0.18 nats lower than from
     random weights alone."""
     begun = Untrained(seed, model.device)
     table: Any = model.get_input_embeddings()

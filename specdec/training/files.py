@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STATE, PLAN, TEXTS = "training.safetensors", "training.json", "texts.safetensors"
-"""Weights and moments in float32 with the number of steps done, the plan with its origin, and the tokens."""
+"""Names of three files: weights and moments in float32, with the number of steps done; the plan and its origin; the
+tokens."""
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written."""
@@ -32,7 +33,7 @@ class WriteError(Exception):
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yield the path to write a file's new content to, which then replaces the file. WriteError if that fails."""
+    """Yield the path for a file's new content, which then replaces the file. WriteError if that fails."""
     partial = file.with_name(f"{file.name}{PARTIAL}")
     try:
         yield partial

@@ -27,8 +27,8 @@ class GivenDraft:
     @classmethod
     def checked(cls, path: Path, target: ModelDirectory, device: str, *, untrained: bool) -> GivenDraft:
         """Return the draft in a directory or GGUF file; ModelDirectoryError or UnsupportedModelError, naming the
-        reason, if it cannot be trained for a target and served. `untrained`: start from random weights, for which a
-        configuration suffices; without its own tokenizer, the draft gets the target's."""
+        reason, if it cannot be trained for a target and then served. `untrained`: start from random weights, for which
+        a configuration suffices; without its own tokenizer, the draft gets the target's."""
         if untrained:
             directory: ModelDirectory = RandomWeights(open_model(path).path if is_gguf(path) else path)
             check_architecture(directory)
@@ -46,7 +46,8 @@ class GivenDraft:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of the configuration and, unless they are random, the weights."""
+        """SHA-256, in hex, of the configuration and the weights; of the configuration alone if the weights are
+        random."""
         if not isinstance(self.directory, RandomWeights):
             return self.directory.model_fingerprint
         return hashlib.sha256(json.dumps(self.directory.whole_config, sort_keys=True).encode()).hexdigest()

@@ -121,6 +121,6 @@ def check_unfinished(
     kept = plan_begun(out, trains, plan, STATE, TEXTS)
     origin = Origin(kept.text("target"), kept.text("text"), kept.integer("own_tokens", 0, MAX_TOKENS))
     if origin.target != target:
-        raise ResumeError(f"{out}: was begun for {origin.target}, cannot go on for {target}")
+        raise ResumeError(f"{out}: was started for {origin.target}, cannot be resumed for {target}")
     check_texts(out, origin, text=text, own_tokens=own_tokens)
     return origin

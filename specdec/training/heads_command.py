@@ -35,7 +35,7 @@ class HeadsOptions:
     """The text of a training, and its device."""
 
     files: Sequence[Path]  # when resuming, none or the same as at the beginning
-    own_tokens: int | None  # written by the target; None: none, or when resuming the number at the beginning
+    own_tokens: int | None  # written by the target; None: no tokens, or, when resuming, the number at the beginning
     device: str
     until: float = math.inf  # time of `time.monotonic` after which the target writes no more
 

@@ -36,7 +36,7 @@ def layer_sizes(model: PreTrainedModel) -> LayerSizes:
         hidden=config.hidden_size,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        width=width + width % 2,  # rotary embeddings turn pairs
+        width=width + width % 2,  # rotary embeddings rotate pairs
         inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
     )
 
@@ -88,7 +88,7 @@ class Untrained:
         return (SPREAD * torch.randn(rows, columns, generator=self._random)).to(self._device)
 
     def fusion(self, hidden: int, features: int) -> Tensor:
-        """Return the fusion of features [hidden, features * hidden] whose result is nearly the last feature."""
+        """Return weights [hidden, features * hidden] that fuse features into nearly the last one."""
         found = self.product(hidden, features * hidden)
         found[:, -hidden:] += torch.eye(hidden, device=self._device)
         return found

@@ -34,8 +34,8 @@ class TrainingText:
             write_texts(out, self.given, replay=self.replay, own=self.own)
 
     def check(self, length: int, vocabulary: int) -> None:
-        """Raise TextError unless each text fills two windows of `length` tokens and all tokens are below
-        `vocabulary`."""
+        """Raise TextError unless the given text, and the replay text if any, each fill two windows of `length` tokens,
+        and all tokens are below `vocabulary`."""
         for option, tokens in (("--text", self.given), ("--replay", self.replay)):
             if not len(tokens) and option == "--replay":
                 continue

@@ -64,7 +64,7 @@ def plan_begun(out: Path, trains: str, plan: Plan, *needed: str) -> Fields:
     for name, value in asdict(plan).items():
         if begun.get(name) != value:
             option = name.replace("_", "-")
-            raise ResumeError(f"{out}: was begun with --{option} {begun.get(name)}, cannot go on with {value}")
+            raise ResumeError(f"{out}: was started with --{option} {begun.get(name)}, cannot be resumed with {value}")
     return kept
 
 
@@ -73,7 +73,9 @@ def check_texts(out: Path, origin: Origin, *, text: str | None, own_tokens: int 
     `text` or `own_tokens` of None means the value at the beginning."""
     if text not in (None, origin.text):
         raise ResumeError(
-            f"{out}: was begun with another --text, and keeps it: go on without --text, or begin elsewhere"
+            f"{out}: was started with another --text, and keeps it: continue without --text, or start elsewhere"
         )
     if own_tokens not in (None, origin.own_tokens):
-        raise ResumeError(f"{out}: was begun with --own-tokens {origin.own_tokens}, cannot go on with {own_tokens}")
+        raise ResumeError(
+            f"{out}: was started with --own-tokens {origin.own_tokens}, cannot be resumed with {own_tokens}"
+        )

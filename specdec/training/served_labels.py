@@ -1,8 +1,8 @@
 """Training on labels from serving, without a pass of the target. A place's label is the token that the target chose
 there or, where it overruled the draft, its likeliest tokens with their probabilities (Liu et al. 2023).
 
-The target chose with the whole previous text, so a window contains one text from its beginning. Further windows of a
-longer text overlap by half, and only their new half counts.
+Each token was chosen given the whole text before it, so windows never mix texts. A text's first window starts at its
+beginning; a longer text continues in further windows that overlap by half, and only their new half counts.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class ServedLabels:
     weights: Tensor  # float32 [n]: weight of the token's loss
 
     def loss(self, positions: Tensor, counted: Tensor, log_q: Tensor) -> Tensor:
-        """Return the weighted sum of the losses of the counted tokens of some windows, []: KL from the target's
+        """Return the weighted sum, [], of the losses of the counted tokens in some windows: KL from the target's
         likeliest tokens where these exist, else the token's -log q.
 
         `positions`: int64 [rows, length], the windows' tokens as indices into the n tokens. `counted`: bool, of the
-        same shape, as from `counts`. `log_q`: log-probabilities of the draft, [rows, length, V]; the row of a place
-        describes the token after it.
+        same shape, as returned by `counts`. `log_q`: log-probabilities of the draft, [rows, length, V]; the row of a
+        place describes the token after it.
         """
         after, counted, log_q = positions[:, 1:], counted[:, 1:], log_q[:, :-1]
         soft = counted & (self.places[after] >= 0)
@@ -60,7 +60,7 @@ class ServedLabels:
 
     def counts(self, positions: Tensor, first: Tensor, vocabulary: int) -> Tensor:
         """Return which tokens of windows have a loss, bool [rows, length]: tokens below `vocabulary` that the target
-        chose, starting at index `first` of each window, int64 [rows]. A window's very first token has no loss."""
+        chose, at or after index `first`, int64 [rows], of their window. A window's very first token has no loss."""
         places = torch.arange(positions.shape[1])
         is_new = (places >= first[:, None]) & (places > 0) & (positions != NO_TOKEN)
         return is_new & self.chosen[positions] & (self.tokens[positions] < vocabulary)
@@ -104,7 +104,7 @@ def divergence_of_top(tokens: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 class ServedTraining(DraftTraining):
-    """A training on labels from serving. No step computes the target, which only measures the draft."""
+    """A training on labels from serving. No step runs the target, which only serves to measure the draft."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class ServedTraining(DraftTraining):
         return f"step {self.done} of {self.total}, loss on served labels {loss:.3f}"
 
     def _learn(self, windows: Tensor) -> float:
-        """Return the mean loss of the tokens in the windows with these numbers."""
+        """Return the mean loss of the counted tokens in the windows with these numbers."""
         positions, first = self._windows.positions[windows], self._windows.first[windows]
         counted = self._labels.counts(positions, first, int(self._draft.config.get_text_config().vocab_size))
         count, total, at_once = max(1, int(counted.sum())), 0.0, rows_a_pass(self.plan, self._widest)

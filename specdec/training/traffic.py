@@ -35,7 +35,7 @@ class TrainingTraffic:
 
     @classmethod
     def of(cls, messages: Iterable[learning_pb2.KeptText], read: float) -> TrainingTraffic:
-        """Return the texts in messages that were read at this time or later, in Unix seconds."""
+        """Return the texts in messages that were read at this Unix time, in seconds, or later."""
         texts = list(messages)
         tenants: dict[str, float] = {}
         for text in texts:
@@ -88,13 +88,14 @@ class TrainingTraffic:
 
     @property
     def positions(self) -> list[range]:
-        """The positions of each text's tokens among all of them, without end tokens."""
+        """The positions of each text's tokens among the tokens of all texts, without end tokens."""
         ends = [0, *accumulate(len(text.tokens) for text in self.texts)]
         return [range(begin, end) for begin, end in pairwise(ends)]
 
     def parted(self, length: int) -> tuple[TrainingTraffic, TrainingTraffic]:
-        """Return the texts to learn from, and the newest texts, which are held out. These have at least one in HELD_OUT
-        of all tokens, and two windows of `length` tokens. TextError if nothing is left to learn from."""
+        """Return the texts to learn from, and the newest texts, which are held out. The held-out texts have at least
+        one in HELD_OUT of all tokens, and at least two windows of `length` tokens. TextError if nothing is left to
+        learn from."""
         needed = max(2 * length, sum(len(text.tokens) for text in self.texts) // HELD_OUT)
         held = tokens = 0
         while held < len(self.texts) and tokens < needed:

@@ -99,7 +99,7 @@ class Training(ABC, Generic[P]):
 
     @abstractmethod
     def describe(self, loss: float) -> str:
-        """Return a line for a person about the last step."""
+        """Return a human-readable line about the last step."""
 
     @abstractmethod
     def _learn(self, windows: Tensor) -> float:
@@ -144,7 +144,7 @@ class Training(ABC, Generic[P]):
         return state
 
     def resume(self, out: Path) -> None:
-        """Resume from the state in a directory whose plan has been compared; ResumeError if the state does not fit the
+        """Resume from the state in a directory whose plan has been checked; ResumeError if the state does not fit the
         model."""
         state = read_tensors(out / STATE)
         numbered = [(f"{number}", parameter) for number, parameter in enumerate(self._trained)]
@@ -154,7 +154,7 @@ class Training(ABC, Generic[P]):
         for number, parameter in numbered:
             parameter.data.copy_(state[number])
             moments = {
-                name: state[f"{number}.{name}"].to(parameter.device, copy=True)  # the file is mapped
+                name: state[f"{number}.{name}"].to(parameter.device, copy=True)  # the file is memory-mapped
                 for name in MOMENTS
                 if f"{number}.{name}" in state
             }

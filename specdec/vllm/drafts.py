@@ -97,7 +97,7 @@ class DraftPods(Replicas[DraftPod]):
         super().__init__(lambda address: DraftPod(address, channel(address), Breaker(address)))
 
     def choose(self) -> DraftPod | None:
-        """Return the pod with the fewest sessions among those worth trying; None if there is none."""
+        """Return the pod with the fewest sessions among the pods worth trying; None if there is none."""
         now = time.monotonic()
         able = [pod for pod in self if pod.breaker.state != "open" and now >= pod.left_alone_until]
         return min(able, key=lambda pod: pod.sessions, default=None)
@@ -158,7 +158,7 @@ class Drafts:
             self._soon(self._begin, session)
 
     def wait(self, texts: Iterable[VllmText]) -> None:
-        """Wait until every text that is worth a wait has candidates, at most for the configured wait of a step. The
+        """Wait until every text that is worth a wait has candidates, for at most the configured wait of a step. The
         caller holds the lock."""
 
         def missing() -> list[VllmText]:
@@ -309,7 +309,7 @@ class Drafts:
             response = await stream.read()
         if not isinstance(response, draft_pb2.DraftResponse):  # ended without an error, a protocol violation
             none = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, none, none, "it ended the session")
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, none, none, "the draft ended the session")
         return response
 
     def _insert(self, text: VllmText, extend: model_pb2.Extend) -> None:
@@ -332,7 +332,8 @@ class Drafts:
             raise UnfitDraftError(f"serves {identity.model!r} with a different tokenizer than the target's")
 
     def _opening(self, text: VllmText) -> draft_pb2.DraftOpen:
-        """Return a session's opening: argmax candidates, as far ahead as two steps can accept."""
+        """Return the message that opens a session: it requests argmax candidates, as far ahead as two steps can
+        accept."""
         target = self._target
         return draft_pb2.DraftOpen(
             prompt_tokens=text.tree.committed,

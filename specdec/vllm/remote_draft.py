@@ -36,7 +36,7 @@ REMEMBERED_STEPS = 64
 
 
 class RemoteDraft:
-    """Drafts for vLLM's texts at draft services. Used by one thread of vLLM's worker."""
+    """Proposes candidates from draft services for vLLM's texts. Used by one thread of vLLM's worker."""
 
     def __init__(self, vllm_config: Any, worth: Worth | None = None) -> None:
         """`vllm_config` is vLLM's, `worth` decides when to propose. ValueError if the environment lacks the addresses

@@ -22,8 +22,8 @@ MIN_PATH_PROBABILITY = 0.1
 """Minimum path probability of a proposed candidate, since each costs the target a row."""
 
 IN_VAIN = 3
-"""Number of consecutive steps that wait in vain for a text's draft. After these, no step waits until the draft sends
-something."""
+"""Number of consecutive steps that wait in vain for a text's draft. After these, steps do not wait for the draft until
+it has sent something."""
 
 
 class VllmText:
@@ -90,8 +90,8 @@ class TextTable:
         self._of_row: dict[int, VllmText] = {}
 
     def find(self, rows: dict[int, Tokens], step: int) -> dict[int, VllmText]:
-        """Return the text in each of these rows; for a row that continues no text, a new one. Texts are not extended
-        yet."""
+        """Return the text in each of these rows; for a row that continues no text, a new one. The texts are not
+        extended by their rows yet."""
         found: dict[int, VllmText] = {}
         unmatched: list[int] = []
         before = dict(self._of_row)

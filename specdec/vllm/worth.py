@@ -1,6 +1,6 @@
 """Decides whether proposing pays, by measuring throughput with and without proposals. The better alternative is used.
-The other is retried with a back-off that doubles with every defeat, or immediately when the one in use falls below the
-other's last result.
+The other is retried with a back-off that doubles with every defeat, or immediately when the throughput of the one in
+use falls below the other's last result.
 
 Whether candidates pay depends on the number of texts in a step, so batches are measured by size.
 """
@@ -16,7 +16,7 @@ WARM_UP_SECONDS = 0.2
 """Seconds excluded after a change, in which drafts catch up or finish."""
 
 FIRST_PAUSE, MAX_PAUSE = 5.0, 160.0
-"""Back-off before retrying the worse alternative, in seconds of steps: the first time, and at most."""
+"""Initial and maximum back-off before retrying the worse alternative, in seconds of steps."""
 
 CLEARLY = 1.05
 """Factor by which the alternative must be faster to replace the one in use."""

@@ -140,7 +140,7 @@ def _check_host(host: str) -> None:
     labels = host.removesuffix(".").split(".")
     if len(host) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
         raise ValueError(f"{host!r} is not a host name")
-    if labels[-1].isdecimal():  # the last label of a host name is no number
+    if labels[-1].isdecimal():  # the last label of a host name cannot be a number
         _check_ip(host, 4)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from specdec.v2.model_pb2 import SpeculationDecisions
 
 ROW_COST = "row_cost"
-"""A reason. The figures of `SpeculationDecisions` are means over the steps with this reason."""
+"""A reason for a step without candidates. `row_us`, `break_even` and `best_candidate` of `SpeculationDecisions` are
+means over the steps with this reason."""
 
 NO_DRAFTER, OFF, NO_DRAFT_SERVICE = "no_drafter", "off", "no_draft_service"
-"""The reason given by a verifier without drafters, and those given by an orchestrator, which knows the request."""
+"""Reasons: the first is given by a verifier without drafters, the others by an orchestrator, which knows the
+request."""
 
 MODES: Mapping[str, str] = {
     "off": "off",
@@ -20,7 +22,7 @@ MODES: Mapping[str, str] = {
     "remote_draft": "draft service",
     "forced": "forced",
 }
-"""Modes in words for people."""
+"""Human-readable names of modes."""
 
 PROPOSERS: Mapping[str, str] = {
     "remote_draft": "draft service",
@@ -30,7 +32,7 @@ PROPOSERS: Mapping[str, str] = {
     "lookahead": "lookahead",
     "grammar": "grammar",
 }
-"""Sources of accepted candidates in words for people."""
+"""Human-readable names of the sources of accepted candidates."""
 
 REASONS: Mapping[str, str] = {
     NO_DRAFTER: "no permitted drafter is available",
@@ -52,7 +54,7 @@ REASONS: Mapping[str, str] = {
     "prompts_first": "the draft pauses while prompts are computed",
     "prompt": "the step also computed the end of the prompt",
 }
-"""Reasons for steps without candidates, in words for people."""
+"""Human-readable reasons for steps without candidates."""
 
 MEASURED = frozenset({"plain_faster", "heads_slower", "local_model_slower"})
 """Reasons that are shown with the rates of the modes."""
@@ -99,7 +101,7 @@ def main_mode(decisions: SpeculationDecisions) -> str:
 
 
 def explained(decisions: SpeculationDecisions) -> str:
-    """Return a line for a person: the modes, how many steps had candidates, and why others had none; empty if the
+    """Return a human-readable line: the modes, how many steps had candidates, and why the others had none; empty if the
     server reports no decisions."""
     steps = sum(decisions.modes.values())
     if not steps:
@@ -121,7 +123,7 @@ def explained(decisions: SpeculationDecisions) -> str:
 
 
 def proposed(sources: Mapping[str, int]) -> str:
-    """Return the accepted candidates by proposer, as a line for a person; empty if there are none."""
+    """Return the accepted candidates by proposer, as a human-readable line; empty if there are none."""
     found = ((words, sources[name]) for name, words in PROPOSERS.items() if name in sources)
     return ", ".join(f"{words} {count}" for words, count in sorted(found, key=lambda entry: -entry[1]) if count)
 

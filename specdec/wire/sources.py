@@ -37,7 +37,7 @@ def source_name(source: int) -> str:
 
 def accepted_histogram(sources: Iterable[TokenSource.ValueType], steps: int) -> Counter[int]:
     """Count the `steps` by number of accepted candidates, from the sources of the kept tokens. A text may end with a
-    candidate; steps beyond its end count as 0."""
+    candidate; steps beyond its end count as steps without accepted candidates."""
     histogram: Counter[int] = Counter()
     count = 0
     for source in sources:

@@ -34,7 +34,7 @@ class TlsFiles:
     authorities: Path | None
     options: tuple[str, str, str] = ("--tls-cert", "--tls-key", "--tls-client-ca")
     what: ClassVar[str] = "TLS files"
-    left_out: ClassVar[str] = ""  # no file is optional once given
+    left_out: ClassVar[str] = ""  # no file is ever skipped
     unusable: ClassVar[type[Exception]] = TlsError
 
     def version(self) -> Version:

@@ -40,7 +40,7 @@ class NamedCall:
 class TaggedCall:
     """Tags around the function's name, around each argument's name and around its value.
 
-    A string value is written verbatim, any other as JSON: the function's schema decides.
+    A string value is written verbatim, any other as JSON; the function's schema decides which.
     """
 
     name: tuple[str, str]

@@ -1,4 +1,4 @@
-"""Scanners of calls, after their marker: each character is read once, wherever the text is cut into pieces.
+"""Scanners of calls, after their marker: each character is read once, however the text is cut into pieces.
 
 Scanners are generators: they yield when they need more text, and return the calls, or None if the text is not a call. A
 failed call is read again after its marker, but total time stays linear. Free-form parts (a JSON string, a tagged value)
@@ -91,7 +91,7 @@ class Cursor:
             yield
 
     def json(self) -> Generator[None, None, str | None]:
-        """Skip and return an object or a list; None as soon as it cannot be either."""
+        """Skip and return an object or a list; None as soon as the text cannot be either."""
         pieces: list[str] = []
         begin, depth, in_string, escaped = self.at, 0, False, False
         while True:
@@ -192,7 +192,7 @@ def _tagged_calls(cursor: Cursor, style: TaggedCall, marker: str, schemas: Schem
         if call is None:
             return None
         calls.append(call)
-        if not style.end:  # the end tag closes both the call and the calls
+        if not style.end:  # one tag ends both the call and the list of calls
             return calls
 
 

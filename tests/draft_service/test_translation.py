@@ -126,7 +126,7 @@ def test_a_tokenizer_that_changes_texts_is_refused(tmp_path: Path, normalizer: n
     changing.normalizer = normalizers.Sequence([normalizer, changing.normalizer])
     model = directory(changing, tmp_path / "model")
     with pytest.raises(
-        UnsupportedModelError, match=rf"{model.path}: its tokenizer makes .* tokenizers that keep texts"
+        UnsupportedModelError, match=rf"{model.path}: its tokenizer turns .* must reproduce texts unchanged"
     ):
         Translation(model, TARGET)
 

@@ -85,7 +85,7 @@ def test_names_that_are_none_are_left_out(tmp_path: Path) -> None:
     folder = VersionsFolder(tmp_path)
     assert names(folder.read()) == ["good"]
     assert folder.left_out == "; ".join(
-        f"{name!r} is no name of 1 to 64 letters, digits, . _ and -" for name in ("a version", "x" * 65)
+        f"{name!r} is not a name of 1 to 64 letters, digits, . _ and -" for name in ("a version", "x" * 65)
     )
 
 

@@ -25,7 +25,7 @@ from tests.grammar.followed import Followed
         ),
         (
             {"items": {"contains": {"const": 1}, "maxContains": 2}},
-            "/items/contains: cannot be enforced: not with minContains or maxContains",
+            "/items/contains: cannot be enforced together with minContains or maxContains",
         ),
         ({"anyOf": [{"pattern": "(?<=a)b"}]}, "/anyOf/0/pattern: cannot be enforced: it looks behind"),
         ({"not": {"items": {"type": "string"}}}, "/not/items: cannot be enforced within not or if"),

@@ -65,7 +65,7 @@ def test_open_breakers_are_left_alone() -> None:
     first, _ = two
     first.breaker.failed(conclusive=True)
     assert chosen(two, 3) == ["b", "b", "b"]
-    assert chosen(two, 1, but=set(two)) == [""]
+    assert chosen(two, 1, exclude=set(two)) == [""]
     clock.now += 10
     assert "a" in chosen(two, 2)
 
@@ -79,15 +79,15 @@ def test_who_cannot_afford_a_trial_makes_none() -> None:
     clock.now += 0.5  # half-open
     assert chosen(two, 2) == ["a", "a"]
     assert chosen(two, 2, no_trial=True) == ["b", "b"]
-    assert chosen(two, 1, no_trial=True, but={second}) == ["a"]
+    assert chosen(two, 1, no_trial=True, exclude={second}) == ["a"]
 
 
 def test_who_was_lost_last_comes_last() -> None:
     two = pods("ab")
     first, second = two
     second.load.report(model_pb2.PodCapacity(sessions=50))
-    assert chosen(two, 2, rather_not=[first]) == ["b", "b"]
-    assert chosen(two, 1, rather_not=[first], but={second}) == ["a"]
+    assert chosen(two, 2, avoid=[first]) == ["b", "b"]
+    assert chosen(two, 1, avoid=[first], exclude={second}) == ["a"]
 
 
 def test_equal_numerics_come_first() -> None:
@@ -102,9 +102,9 @@ def test_whose_memory_holds_the_text_comes_first() -> None:
     three = pods("abc")
     small, large, unknown = three
     small.context_tokens, large.context_tokens = 100, 1000
-    assert chosen(three, 2, tokens=500, rather_not=(large,)) == ["c", "c"]
-    assert chosen(three, 1, tokens=500, rather_not=(large, unknown)) == ["a"]
-    assert chosen(three, 2, tokens=500, but=(unknown,)) == ["b", "b"]
+    assert chosen(three, 2, tokens=500, avoid=(large,)) == ["c", "c"]
+    assert chosen(three, 1, tokens=500, avoid=(large, unknown)) == ["a"]
+    assert chosen(three, 2, tokens=500, exclude=(unknown,)) == ["b", "b"]
     assert set(chosen(three, 3, tokens=100)) == {"a", "b", "c"}
 
 

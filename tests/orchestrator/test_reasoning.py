@@ -61,7 +61,7 @@ def test_a_grammar_is_about_the_answer(model: ServedModel) -> None:
         assert parse(request_of(ASKED, arguments, grammar=grammar), model).samples[0].grammar == expected
     own = model_pb2.Grammar(regex="a+", after_token=70)
     assert parse(request_of(ASKED, {}, grammar=own), model).samples[0].grammar == own
-    with pytest.raises(InvalidRequestError, match=r"grammar\.opening_token: is set, needs after_token"):
+    with pytest.raises(InvalidRequestError, match=r"grammar\.opening_token: is set, which requires after_token"):
         parse(request_of(ASKED, {}, grammar=model_pb2.Grammar(regex="a+", opening_token=5)), model)
 
 

@@ -265,7 +265,7 @@ def test_a_window_under_rejection_takes_the_place_of_the_draft(model: ServedMode
     window.drafters.extend([model_pb2.DRAFTER_REMOTE, model_pb2.DRAFTER_LOOKAHEAD])
     ((field, problem),) = violations(model, speculation=window, **REJECTION)
     assert field == "speculation.lookahead"
-    assert "needs drafters without REMOTE under REJECTION" in problem
+    assert "under REJECTION requires drafters without REMOTE" in problem
 
 
 def test_only_who_names_neither_drafters_nor_a_window_leaves_them_to_the_verifier(model: ServedModel) -> None:
@@ -317,7 +317,7 @@ def test_the_owner_of_the_key_is_the_tenant(model: ServedModel) -> None:
         (sample,) = parse(request, model, owner=owner).samples
         assert (sample.tenant, sample.weight) == ("acme", 2.0)
     request.tenant = "other"
-    with pytest.raises(PermissionDeniedError, match="is 'other', the API key is of 'acme'"):
+    with pytest.raises(PermissionDeniedError, match="is 'other', the API key belongs to 'acme'"):
         parse(request, model, owner=owner)
     (sample,) = parse(request, model).samples
     assert (sample.tenant, sample.weight) == ("other", 1.0)

@@ -311,7 +311,7 @@ def test_other_answers_beside_calls(model: ServedModel, tmp_path: Path) -> None:
     assert choice.takes('n"o')
     assert choice.takes(calls)
     assert not choice.takes("n")
-    with pytest.raises(GrammarError, match="is in Lark, which cannot stand beside tools"):
+    with pytest.raises(GrammarError, match="is in Lark, which cannot be combined with tools"):
         tool_grammar(chat(), model, model_pb2.Grammar(lark='start: "a"'))
 
 

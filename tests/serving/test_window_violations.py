@@ -47,7 +47,12 @@ def test_value_and_limit_are_named() -> None:
         (options(drafters=NGRAM), Rule.COUPLED, "lookahead", "needs the drafter LOOKAHEAD"),
         (SpeculationOptions(NGRAM, jacobi=True), Rule.COUPLED, "jacobi", "needs the drafter LOOKAHEAD"),
         (options(), Rule.CONTRASTIVE, "lookahead", "needs a rule other than CONTRASTIVE"),
-        (options(drafters=ALL_DRAFTERS), Rule.REJECTION, "lookahead", "needs drafters without REMOTE under REJECTION"),
+        (
+            options(drafters=ALL_DRAFTERS),
+            Rule.REJECTION,
+            "lookahead",
+            "under REJECTION requires drafters without REMOTE",
+        ),
         (options(JACOBI), Rule.REJECTION, "lookahead", "needs temperature 0 or another"),
         (
             SpeculationOptions(OWN_DRAFTERS, jacobi=True),

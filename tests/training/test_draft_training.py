@@ -250,16 +250,16 @@ def checked(out: Path, **changed: Any) -> DraftOrigin:
 
 
 REFUSALS: dict[str, dict[str, Any]] = {
-    "was begun with --loss forward, cannot go on with tv": {"plan": replace(PLAN, loss="tv")},
-    "was begun with --overruled 1.0, cannot go on with 0.5": {"plan": replace(PLAN, overruled=0.5)},
-    "was begun for target, cannot go on for other": {"target": ("other", "fp-target")},
-    "was begun for another target: its configuration or weights have": {"target": ("target", "fp-other")},
-    "was begun from draft, cannot go on from other": {"draft": ("other", "fp-draft")},
-    "was begun from another draft: its configuration or weights have": {"draft": ("draft", "fp-other")},
-    "was begun with another --text, and keeps it": {"text": "89"},
-    "was begun with --own-tokens 500, cannot go on with 0": {"own_tokens": 0},
-    "was begun with another --replay, and keeps it": {"replay": "89"},
-    "was begun with --replay-share 0.5, cannot go on with 0.25": {"replay_share": 0.25},
+    "was started with --loss forward, cannot be resumed with tv": {"plan": replace(PLAN, loss="tv")},
+    "was started with --overruled 1.0, cannot be resumed with 0.5": {"plan": replace(PLAN, overruled=0.5)},
+    "was started for target, cannot be resumed for other": {"target": ("other", "fp-target")},
+    "was started for another target: its configuration or weights have": {"target": ("target", "fp-other")},
+    "was started from draft, cannot be resumed from other": {"draft": ("other", "fp-draft")},
+    "was started from another draft: its configuration or weights have": {"draft": ("draft", "fp-other")},
+    "was started with another --text, and keeps it": {"text": "89"},
+    "was started with --own-tokens 500, cannot be resumed with 0": {"own_tokens": 0},
+    "was started with another --replay, and keeps it": {"replay": "89"},
+    "was started with --replay-share 0.5, cannot be resumed with 0.25": {"replay_share": 0.25},
 }
 
 

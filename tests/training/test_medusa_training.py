@@ -146,9 +146,9 @@ def test_a_training_of_another_plan_or_target_is_refused(
     assert (tmp_path / TEXTS).stat().st_mode & 0o077 == 0
     check_unfinished(tmp_path, MEDUSA, PLAN, target="tiny")
     other = MedusaPlan(heads=3, steps=6, rows=2, length=16, rate=0.01)
-    with pytest.raises(ResumeError, match="was begun with --heads 2, cannot go on with 3"):
+    with pytest.raises(ResumeError, match="was started with --heads 2, cannot be resumed with 3"):
         check_unfinished(tmp_path, MEDUSA, other, target="tiny")
-    with pytest.raises(ResumeError, match="was begun for tiny, cannot go on for small"):
+    with pytest.raises(ResumeError, match="was started for tiny, cannot be resumed for small"):
         check_unfinished(tmp_path, MEDUSA, PLAN, target="small")
     with pytest.raises(ResumeError, match="has an unfinished training of Medusa heads, not of EAGLE-3 heads"):
         check_unfinished(tmp_path, EAGLE3, PLAN, target="tiny")
@@ -163,9 +163,9 @@ def test_a_training_of_another_text_is_refused(model: PreTrainedModel, tokens: T
         check_unfinished(tmp_path, MEDUSA, PLAN, target="tiny", text=ORIGIN.text, own_tokens=ORIGIN.own_tokens)
         == ORIGIN
     )
-    with pytest.raises(ResumeError, match="was begun with another --text, and keeps it: go on without --text, or"):
+    with pytest.raises(ResumeError, match="was started with another --text, and keeps it: continue without --text, or"):
         check_unfinished(tmp_path, MEDUSA, PLAN, target="tiny", text="4567")
-    with pytest.raises(ResumeError, match="was begun with --own-tokens 500, cannot go on with 0"):
+    with pytest.raises(ResumeError, match="was started with --own-tokens 500, cannot be resumed with 0"):
         check_unfinished(tmp_path, MEDUSA, PLAN, target="tiny", own_tokens=0)
 
 

@@ -60,7 +60,7 @@ def test_a_killed_training_ends_with_the_same_draft(folder: Path) -> None:
             (out / PLAN).unlink()
     other = run(folder, *command(folder, "killed", "--resume", "--seed", "1"))
     assert other.returncode == ExitStatus.USAGE
-    assert "was begun with --seed 0, cannot go on with 1" in other.stderr
+    assert "was started with --seed 0, cannot be resumed with 1" in other.stderr
     before = (out / STATE).stat().st_mtime_ns
     status = stopped_when(
         lambda: (out / STATE).stat().st_mtime_ns != before,

@@ -54,7 +54,7 @@ def test_a_stopped_training_ends_with_the_same_heads(
     assert f", not of {others}" in other.stderr
     seed = run(folder, *command(out.name, "--resume", "--seed", "1"))
     assert seed.returncode == ExitStatus.USAGE
-    assert "was begun with --seed 0, cannot go on with 1" in seed.stderr
+    assert "was started with --seed 0, cannot be resumed with 1" in seed.stderr
     rest = run(folder, *command(out.name, "--resume"))
     assert (rest.returncode, rest.stdout) == (0, f"{out.name}\n"), rest.stderr
     for name in ("model.safetensors", "config.json"):

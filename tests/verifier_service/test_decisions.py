@@ -14,8 +14,8 @@ from tests.verifier_service.step_loop.helpers import NO_BAD, REMOTE
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import Decision, StepTimes, VerifyResult, Without
 from verifier_service.costs.token_budget import RowPrice
+from verifier_service.responses import commit_response
 from verifier_service.scheduling.step_candidates import StepCandidates
-from verifier_service.servicer import response
 from verifier_service.sessions.draft_timing import DraftGain
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS
@@ -219,11 +219,11 @@ def test_a_commit_has_the_decisions_of_its_steps() -> None:
     result = VerifyResult(5, 2, [7, 8], [4, 4], steps=1, decisions=[Decision("ngram")])
     result.join(VerifyResult(7, 0, [9], [4], decisions=[Decision("off", Without.ROW_COST, 0.002, 0.5, 0.2)]))
     result.join(VerifyResult(8, 0, [9], [4], decisions=[Decision("off", Without.ROW_COST, 0.004, 0.7, 0.4)]))
-    told = response(result, StepTimes(0.0, 0.0, 0.0, 0.0, rates={"off": 90.0})).commit.decisions
+    told = commit_response(result, StepTimes(0.0, 0.0, 0.0, 0.0, rates={"off": 90.0})).commit.decisions
     assert (dict(told.modes), dict(told.without)) == ({"ngram": 1, "off": 2}, {"row_cost": 2})
     assert (told.row_us, told.break_even, told.best_candidate) == pytest.approx((3000.0, 0.6, 0.3))
     assert dict(told.mode_rates) == {"off": 90.0}
-    assert response(VerifyResult(5, 0), StepTimes(0.0, 0.0, 0.0, 0.0)).commit == verifier_pb2.Commit(
+    assert commit_response(VerifyResult(5, 0), StepTimes(0.0, 0.0, 0.0, 0.0)).commit == verifier_pb2.Commit(
         committed=model_pb2.Committed(base=5),
         steps=1,
         min_candidate_probability=1.0,
@@ -233,12 +233,12 @@ def test_a_commit_has_the_decisions_of_its_steps() -> None:
 
 def test_the_rates_of_modes_are_told_as_a_new_value() -> None:
     stats = ModeStats(DEFAULTS.controller, Mode.NGRAM, {})
-    assert stats.told_rates is None
+    assert stats.reported_rates is None
     for _ in range(100):
         stats.update(2, 0.01, 100.0, speculated=True)
-    first = stats.told_rates
+    first = stats.reported_rates
     assert first == pytest.approx({"ngram": 200.0})
     for _ in range(100):
         stats.update(1, 0.01, 100.0, speculated=True)
-    assert stats.told_rates is not first
+    assert stats.reported_rates is not first
     assert first == pytest.approx({"ngram": 200.0})

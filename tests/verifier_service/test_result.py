@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from specdec.decoding.speculation import CandidateSource
 from specdec.v2 import model_pb2
 from verifier_service.backend.result import FinishReason, TokenSource
-from verifier_service.verification.tree_verification import evenly
+from verifier_service.verification.verified_step import evenly
 
 
 def test_enumerations_are_those_of_the_contract() -> None:

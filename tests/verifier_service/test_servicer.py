@@ -126,7 +126,7 @@ def test_drafters_that_cannot_be_are_refused(drafters: list[Any], problem: str) 
 def test_a_window_without_its_drafter_is_refused() -> None:
     window = model_pb2.Lookahead(window=5, ngram=3, guesses=3)
     policy = verifier_pb2.VerifyPolicy(drafters=[model_pb2.DRAFTER_NGRAM], lookahead=window)
-    assert violation(policy=policy) == ("policy.lookahead", "is set, needs the drafter LOOKAHEAD")
+    assert violation(policy=policy) == ("policy.lookahead", "is set, which requires the drafter LOOKAHEAD")
     policy.drafters.append(model_pb2.DRAFTER_LOOKAHEAD)
     assert parsed(policy=policy).policy.lookahead == (5, 3, 3)
 

@@ -21,7 +21,7 @@ class VerifierSessionRequest:
     sampler: RequestSampler
     end_tokens: frozenset[int]
     max_tokens: int
-    top_logprobs: int | None  # alternatives with logprobs, besides the chosen token's; None: no logprobs
+    top_logprobs: int | None  # alternatives to report with logprobs, besides the chosen token; None: no logprobs
     context: int  # maximum tokens of a text
     tenant: str = ""
     weight: float = 1.0  # of the tenant, relative to others
@@ -54,7 +54,7 @@ class Policy:
     max_depth: int = 0  # tokens verified ahead of the last committed one; 0: no limit
     overruled_logprobs: int = 0  # likeliest tokens to report where a remote draft is overruled; 0: none
     features_session: int = 0  # number of the draft session that gets features; 0: none
-    why_none: Without = Without.NO_DRAFTER  # the reason, if there are no drafters
+    why_none: Without = Without.NO_DRAFTER  # reason to report if there are no drafters
 
     def __post_init__(self) -> None:
         # Computed once: needed several times a step.

@@ -113,7 +113,7 @@ class SessionBackend(Worker):
     @abstractmethod
     def outlook(self, session: Any, sessions: int) -> Outlook:
         """Return (whether candidates of a remote draft are wanted, the break-even probability) for a new session, the
-        last of `sessions` like it. Thread-safe."""
+        latest of `sessions` similar ones. Thread-safe."""
 
     @abstractmethod
     def memory(self) -> MemoryUse:

@@ -18,11 +18,11 @@ INTERVAL_SMOOTHING = 0.1
 """Weight of the last step in the moving average of intervals."""
 
 OUTLIER = 4.0
-"""Cap on a counted interval, relative to the moving average: a single stall does not make a pod look slow, and lasting
-slowness shows within some ten steps."""
+"""Cap on a counted interval, relative to the moving average: a single stall then does not make a pod look slow, while
+lasting slowness still shows within about ten steps."""
 
 SLOWER = 1.25
-"""Expected duration of a text relative to the current pace: later arrivals will share its steps."""
+"""Factor on the duration of a text expected at the current pace, since later arrivals will share its steps."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class VerifierStats:
 
     running: int = 0
     waiting: int = 0
-    new_of: Counter[str] = field(default_factory=Counter)  # waiting, not admitted yet; by tenant; replaced as a whole
+    new_of: Counter[str] = field(default_factory=Counter)  # not admitted yet, by tenant; never modified, only replaced
     throttled: int = 0  # waiting sessions far ahead of their readers
     steps: int = 0
     rows: int = 0
@@ -52,7 +52,7 @@ class VerifierStats:
     proposing: float = 0.0  # seconds of proposers before steps
     delayed: float = 0.0  # seconds of step delay
     mode: str = ""  # last choice of adaptive speculation; empty: none yet
-    rates: Mapping[str, float] | None = None  # tokens a second by mode, as last measured; replaced as a whole
+    rates: Mapping[str, float] | None = None  # tokens a second by mode, as last measured; never modified, only replaced
     decisions: DecisionSums = field(default_factory=DecisionSums)
     sources: dict[int, int] = field(default_factory=lambda: dict.fromkeys(map(int, TokenSource), 0))  # tokens
     queue_seconds: Histogram = field(default_factory=Histogram)  # from a session's arrival to its admission
@@ -82,8 +82,9 @@ class VerifierStats:
     def observe_pace(
         self, seconds: float, results: Sequence[VerifyResult], *, texts_waited: bool = False, in_turn: int = 0
     ) -> None:
-        """Count the seconds since the last step, however spent. `sat_out`: decoding texts sat this step out for a
-        prompt, and still wait for the next one; `in_turn`: sessions that take turns and are not in this step."""
+        """Count the seconds since the last step, however spent. `texts_waited`: decoding texts sat this step out for a
+        prompt, and still wait for the next step; `in_turn`: number of sessions that sit this step out because tenants
+        take turns."""
         self._held_up += seconds
         if texts_waited:
             return

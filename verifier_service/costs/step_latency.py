@@ -24,8 +24,8 @@ log = structlog.get_logger()
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 5
-"""Rounds over all MEASURED_ROWS. They are interleaved, so that a temporary slowdown of the machine affects all row
-counts alike: their ratios matter."""
+"""Rounds over all MEASURED_ROWS. Row counts are interleaved, so that a temporary slowdown of the machine affects all of
+them alike: their ratios matter."""
 
 MIN_ROUNDS = 2
 """Minimum number of rounds: the first one includes the compilation of kernels."""
@@ -56,7 +56,7 @@ ROUNDING = 1e-12
 """Upper bound on the relative rounding error of a step time after a multiplication and a division by the speed."""
 
 MANY = 1 << 20
-"""The number of rows returned in place of infinity, where rows cost nothing."""
+"""The number of rows returned in place of infinity, if rows cost nothing."""
 
 MATERIAL = 0.01
 """Change of a point's logarithm, relative to the others, above which the table is rebuilt: rebuilding takes longer than
@@ -96,7 +96,7 @@ class StepLatency:
         self._drift = tuning.speed_drift**2 + tuning.shape_drift**2 * np.eye(count)  # added per second of steps
         self._budget = tuning.first_exploration_seconds
         self._exploring: float | None = None  # worth in seconds of the coming step, if it explores
-        self._steps_since = 0  # since the last exploring step; the step after that is a baseline and does not explore
+        self._steps_since = 0  # steps since the last exploring one; the first of them is a baseline, not exploring
         self._tabulate()
 
     @classmethod
@@ -161,8 +161,8 @@ class StepLatency:
         return max(self.of(rows), estimate * math.exp(-self._tuning.optimism * error))
 
     def uncertain_below(self, rows: int, least: int) -> int:
-        """Return the last measured point below `rows`, but at least `least`, if the time it saves is uncertain and the
-        coming step may try it; else `rows`. The experiment costs few tokens, so it is sometimes made even without
+        """Return the last measured point below `rows`, but at least `least`, if the time saved there is uncertain and
+        the coming step may try it; else `rows`. The experiment costs few tokens, so it is sometimes made even without
         budget: if fewer rows turn out better, further experiments cost no budget."""
         due = self.may_explore or self._steps_since >= UNPAID_STEPS
         if rows == least or rows > self._points[-1] or not due:
@@ -171,8 +171,8 @@ class StepLatency:
         return point if self._error(rows, point) > self._tuning.certain_error else rows
 
     def explore(self, worth: float) -> None:
-        """Note that the coming step explores. `worth`: seconds in which a step without exploration would bring as many
-        tokens. The budget pays for the time beyond."""
+        """Note that the coming step explores. `worth`: seconds that a step without exploration would take for the same
+        number of tokens; the budget pays for any time beyond."""
         self._exploring = worth
 
     def _error(self, rows: int, other: int) -> float:
@@ -233,7 +233,7 @@ class StepLatency:
             self._exploring, self._steps_since = None, 0
 
     def _place(self, rows: int) -> tuple[int, int, float]:
-        """Return the measured points around `rows`, which must not exceed the last one, and the weight of the right
+        """Return the indices of the measured points around `rows` (at most the last point), and the weight of the right
         one."""
         right = bisect_left(self._points, rows)
         left = max(0, right - 1)
@@ -241,7 +241,7 @@ class StepLatency:
         return left, right, (rows - self._points[left]) / span if span else 1.0
 
     def _tabulate(self) -> None:
-        """Tabulate T_v at every number of rows up to the last measured one: a step looks it up often."""
+        """Tabulate T_v at every number of rows up to the last measured one: each step looks up many values."""
         self._tabulated, self._speed = self._logs.copy(), 1.0  # logarithms in the table, and the factor on the table
         own = self._errors.diagonal() - self._errors.min()  # without the common part, which does not change the shape
         points = never_falling(self._logs.tolist(), own.tolist())
@@ -267,7 +267,7 @@ def never_falling(values: Sequence[float], variances: Sequence[float]) -> list[f
 
 
 def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: float) -> list[float]:
-    """Return the minimum seconds over several rounds of a step over each row count; `seconds(count)` runs a step.
+    """Return the minimum seconds of a step over each row count, from several rounds; `seconds(count)` times a step.
 
     To bound the start-up time of large models, measuring stops at the first step of at least STEEP_ROWS rows that takes
     longer than LONG. Larger counts are extrapolated linearly.

@@ -36,13 +36,13 @@ class Selection(NamedTuple):
     nodes: list[list[Node]]
     """The candidates of each session, best first; always a connected tree."""
     price: RowPrice
-    """The price of another row, for leaving candidates out."""
+    """The price of another row, because of which candidates are left out."""
     break_even: float
     """The break-even probability for drafters. Where row costs are uncertain, it is the optimistic one, so that there
     are candidates to try."""
     exploring: float | None = None
-    """For a step that explores more or fewer rows than pay by the current estimate: the seconds in which a step with
-    the paying number of rows would bring as many tokens."""
+    """For a step that explores more or fewer rows than pay by the current estimate: the seconds that a step with the
+    paying number of rows would take for the same number of tokens."""
 
 
 def select_candidates(
@@ -91,7 +91,7 @@ def select_candidates(
     chosen = [offer.nodes[:count] for offer, count in zip(offers, counts, strict=True)]
     if taken == paying:
         return Selection(chosen, price, break_even)
-    if taken < paying:  # some that paid are left out; later tokens raised the break-even probability above theirs
+    if taken < paying:  # paying candidates are left out; later ones raised the break-even probability above theirs
         price = price._replace(break_even=min(price.break_even, gains[paying - 1]))
     return Selection(chosen, price, break_even, seconds[paying] * (rows + sum(gains[:taken])) / expected)
 
@@ -109,7 +109,7 @@ class WindowCosts:
     def __init__(self, tokens: float, latency: StepLatency, rows: int) -> None:
         self._tokens, self._latency, self._rows = tokens, latency, rows
         self._without = latency.of(rows)
-        self._costs: dict[int, float] = {}  # by rows: needed for every session of the step
+        self._costs: dict[int, float] = {}  # cached by rows, since every session of the step needs them
 
     def add(self, rows: int) -> None:
         """Add the rows of an opened window."""
@@ -133,7 +133,7 @@ class WindowCosts:
         return self._in_tokens(self._latency.optimistic(self._rows, self._rows + size.rows))
 
     def explore(self) -> None:
-        """Note that the coming step has a window to learn its cost."""
+        """Note that the coming step opens a window to learn its cost."""
         self._latency.explore(self._without)
 
     def _in_tokens(self, seconds: float) -> float:

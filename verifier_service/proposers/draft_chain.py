@@ -119,7 +119,7 @@ class DraftChain:
         return self.tokens[-1], position, self.prefix.table.slots[: position + 1]
 
     def row(self, number: int) -> AskedRow:
-        """Return the row of logits after the last token, row `number` of a pass."""
+        """Return the query about the logits after the last token, which are row `number` of a pass."""
         session, sampler = self.prefix.session, self.prefix.session.request.sampler
         query = SamplingQuery(
             sampler,

@@ -32,7 +32,7 @@ from verifier_service.settings.tuning import DEFAULTS, Tuning
 log = structlog.get_logger()
 
 MAX_TENANTS = 256
-"""Tenants with a remembered usefulness of the draft; the least recently active one is forgotten first."""
+"""Maximum tenants with a remembered usefulness of the draft; the least recently active one is forgotten first."""
 
 
 class DraftModelProposer(Proposer):

@@ -122,7 +122,8 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
         return fused
 
     def _skipped(self, session: VerifierSession) -> int:
-        """Return how many of a text's next rows are too far back for the heads' context."""
+        """Return how many of the session's next rows to compute lie too far before the end of the committed text for
+        the heads' context."""
         return max(0, session.tree.base - self._reader.context - session.computed)
 
     # --- growing trees ------------------------------------------------------------------------------

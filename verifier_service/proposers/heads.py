@@ -129,7 +129,7 @@ class HeadsProposer(Proposer, Generic[Text]):
 
 
 def certain(paths: Paths) -> Paths:
-    """Return paths of one candidate at each place, each drawn with certainty (REJECTION)."""
+    """Return these paths, one candidate at each place, as drawn with certainty (REJECTION)."""
     placed = zip(paths.parents, paths.tokens, strict=True)
     return paths._replace(distributions=[(place, DraftDistribution.certain(token)) for place, token in placed])
 

@@ -91,7 +91,7 @@ class MedusaProposer(HeadsProposer["MedusaText"]):
 
     @torch.inference_mode()
     def _logits(self, states: Sequence[Any]) -> DraftLogits:
-        """Return the heads' logits of n hidden states: row i * heads + j is head j's for state i."""
+        """Return the heads' logits of n hidden states: row i * heads + j holds head j's logits for state i."""
         weights = self._heads.weights
         if isinstance(states[0], torch.Tensor):
             stacked = torch.stack(list(states))
@@ -128,8 +128,8 @@ class MedusaText(HeadsText):
         )
 
     def learn(self, base: int, committed: Sequence[int]) -> None:
-        """Learn from the tokens committed after the first `base` ones, up to and including the
-        first one that was not guessed."""
+        """Learn from the tokens committed after the first `base` ones, up to and including the first one that was not
+        guessed."""
         if self.proposed != base:
             return
         for head, (token, guesses) in enumerate(zip(committed, self.tokens.tolist(), strict=False)):
@@ -141,6 +141,6 @@ class MedusaText(HeadsText):
 
 
 def _chain(tokens: NDArray[np.int64], logprobs: NDArray[np.float64]) -> Paths:
-    """Return the chain of each head's best guess, with draft distributions that put all probability on it."""
+    """Return the chain of the heads' best guesses, with draft distributions that put all probability on them."""
     count = int((logprobs > -np.inf).cumprod().sum())
     return certain(Paths(tokens[:count].tolist(), range(count), logprobs[:count].tolist()))

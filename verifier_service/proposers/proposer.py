@@ -30,7 +30,8 @@ class Phase(Enum):
     """Before the decision on the step delay, which its candidates influence. The proposer may be called again before
     the step begins, so it must be fast and skip sessions already served."""
     AFTER_DELAY = "after_delay"
-    """Once, just before the step begins: it may take time, which enters the break-even probability of candidates."""
+    """Once, just before the step begins. The proposer may take time, which enters the break-even probability of
+    candidates."""
 
 
 class ProposalStats(NamedTuple):
@@ -58,8 +59,8 @@ class ComingStep:
         return [session for session in self.sessions if not session.remaining_prompt]
 
     def proposed_for(self) -> Iterator[VerifierSession]:
-        """Yield the decoding sessions that use proposers. If candidates are sampled (REJECTION), a place takes only
-        one. So sessions that use a local model, which has precedence, are left out."""
+        """Yield the decoding sessions that use proposers. If candidates are sampled (REJECTION), each place takes only
+        one candidate. So sessions that use a local model, which has precedence, are left out."""
         for session in self.sessions:
             if session.remaining_prompt or not self.eligibility.uses_proposers(session):
                 continue

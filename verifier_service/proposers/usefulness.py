@@ -25,7 +25,7 @@ class Usefulness:
             self._tenant.observe_token(acceptance)
 
     def observe_chain(self, accepted: float) -> None:
-        """Add a chain with `accepted` expected accepted tokens."""
+        """Add a chain; `accepted`: its expected number of accepted tokens."""
         self.expected_accepted += self._tuning.smoothing * (accepted - self.expected_accepted)
         if self._tenant is not None:
             self._tenant.observe_chain(accepted)

@@ -1,11 +1,11 @@
 """CPU threads of a step: chooses their number, and measures the step latency with each number.
 
 A draft on the verifier's own machine needs a CPU core while it works. While no draft works, the verifier uses that core
-itself: speculation that does not pay must not leave it slower than plain decoding.
+itself: speculation that does not pay must not make the verifier slower than plain decoding.
 
-The threads of a forward pass synchronise several times in every layer. If another process takes part of a core, each
-synchronisation waits for the operating system to return it, and a step can take thirty times as long as with one thread
-fewer. So the latencies of both thread counts are compared continuously.
+The threads of a forward pass synchronise several times in every layer. If another process uses one of their cores, each
+synchronisation waits until the operating system gives the core back, and a step can take thirty times as long as with
+one thread fewer. So the latencies of both thread counts are compared continuously.
 
 For an engine with a fixed number of threads, such as one on a GPU, the policy only measures.
 """
@@ -21,7 +21,7 @@ from verifier_service.settings.tuning import DEFAULTS, ThreadTuning
 
 
 class ThreadPolicy(Protocol):
-    """The number of threads of a step, and the step latency with it."""
+    """The number of threads of a step, and the step latency with that number."""
 
     @property
     def latency(self) -> StepLatency:
@@ -40,7 +40,7 @@ class ThreadPolicy(Protocol):
         """True if the engine has fewer threads now because of drafts, whether or not these pay."""
 
     def choose(self, drafting: bool, now: float) -> None:
-        """Set the number of threads for the next step; `drafting`: drafts work beside it."""
+        """Set the number of threads for the next step; `drafting`: drafts work during it."""
 
     def observe(self, rows: int, seconds: float) -> None:
         """Add the duration of a step over `rows` rows with the current number of threads."""
@@ -78,7 +78,7 @@ class FixedThreads:
 
 
 class AdaptiveThreads:
-    """The policy for an engine on CPU threads: all of them, or fewer while drafts or other processes work."""
+    """The policy for an engine on CPU threads: it uses all of them, or fewer while drafts or other processes work."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class AdaptiveThreads:
         self._clock += seconds
         if self._plain == self._all:
             self._compare(rows, seconds)
-        # Back to all threads only for a clear improvement, so that noise does not flip the choice.
+        # Return to all threads only for a clear improvement, so that noise does not flip the choice.
         elif self._latencies[self._all].of(rows) < self._tuning.min_improvement * self.latency.of(rows):
             self._switch(self._all)
         # Probe all threads with exponential back-off: a failed probe can cost slow steps.
@@ -148,7 +148,7 @@ class AdaptiveThreads:
         self._with_fewest += self._latencies[self._fewest].of(rows)
         if self._taken < self._tuning.window_seconds or self._steps < self._tuning.min_steps:
             return
-        # Another process takes a core: all threads are clearly slower than fewer would be.
+        # Another process is using a core: all threads are clearly slower than fewer would be.
         if self._with_fewest < self._tuning.min_improvement * self._taken:
             self._switch(self._fewest)
         elif self._clock - self._changed >= self._tuning.settled_seconds:

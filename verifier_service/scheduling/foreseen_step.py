@@ -21,7 +21,7 @@ from verifier_service.sessions.step_rows import ScheduledRows
 
 class _Row(NamedTuple):
     row: int  # index among the batch's results
-    base: int  # length of the text by then
+    base: int  # length of the text when that step begins
     table: BlockTable
 
 

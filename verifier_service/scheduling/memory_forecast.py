@@ -4,8 +4,8 @@ Admitting a prompt only because it fits now leads to preemptions and recomputati
 all texts are expected to fit until they end, given the lengths of past texts: the Past-Future scheduler (Gong et al.
 2025, "Past-Future Scheduler for LLM Serving under SLA Guarantees").
 
-Text k has L_k tokens in b_k blocks, shares all but e_k blocks with other texts, and is expected to end after s_k steps
-of one token each. After m steps the texts hold
+Text k has L_k tokens in b_k blocks, holds e_k of these exclusively, and is expected to end after s_k steps of one token
+each. After m steps the texts hold
 
     G(m) = sum over s_k >= m of max(0, ceil((L_k + m) / BLOCK) - b_k)  -  sum over s_k < m of e_k
 
@@ -49,7 +49,7 @@ class TextLengths:
 
         Text k of n (from 0) is expected to end at quantile (k + 1/2) / n of the remembered lengths above its current
         length. Together the texts then end like past ones, the oldest at the lowest quantile. If no remembered text is
-        longer: one more block.
+        longer, the text is expected to grow by one block.
         """
         if self._sorted is None:
             self._sorted = np.sort(np.asarray(self._last, dtype=np.int64))

@@ -56,7 +56,7 @@ class StepPlan:
 
 
 class Planner:
-    """Fills steps: roots of decoding sessions, candidates worth their rows, lookahead windows, chunks of prompts.
+    """Fills steps with roots of decoding sessions, candidates worth their rows, lookahead windows, chunks of prompts.
 
     `packer` makes an empty batch; `tree_slots` hold side branches of token trees; `step_rows` and `prefill_rows` limit
     rows as in `StepPrompts`.
@@ -84,11 +84,11 @@ class Planner:
         self._tree_slots = tree_slots
         self.shares = StepShares(prefill_rows)
         self._prompts = StepPrompts(threads, self.shares, step_rows, prefill_rows, tuning.prefill)
-        self._waited = 0  # consecutive steps with urgent prompts before decoding
+        self._waited = 0  # consecutive steps in which urgent prompts went before decoding
 
     def plan(self, ready: Sequence[RunningSession], spent: float, division: Division | None = None) -> StepPlan:
         """Plan a step. Sessions that yield to urgent prompts are left out. `spent`: seconds the proposers took for
-        these sessions; `division`: the division among tenants that selected `ready`; None: no division."""
+        these sessions; `division`: the step's division among tenants, already applied to `ready`; None: not divided."""
         self.shares.begin(division)
         # 1. Sessions that yield to urgent prompts.
         prompts, plain, speculating = self._sorted(ready)
@@ -125,7 +125,7 @@ class Planner:
         pack: Callable[[], PackedBatch]
         written: Sequence[int] | Slots
         foreseen = self._foreseen.take([*speculating, *plain])
-        # The foreseen batch has one row a text: usable only if nothing else has joined the step.
+        # The foreseen batch has one row per text: usable only if nothing else has joined the step.
         if foreseen is not None and not (prompts or any(chosen.nodes) or any(chosen.windows)):
             batch, entries = foreseen
             pack, written, taken = lambda: batch, batch.slots, len(entries)
@@ -148,7 +148,7 @@ class Planner:
         return plan if plan.decodes_only else replace(plan, expected=plan.expected * self._prompts.slowdown.factor)
 
     def prepare(self, plan: StepPlan) -> None:
-        """Pack the next step, as far as it can be foreseen."""
+        """Pack the next step, if it can be foreseen."""
         self._certain = False
         try:
             self._foreseen.prepare(self._packer(), plan.entries)
@@ -202,8 +202,8 @@ class Planner:
         """Update the latency model with a step's duration. T_v is for short texts, and rows of long prompts cost more:
         steps with prompts update the slowdown instead.
 
-        A step launched early is timed from its launch. Where the host is slower than the device, this measures the
-        host's time, which is then the time between two tokens.
+        A step launched early is timed from its launch. If the host is slower than the device, this measures the host's
+        time, which is then the time between two tokens.
         """
         if plan.decodes_only:
             self._threads.observe(plan.rows, seconds)

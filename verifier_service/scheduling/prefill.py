@@ -49,10 +49,10 @@ def prefill_chunks(
     """
     budget = most
     if decoding:
-        prefills = max(1.0, len(remaining) / decoding)  # per waiting session: many prompts may take more of a step
+        prefills = max(1.0, len(remaining) / decoding)  # per decoding session: many prompts may take more of a step
         seconds = max((1.0 + tuning.max_decode_slowdown * prefills) * cost.of(rows), tuning.slice_seconds * prefills)
         full = most * math.ceil((rows + tuning.min_chunk_tokens) / most)
-        # `min_chunk_tokens` in any case: a prompt must progress even where decoding alone fills the step.
+        # At least `min_chunk_tokens`: a prompt must progress even if decoding alone fills the step.
         budget = max(tuning.min_chunk_tokens, min(full, cost.rows_within(seconds / slowdown)) - rows - urgent_rows)
     weights = weights or [1.0] * len(remaining)
     shares = [0] * len(remaining)

@@ -30,7 +30,7 @@ from verifier_service.sessions.session import VerifierSession
 log = structlog.get_logger()
 
 COPIED_AT_ONCE = 1024
-"""Maximum slots of one copy."""
+"""Maximum slots in one copy."""
 
 
 class RunQueue:
@@ -47,7 +47,7 @@ class RunQueue:
     ) -> None:
         self.pool = pool
         self.running: list[RunningSession] = []  # sessions with memory, in order of arrival
-        self._waiting: list[RunningSession] = []  # sessions without
+        self._waiting: list[RunningSession] = []  # sessions without memory
         self.memory_shares = TenantShares()
         self.lengths = TextLengths()
         self._engine = engine
@@ -110,8 +110,8 @@ class RunQueue:
             self.memory_shares.stepped(waiting.union(entry.tenant for entry, _ in results))
 
     def throttled(self, entry: RunningSession, ahead: int = 0) -> bool:
-        """True if the session, with `ahead` more tokens, is too far ahead of its reader; a `consumed` message wakes the
-        loop."""
+        """True if the session, with `ahead` more tokens, is too far ahead of its reader. A `consumed` message, which
+        may change this, wakes the loop."""
         return entry.session.unread + ahead > self._max_unread_tokens
 
     def consists_of(self, entries: Sequence[RunningSession]) -> bool:
@@ -122,7 +122,7 @@ class RunQueue:
         """Reserve memory for running texts up to their roots, preempting if need be. Return the sessions with
         memory."""
         reserved = [entry for entry in entries if self._reserve_text(entry)]
-        return [entry for entry in reserved if entry.session.table is not None]  # a later one may have preempted it
+        return [entry for entry in reserved if entry.session.table is not None]  # not preempted for a later one
 
     def reserve_ahead(self, session: VerifierSession, length: int) -> bool:
         """Reserve memory for a running text of `length` tokens; return False if that would need a preemption."""
@@ -146,7 +146,7 @@ class RunQueue:
         return None if entry.preemptions else self._stats.too_late(request.max_tokens, request.deadline, 0)
 
     def _reserve_text(self, entry: RunningSession) -> bool:
-        """Reserve memory for a text; return False if the text itself was preempted for it."""
+        """Reserve memory for a text; return False if this preempted the text itself."""
         while entry.session.table is not None:
             try:
                 entry.session.table.reserve(entry.session.tree.base)
@@ -180,7 +180,7 @@ class RunQueue:
 
     def _make_room(self, entry: RunningSession, blocks: int) -> None:
         """Preempt sessions until there is memory for the waiting `entry`: `blocks` for its text, and the forecast
-        growth of all. PoolFullError, without any preemption, if no choice of victims makes enough room."""
+        growth of all texts. PoolFullError, without any preemption, if no choice of victims makes enough room."""
         running, room = self.running, self.pool.available
         victims, tables = list[RunningSession](), list[BlockTable]()
         # Choose all victims first: preempting some without making enough room would waste their work. The forecast is

@@ -3,7 +3,7 @@
 Admission follows virtual token counters (Sheng et al. 2024, "Fairness in Serving Large Language Models", Algorithm 2),
 with weights w:
 
-    c_i = (cost of the tokens tenant i was served) / w_i,    1 for a prompt token, GENERATED_COST for a generated one
+    c_i = (cost of the tokens served to tenant i) / w_i;    a prompt token costs 1, a generated one GENERATED_COST
 
 The tenant with the smallest counter is next. When a tenant with no new session waiting opens one, its counter is
 lifted:
@@ -12,7 +12,7 @@ lifted:
 
 V is the virtual time of start-time fair queueing (Goyal et al. 1996): the maximum over all steps of the smallest
 counter among tenants in the step or waiting during it. u is the mean cost of a text. So an idle tenant saves up almost
-no credit, and service received while alone is not held against a tenant.
+no credit, and service that a tenant received while alone is not held against it.
 
 Prompts of tenant i go before decoding of tenant j in a step (i is urgent, j yields) if
 
@@ -32,22 +32,24 @@ from specdec.engine.kv.blocks import BLOCK
 from verifier_service.sessions.running_session import RunningSession
 
 GENERATED_COST = 2.0
-"""Cost of a generated token relative to a prompt token, as in the paper: it takes a whole step, not just a row."""
+"""Cost of a generated token relative to a prompt token, as in the paper: a generated token takes a whole step, not just
+a row."""
 
 BURST = 4.0
-"""Credit of a tenant that returns from idle, in mean texts. Without it, each of a few requests sent together would wait
-until other tenants had been served as much as the request before it. Light users seldom space their requests evenly."""
+"""Credit of a tenant that returns from idle, in mean texts. Without it, if such a tenant sent a few requests together,
+each would wait until the other tenants had received, per weight, as much service as the tenant's previous request.
+Light users seldom space their requests evenly."""
 
 USUAL_SMOOTHING = 0.05
 """Weight of the latest text in the moving average of text costs."""
 
 REMEMBERED = 1024
-"""Number of idle tenants with a counter kept: leaving and returning must not reset a large counter."""
+"""Maximum idle tenants whose counters are kept: leaving and returning must not reset a large counter."""
 
 IMBALANCE = 1.25
-"""A tenant is preempted only if it still holds, after the preemption, this multiple of the admitted tenant's memory per
-weight: preemption costs a recomputation, and smaller differences even out as texts end. With 2, a tenant asking for a
-fifth of the memory sometimes waits for a text of a flooding tenant to end."""
+"""A session is preempted to admit another tenant's only if its own tenant then still holds this multiple of the other's
+memory per weight: preemption costs a recomputation, and smaller differences even out as texts end. With 2, a tenant
+asking for a fifth of the memory sometimes waits for a text of a flooding tenant to end."""
 
 
 class Urgent(NamedTuple):
@@ -64,7 +66,7 @@ class TenantShares:
     """The counters of tenants, owned by the step loop's thread."""
 
     def __init__(self) -> None:
-        self._counters: OrderedDict[str, float] = OrderedDict()  # tokens over weight; idle tenants in order of leaving
+        self._counters: OrderedDict[str, float] = OrderedDict()  # cost over weight; idle tenants in order of leaving
         self._sessions: Counter[str] = Counter()
         self._level = 0.0  # virtual time V
         self._usual = 0.0  # cost of a text, moving average
@@ -79,8 +81,8 @@ class TenantShares:
         tenant = entry.tenant
         if tenant not in wanting:
             of_others = min((self._counters[other] for other in wanting), default=0.0)
-            # No credit for idle time: at least level with the tenants that wait and with the virtual time, less a small
-            # burst.
+            # No credit for idle time beyond a small burst: raise the counter to the smallest one of the waiting tenants
+            # and to the virtual time, less the burst.
             least = max(of_others, self._level) - BURST * self._usual / entry.weight
             self._counters[tenant] = max(self._counters.get(tenant, 0.0), least)
         self._sessions[tenant] += 1
@@ -110,12 +112,12 @@ class TenantShares:
         self._count(entry, GENERATED_COST * tokens)
 
     def stepped(self, tenants: Collection[str]) -> None:
-        """Advance the virtual time after a step; `tenants`: those in it or waiting, already charged for it."""
+        """Advance the virtual time after a step; `tenants`: those in the step or waiting, already charged for it."""
         self._level = max(self._level, min((self._counters[tenant] for tenant in tenants), default=0.0))
 
     def next(self, waiting: Iterable[RunningSession]) -> RunningSession | None:
-        """Return the next waiting session: smallest counter of its tenant, then fewest sessions per weight, then
-        precedence within the tenant."""
+        """Return the session to admit next: by its tenant's counter, then by its tenant's sessions per weight (smallest
+        first), then by precedence within the tenant."""
 
         def turn(entry: RunningSession) -> tuple[float, float, tuple[bool, int, int]]:
             return self._counters[entry.tenant], self._sessions[entry.tenant] / entry.weight, entry.precedence
@@ -124,7 +126,8 @@ class TenantShares:
 
     def urgent(self, prompts: Collection[RunningSession], decoding: Collection[RunningSession]) -> Urgent:
         """Return the urgent and the yielding tenants of a step (module docstring). A tenant yields to another that has
-        fewer sessions per weight and has been served no more, not counting prompt tokens still to be computed."""
+        fewer sessions per weight and has received at most as much service. Prompt tokens already charged but not yet
+        computed do not count as service of that other tenant."""
         if not prompts or len(self._sessions) < 2:  # the common case, kept cheap
             return NO_URGENT
         sessions: defaultdict[str, float] = defaultdict(float)
@@ -139,12 +142,12 @@ class TenantShares:
         decoders = {entry.tenant for entry in decoding}
         most = max((sessions[tenant] for tenant in decoders), default=0.0)
         highest = max((self._counters[tenant] for tenant in decoders), default=0.0)
-        # Necessary for going before any decoding tenant: fewer sessions per weight, as a tenant with many could stop
-        # all decoding by its prompts; and no more service, as a tenant ahead of its share waits its turn.
+        # To go before some decoding tenant, a tenant needs fewer sessions per weight (with many, its prompts could stop
+        # all decoding) and at most as much service (a tenant ahead of its share waits its turn).
         able = [tenant for tenant in had if sessions[tenant] < most and had[tenant] <= highest]
         if not able:
             return NO_URGENT
-        # The neediest tenant decides who yields; the others may only join it.
+        # The neediest tenant decides which tenants yield; the others may only join it.
         neediest = min(able, key=lambda tenant: (sessions[tenant], had[tenant]))
         yielding = {
             tenant
@@ -188,7 +191,7 @@ def spared(running: Iterable[RunningSession]) -> list[RunningSession]:
 
 def youngest_of_largest(running: list[RunningSession]) -> RunningSession:
     """Return the session to preempt when running ones need memory: the youngest of the tenant with the most memory per
-    weight, or the youngest of all if every tenant has only one."""
+    weight, or the youngest of all if every tenant has only one session."""
     shares = held(running)
     return max(reversed(spared(running) or running[-1:]), key=lambda entry: shares[entry.tenant])
 
@@ -199,29 +202,29 @@ def competing_sessions(running: Sequence[RunningSession], entry: RunningSession,
     future share would lose all its sessions except the oldest."""
     shares = held(running)
     own = shares.pop(entry.tenant, 0.0) + tokens / entry.weight
-    # Tenants well above its share once admitted would be preempted for it, so their growth cannot displace it.
+    # These tenants would be preempted for this session, so their growth cannot displace it.
     beyond = {tenant for tenant, tokens_held in shares.items() if tokens_held >= IMBALANCE * own}
     preemptible = {id(other) for other in spared(running) if other.tenant in beyond}
     return [other for other in running if id(other) not in preemptible]
 
 
 def youngest_beyond(running: list[RunningSession], entry: RunningSession, tokens: int) -> RunningSession | None:
-    """Return the session to preempt so that the waiting `entry` gets memory for `tokens` tokens, or None: the youngest
-    of the tenant with the most memory per weight, among tenants that hold `IMBALANCE` times this tenant's future share
-    even after the preemption."""
+    """Return the session to preempt so that the waiting `entry` gets memory for `tokens` tokens: the youngest of the
+    tenant with the most memory per weight, among tenants that hold `IMBALANCE` times this tenant's future share even
+    after the preemption. None if there is none."""
     others = [other for other in spared(running) if other.tenant != entry.tenant]
     if not others:
         return None
     shares = held(running)
     wanted = IMBALANCE * (shares.get(entry.tenant, 0.0) + tokens / entry.weight)
-    # Still above after giving the blocks back: otherwise the two tenants would preempt each other in turn.
+    # Above the limit even after the preemption: otherwise the two tenants would preempt each other in turn.
     beyond = (other for other in reversed(others) if wanted <= shares[other.tenant] - given_back(other))
     return max(beyond, key=lambda other: shares[other.tenant], default=None)
 
 
 def prompt_weights(prompts: Sequence[RunningSession]) -> list[float]:
-    """Return each prompt's weight in a step: its tenant's weight divided by the tenant's prompts; 1 with a single
-    tenant."""
+    """Return each prompt's weight in a step: its tenant's weight divided by the number of the tenant's prompts; 1 with
+    a single tenant."""
     count = Counter(entry.tenant for entry in prompts)
     if len(count) <= 1:
         return [1.0] * len(prompts)

@@ -1,8 +1,9 @@
-"""The candidates and lookahead windows of a step: for all tenants together where that is fair, else tenant by tenant.
+"""Chooses the candidates and lookahead windows of a step: jointly for all tenants if that is fair, else tenant by
+tenant.
 
-C, the joint choice, has the highest goodput of the whole step (`token_budget.py`). C_i has the highest goodput of a
-step of tenant i alone, with the windows that would open there. With w_i the weight of tenant i and W the sum of
-weights, C is kept if every tenant gets at least its part of the token rate that it would have alone:
+The joint choice C has the highest goodput for the whole step (`token_budget.py`). C_i has the highest goodput for a
+step of tenant i alone, and includes the windows that would open in it. With w_i the weight of tenant i and W the sum of
+weights, C is used if every tenant gets at least its part of the token rate that it would have alone:
 
     E_i(C) / T(C)  >=  (w_i / W) * E_i(C_i) / A_i(C_i)          (`Division.is_fair`)
 
@@ -38,9 +39,9 @@ class StepCandidates(NamedTuple):
 
     nodes: list[list[Node]]
     windows: list[LookaheadRows | None]
-    prices: list[RowPrice]  # for leaving a session's candidates out
+    prices: list[RowPrice]  # price of a row, because of which a session's candidates are left out
     break_even: float  # break-even probability for drafters
-    exploring: bool = False  # fewer or more candidates than pay, to learn the cost of rows
+    exploring: bool = False  # has fewer or more candidates than pay, to learn the cost of rows
 
     def why_none(self, place: int, best: float) -> Without:
         """Return why none of a session's candidates is in the step. `best`: the probability of the best one."""
@@ -53,7 +54,7 @@ class StepCandidates(NamedTuple):
 class Alone:
     """The candidates of a tenant in a step of its own."""
 
-    places: list[int]  # of its sessions among the speculating ones
+    places: list[int]  # indices of its sessions among the speculating ones
     roots: int
     nodes: list[list[Node]]
     price: RowPrice
@@ -77,8 +78,8 @@ class Alone:
 
 @dataclass(frozen=True)
 class CandidateChoice:
-    """The choice of candidates for one step. `spent`: seconds that the proposers took for it; `free`: tree slots, a
-    limit on the rows of candidates and windows together."""
+    """The choice of candidates for one step. `spent`: seconds that the proposers took for it; `free`: the number of
+    tree slots, which limits the rows of candidates and windows together."""
 
     latency: StepLatency
     eligibility: Eligibility
@@ -86,8 +87,8 @@ class CandidateChoice:
     free: int
 
     def for_all(self, sessions: Sequence[VerifierSession], decoding: int, *, may_explore: bool) -> StepCandidates:
-        """Choose for `sessions` in a step with `decoding` decoding sessions. `may_explore`: allow an experiment on the
-        cost of rows. Callers allow it only if no prompt and no other tenant has to wait for it."""
+        """Choose the candidates and windows of `sessions`, in a step with `decoding` decoding sessions. `may_explore`:
+        allow an experiment on the cost of rows. Callers allow it only if no prompt and no other tenant waits for it."""
         offers = [session.candidates() for session in sessions]
         # The end of a block must not depend on draws beyond it (`block_verification.py`). So no experiment leaves draws
         # out, and the proposers' time, which depends on how far they drew, does not count.
@@ -114,8 +115,8 @@ class CandidateChoice:
         return StepCandidates(found.nodes, windows, prices, found.break_even, found.exploring is not None)
 
     def by_tenant(self, speculating: Sequence[RunningSession], decoding: int, division: Division) -> StepCandidates:
-        """Choose for `speculating` sessions in a step with `decoding` decoding sessions, divided among tenants. This
-        compares the candidates of all sessions, so draws are verified one by one."""
+        """Choose the candidates and windows of `speculating` sessions, in a step with `decoding` decoding sessions,
+        divided among tenants. The choice compares all sessions' candidates, so draws are verified one by one."""
         sessions = [entry.session for entry in speculating]
         offers = [session.compare_candidates() for session in sessions]
         joint = select_candidates(offers, self.latency, decoding, self.free, self.spent)
@@ -129,9 +130,9 @@ class CandidateChoice:
         got = {
             tenant: alone.roots + sum(_tokens(joint.nodes[i]) for i in alone.places) for tenant, alone in own.items()
         }
-        # The joint choice has the highest total goodput: keep it unless a tenant pays for it.
+        # The joint choice has the highest total goodput: use it unless a tenant gets less than its part.
         if division.is_fair(rows, got, {tenant: (alone.extra, alone.tokens) for tenant, alone in own.items()}):
-            # Open no more window rows than in the tenants' separate steps: `is_fair` counted these.
+            # Open at most as many window rows as the tenants' separate steps have: `is_fair` counted these.
             left = min(self.free - sum(map(len, joint.nodes)), windowed)
             windows = open_windows(sessions, joint.nodes, decoding, left, self.latency, self.eligibility)
             return StepCandidates(joint.nodes, windows, [joint.price] * len(sessions), joint.break_even)

@@ -30,7 +30,7 @@ def delay_until(estimates: Sequence[WaitEstimate], now: float, last_step: float,
     decision."""
     gain = sum(wait_estimate.gain for wait_estimate in estimates)
     expected = sum(wait_estimate.expected for wait_estimate in estimates)
-    # Both sides in tokens a second. The right one falls during the wait, so `until` bounds the wait for each session.
+    # Both sides in tokens a second. As the right side falls during the wait, `until` bounds the wait for each session.
     if gain <= expected / (step_time + now - last_step):
         return None
     # The first session to give up changes the sum: decide again then.

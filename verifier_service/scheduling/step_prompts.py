@@ -8,7 +8,7 @@ With T_v(n) the seconds of a step over n rows, and s the slowdown of steps with 
       T_v(p + d)  >  worth_a_wait * T_v(p + d')
 
 - Chunks of prompts fill the rest of the step (`prefill.py`).
-- Rows of prompts with log-probabilities have logits: m such rows fit beside k candidates if
+- Each row of a prompt that needs log-probabilities has logits: m such rows fit beside k candidates if
   m + k <= MAX_STEP_CANDIDATES.
 - c tokens of a tenant with t seconds left in its part fit beside r rows if
 
@@ -103,7 +103,8 @@ class StepPrompts:
         return [*zip(first, ahead, strict=True), *zip(others, rest, strict=True)]
 
     def _with_room_for_scores(self, chunks: list[Chunk], candidates: int) -> list[Chunk]:
-        """Cut the chunks of prompts with log-probabilities to the memory for logits left by the step's candidates."""
+        """Cut the chunks of prompts that need log-probabilities to the memory for logits that the step's candidates
+        leave."""
         scored = [(entry, chunk) for entry, chunk in chunks if entry.session.scores_prompt]
         most = max(self._tuning.min_chunk_tokens, MAX_STEP_CANDIDATES - candidates)
         if sum(chunk for _, chunk in scored) <= most:
@@ -111,7 +112,7 @@ class StepPrompts:
         return [(entry, chunk) for entry, chunk in chunks if not entry.session.scores_prompt] + _cut(scored, most)
 
     def _within_parts(self, chunks: Sequence[Chunk], division: Division, unlimited: Urgent, rows: int) -> list[Chunk]:
-        """Cut chunks to their tenants' parts of the step, beside `rows` rows; those of `unlimited` tenants stay
+        """Cut chunks to their tenants' parts of the step, beside `rows` rows; chunks of `unlimited` tenants stay
         whole."""
         kept: list[Chunk] = []
         latency = self._threads.latency

@@ -9,15 +9,15 @@ slow, with w its weight and W the sum of weights. A step keeps this guarantee fo
 where A_i is the time of a step with the rows of i alone; the other costs are grammars and proposers. The tenant v at
 the minimum has all its rows in the step. The others divide the rest, B - A_v = (sum of their weights / w_v) * A_v, by
 weighted max-min fairness. Each tenant admits its sessions, longest waiting first, while their cost fits; the rest sit
-the step out. The unused part carries over as credit (deficit round robin, Shreedhar and Varghese 1995), so a session
-costing more than a whole part runs every few steps. No session starves, and the guarantee holds on average, up to one
-such session.
+the step out. A tenant's unused part carries over as credit (deficit round robin, Shreedhar and Varghese 1995), so a
+session costing more than a whole part runs every few steps. No session starves, and the guarantee holds on average, up
+to one such session.
 
 Rows beyond the roots (candidates, lookahead windows, chunks of prompts) get the rest of the tenant's part. No session
 sits out if extra rows are free or there is only one tenant.
 
 The bound is only as good as the estimate of A_v, and while tenants share steps, no step has the rows of v alone. So an
-occasional step has only these, to measure A_v.
+occasional step has only these rows, to measure A_v.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ BESIDE_SMOOTHING = 0.2
 """Weight of the latest step in the moving average of a session's costs besides rows."""
 
 MEASURED_FIRST, MEASURED_EVERY, MEASURED_LATER = 2, 4, 64
-"""A tenant's rows alone are measured twice at first, four steps apart, then in every 64th step: the others lose a
-sixty-fourth of their part. More measurements at first would distort those of drafts."""
+"""A tenant's rows are measured alone twice at first, four steps apart, then in every 64th step, which costs the other
+tenants a sixty-fourth of their part. More measurements at first would distort the measurements of drafts."""
 
 REMEMBERED = 1024
-"""Tenants with a remembered grammar cost and number of measurements."""
+"""Maximum tenants whose grammar cost and number of measurements are remembered."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Presence:
     weight: float
     decoders: list[RunningSession] = field(default_factory=list)
     prompts: list[RunningSession] = field(default_factory=list)
-    beside: float = 0.0  # its decoders' seconds besides rows
+    beside: float = 0.0  # seconds that its decoders cost besides rows
     prompt_rows: int = 0
 
     @property
@@ -68,7 +68,7 @@ class Division:
 
     latency: StepLatency
     tenants: dict[str, Presence]
-    credit: dict[str, float]  # of each tenant's decoding in the next step, in seconds
+    credit: dict[str, float]  # seconds of decoding that each tenant carries over to the next step
     prompt_debt: dict[str, float] = field(default_factory=dict)  # overdraft of its prompts, in seconds
     taking_part: list[RunningSession] = field(default_factory=list)  # decoding sessions
     sitting_out: list[RunningSession] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Division:
     """Seconds that a tenant's chunks of prompts may add to the step; tenants without an entry have no limit."""
 
     used: float = 0.0  # seconds of the step taken by roots and prompts, or kept as credit
-    measures: bool = False  # one tenant's rows alone
+    measures: bool = False  # measures one tenant's rows alone
 
     @property
     def takes_all(self) -> bool:
@@ -100,9 +100,9 @@ class Division:
         return slowed[least], least
 
     def is_fair(self, rows: int, got: Mapping[str, float], wanted: Mapping[str, tuple[int, float]]) -> bool:
-        """Return whether every tenant gets at least its part of the token rate it has alone, in a step with `rows`
-        candidates. `got`: each tenant's tokens in that step, by default its roots; `wanted`: its (candidates, tokens)
-        in a step of its own, by default no candidates.
+        """Return whether, in a step with `rows` candidates, every tenant gets at least its part of the token rate that
+        it would have alone. `got`: each tenant's tokens in that step, by default its roots; `wanted`: its (candidates,
+        tokens) in a step of its own, by default no candidates.
 
         Token rates decide: a joint choice of candidates may exceed the bound B and still bring every tenant more.
         """
@@ -121,7 +121,8 @@ class Division:
 
     def candidates(self, extra: Mapping[str, int]) -> dict[str, int]:
         """Return how many candidates each tenant may have, with `extra` the number it would have alone. Tenants with
-        sessions sitting out get none: their part becomes credit, since roots bring more."""
+        sessions sitting the step out get none: the rest of their part becomes credit for those sessions, since their
+        roots bring more tokens than candidates would."""
         bound, least = self.bound(extra)
         rows = len(self.taking_part)
         left = bound - self.used - self._slower_by(rows, extra.get(least, 0))
@@ -162,8 +163,8 @@ class StepShares:
         self._measured: OrderedDict[str, tuple[int, int]] = OrderedDict()  # tenant: (measurements, step of the last)
         self._usual: OrderedDict[str, float] = OrderedDict()  # a grammar's seconds in a step, by tenant
         self.credit: dict[str, float] = {}
-        """Seconds left of a tenant's decoding parts in the last steps; negative: overdrawn."""
-        self._prompt_debt: dict[str, float] = {}  # separate: decoding does not wait for it
+        """Seconds that a tenant's decoding has left over from its parts of the last steps; negative: overdrawn."""
+        self._prompt_debt: dict[str, float] = {}  # separate, so that decoding does not wait for it
 
     def divide(self, ready: Sequence[RunningSession], latency: StepLatency) -> Division | None:
         """Return the division of the coming step, without side effects until `begin`. None: all sessions take part,
@@ -214,7 +215,7 @@ class StepShares:
                     self._measured.popitem(last=False)
 
     def observe_grammars(self, results: Iterable[tuple[RunningSession, VerifyResult]]) -> None:
-        """Update grammar costs from a step's sessions. The difference to the expected cost is charged to the tenant's
+        """Update grammar costs from a step's sessions. The difference from the expected cost is charged to the tenant's
         credit."""
         for entry, _ in results:
             session = entry.session
@@ -293,10 +294,10 @@ class StepShares:
             division.sitting_out += waiting
             if wanted[tenant] <= part and not waiting:
                 division.credit[tenant] = 0.0  # fully served: no credit to carry over
-                # Rows may cost more behind other tenants' rows than estimated in `wanted`.
+                # Rows may cost more after other tenants' rows than estimated in `wanted`.
                 pool.take(tenant, max(0.0, wanted[tenant], of_texts - left))
                 continue
-            # Credit only for sessions that wait (as deficit round robin resets an empty queue); an overdraft stays.
+            # Credit only for sessions that wait (deficit round robin, too, resets an empty queue); an overdraft stays.
             division.credit[tenant] = left if waiting else min(0.0, left)
             if presence.prompts:
                 # Seconds not used by decoding go to the tenant's prompts, unless they are credit for sessions that

@@ -45,7 +45,7 @@ class DraftTiming:
 
     def arrived(self, base: int, at: float, held: float = 0.0) -> None:
         """Update the estimates from a message that starts at `base`, even a late one. `held`: seconds that the draft
-        had known `base`; the rest of the time since the commit is the round trip."""
+        had known the text up to `base`; the rest of the time since the commit is the round trip."""
         self._awaited, self._given_up = None, False
         begun = self._commits.get(base)
         if begun is None:
@@ -96,7 +96,7 @@ class DraftTiming:
 
 
 MAX_TENANTS = 256
-"""Tenants with a remembered gain; the least recently active one is forgotten first."""
+"""Maximum tenants with a remembered gain; the least recently active one is forgotten first."""
 
 
 class DraftGain:

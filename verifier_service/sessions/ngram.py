@@ -2,8 +2,8 @@
 
 Both add to the token tree beside the draft's candidates. N-gram lookup (`continuations`) proposes the tokens that
 followed an earlier occurrence of the text's last tokens, and costs only the rows that verify them. A lookahead window
-(`lookahead.py`) costs rows in every step for its n-grams. P(a proposal is right) depends on how many preceding tokens
-agree with its source, and is learned from verify results.
+(`lookahead.py`) costs rows in every step to compute its n-grams. P(a proposal is right) depends on how many preceding
+tokens agree with its source, and is learned from verify results.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Confidence:
 
     def logprobs(self, match: int, most: int, least: float) -> list[float]:
         """Return the logprobs of up to `most` consecutive proposals after a match of `match` tokens, while their sum is
-        at least `least`. Each proposal extends the match of the next one."""
+        at least `least`. Each proposal extends the match for the next one."""
         found: list[float] = []
         for agreement in range(match, match + most):
             logprob = self._scores[min(agreement, MAX_MATCH)]
@@ -110,8 +110,8 @@ class SessionNgrams:
         """Add candidates to the tree: n-gram lookups in the text and in `shared` texts, and n-grams of the window.
 
         Candidates far below `break_even`, a path probability, are dropped. `every`: add all n-grams of the window;
-        `sampled`: candidates need a distribution (REJECTION). Return False if nothing was looked up: this length of the
-        text had its look-up, or this step is skipped.
+        `sampled`: candidates need a distribution (REJECTION). Return False if nothing was looked up: the text has not
+        grown since the last call, or this step is skipped.
         """
         if self._proposed == self._length:
             return False

@@ -18,7 +18,7 @@ from verifier_service.sessions.session import VerifierSession
 class RunningSession:
     """A session in the step loop, owned by the loop's thread. `message` makes a response from a verify result and its
     times, `scores_message` one from log-probabilities of the prompt, `query_message` one from a query to the draft,
-    `features_message` one from features for it. All run on the response queue's event loop."""
+    `features_message` one from features for the draft. All run on the response queue's event loop."""
 
     session: VerifierSession
     responses: ResponseQueue[Any]

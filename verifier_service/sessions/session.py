@@ -42,9 +42,8 @@ from verifier_service.settings.tuning import DEFAULTS, Tuning
 class VerifierSession:
     """A session at the verifier, owned by the step loop's thread.
 
-    `computed` is the length of the committed text's prefix in the KV cache. A session is decoding once
-    everything but the root is computed; until then it is in prefill. Without memory, `computed` is 0 and the session
-    waits.
+    `computed` is the length of the committed text's prefix in the KV cache. A session is decoding once everything
+    except the root is computed; until then it is in prefill. Without memory, `computed` is 0 and the session waits.
     """
 
     def __init__(
@@ -238,7 +237,7 @@ class VerifierSession:
             return grammar.hint(path)
 
     def forced(self) -> list[int]:
-        """Return the tokens forced next by the grammar."""
+        """Return the next tokens, as far as the grammar forces them."""
         if self.grammar is None:
             return []
         with self._asking() as grammar:

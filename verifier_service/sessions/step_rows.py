@@ -54,8 +54,8 @@ def plan_tree(
 ) -> TreeRows:
     """Add rows for candidates and for a window, and a path of keys to each leaf. `candidates` are sorted, best first.
 
-    `text`: the session's rows of committed tokens, the root's last; `root_row`: index of the root's logits among the
-    results; `text_slots`: the session's slots. Tree slots are popped from the end of `tree_slots`.
+    `text`: the session's rows of committed tokens, ending with the root's row; `root_row`: index of the root's logits
+    among the results; `text_slots`: the session's slots. Tree slots are popped from the end of `tree_slots`.
 
     The most probable path is written to the text's own slots, where its tokens belong if accepted. Only side branches
     need tree slots, and a copy if accepted.

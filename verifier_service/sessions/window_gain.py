@@ -1,15 +1,15 @@
 """The gain of lookahead windows: which size, if any, pays in a text's next step.
 
-A window costs rows in every step, and brings tokens only where the target's choices ahead of the text come true. Cost
-and gain are in tokens a step: the cost follows from the step latency of the batch at hand (`WindowCosts`), the gain
-from the steps that had a window of this size.
+A window costs rows in every step, and brings tokens only when one of its n-grams is accepted later. Cost and gain are
+in tokens a step: the cost follows from the step latency of the current batch (`WindowCosts`), the gain from earlier
+steps with a window of this size.
 
 - The gain of a size in a text is its gain in all texts of the tenant, times the *likeness* of the text to these. The
   likeness is learned from all windows of the text. Among sizes with a known gain, the one with the highest gain - cost
   is used, if that is positive.
 - The next larger size is then tried, at first the smallest. A *trial* is paid in advance, from a budget that is a share
   of the tenant's tokens. It ends after enough steps or when its price is used up, and refunds the rest. After a trial
-  that does not pay, the text pauses, twice as long each time.
+  that does not pay, the text tries known sizes again only after a pause, twice as long each time.
 
 So if no window ever hits, windows and their candidates cost at most that share of the tokens.
 """
@@ -27,7 +27,7 @@ from specdec.decoding.ngrams import NgramPool
 from verifier_service.settings.tuning import DEFAULTS, WindowTuning
 
 MAX_TENANTS = 256
-"""Tenants with remembered gains; the tenant whose latest text began earliest is forgotten first."""
+"""Maximum tenants with remembered gains; the tenant whose latest text began earliest is forgotten first."""
 
 TENANT_GUESSES = 8
 """N-grams per first token in the pool that a tenant's texts share."""
@@ -95,7 +95,7 @@ class Trial:
 
     size: Lookahead
     price: float  # paid for it
-    least: float  # gain - cost to beat: that of the best known size, or 0 without a window
+    least: float  # gain - cost to beat: the best known size's, or 0 without a window
     lost: float = 0.0  # so far, relative to `least`
     gain: float = 0.0  # over its steps with a full window
     steps: int = 0  # with a full window
@@ -207,8 +207,8 @@ class WindowGain:
     ) -> tuple[Lookahead | None, float]:
         """Return the size with the highest positive gain - cost, and that difference; (None, 0) if none is positive.
 
-        A larger size must be better than the smaller ones by a standard error: a few steps must not decide for a larger
-        size, as the text may just be repeating itself."""
+        A larger size must be better than the smaller ones by a standard error: a few steps, in which the text may just
+        have repeated itself, must not decide for it."""
         best, highest = None, 0.0
         for size in sizes:
             of_tenant = self._tenant.gains.get(size)

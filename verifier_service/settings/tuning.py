@@ -1,4 +1,4 @@
-"""Tuning: a verifier's fitted constants, one frozen value in groups.
+"""Tuning: a verifier's fitted constants, in groups, as one immutable value.
 
 They were fitted on two CPU cores with models of 12M to 230M parameters, with steps of 1.5 to 60 ms, and not on GPUs.
 None changes a token; all change speed or latency. For other devices, pass another `Tuning` to `StepLoop` and the same
@@ -25,9 +25,9 @@ class ControllerTuning:
 
     early_stop_seconds: float = 0.1
     hopeless_ratio: float = 0.8
-    """After `early_stop_seconds` of steps with candidates, a probed or first mode below this part of the best rate is
-    abandoned. Steps without candidates do not count: early in a text there is nothing to look up, and drafts have to
-    read the prompt."""
+    """After `early_stop_seconds` of steps with candidates, a mode that is probed, or measured first, is abandoned if
+    its rate is below this fraction of the best one. Steps without candidates do not count: early in a text there is
+    nothing to look up, and drafts have to read the prompt."""
 
     warmup_seconds: float = 0.1
     """Unmeasured seconds after a change of mode: drafts must be notified and catch up with the text."""
@@ -37,8 +37,8 @@ class ControllerTuning:
 
     first_probe_pause: float = 1.0
     longest_probe_pause: float = 30.0
-    """Seconds between two probes of a mode: first value and maximum, doubled after every loss. A probe takes about 0.6
-    s, hence a cost of 2 %. The maximum bounds how long a mode is avoided after losing while other processes used the
+    """Seconds between two probes of a mode: initial value, doubled after every loss, and maximum. A probe takes about
+    0.6 s, 2 % of the maximum. The maximum bounds how long a mode is avoided after losing while other processes used the
     machine."""
 
     linger_seconds: float = 1.0
@@ -60,8 +60,8 @@ class LatencyTuning:
     """
 
     start_error: float = 1.0
-    """Error of a point measured at start-up, when other processes may have used the machine: the first steps over this
-    number of rows outweigh it."""
+    """Error of a point measured at start-up, when other processes may have used the machine: the first steps over the
+    point's number of rows outweigh it."""
 
     step_error: float = 0.25
     slower_step_error: float = 0.5
@@ -78,7 +78,8 @@ class LatencyTuning:
     seconds."""
 
     certain_error: float = 0.12
-    """Points with a smaller error, relative to the current step, are not explored. Five steps reach it."""
+    """A point is not explored if the standard error of its time relative to the current step's is at most this. Five
+    steps bring the error down to it."""
 
     optimism: float = 5.0
     """Standard errors by which an uncertain point is assumed to be cheaper than estimated. The value is high because a
@@ -100,12 +101,12 @@ class ThreadTuning:
 
     window_seconds: float = 0.5
     min_steps: int = 5
-    """Minimum seconds of steps, and minimum number of steps, in one comparison. A draft reading committed tokens
+    """Minimum seconds of steps, and minimum number of steps, in one comparison. A draft that reads committed tokens
     occasionally makes a single step long, but not the sum."""
 
     first_probe_pause: float = 1.0
     longest_probe_pause: float = 60.0
-    """Seconds of steps until all threads are tried again: first value and maximum, doubled with each attempt."""
+    """Seconds of steps until all threads are tried again: initial value, doubled with each attempt, and maximum."""
 
     linger_seconds: float = 0.05
     """Wall-clock seconds for which drafts keep their core after their candidates are last used: the message has to
@@ -152,7 +153,8 @@ class CommitTuning:
     steps."""
 
     device_messages_a_second: float = 2000.0
-    """The same if the engine computes on a device: a fifth of the GIL's time, and none of the device's."""
+    """The same if the engine computes on a device: the commits then take a fifth of the GIL's time, and none of the
+    device's."""
 
     coalesce_seconds: float = 0.025
     """Minimum seconds between two such commits of a session; hardly noticeable for a reader. With 0.01 s, one stream of
@@ -176,7 +178,7 @@ class DraftTimingTuning:
 
     smoothing: float = 0.2
     remembered_commits: int = 16
-    """Commits with a remembered time: messages based on older ones are too late to be informative."""
+    """Maximum commits with a remembered time: messages based on older ones are too late to be informative."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class DraftGainTuning:
     """The gain of a remote draft for a text, in tokens a step."""
 
     least_gain: float = 0.05
-    """A text rests a draft with a lower gain: no mode with so small a gain would replace another."""
+    """A text rests a draft with a lower gain: no mode would replace another for so small a gain."""
 
     first_gain: float = 0.25
     trial_gain: float = 0.1
@@ -198,7 +200,7 @@ class DraftGainTuning:
 
     first_rest_steps: int = 64
     longest_rest_steps: int = 1024
-    """Steps for which a text rests its draft: first value and maximum, doubled each time."""
+    """Steps for which a text rests its draft: initial value, doubled each time, and maximum."""
 
 
 @dataclass(frozen=True)
@@ -252,20 +254,21 @@ class WindowTuning:
     priced_steps: int = 16
     trial_steps: int = 16
     least_trial_steps: int = 6
-    """Steps in the price of a trial, and its maximum and minimum steps with a full window. A window that finds nothing
-    ends when its rows and its wrong candidates have used up the price. A trial with fewer steps than the minimum shows
-    only that the cost estimate was wrong: the next trial, at the right price, decides."""
+    """Steps in the price of a trial, and the trial's maximum and minimum number of steps with a full window. The trial
+    of a window that finds nothing ends when the window's rows and wrong candidates have used up the price. A trial with
+    fewer steps than the minimum shows only that the cost estimate was wrong: the next trial, at the right price,
+    decides."""
 
     first_pause: int = 64
     longest_pause: int = 4096
-    """Steps of a text until a size that has not paid is tried again: first value and maximum, doubled each time."""
+    """Steps of a text until a size that has not paid is tried again: initial value, doubled each time, and maximum."""
 
     remembered_steps: int = 48
     remembered_steps_of_tenant: int = 256
     first_weight: int = 12
     """Steps averaged in the likeness of a text and in the gains of a tenant, and steps that the initial likeness of a
-    text, 1, counts for. Windows hit in spells: with 20 remembered and 4 initial steps, texts of the demo closed them
-    between two spells."""
+    text, 1, counts for. Windows hit in spells: with 20 remembered and 4 initial steps, the demo's texts closed their
+    windows between two spells."""
 
     spread: float = 1.5
     """Standard deviation of a step's gain, in tokens: windows find several tokens together, or none."""
@@ -279,8 +282,8 @@ class DraftModelTuning:
     """The local draft model."""
 
     max_prefill_rows: int = 256
-    """Limit on committed tokens read between two steps over all sessions, since the next step waits for them. Two more
-    per session are allowed: any step may leave two tokens unread."""
+    """Limit on committed tokens, over all sessions, that the draft reads between two steps, since the next step waits
+    for them. Two more per session are allowed: any step may leave two tokens unread."""
 
     branches: int = 3
     """Maximum candidates per place: the chain's own token, and the next likeliest ones."""

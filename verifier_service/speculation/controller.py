@@ -3,7 +3,7 @@ than plain decoding.
 
 A latency model misses part of the cost of speculation: drafts may share the verifier's cores, and messages occupy the
 event loop. So the controller measures committed tokens a second, by mode and by kind of batch: a contextual bandit with
-modes as arms and kinds of batch as contexts. Exploration is by probes with exponential back-off: the other modes are
+modes as arms and kinds of batch as contexts. It explores by probes with exponential back-off: the other modes are
 measured occasionally, less often after every loss.
 
 Kinds of batch differ in size (a power of two; speculation gains less with more sessions), in the drafters that their
@@ -60,7 +60,7 @@ class ModeStats:
     best: Mode  # by the measurements so far
     probes: dict[Mode, Probe]  # of all other modes
     rates: dict[Mode, float] = field(default_factory=dict)  # tokens a second of the modes measured so far
-    told_rates: Mapping[str, float] | None = None  # `rates` by the name of the mode; replaced as a whole
+    reported_rates: Mapping[str, float] | None = None  # `rates` by mode name; never modified, only replaced
     probing: Mode | None = None  # the mode under probe
     clock: float = 0.0  # seconds of steps
     warmup: float = 0.0  # seconds left
@@ -110,7 +110,7 @@ class ModeStats:
         self.tokens, self.seconds, self.steps, self.speculated, self.speculated_seconds = 0, 0.0, 0, 0, 0.0
         before = self.rates.get(self.best, rate) if self.probing is None else rate  # at a probe, the old rate is stale
         self.rates[self.mode] = before + 0.5 * (rate - before)
-        self.told_rates = {mode.value: measured for mode, measured in self.rates.items()}
+        self.reported_rates = {mode.value: measured for mode, measured in self.rates.items()}
         # A second measurement counts even if few steps had candidates: a poor draft delays steps although its
         # candidates are not worth their rows.
         disappoints = (conclusive or not first) and self.rates[self.best] < plain_rate
@@ -165,7 +165,7 @@ class BatchProfile(NamedTuple):
 
 
 class Lingering:
-    """A session count that falls with a delay: it includes sessions that have just left, as others often follow."""
+    """A session count that falls with a delay: it includes sessions that have just left, since others often follow."""
 
     def __init__(self, seconds: float) -> None:
         self.held = 0  # current number, or a recent larger one
@@ -192,7 +192,8 @@ class SpeculationController:
         self.probing = False
         """True if the mode is tried to measure it, not because it is the best one so far."""
         self.rates: Mapping[str, float] | None = None
-        """Tokens a second by mode, as last measured for batches like the last one; replaced as a whole."""
+        """Tokens a second by mode, as last measured for batches like the last one. The mapping is never modified: new
+        measurements come as a new one."""
         # Recent session counts, as exponents of `_kind`.
         self._sessions = Lingering(tuning.linger_seconds)
         self._exempt = Lingering(tuning.linger_seconds)
@@ -238,7 +239,7 @@ class SpeculationController:
 
     def _use(self, kind: BatchProfile) -> None:
         stats = self._of(kind)
-        self._mode, self.rates, self.probing = stats.mode, stats.told_rates, stats.probing is not None
+        self._mode, self.rates, self.probing = stats.mode, stats.reported_rates, stats.probing is not None
 
     def _at_least(self, kind: BatchProfile) -> BatchProfile:
         """Return the kind of batch, with just departed sessions counted."""

@@ -26,7 +26,7 @@ LOCAL_MODELS: Mapping[CandidateSource, Mode] = {
 
 
 class LocalModel(Protocol):
-    """The part of a model inside the verifier, local draft or heads, that eligibility depends on."""
+    """A model inside the verifier (local draft or heads), as far as eligibility depends on it."""
 
     works: bool
     drafter: CandidateSource
@@ -92,7 +92,7 @@ class Eligibility:
         return Decision(self._mode_name(session), Without.ROW_COST, price.seconds, min(price.break_even, 1.0), expected)
 
     def why_plain(self, session: VerifierSession) -> Without:
-        """Return why a session that uses neither a remote draft nor proposers uses none."""
+        """Return why a session uses neither a remote draft nor proposers."""
         if not session.speculates:
             return session.policy.why_none
         if (why := self._why_no_model(session)) is not None:
@@ -115,8 +115,8 @@ class Eligibility:
         return self._why_no_model(session) or Without.NOTHING_PROPOSED
 
     def _why_no_model(self, session: VerifierSession) -> Without | None:
-        """Return why no model inside the verifier proposes for a session that permits no other drafter; None if a model
-        does, or the session permits another drafter."""
+        """For a session that permits only models inside the verifier, return why none of them proposes. None if one
+        does, or if the session permits another drafter."""
         drafters = session.policy.drafters
         if not (session.takes_own_candidates and drafters <= LOCAL_MODELS.keys()):
             return None
@@ -131,8 +131,8 @@ class Eligibility:
         return None
 
     def rates(self, session: VerifierSession) -> Mapping[str, float] | None:
-        """Return the tokens a second by mode, as last measured for the session's group; replaced as a whole. None: not
-        measured yet."""
+        """Return the tokens a second by mode, as last measured for the session's group. The mapping is never modified:
+        new measurements come as a new one. None: not measured yet."""
         return self._controllers.of(session).rates
 
     def _mode_name(self, session: VerifierSession) -> str:
@@ -153,8 +153,8 @@ class Eligibility:
         return Mode.NGRAM if lookups else Mode.OFF
 
     def profile(self, sessions: Sequence[VerifierSession], beside: int = 0) -> BatchProfile | None:
-        """Return the batch profile of the sessions of a step with a common mode, with `beside` other sessions in the
-        step; None if no session governed by the mode may speculate."""
+        """Return the batch profile of those sessions of a step that have a common mode; the step has `beside` other
+        sessions. None if no session governed by the mode may speculate."""
         led = [session for session in sessions if not is_exempt(session)]
         if not any(session.speculates for session in led):
             return None

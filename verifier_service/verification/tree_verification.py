@@ -1,174 +1,44 @@
 """Tree verification: from the logits of a step to the tokens committed for every session.
 
 Start at the root, take the target's own choice, move to the child with that token, and stop where there is none. All
-sessions advance together, one level at a time, so that one vectorised call makes all their choices (`verify_trees`).
+sessions advance together, one level at a time (`verify_trees.py`).
 Where a session verifies blocks (REJECTION), a chain of draws is tested as a whole, down to the next node with several
 children or the last row of the step. Under TYPICAL, the accepted path below a node is found as a whole.
-`TreeVerification` holds one session's part, `VerifiedStep` the outcome of a whole step.
+`TreeVerification` holds one session's part; `verified_step.py` has the outcome of a whole step.
 
-This file and `choice.py`, `rejection.py`, `block_verification.py`, `contrastive.py` and `typical.py` in
+This folder and `choice.py`, `rejection.py`, `block_verification.py`, `contrastive.py` and `typical.py` in
 `specdec/decoding`, which choose tokens under each acceptance rule, are the whole of speculative decoding.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice, zip_longest
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
 
-import numpy as np
-
-from specdec.decoding import contrastive
 from specdec.decoding.block_verification import ChainQuery
-from specdec.decoding.choice import Tokens, choose
-from specdec.decoding.contrastive import DraftQuery
+from specdec.decoding.choice import Tokens
 from specdec.decoding.proposal import Proposal
-from specdec.decoding.query import RequestSampler, SamplingQuery
-from specdec.decoding.sampling import Rule, Sampling
-from specdec.decoding.step_logits import StepLogits
+from specdec.decoding.query import SamplingQuery
+from specdec.decoding.sampling import Rule
 from specdec.decoding.token_mask import TokenMask
 from specdec.decoding.tree import Node
 from specdec.decoding.typical import TypicalCandidate, TypicalQuery
-from specdec.engine.engine import Pass
 from specdec.grammar.grammar import GrammarError
 from specdec.serving.errors import GrammarFailureError
-from specdec.serving.target_logprobs import TargetLogprobs
 from verifier_service.backend.result import (
     BONUS,
     CORRECTION,
     PLAIN,
     REMOTE_DRAFT,
-    PromptScores,
     RejectedCandidate,
     VerifyResult,
 )
-from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.step_rows import ScheduledRows, TreeRows
 
 Prompts = Sequence[tuple[VerifierSession, ScheduledRows]]
-"""Rows of prompts in a step, without the root: they choose no token."""
-
-
-PLACES_A_STEP = 8
-"""Maximum positions per step with log-probabilities for drafts that learn: each takes a pass over the vocabulary."""
-
-Item = TypeVar("Item")
-
-
-def evenly(items: Sequence[Item], most: int) -> Sequence[Item]:
-    """Return at most `most` of the items, evenly spaced, in order."""
-    return items[:: -(-len(items) // most)] if len(items) > most else items
-
-
-class VerifiedStep:
-    """The verified trees of a step. The constructor waits for the forward pass, launched at time `launched`, and
-    verifies; it commits nothing, and errors propagate. `apply` commits the tokens and makes the `draft_queries` of
-    sessions whose row was undecided (CONTRASTIVE). `beside` is called while an asynchronous engine computes. `observe`
-    is called with the verifications, the prompt rows that stop short of a root, and the logits, which are not kept. The
-    verifications include failed ones, but not undecided ones without a token."""
-
-    def __init__(
-        self,
-        entries: Sequence[tuple[RunningSession, ScheduledRows]],
-        computing: Pass,
-        launched: float,
-        beside: Callable[[], None] = lambda: None,
-        observe: Callable[[Sequence[TreeVerification], Prompts, StepLogits], None] = lambda *_: None,
-    ) -> None:
-        pairs = [(e, TreeVerification(e.session, rows)) for e, rows in entries if rows.root_row is not None]
-        verifications = [verification for _, verification in pairs]
-
-        def asked() -> Mapping[int, SamplingQuery]:
-            queries = dict(chain.from_iterable([v.queries() for v in verifications]))
-            beside()
-            return queries
-
-        logits = computing.logits(asked)
-        self.forward_seconds = time.monotonic() - launched
-        verify_trees(verifications, logits)
-        scores = _prompt_scores(entries, logits)
-        failed = {entry: verification.error for entry, verification in pairs if verification.error is not None}
-        failed |= {e: NotFiniteError() for e, scored in scores if any(math.isnan(p.chosen) for p in scored.logprobs)}
-        self.failed = list(failed.items())
-        self.scores = [(entry, scored) for entry, scored in scores if entry not in failed]
-        self._prefilled = [(e, rows.count) for e, rows in entries if rows.root_row is None and e not in failed]
-        sound = [(entry, verification) for entry, verification in pairs if entry not in failed]
-        self._undecided = [(entry, verification) for entry, verification in sound if verification.lacks is not None]
-        self.draft_queries: list[tuple[RunningSession, DraftQuery]] = []
-        self._sound = [(entry, verification) for entry, verification in sound if verification.result.tokens]
-        # Slots (from, to) to copy: accepted candidates of side branches.
-        self.kv_copies = [copy for _, verification in self._sound for copy in verification.kv_copies]
-        self._add_logprobs(logits)
-        self._add_overruled(logits)
-        prompts = [(e.session, rows) for e, rows in entries if rows.root_row is None and e not in failed]
-        observe([v for v in verifications if v.lacks is None or v.result.tokens], prompts, logits)
-
-    def _add_logprobs(self, logits: StepLogits) -> None:
-        """Add the log-probabilities of committed tokens to the results of the requests that ask for them."""
-        asking = [
-            verification for _, verification in self._sound if verification.session.request.top_logprobs is not None
-        ]
-        if not asking:
-            return
-        rows = [row for verification in asking for row in verification.rows]
-        tokens = np.asarray([token for verification in asking for token in verification.result.tokens])
-        tops = [verification.session.request.top_logprobs or 0 for verification in asking for _ in verification.rows]
-        found = iter(logits.logprobs(rows, tokens, tops))
-        for verification in asking:
-            verification.result.logprobs = list(islice(found, len(verification.rows)))
-
-    def _add_overruled(self, logits: StepLogits) -> None:
-        """Add the target's log-probabilities to the results at positions where it overruled a remote draft that learns:
-        at most PLACES_A_STEP, since all sessions wait for them."""
-        places = [(verification, place) for _, verification in self._sound for place in verification.overruled]
-        if not places:
-            return
-        asking = evenly(places, PLACES_A_STEP)
-        tokens = np.asarray([place.token for _, place in asking])
-        tops = [verification.session.policy.overruled_logprobs for verification, _ in asking]
-        found = logits.logprobs([place.row for _, place in asking], tokens, tops)
-        for (verification, place), logprobs in zip(asking, found, strict=True):
-            verification.result.overruled.append(TargetLogprobs.of(place.position, logprobs))
-
-    @property
-    def results(self) -> list[tuple[RunningSession, VerifyResult]]:
-        """The tokens to commit; `failed` sessions have none."""
-        return [(entry, verification.result) for entry, verification in self._sound]
-
-    def apply(self, now: float) -> list[tuple[RunningSession, VerifyResult]]:
-        """Commit and return accepted tokens; `failed` sessions get nothing."""
-        for entry, count in self._prefilled:
-            entry.session.computed += count
-        for entry, scores in self.scores:
-            entry.session.apply_scores(scores)
-        results = [(entry, verification.apply(now)) for entry, verification in self._sound]
-        for entry, verification in self._undecided:
-            if not verification.result.tokens:
-                entry.session.computed += verification.planned.count - 1  # the root's row is computed again
-            assert verification.lacks is not None
-            self.draft_queries.append((entry, entry.session.ask(verification.lacks)))
-        for entry, _ in self._sound:  # not of unfinished prompts: their logits are still unchecked
-            entry.session.cache_prefix()
-        return results
-
-
-def _prompt_scores(
-    entries: Sequence[tuple[RunningSession, ScheduledRows]], logits: StepLogits
-) -> list[tuple[RunningSession, PromptScores]]:
-    """Return the log-probabilities of the prompt tokens scored in this step, for the requests that ask for them."""
-    asking = [(entry, rows.scored) for entry, rows in entries if rows.scored]
-    if not asking:
-        return []
-    tokens, tops = list[int](), list[int]()
-    for entry, scored in asking:
-        request, first = entry.session.request, entry.session.scored
-        tokens += request.prompt[first : first + len(scored)]
-        tops += [request.prompt_logprobs or 0] * len(scored)
-    found = iter(logits.logprobs([row for _, scored in asking for row in scored], np.asarray(tokens), tops))
-    return [(e, PromptScores(e.session.scored, list(islice(found, len(scored))))) for e, scored in asking]
+"""Rows of prompts in a step that do not reach the root, so they choose no token."""
 
 
 class OverruledPlace(NamedTuple):
@@ -300,7 +170,7 @@ class TreeVerification:
         return 0 if self.planned.tree is None else len(self.planned.tree.lookahead_results)
 
     def lookahead_queries(self) -> Iterator[tuple[int, SamplingQuery]]:
-        """Yield the window's sampling queries, each after its row's index among the results."""
+        """Yield (row index among the results, sampling query) for the window's rows."""
         tree = self.planned.tree
         if tree is not None and tree.lookahead is not None:
             queries = self.session.ngrams.queries(tree.lookahead, self.session.penalty_state)
@@ -372,7 +242,7 @@ class TreeVerification:
                     ahead += [(child, depth + 1) for child in candidate.children.values()]
 
     def _tested(self, tree: TreeRows, token: int) -> Node | None:
-        """Return the chosen candidate if it was in this step, and update the n-grams' confidence with this place."""
+        """Return the chosen candidate if it was in this step, and update the n-grams' confidence with the choice."""
         for candidate in self._node.children.values():
             if candidate.origin != REMOTE_DRAFT and id(candidate) in tree.results:
                 self.session.ngrams.learn(candidate, candidate.token == token)
@@ -408,120 +278,3 @@ def _on_chain(node: Node) -> bool:
     child."""
     above = node.parent
     return len(node.children) == 1 or (not node.children and above is not None and len(above.children) == 1)
-
-
-ANY = SamplingQuery(RequestSampler(Sampling(temperature=0.0)), 0)
-"""The query for a row's likeliest token."""
-
-
-class NotFiniteError(FloatingPointError):
-    """The logits of a row are not finite."""
-
-    def __init__(self) -> None:
-        super().__init__("the model's logits are not finite")
-
-
-class TreeWalker(Protocol):
-    """A session's position in its tree during verification, at first the root."""
-
-    row: int
-    """Index of the current node's logits among the results."""
-
-    def chain(self) -> ChainQuery | None:
-        """Return the query about a chain below the current node; None if the node is decided alone."""
-
-    def typical(self) -> TypicalQuery | None:
-        """Return the query about the candidates below the current node (TYPICAL); None if there is none."""
-
-    def query(self) -> SamplingQuery:
-        """Return the sampling query below the current node; GrammarError if the grammar is too complex."""
-
-    def take(self, token: int) -> bool:
-        """Commit the chosen token and move to its child; return False if verification ends here."""
-
-    def fail(self, error: Exception) -> None:
-        """End verification with an error: non-finite logits, or a grammar too complex to give a mask."""
-
-    def lack(self, tokens: Tokens) -> None:
-        """End verification at an undecided row: the draft's distribution lacks some of the plausible `tokens`
-        (CONTRASTIVE)."""
-
-
-def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
-    """Verify the trees of all walkers, each until it ends or fails. The node that a chain leads to is decided alone: it
-    has several children, or its row is broken."""
-    while walkers:
-        walkers = _at_one_level(_past_typical(_past_chains(walkers, rows), rows), rows)
-
-
-def _past_chains(walkers: Sequence[TreeWalker], rows: StepLogits) -> Sequence[TreeWalker]:
-    """Verify the chains below the current nodes; return the walkers that go on."""
-    queries = [walker.chain() for walker in walkers]
-    asked = [query for query in queries if query is not None]
-    if not asked:
-        return walkers
-    remaining: list[TreeWalker] = []
-    found = iter(rows.verify_chains(asked))
-    for walker, query in zip(walkers, queries, strict=True):
-        tokens = list[int]()
-        if query is not None:
-            accepted, drawn = next(found)
-            tokens = query.draws[:accepted] + ([] if drawn is None else [drawn])
-        for token in tokens:
-            if not walker.take(token):
-                break
-        else:  # also without a chain: one level at a time
-            remaining.append(walker)
-    return remaining
-
-
-def _past_typical(walkers: Sequence[TreeWalker], rows: StepLogits) -> Sequence[TreeWalker]:
-    """Take the typical candidates below the current nodes (TYPICAL); return the walkers that go on."""
-    queries = [walker.typical() for walker in walkers]
-    asked = [query for query in queries if query is not None]
-    if not asked:
-        return walkers
-    found = iter(rows.accept_typical(asked))
-    accepted = [[] if query is None else next(found) for query in queries]
-    return [
-        walker for walker, tokens in zip(walkers, accepted, strict=True) if all(walker.take(token) for token in tokens)
-    ]
-
-
-def _at_one_level(walkers: Sequence[TreeWalker], rows: StepLogits) -> list[TreeWalker]:
-    """Choose a token at the current node of each walker; return the walkers that go on."""
-    queries: list[SamplingQuery] = []
-    asking: list[TreeWalker] = []
-    for walker in walkers:
-        try:
-            queries.append(walker.query())
-        except GrammarError as error:
-            _, (finite,) = rows.choose([walker.row], [ANY])  # non-finite: its memory must be wiped
-            walker.fail(GrammarFailureError(str(error)) if finite else NotFiniteError())
-        else:
-            asking.append(walker)
-    remaining: list[TreeWalker] = []
-    if asking:
-        tokens, sound = rows.choose([walker.row for walker in asking], queries)
-        undecided: list[tuple[TreeWalker, SamplingQuery]] = []
-        for walker, query, token, finite in zip(asking, queries, tokens.tolist(), sound.tolist(), strict=True):
-            if not finite:
-                walker.fail(NotFiniteError())
-            elif token == contrastive.UNDECIDED:
-                undecided.append((walker, query))
-            elif walker.take(token):
-                remaining.append(walker)
-        if undecided:
-            lacking = rows.plausible([walker.row for walker, _ in undecided], [query for _, query in undecided])
-            for (walker, _), plausible in zip(undecided, lacking, strict=True):
-                walker.lack(plausible)
-    return remaining
-
-
-def warm_up(vocabulary: int) -> None:
-    """Draw a token, so that no request waits for code compiled on first use or loaded from the cache folder."""
-    from specdec.decoding import gumbel_pruning  # Numba takes a second to import, wasted on a refused start
-    from specdec.engine.cpu.code_cache import kept
-
-    kept("collect", gumbel_pruning.__file__, gumbel_pruning.collect)
-    choose(np.zeros((1, vocabulary), dtype=np.float32), [SamplingQuery(RequestSampler(Sampling(temperature=1.0)), 0)])

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 NUMBA = f"{numba.__version__}-{llvm.get_host_cpu_name()}"
-"""Numba's version and the processor that the loops are compiled for: others may sum in another order."""
+"""Numba's version and the loops' target processor: other versions or processors may sum in another order."""
 
 REORDERED = {"reassoc", "contract", "nsz", "arcp"}
 """LLVM's fast-math flags. The compiler may reorder a sum, but the compiled order is fixed; infinities and NaNs keep

@@ -28,7 +28,7 @@ GROUP = 4
 """Queries computed together."""
 
 PIECE = 32
-"""Maximum rows of a path in a piece. A piece and one key head are a thread's unit of work."""
+"""Maximum rows of a piece (neighbours on one path). A thread's unit of work is one piece and one key head."""
 
 SHARED_FROM = 1 << 16
 """Break-even for sharing among threads, in elements of all rows' keys: about ten microseconds of work."""
@@ -67,8 +67,8 @@ def _whole_lines(numbers: int, width: int) -> int:
 class RaggedMemory:
     """Keys and values of all layers, each [kv_heads, slots, width], and the number of threads that read them.
 
-    Both may be single tensors if all layers have the same shape. All keys of a head are adjacent, in the order that
-    attention reads them.
+    Keys and values may each be a single tensor if all layers have the same shape. All keys of a head are adjacent, in
+    the order that attention reads them.
     """
 
     keys: Sequence[Tensor] | Tensor

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 def kept(name: str, file: str, dispatcher: Any) -> Any:
     """Attach the cache folder to a compiled function, defined in `file`, and return the function. `name` must be
-    unique: it includes everything compiled in, such as a width."""
+    unique, and so include everything compiled in, such as a width."""
     dispatcher._cache = CodeCache(name, file)
     return dispatcher
 
@@ -72,5 +72,5 @@ class CodeCache(_Cache):  # type: ignore[misc]
 
 @functools.cache
 def _content(file: str) -> str:
-    """Return a digest of the file that defines a function; the file may not be among the engines' sources."""
+    """Return a digest of the file that defines a function, which need not be among the engines' sources."""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()

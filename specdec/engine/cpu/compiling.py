@@ -4,7 +4,7 @@ compiled code become parts of their callers.
 Numba emits machine code for every function that a loop calls, and at run time the first loaded version of a function
 wins. So code compiled in this process and the same code from the cache folder could run different versions of an inner
 loop, which may add in different orders. A closed piece runs its own version of everything, so it gives the same bits in
-both cases. Parts need no machine code of their own, which saves a good part of the compile time.
+both cases. Parts need no machine code of their own, which saves much of the compile time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specdec.engine.cpu.code_cache import kept
 
 def closed(name: str, file: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that compiles a function as a closed piece of code, with these options of `numba.njit`, and
-    keeps it in the cache folder. `name` must be unique: it includes everything compiled in, such as a width. `file`:
+    keeps it in the cache folder. `name` must be unique, and so include everything compiled in, such as a width. `file`:
     the file that defines the function, if its code object does not record that."""
 
     def decorate(function: Callable[..., Any]) -> Any:

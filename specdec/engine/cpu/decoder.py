@@ -1,9 +1,9 @@
 """A decoder of the Llama kind on the CPU, with few operators.
 
 Each of transformers' layers consists of about forty small operators. For the few rows of a decode step, they take as
-long as the matrix products. Here a layer is four products and five compiled loops. It uses the model's own weights; the
-model's linear layers become parts of the joined products (`hf/linear.py`: `JoinedPart`). Models of other kinds keep
-their own layers.
+long as the matrix products. Here a layer is four products and five compiled loops. The decoder uses the model's own
+weights; the model's linear layers become parts of the joined products (`hf/linear.py`: `JoinedPart`). Models of other
+kinds keep their own layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiled loops, shared among torch's OpenMP team.
+"""Compiled loops, shared by torch's OpenMP team.
 
 After a matrix product, the team's threads spin while they wait for the next one. Any other thread pool would compete
 with them for the cores (`docs/decisions/2026-11-22-one-team.md`). So loops run on the same team, through the OpenMP
@@ -32,7 +32,7 @@ AVAILABLE = hasattr(_process, "GOMP_parallel")
 in the calling thread alone."""
 
 if AVAILABLE:
-    # Compiled code calls these by name: it contains no address of this process and can be cached for another one.
+    # Compiled code calls these by name: without addresses of this process, it can be cached for another one.
     for _name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):
         llvm.add_symbol(f"specdec.{_name}", ctypes.cast(getattr(_process, _name), ctypes.c_void_p).value)
 
@@ -137,7 +137,7 @@ def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _address(_context: Any, arguments: Any) -> Any:
-    """Return an address holding the arguments for the rest of the call."""
+    """Return the address of memory that holds the arguments until the call ends."""
 
     def generate(_: Any, builder: Any, __: Any, values: Any) -> Any:
         return builder.ptrtoint(cgutils.alloca_once_value(builder, values[0]), ir.IntType(64))

@@ -1,9 +1,9 @@
 """Prepacked GEMM: products with prepacked weights (`hf/linear.py`: `PackedLinear`), called from compiled code.
 
 A call from Python takes five microseconds more, and releases and reacquires the GIL. torch exports the same operator as
-a C function for programs from its ahead-of-time compiler. Compiled loops call that function, so that all layers of a
-step are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). The function takes tensors as handles: addresses of
-tensor objects, here as integers. Each handle is a reference until it is released.
+a C function for programs built by its ahead-of-time compiler. Compiled loops call that function, so that all layers of
+a step are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). The function takes tensors as handles: addresses
+of tensor objects, here as integers. Each handle holds a reference until it is released.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _torch = _library()
 AVAILABLE = _torch is not None
 
 if AVAILABLE:
-    # Compiled code calls these by name: it contains no address of this process and can be cached for another one.
+    # Compiled code calls these by name, so that it can be cached.
     for _name in FUNCTIONS:
         llvm.add_symbol(f"specdec.{_name}", ctypes.cast(getattr(_torch, _name), ctypes.c_void_p).value)
     _delete: Any = _torch.aoti_torch_delete_tensor_object

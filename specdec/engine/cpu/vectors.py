@@ -35,9 +35,9 @@ _float, _half, _word, _size, _byte = ir.FloatType(), ir.IntType(16), ir.IntType(
 
 @functools.cache
 def dots(rows: int, width: int, fetched: int = 0) -> Any:
-    """Return dots(queries, keys, key_at, values, value_at, begin, end, products). It writes to products[row, j] the dot
-    products of each of the `rows` queries [rows, width] with the keys key_at[begin:end]. If `fetched`, it also
-    prefetches the keys ahead, and `fetched` numbers of each key's value."""
+    """Return dots(queries, keys, key_at, values, value_at, begin, end, products). It writes the dot products of the
+    `rows` queries [rows, width] with the keys key_at[begin:end] to products[row, j]. If `fetched`, it also prefetches
+    the keys ahead, and `fetched` numbers of each key's value."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def compiled(
@@ -74,8 +74,8 @@ def dots(rows: int, width: int, fetched: int = 0) -> Any:
 
 @functools.cache
 def weighted_sums(rows: int, width: int) -> Any:
-    """Return weighted_sums(sums, weights, values, at, begin, end). It adds to each of the `rows` sums [rows, width] the
-    values at[begin:end] times weights[row, begin:end], in order."""
+    """Return weighted_sums(sums, weights, values, at, begin, end). It adds the values at[begin:end], times weights[row,
+    begin:end], to each of the `rows` sums [rows, width], in order."""
     vectors = list(_vectors(width))
     at_once = max(1, ACCUMULATORS // rows)
 

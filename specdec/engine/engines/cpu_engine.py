@@ -117,8 +117,8 @@ class CpuEngine(TorchEngine):
 
     @cached_property
     def _usual(self) -> ShapeRowCounts | None:
-        """Row counts of prepacked products if rows need not be exact; None: any. For each count, oneDNN compiles a
-        product, which takes milliseconds, and keeps it, which takes a quarter of a megabyte."""
+        """Row counts of prepacked products if rows need not be exact; None: any. The counts are limited because oneDNN
+        compiles and keeps a product for each count, which takes milliseconds and a quarter of a megabyte."""
         largest = self._largest_tiles
         return ShapeRowCounts.alike(CANDIDATES, largest).cut(largest) if self._packed and self._ragged else None
 

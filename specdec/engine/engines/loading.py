@@ -34,10 +34,10 @@ def load_engine(
 ) -> Engine:
     """Load a model into an engine; ModelDirectoryError or UnsupportedModelError, with a one-line reason, if impossible.
 
-    `threads`: thread counts for an engine on the CPU, the largest first. `cuda_graphs`: for the GPU engine and vLLM;
-    without it kernels are launched one by one. `promised`: device bytes that other parts of this process will still
-    allocate, such as heads, or an engine with lazy KV memory (`LazyMemory`). `promised_a_slot`: bytes that these parts
-    take per slot of the KV cache.
+    `threads`: thread counts for an engine on the CPU, the largest first. `cuda_graphs`: use CUDA graphs in the GPU
+    engine and vLLM; without them kernels are launched one by one. `promised`: device bytes that other parts of this
+    process will still allocate, such as heads, or an engine with lazy KV memory (`LazyMemory`). `promised_a_slot`:
+    bytes that these parts take per slot of the KV cache.
     """
     kind, device = placement.kind, placement.device
     dtype = dtype_of(directory, placement)
@@ -66,7 +66,7 @@ def load_engine(
 
 def _torch(kind: Kind, directory: ModelDirectory, device: str, threads: int, options: dict[str, Any]) -> Engine:
     """Load a torch engine, on a device known to torch."""
-    with phase("imports"):  # torch, transformers and Numba: seconds
+    with phase("imports"):  # torch, transformers and Numba; takes seconds
         importlib.import_module(f"specdec.engine.engines.{'cpu_engine' if device == 'cpu' else 'torch_engine'}")
     import torch
 

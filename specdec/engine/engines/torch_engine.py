@@ -75,7 +75,7 @@ class TorchEngine:
         self._kv_bytes = self.capacity * slot_bytes
         with phase("kv_cache"):
             self._backend = backend(layers, self.capacity, DTYPES[dtype], self._device)
-        keep_freed_memory()  # only after the pools, which the system allocates faster, in huge pages
+        keep_freed_memory()  # after the pools: without this setting, the system allocates them faster, in huge pages
         with phase("tile_sizes"):
             self.tile(None)
         with phase("compiled_loops"):  # the first pass compiles them, unless cached

@@ -3,8 +3,8 @@
 One program of the first kernel computes one split-KV tile for the query heads of one key head: scores, softmax and
 values for a few keys at a time (Dao et al. 2022, "FlashAttention", alg. 1), gathering keys and values from their slots.
 Its result for a row and split is a partial: the largest score, the sum of weights and the weighted values, in float32.
-A second kernel reduces the partials of each row in order of position (split along keys as in Dao et al. 2023,
-"Flash-Decoding").
+A second kernel reduces the partials of each row in order of position. The split along keys follows Dao et al. 2023,
+"Flash-Decoding".
 
 Products take the stored dtype and accumulate in float32; all else is float32. A row's sums are unaffected by keys that
 it does not see. With the layout's fixed splits, a row's bits do not depend on other rows (`gpu/layout.py`). NaNs and

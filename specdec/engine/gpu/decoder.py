@@ -1,8 +1,8 @@
 """A decoder of the Llama kind on a GPU, with few kernels: the counterpart of `cpu/decoder.py`.
 
-A layer is four matrix products and six Triton kernels. It uses the model's own weights, joined where products share
-their input (`hf/llama_like.py`). A pass never synchronises with the GPU, and no shape depends on a tensor's contents,
-so that it can be captured as a CUDA graph. Under Triton's interpreter the same code runs on a CPU.
+A layer is four matrix products and six Triton kernels. The decoder uses the model's own weights, joined where products
+share their input (`hf/llama_like.py`). A pass never synchronises with the GPU, and no shape depends on a tensor's
+contents, so that it can be captured as a CUDA graph. Under Triton's interpreter the same code runs on a CPU.
 """
 
 from __future__ import annotations

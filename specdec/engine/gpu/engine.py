@@ -1,7 +1,7 @@
 """The engine for GPUs: split-KV attention, layers in few kernels, steps as CUDA graphs, sampling on the GPU.
 
-`gpu/decoder.py` runs layers of the Llama kind, and its steps are CUDA graphs. Any other model runs its own layers,
-kernel by kernel, around the same attention.
+`gpu/decoder.py` runs layers of the Llama kind, in CUDA graphs. Any other model runs its own layers, kernel by kernel,
+around the same attention.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class GpuEngine:
             states = self._states(layers, tensors)
         # Outside of graphs: a prompt needs the logits of one row of many, and logits are large.
         chosen = states[:, 0].index_select(0, tensors.wanted[:wanted])
-        # Copied, since the next pass of this size overwrites a graph's memory.
+        # Copied, since the next pass of this size overwrites the graph's memory.
         kept = states[:, 1:].clone() if layers else None
         return _Result(self.model.get_output_embeddings()(chosen), chosen, kept)
 

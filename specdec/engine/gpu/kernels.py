@@ -4,9 +4,9 @@ They compute the same functions as `cpu/loops.py`. Each row has its own programs
 once when stored, so that no row's arithmetic depends on another's. Nothing waits for the GPU, and no shape depends on a
 tensor's contents, so that a CUDA graph can contain all of it.
 
-There is one more rule. Attention on a GPU multiplies the values of many keys by the weights of many rows. A weight is
-zero for a key that the row does not see, but zero times NaN or infinity is NaN. So non-finite numbers of a value are
-stored as zero, and its key as NaN: rows that see the key get NaN, and other rows are not affected.
+Attention on a GPU multiplies the values of many keys by the weights of many rows. A weight is zero for a key that the
+row does not see, but zero times NaN or infinity is NaN. So the non-finite numbers of a value vector are stored as zero,
+and its key as NaN: rows that see the key get NaN, and other rows are not affected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 GATE_BLOCK = 1024
-"""Numbers per program."""
+"""Numbers per program of the gate kernel."""
 
 
 def add_and_normalise(residual: Tensor, update: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:

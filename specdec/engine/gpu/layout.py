@@ -7,8 +7,8 @@ the text before them, sessions with a common prefix), its tiles serve the rows o
 are read once.
 
 A row's attention is a sum over its splits in order of position. Within a split it sums over the keys in order, a few at
-a time, by a matrix product of at least TILE_ROWS rows, used or not. None of this depends on the other rows of the
-tiles, so a row has the same bits in a prompt, a tree or a plain step, beside any other rows.
+a time, by a matrix product of at least TILE_ROWS rows, some possibly unused. None of this depends on the other rows of
+the tiles, so a row has the same bits in a prompt, a tree or a plain step, beside any other rows.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def tile_rows_for(shared: int) -> int:
 
 @dataclass(frozen=True)
 class SplitKvBatch(PackedBatch):
-    """A split-KV batch. Tile u is split tile_splits[u] of a text, with the slots tile_keys[u], for the rows
-    tile_row_indices[u, : tile_counts[u]]. Tiles without rows are padding.
+    """A split-KV batch. Tile u holds the split number tile_splits[u] of a text, with the slots tile_keys[u], for the
+    rows tile_row_indices[u, : tile_counts[u]]. Tiles without rows are padding.
 
     The partial of row r over split s has the number first_partials[r] + s, out of `partials`.
     """
@@ -156,7 +156,7 @@ class SplitKvPacker(Packer):
 
     def _stacks(self) -> Iterator[_Stack]:
         """Yield the tiles of all paths. Only neighbouring paths are compared: sorting puts texts with the same first
-        slot next to each other, and the leaves of one session already are."""
+        slot next to each other, and the leaves of one session already are neighbours."""
         paths = sorted(self._paths, key=lambda path: path.first)
         paths[1:] = [
             _Path(b.first, b.keys, b.rows, _common_splits(a.keys, b.keys)) if a.first == b.first else b
@@ -168,7 +168,7 @@ class SplitKvPacker(Packer):
             rows = group[0].rows if len(group) == 1 else [row for path in group for row in path.rows]
             stop = max(map(self.positions.__getitem__, rows)) // SPLIT + 1
             if len(group) > 1:
-                # Up to `stop` all paths agree and share tiles. There the group divides, between neighbours that differ.
+                # Up to `stop` all paths agree and share tiles; there the group divides between neighbours that differ.
                 stop = min(path.shared for path in group[1:])
                 cuts = [i for i, path in enumerate(group) if i == 0 or path.shared == stop]
                 waiting += [(stop, group[a:b]) for a, b in zip(cuts, [*cuts[1:], len(group)], strict=True)]

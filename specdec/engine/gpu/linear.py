@@ -2,8 +2,8 @@
 
 A product of few columns has too few tiles to occupy a GPU, so its sums are cut into parts, which are computed side by
 side and then added up ("split-K"). cuBLAS chooses the cut by the number of rows, which changes a row's bits. Here the
-cut depends on the layer's shape alone. A tensor core accumulates a part in the same order for any number of rows:
-weights are its left factor, whose tiles are always whole, and rows are the right one.
+cut depends on the layer's shape alone. A tensor core accumulates a part in the same order for any number of rows: the
+weights are the left factor, whose tiles are always full, and the rows are the right one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ADDED = 1024
 """Numbers of the result reduced per program."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""True if Triton's interpreter runs the kernels. It has no bfloat16 products, so they are computed in float32."""
+"""True if Triton's interpreter runs the kernels. It has no bfloat16 products, so these are computed in float32."""
 
 
 class SplitKLinear(torch.nn.Linear):
@@ -84,8 +84,8 @@ def cuts(model: torch.nn.Module) -> str:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x [t, inputs] times weight [outputs, inputs], transposed, plus bias [outputs], rounded once to the dtype
-    of x, which is also the weights'."""
+    """Return x [t, inputs] times the transposed weight [outputs, inputs], plus bias [outputs], rounded once to the
+    dtype of x and weight."""
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, inputs = x.shape
     outputs = len(weight)

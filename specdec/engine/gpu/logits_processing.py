@@ -18,7 +18,7 @@ from specdec.engine.gpu.staging import upload
 
 def adjusted(logits: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
     """Return float32 logits [n, V] with penalties, biases, bans and token masks applied; the input is not modified. If
-    bans and mask leave a row no token, none of its logits is finite, and the host decides it."""
+    bans and mask leave a row no token, none of its logits is finite, and the host makes the choice."""
     if not any(query.adjusts for query in queries):
         return logits
     z = logits.clone()

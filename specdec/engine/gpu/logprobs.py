@@ -26,8 +26,8 @@ LOW = (1 << 32) - 1
 
 
 class LogprobParts:
-    """The log-probabilities of rows of float32 logits [n, V], for one token each. The constructor launches the work;
-    `parts` are the tensors to fetch."""
+    """Log-probabilities of one token per row of float32 logits [n, V], and of each row's largest logits. The
+    constructor launches the work; `parts` are the tensors to fetch."""
 
     def __init__(self, logits: Tensor, tokens: Tokens, tops: Sequence[int]) -> None:
         self._tops = tops
@@ -53,7 +53,7 @@ def _blocks(rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _parts(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, ...]:
-    """Return, for rows [n, V] and a token of each: float64 [n] logs of the sums of exp, the token's logits [n] and
+    """Return, for rows [n, V] and a token of each: float64 [n] logs of the sums of exp, the tokens' logits [n] and
     ranks [n], and the ids and values [n, most] of the largest logits."""
     peak = logits.amax(dim=1, keepdim=True)
     total = torch.exp(logits - peak).sum(dim=1, dtype=torch.float64).log() + peak[:, 0]

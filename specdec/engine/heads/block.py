@@ -124,13 +124,13 @@ class BlockDraft:
         return self._rotary.rotated(self._norm(keys, norms), positions), values
 
     def read(self, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
-        """Store the keys and values of n rows of texts: c [n, d'], positions int64 [n]. Nothing else affects them, so
+        """Store the keys and values of n rows, from c [n, d'] and positions, int64 [n]. Nothing else affects them, so
         rows may be of any texts, in any order."""
         memory.write(slots, *self.context(fused, positions))
 
     def states(self, anchors: Tensor, positions: Tensor, texts: list[Slots], memory: TextMemory) -> Tensor:
-        """Return h [n, guesses, d'] for the guesses after n texts with these last tokens, int64 [n], at these positions
-        [n]. `texts`: the slots of the texts' contexts."""
+        """Return h [n, guesses, d'] for the guesses after n texts, given their last tokens, int64 [n], and these
+        tokens' positions [n]. `texts`: the slots of the texts' contexts."""
         length = max(map(len, texts))
         lengths = torch.tensor([len(slots) for slots in texts], device=self.device)
         seen = torch.arange(length, device=self.device) < lengths[:, None]
@@ -147,8 +147,8 @@ class BlockDraft:
 
     def passed(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
         """Pass r rows of n blocks, with tokens and positions [n, r], through all layers; return h [n, r, d'].
-        `visible`, bool [n or 1, 1, r or 1, k + r], marks the keys that each row sees: k of a context, with keys and
-        values [n, k, layers * kv_heads, width], then r of the rows."""
+        `visible`, bool [n or 1, 1, r or 1, k + r], marks the keys that each row sees: the k keys of a context, with
+        keys and values [n, k, layers * kv_heads, width], then the r rows' own."""
         shape, weights = self.shape, self._weights
         x = F.embedding(tokens, weights.embeddings).to(self.dtype)
         # For each layer: its part of the context [n, kv_heads, k, width], and its projections.

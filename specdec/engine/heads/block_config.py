@@ -58,9 +58,9 @@ class BlockVariant(NamedTuple):
 
     epsilon: float  # of all norms
     mask: int  # token id of the rows to fill
-    from_anchor: bool  # True: each row guesses the token after it; False: each but the first guesses its own
+    from_anchor: bool  # True: each row guesses the token after it; False: each but the first guesses its own token
     markov: Markov | None = None
-    confidence: bool = False  # it estimates the probability that each guess is accepted
+    confidence: bool = False  # True: it estimates the probability that each guess is accepted
     confidence_reads_markov: bool = False
 
 
@@ -128,8 +128,8 @@ class BlockConfig:
 
 
 def _is_dspark(config: Fields) -> bool:
-    """Return whether the draft is a DSpark draft, whose first row guesses, too. DeepSpec's DFlash drafts have the same
-    class."""
+    """Return whether the first row of a block guesses, too, by default: in DSpark drafts, and in DeepSpec's DFlash
+    drafts, which have the same class name."""
     if config.has(SPECULATORS):
         return config.text(SPECULATORS) == "dspark"
     names = config.content.get("architectures")

@@ -1,5 +1,5 @@
-"""The configuration of EAGLE-3 heads: config.json in EAGLE's layout or in speculators'. EAGLE's has the fields of a
-one-layer Llama model and more; speculators' has the Llama fields in `transformer_layer_config`.
+"""The configuration of EAGLE-3 heads: config.json in EAGLE's layout or in speculators'. EAGLE's file has the fields of
+a one-layer Llama model, and others; speculators' has the Llama fields in `transformer_layer_config`.
 
 A feature is numbered by the layer that it *enters*, as in EAGLE, speculators and vLLM.
 """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
 
 MAX_CONTEXT_BYTES, MAX_FEATURE_LOGITS = 1 << 27, 1 << 24
 """Approximate limits of a pass, which takes at least one text: bytes of keys and values gathered from memory, and
-logits. Further texts take another pass, which reads all weights again. 13 texts with 150,000 token ids fit."""
+logits. Further texts take another pass, which reads all weights again. With 150,000 token ids, 13 texts fit."""
 
 BUFFER = "rotary_emb.inv_freq"
 """Suffix of a tensor in older files that is not read, since config.json determines it."""
@@ -80,7 +80,7 @@ class FeatureFiles(ABC, Generic[Config]):
     @abstractmethod
     def load(self, embeddings: Tensor, output: Callable[[Tensor], Tensor], device: str, dtype: torch.dtype) -> Any:
         """Read the weights. Heads without their own embeddings or output head use the target's `embeddings` [ids,
-        width] and `output`, from states [n, hidden] to logits."""
+        width] and `output`, a function from states [n, hidden] to logits."""
 
     @abstractmethod
     def fusion(self, device: str, dtype: torch.dtype) -> Fusion:
@@ -150,7 +150,7 @@ class FeatureFiles(ABC, Generic[Config]):
         return ids.numpy()
 
     def _shared_shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of embeddings, output head and id maps, except missing ones that the target's replace."""
+        """Return the shapes of embeddings, output head and id maps, without absent parts that the target's replace."""
         hidden, target, parts = self.config.layer.hidden, self.target, self.parts
         wanted: dict[str, tuple[int, ...]] = {}
         if "embeddings" in parts or hidden != target.stream:

@@ -84,7 +84,7 @@ def stored_tensors(path: Path) -> list[Stored]:
 
 def _files(path: Path) -> list[Path]:
     """Return the weight files of a directory. A file with FasterDecoding's name, or else with transformers' name for a
-    single file, is returned alone, since an unfinished training keeps its state beside it."""
+    single file, is returned alone, since an unfinished training run keeps its state beside it."""
     if not path.is_dir():
         if not path.exists():
             raise HeadsFilesError(f"{path}: there is no such file or directory")

@@ -1,4 +1,4 @@
-"""Fusion: the first product of heads that read features; it joins features from several depths into one vector per row.
+"""Fusion: the first product of heads that read features. It joins a row's features from several depths into one vector.
 
 A verifier needs only this part of heads that run in a draft service. A fused row has the heads' width, a few kilobytes.
 """
@@ -26,7 +26,7 @@ class Fusion:
 
     @property
     def width(self) -> int:
-        """The numbers d' of a fused row."""
+        """d', the number of elements of a fused row."""
         return self.product.shape[0]
 
     def __call__(self, features: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Growing trees with heads that read features: for many texts together, a level at a time, in a verifier or a draft
 service.
 
-A `HeadsReader` combines heads of one kind with the keys and values of rows they have read. Rows of texts are stored in
-any order. A tree grows from the last row of each text; its own rows are not stored.
+A `HeadsReader` combines heads of one kind with the keys and values of rows they have read. Rows of texts may be stored
+in any order. A tree grows from the last row of each text; its own rows are not stored.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class AutoregressiveHeads(FeatureHeads, Protocol):
     outputs: int  # token ids they can guess
 
     def read(self, tokens: Tensor, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
-        """Store the keys and values of n rows of texts: tokens and positions int64 [n], g [n, d']. In a single layer
-        nothing else affects them, so the rows may be of any texts, in any order."""
+        """Store the keys and values of n rows, from tokens and positions, int64 [n], and g [n, d']. In a single layer
+        nothing else affects them, so rows may be of any texts, in any order."""
 
     def grow(self, tokens: Tensor, fused: Tensor, positions: Tensor, trees: TreeContext, origins: Tensor) -> Tensor:
         """Run the layer on a level of n trees, f rows each: tokens and positions [n, f], g [n, f, d']. `origins` [n,
@@ -79,8 +79,8 @@ class Growth(ABC):
 
     @abstractmethod
     def level(self, tokens: Tensor, origins: Tensor) -> Level:
-        """Return the logits after the frontier's tokens, int64 [n, f]. `origins` [n, f]: the places of their parents in
-        the previous frontier. The first frontier is the last token of each text."""
+        """Return the logits after the frontier's tokens, int64 [n, f]. `origins` [n, f]: the places of the tokens'
+        parents in the previous frontier. The first frontier is the last token of each text."""
 
 
 class TreeAnchor(NamedTuple):

@@ -1,4 +1,4 @@
-"""Heads in a directory, of the kind given by their tensors."""
+"""Finds the heads in a directory; tensor names determine their kind."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def feature_heads_in(path: Path, target: TargetShape) -> FeatureFiles[FeatureCon
 
 
 def memory_of_features(path: Path, directory: ModelDirectory, dtype: Dtype) -> MemoryNeeded:
-    """Return the memory that the fusion needs in a verifier for draft services with these heads; ModelDirectoryError if
-    they do not fit the target."""
+    """Return the memory for the fusion in a verifier whose draft services have these heads; ModelDirectoryError if they
+    do not fit the target."""
     return feature_heads_in(path, TargetShape.of(directory)).fusion_memory(dtype)
 
 

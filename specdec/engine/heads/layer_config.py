@@ -1,4 +1,4 @@
-"""The fields of config.json that all heads with decoder layers share. Their names are those of Llama's config.json."""
+"""The fields of config.json that all heads with decoder layers share. The names are as in Llama's config.json."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class MedusaHeads(torch.nn.Module):
     @classmethod
     def untrained(cls, count: int, layers: int, output: torch.nn.Linear, *, own_outputs: bool) -> MedusaHeads:
         """Return `count` heads in float32 that give the target's own logits: their blocks are zeros, and they share the
-        target's output head, or each have a copy of it with `own_outputs`."""
+        target's output head, or with `own_outputs` each has a copy of it."""
         weight = output.weight.detach().float()
         bias = None if output.bias is None else output.bias.detach().float()
         vocabulary, width = weight.shape

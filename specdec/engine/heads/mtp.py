@@ -41,7 +41,7 @@ PER_LAYER = "layer_types", "mlp_layer_types"
 class MtpWeights(NamedTuple):
     """The weights of an MTP layer outside its decoder layer, of one dtype on one device."""
 
-    token_half: Tensor  # [d, d], of the product W: the half that reads the token
+    token_half: Tensor  # [d, d] the half of W that reads the token
     embedding_norm: Tensor  # [d]
     last_norm: Tensor  # [d]
     embeddings: Tensor  # [ids, d], the target's

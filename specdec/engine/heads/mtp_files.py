@@ -57,8 +57,8 @@ LAYER = "layer "
 """Prefix of the names of the decoder layer's parts; the tensor's name follows."""
 
 PRODUCT = re.compile(r"((?:model\.)?layers\.(\d+)\.)eh_proj\.weight|(mtp\.)fc\.weight")
-"""Name of the product that only MTP layers have. The first group, or else the third, is the prefix of all the layer's
-tensors; the second is the layer's number."""
+"""Name of the weight of the projection that only MTP layers have, eh_proj or mtp.fc. The first group, or else the
+third, is the prefix of all the layer's tensors; the second is the layer's number."""
 
 SHARED = frozenset({"embed_tokens.weight", "shared_head.head.weight"})
 """Names of copies of the target's ends, which are not read."""
@@ -152,14 +152,13 @@ class MtpFiles(FeatureFiles[MtpConfig]):
         )
 
     def _halves(self, read: Reader) -> tuple[Tensor, Tensor]:
-        """Return the halves [d, d] of the product that read the token and the target's state."""
+        """Return the halves [d, d] of the product that read the token and the target's state, in this order."""
         first, second = read(self.parts["fusion"]).chunk(2, dim=1)
         return (second, first) if self.config.hidden_first else (first, second)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parts that configuration and target require. Of the decoder layer's tensors, only
-        the attention's are checked here, since all architectures share their names; the others are checked when the
-        layer is loaded."""
+        the attention's are checked here, since all architectures share their names."""
         layer = self.config.layer
         hidden, queries, keys = layer.hidden, layer.heads * layer.width, layer.kv_heads * layer.width
         wanted = {part: stored.shape for part, stored in self.parts.items() if part.startswith(LAYER)}

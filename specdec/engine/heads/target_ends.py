@@ -1,7 +1,7 @@
 """The two ends of a target's weights: its token embeddings and its output head.
 
-Published heads often use these instead of their own. A draft service with such heads reads only the ends from the
-target's directory.
+Published heads often use these instead of ends of their own. A draft service with such heads reads only the ends from
+the target's directory.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from specdec.engine.kv.slots import PADDING_SLOT, KVPool, Slots
 
 class TextMemory:
     """Keys and values of texts, with `positions` rows for all texts together. Several layers are stored side by side,
-    like more KV heads of one layer. Except for the padding slot the memory is uninitialised: a text reads only rows
-    that it has written."""
+    like additional KV heads of one layer. Except for the padding slot the memory is uninitialised: a text reads only
+    rows that it has written."""
 
     def __init__(self, positions: int, kv_heads: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pool = KVPool(positions + 1)  # the first slot is for padding

@@ -118,15 +118,15 @@ class Tileable(Engine, Protocol):
 
 
 Counterpart = Callable[[torch.nn.Module], torch.nn.Linear | None]
-"""Returns a layer that computes the same function as another, but depends less on the number of rows; None if there is
+"""Returns a layer with the same function as another, but bits that depend less on the number of rows; None if there is
 none."""
 
 
 def _counterparts(
     layers: Sequence[Linear], products: dict[Shape, InvariantRowCounts], instead: Counterpart, device: str
 ) -> dict[torch.nn.Module, torch.nn.Linear]:
-    """Return the counterparts of layers, for the shapes at which they are invariant at more row counts, and write these
-    counts to `products`."""
+    """Return counterparts of layers, for shapes whose counterparts are invariant at more row counts; write these counts
+    to `products`."""
     better: dict[torch.nn.Module, torch.nn.Linear] = {}
     for shape in [shape for shape, rows in products.items() if rows.counts != CANDIDATES]:
         alike = [layer for layer in layers if _shape(layer) == shape]
@@ -153,14 +153,14 @@ def _swap(model: PreTrainedModel, layers: Mapping[torch.nn.Module, torch.nn.Modu
 
 
 def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counterpart | None = None) -> bool:
-    """Restrict an engine to invariant row counts if a check finds its rows then independent of their batch. Return
-    whether they are.
+    """Restrict an engine to invariant row counts; return whether a check finds its rows independent of their batch. If
+    not, the restriction is undone.
 
     `instead` provides counterparts for layers that are invariant at few row counts. `contents` is a digest of the
     model's weights, part of the cache key of the result for the next start (`kept_exactness.py`). Without it, no result
     is stored.
     """
-    if is_quantised(engine.model):  # these layers cannot be tiled: exact untiled, or not at all
+    if is_quantised(engine.model):  # these layers cannot be tiled: they are exact as they are, or not at all
         return rows_are_independent(engine)
     linears = [module for module in engine.model.modules() if isinstance(module, Linear)]
     threaded = cpu_threads(engine)

@@ -25,7 +25,7 @@ have no levels."""
 
 ELEMENTS = {torch.float32: 1, torch.bfloat16: 16}
 """Types of tensors -> ONNX's numbers for them (`TensorProto`). onnx and ONNX Runtime are imported only where they are
-used, because other verifiers run without them."""
+used, because verifiers that quantise no weights run without them."""
 
 HEAD_BITS = 8
 

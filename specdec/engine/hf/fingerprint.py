@@ -17,7 +17,7 @@ SETTINGS = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "LD_", "MKL_", "OMP_", "ONEDNN_",
 
 
 def device_kind(device: str) -> str:
-    """Return a name for torch's compute device, different if bits may differ."""
+    """Return a name for torch's compute device that differs if bits may differ."""
     if torch.device(device).type == "cuda":
         return f"cuda-{torch.version.cuda}-{torch.cuda.get_device_name(device).replace(' ', '-')}"
     return f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"

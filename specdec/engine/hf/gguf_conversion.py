@@ -193,8 +193,8 @@ def _value(reader: gguf.GGUFReader, key: str) -> Any:
 
 
 def _dtype(types: Counter[str]) -> torch.dtype:
-    """Return a file's dtype from the count of numbers by format: the most frequent format if none is quantised, else
-    bfloat16."""
+    """Return the dtype for a file, given the count of numbers in each format: the most frequent format if none is
+    quantised, else bfloat16."""
     most = max(FLOATS, key=lambda name: types[name])
     return FLOATS[most] if set(types) <= set(FLOATS) else torch.bfloat16
 

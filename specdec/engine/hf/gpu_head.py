@@ -9,7 +9,7 @@ from torch import Tensor
 class GpuHead(torch.nn.Module):
     """A `Float32Head` (`hf/linear.py`) without a float32 copy of the weights, which would take twice as long to read.
 
-    A product of two bfloat16 numbers is exact in float32, and sums are float32 in both; only their order differs.
+    A product of two bfloat16 numbers is exact in float32, and sums are float32 in both heads; only their order differs.
     """
 
     def __init__(self, head: torch.nn.Linear) -> None:

@@ -42,7 +42,7 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
 
 
 class Features:
-    """The residual stream entering each of `layers`, kept during one forward pass. The number that follows the last
+    """The residual stream entering each of `layers`, kept during one forward pass. The layer number after the last
     layer's stands for the states after the last norm."""
 
     def __init__(self, layers: Sequence[int]) -> None:
@@ -50,8 +50,7 @@ class Features:
         self._kept: dict[int, Tensor] = {}
 
     def keep(self, layer: int, stream: Tensor) -> None:
-        """Keep a copy of the stream [t, d] entering a layer, if the layer is in `layers`: the stream's memory may be
-        reused."""
+        """Copy the stream [t, d] entering a layer, if the layer is in `layers`: the stream's memory may be reused."""
         if layer in self.layers:
             self._kept[layer] = stream.clone()
 

@@ -2,7 +2,7 @@
 
 The cache key contains everything that decides which kernels run: the model's configuration and weights, its layers as
 laid out, the thread counts, the machine (`fingerprint.py`), our sources and the versions of packages. An entry contains
-the invariant row counts of products, and the bits of a text computed with them. Its reader computes that text again,
+the invariant row counts of products, and the bits of a text computed with them. The reader computes that text again,
 and accepts the entry only if the bits are equal. Only success is stored: an inexact model is checked again at each
 start.
 """

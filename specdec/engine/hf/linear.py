@@ -1,8 +1,8 @@
 """Linear layers for decode steps: joined if they share their input, and prepacked for few rows.
 
-torch passes a plain weight to oneDNN in row-major order, and oneDNN reorders it in every call, which takes a good part
-of a decode step over few rows. With prepacked weights, a step of 8 rows of the demo target takes about four fifths of
-the time, in float32 and bfloat16 (`docs/decisions/2026-11-21-packed-weights.md`).
+torch passes a plain weight to oneDNN in row-major order, and oneDNN reorders it in every call, which takes much of a
+decode step over few rows. With prepacked weights, a step of 8 rows of the demo target takes about four fifths as long,
+in float32 and bfloat16 (`docs/decisions/2026-11-21-packed-weights.md`).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Joined(torch.nn.Module):
 
 
 class JoinedPart(torch.nn.Module):
-    """One of the joined layers: it computes the same function as before, but the whole joined product each time."""
+    """One of the joined layers: the same function as before, but each call computes the whole joined product."""
 
     def __init__(self, joined: Joined, outputs: slice) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from specdec.engine.hf.linear import join
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
-"""The `model_type`s with layers of RMS norm, rotary attention, RMS norm, gated SiLU, with nothing scaled or capped.
+"""The `model_type`s whose layers are RMS norm, rotary attention, RMS norm and gated SiLU, without scaling or caps.
 
 Widths, scales and windows come from the layers' own calls (`hf/pretrained.py`); the reference check at start verifies
 that a layer does nothing else.

@@ -145,8 +145,8 @@ def window_of(model: PreTrainedModel) -> int | None:
 def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
     """Return the `LayerAttention` of every layer.
 
-    Runs one token with a dummy attention that records its arguments for each layer. A model is refused if it passes an
-    argument that our attention does not know.
+    Runs one token with a dummy attention that records its arguments for each layer. A model is refused if it passes a
+    tensor argument that our attention does not support.
     """
     config = model.config.get_text_config()
     name = type(model).__name__

@@ -18,6 +18,6 @@ class RandomWeights(ModelDirectory):
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """Raise ModelDirectoryError always: an export would be cached, and later found, under the fingerprint of any
-        weights in the same directory."""
+        """Always raise ModelDirectoryError: an export would be cached under the fingerprint of any weights in the same
+        directory, and later be found for them."""
         raise ModelDirectoryError(f"{self.path}: random weights cannot be exported: use the engine torch or eager")

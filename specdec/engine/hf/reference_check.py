@@ -1,5 +1,4 @@
-"""The reference check: at start, an engine's logits are compared once with the logits of the model's own forward
-pass."""
+"""The reference check: at start, an engine's logits are compared with the logits of the model's own forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.hf.pretrained import is_quantised
 
 DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest allowed difference from the model's own logits, relative to the largest of those, by dtype."""
+"""Largest allowed difference from the model's own logits, relative to the largest of them, by dtype."""
 
 QUANTISED_DISAGREEMENT = 0.05
 """The allowed relative difference for a quantised model is at least this: if activations are quantised too, a rounding
@@ -26,8 +25,7 @@ difference can move a number by a whole quantisation step."""
 
 @dataclass(frozen=True)
 class ReferenceCheck:
-    """Finite logits of a short text and of a branch in it, from the model's own forward pass before replacing
-    layers."""
+    """Finite logits of a short text and of a branch in it, from the model's forward pass with its own layers."""
 
     name: str  # class of the model
     allowed: float  # difference, relative to the largest logit
@@ -60,7 +58,7 @@ class ReferenceCheck:
 
     @property
     def contents(self) -> bytes:
-        """A digest of the logits. They depend on all weights, so it differs if the weights do."""
+        """A digest of the logits, which depend on all weights, so that it differs if the weights do."""
         return hashlib.sha256(self.logits.numpy().tobytes()).digest()
 
     def check(self, engine: Engine) -> None:

@@ -132,7 +132,7 @@ def export(
 ) -> Agreement | None:
     """Write graphs, configuration and tokenizer into `target`, completely or not at all.
 
-    Keys and values have `dtype`. Weights have it too, or are quantised to 4 or 8 `bits`; the graph's logits are always
+    Keys and values have `dtype`, and so have weights unless quantised to 4 or 8 `bits`; the graph's logits are always
     float32. With `bits` of None, weights get the fewest bits with an overlap of MIN_OVERLAP or more on a sample text;
     models smaller than MIN_QUANTISED_BYTES, and those in float16, are then not quantised. Returns the agreement of a
     quantised export with the model; None if it is not quantised, or in float16. An earlier export in `target` is
@@ -267,7 +267,7 @@ def _save(graph: ir.Model, file: Path, progress: Callable[[int, int], None]) -> 
 
 
 def copy_graph(dtype: Dtype) -> onnx.ModelProto:
-    """Return the graph that copies rows within a pool; it reads all of them before it writes any."""
+    """Return the graph that copies slots within a pool; it reads all of them before it writes any."""
     kind = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16}[dtype]
     pool = ["slots", "heads", "width"]
     slots = onnx.TensorProto.INT64

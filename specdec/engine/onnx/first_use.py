@@ -28,8 +28,8 @@ def exported(
     directory: ModelDirectory, dtype: Dtype = "float32", *, quantised: bool = False, niceness: int = 0
 ) -> Path:
     """Return the path of a model's export: the directory itself, or one in the user's cache, created now if it is
-    missing or broken. `quantised`: choose the bits of its weights, as `export` does by default. `niceness`: of the
-    exporting process, for exports while another process serves."""
+    missing or broken. `quantised`: choose the number of bits of its weights, as `export` does by default. `niceness`:
+    of the exporting process, for exports while another process serves."""
     if (directory.path / GRAPH).is_file():
         return directory.path
     target = place_of_export(directory, dtype, quantised=quantised)
@@ -49,8 +49,8 @@ def exported(
 
 
 def _without_cache(directory: ModelDirectory, dtype: Dtype, quantised: bool, niceness: int, error: OSError) -> Path:
-    """Export a model into a folder that lives as long as this process, because the cache cannot be written; return its
-    path. ModelDirectoryError, naming both folders, if that fails too."""
+    """Export a model into a folder deleted when this process ends, since the cache cannot be written; return its path.
+    ModelDirectoryError, naming both folders, if that fails too."""
     folder, why = user_cache(), error.strerror or str(error)
     log.warning("cache_not_used", folder=str(folder), why=why, cost="every start exports the draft again")
     target = temporary() / directory.name

@@ -82,7 +82,7 @@ class _Transposed(RewriteRuleClassBase):  # type: ignore[misc]
 
 
 class _Quantise:
-    """Makes the MatMulNBits of a product."""
+    """Makes the MatMulNBits operator for a product."""
 
     def __init__(self, bits: int, progress: Callable[[int], None]) -> None:
         self._bits, self._progress, self._done = bits, progress, 0

@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
 
 Beside = Callable[[ModelDirectory, Dtype], MemoryNeeded]
 """Checks anything that runs beside a target on its device, such as heads, given the target and its dtype. Returns the
-memory it needs there."""
+memory that this needs there."""
 
 
 def check(target: Wanted, *drafts: Wanted, beside: Beside | None = None) -> list[ModelDirectory]:
@@ -38,7 +38,7 @@ def check(target: Wanted, *drafts: Wanted, beside: Beside | None = None) -> list
     target, and if every draft fits the target.
 
     Raises ModelDirectoryError or UnsupportedModelError, naming in one line the problem and the remedy, or
-    ModuleNotFoundError for a missing package. Weights are not read, torch and transformers not imported.
+    ModuleNotFoundError for a missing package. Reads no weights, and imports neither torch nor transformers.
     """
     directories = [check_model(wanted) for wanted in (target, *drafts)]
     for wanted, draft in zip(drafts, directories[1:], strict=True):
@@ -76,8 +76,8 @@ def check_memory(
     placements: list[Placement], directories: list[ModelDirectory], further: Sequence[MemoryNeeded] = ()
 ) -> None:
     """Raise UnsupportedModelError unless each device has room for all models placed on it, and the first model's device
-    for the `further` needs. Models that vLLM runs on GPUs are not counted: vLLM checks them itself, since its options
-    decide quantisation and the number of GPUs."""
+    also for the `further` needs. Models that vLLM runs on GPUs are not counted: vLLM checks them itself, since its
+    options decide quantisation and the number of GPUs."""
     on_device: dict[str, list[MemoryNeeded]] = defaultdict(list)
     if further:
         on_device[device_of(placements[0])] += further

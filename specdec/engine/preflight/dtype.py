@@ -1,4 +1,4 @@
-"""The dtype of a model's computation: the requested one if possible, or the most suitable."""
+"""The dtype in which a model computes: the requested one, or else the most suitable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A check of weight files for NaN and infinity: a diverged training leaves files that are otherwise complete."""
+"""A check of weight files for NaN and infinity: a diverged training run leaves files that are otherwise complete."""
 
 from __future__ import annotations
 

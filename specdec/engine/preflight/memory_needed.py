@@ -42,7 +42,7 @@ EXPORT_COPIES = 1.3
 """Copies of the weights in float32 during an export: the model's, and for the largest weight another, transposed."""
 
 SAMPLE_TOKENS = 384
-"""Tokens of the sample text for comparing a quantised export with its model. Their logits are kept."""
+"""Tokens of the sample text for comparing a quantised export with its model. Their logits are kept in memory."""
 
 MIN_QUANTISED_BYTES = 200_000_000
 """Minimum bytes of weights in float32 for an export to try quantisation by default. Smaller weights stay in a
@@ -223,7 +223,7 @@ def _is_of_vocabulary(tensor: Tensor, vocabulary: int) -> bool:
 
 
 def _numbers_of_an_export(directory: ModelDirectory) -> int:
-    """Return the numbers in a token's keys and values in an exported model."""
+    """Return how many numbers a token's keys and values have in an exported model."""
     description = read_fields(directory.path / DESCRIPTION) or Fields(directory.path, {})
     try:
         return sum(heads * (key + value) for heads, key, value in description.content.get("pools") or [])
@@ -232,7 +232,7 @@ def _numbers_of_an_export(directory: ModelDirectory) -> int:
 
 
 def numbers_of_a_token(directory: ModelDirectory) -> int:
-    """Return the numbers in a token's keys and values in all layers; 0 if unknown from the configuration."""
+    """Return how many numbers a token's keys and values have in all layers; 0 if unknown from the configuration."""
     config = Fields(directory.path, directory.config)
 
     def size(*names: str) -> int:

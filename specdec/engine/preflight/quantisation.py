@@ -1,4 +1,4 @@
-"""Supported methods of quantised weights. transformers runs them, each with its own packages.
+"""Supported methods of quantising weights. transformers runs them, each with its own packages.
 
 Only torchao's method is tested here. docs/which-models-run.md has this table.
 """
@@ -16,7 +16,7 @@ class Method(NamedTuple):
     """A quantisation method known to transformers."""
 
     packages: dict[str, str]
-    """Module to pip requirement."""
+    """Module -> pip requirement."""
     gpu: bool = False
     """True if its kernels run on GPUs only."""
     refused: str | None = None

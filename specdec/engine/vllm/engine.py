@@ -189,7 +189,7 @@ class VllmEngine:
         self._call("specdec_clear", slots)
 
     def _keeps_tokens_apart(self) -> bool:
-        """Return whether a token's keys and values are separate from others in its block's memory layout."""
+        """Return whether the memory of a block keeps each token's keys and values separate from other tokens'."""
         keys, packer = BLOCK + np.arange(6), self.packer()
         packer.add_path(keys, [packer.add_row(0, 5, int(keys[5]))])
         packer.want(0)

@@ -10,7 +10,7 @@ from specdec.engine.unsupported import UnsupportedModelError
 
 MAX_ROWS = 4096
 MAX_SEQUENCES = 1024
-"""Limits of one pass for vLLM's buffers: rows, and sequences."""
+"""Limits of one pass, by which vLLM sizes its buffers: rows, and sequences."""
 
 MIN_SEQUENCES = 256
 """Minimum number of sequences in vLLM's buffers, because the verifier measures steps of this many texts."""

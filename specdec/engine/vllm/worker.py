@@ -242,7 +242,7 @@ def _fill(runner: Any, batch: BlockBatch) -> None:
     runner.seq_lens.copy_(runner.optimistic_seq_lens_cpu, non_blocking=True)
     inputs = runner.input_batch
     inputs.num_computed_tokens_cpu[:sequences] = batch.lengths - np.diff(batch.starts)
-    inputs.num_prompt_tokens_cpu_tensor[:sequences] = 0  # for the metadata every sequence is past its prompt
+    inputs.num_prompt_tokens_cpu_tensor[:sequences] = 0  # the metadata treats every sequence as past its prompt
     blocks = _of_runner(runner, batch.tables)
     inputs.block_table[0].block_table.np[:sequences, : blocks.shape[1]] = blocks
     inputs.block_table.commit_block_table(sequences)

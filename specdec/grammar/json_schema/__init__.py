@@ -1,11 +1,11 @@
 """JSON schemas as real generators write them, rewritten into the keywords that llguidance supports.
 
-The rewritten schema is valid for the same values, with three exceptions. Bounds that no 64-bit float equals are
-narrowed. A property that distinguishes the parts of a `oneOf` is always written. The item that matches `contains` is
+The rewritten schema is valid for the same values, with three exceptions. A bound that no 64-bit float can represent is
+narrowed. A property that distinguishes the parts of a `oneOf` becomes required. The item that matches `contains` is
 among the first items of its array.
 
-A keyword without an equivalent is refused with its place in the schema, a JSON pointer. Annotations are dropped. So are
-keywords that JSON Schema does not have, and formats that llguidance does not know (they are annotations too: JSON
+A keyword without an equivalent is refused with its place in the schema, a JSON pointer. Annotations are dropped, as are
+keywords that JSON Schema does not define, and formats that llguidance does not know (they are annotations, too: JSON
 Schema 2020-12, 7.2.1).
 
 `rewriting` has the entry points and iterates over a schema's keywords. `numbers`, `strings`, `arrays`, `objects`,

@@ -1,7 +1,7 @@
 """Arrays: `prefixItems`, `items`, `contains` and `uniqueItems`.
 
-llguidance supports neither of the last two. A matching item becomes an alternative for each of its possible places;
-unique items become an alternative for each order.
+llguidance does not support the last two. A matching item becomes an alternative for each of its possible places; unique
+items become an alternative for each order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_UNIQUE = 4
 """Maximum distinct values for items that must be unique: the grammar has an alternative for each order."""
 
 APPLICATORS = frozenset(["allOf", "anyOf", "oneOf", "$ref", "if", "contains", "dependentSchemas"])
-"""Keywords that may evaluate items, which `unevaluatedItems` then excludes."""
+"""Keywords that may evaluate items; `unevaluatedItems` does not apply to these items."""
 
 UNLISTED = UNDENIED | {"not", "anyOf", "allOf", "pattern"}
 """Keywords that may exclude some of a schema's listed values."""

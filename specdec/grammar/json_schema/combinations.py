@@ -12,7 +12,7 @@ from specdec.grammar.json_schema.schemas import Schema, any_of, both
 from specdec.grammar.json_schema.values import are_texts, list_of, object_of
 
 IF_ALONE = frozenset(["if", "then", "else"])
-"""Keywords of a part of allOf that consists of a condition."""
+"""Keywords of a part of allOf that is only a condition."""
 
 
 def rewrite_combinations(rewriter: Rewriter, part: Rewrite) -> None:
@@ -51,7 +51,7 @@ def _conditional(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> S
 
 
 def _cases(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> tuple[list[Schema], set[int]]:
-    """Return conditions for the ifs that test the same property, each condition a list of cases, and the identities of
+    """Return one condition, a list of cases, for each group of ifs that test the same property, and the identities of
     the schemas with these ifs. Rewritten one by one, these ifs would make too many combinations."""
     groups: dict[str, list[tuple[list[Any], Mapping[str, Any]]]] = {}
     if schema.get("type") == "object":
@@ -102,8 +102,9 @@ def _asked_value(asked: Any, required: Any) -> tuple[str, list[Any]] | None:
 
 
 def _discriminator(rewriter: Rewriter, parts: Any, place: str) -> str | None:
-    """Return a property with different values in each part of a oneOf, so that no value with it matches two parts; None
-    if there is none. Generators do not list it as required if it has a default, but always write it."""
+    """Return a property with different values in each part of a oneOf, so that no object with this property matches two
+    parts; None if there is none. Schema generators do not list it as required if it has a default, although it is
+    always written."""
     found: dict[str, list[set[str]]] = {}
     for part in list_of(parts):
         rewriter.count(place)

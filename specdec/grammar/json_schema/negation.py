@@ -38,7 +38,7 @@ CONSTRAINTS = UNDENIED.union(
         *("maximum", "minItems", "minLength", "minProperties", "minimum", "pattern", "properties", "required"),
     ]
 )
-"""These keywords, and those that have an opposite only if their value has the right type."""
+"""The keywords above, and keywords that have an opposite only if their value has the right type."""
 
 
 def negation(rewriter: Rewriter, schema: Schema, place: str) -> Schema:

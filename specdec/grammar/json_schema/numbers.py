@@ -65,8 +65,8 @@ def is_exact(value: Any) -> bool:
 
 
 def inexact(value: Any) -> tuple[list[str], int]:
-    """Return the numbers in a value that llguidance would change, since it stores them as 64-bit floats, and the total
-    number of values."""
+    """Return the numbers in a value that llguidance would change, since it stores them as 64-bit floats, and the number
+    of values in it."""
     ahead, found, size = [value], list[str](), 0
     while ahead:
         size += 1

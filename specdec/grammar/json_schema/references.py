@@ -48,7 +48,7 @@ class Document:
                 else:
                     found = found.get(token) if isinstance(found, dict) else None
         if not isinstance(found, dict | bool):
-            raise GrammarError(f"{place}: {reference[:80]} is not in the schema: put what it names under $defs")
+            raise GrammarError(f"{place}: {reference[:80]} is not in the schema: put the referenced schema under $defs")
         return found
 
     def chain(self, schema: Any, place: str) -> Iterator[Any]:

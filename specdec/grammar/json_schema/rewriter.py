@@ -42,7 +42,7 @@ class Work:
         """Charge for one schema, plus a list or text of this size in it."""
         self._left -= 1 + size // 8
         if self._left < 0:
-            raise GrammarError(f"{place or '/'}: makes more than {MAX_SCHEMAS} schemas with its conditions written out")
+            raise GrammarError(f"{place or '/'}: expands to more than {MAX_SCHEMAS} schemas")
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from specdec.grammar.json_schema.values import list_of, object_of
 from specdec.grammar.patterns import PatternError
 
 MAX_COMBINATIONS = 32
-"""Maximum alternatives that the conditions of one object may create together, since llguidance follows all in
+"""Maximum alternatives that the conditions of one object may create together, since llguidance follows all of them in
 parallel."""
 
 MAX_TOLD_CHARACTERS = 320
-"""Maximum characters of a problem, since its place may be deep."""
+"""Maximum characters of an error message; the JSON pointer in it may be long."""
 
 COPIED = frozenset(["maxLength", "maxProperties", "minLength", "minProperties", "multipleOf", "required", "type"])
 """Keywords that llguidance enforces and whose values contain no schema."""
@@ -55,7 +55,8 @@ def supported(schema: Mapping[str, Any], work: Work | None = None) -> Mapping[st
 
 
 def json_text(schema: Mapping[str, Any]) -> str:
-    """Return the JSON of a schema; GrammarError if it is too long. Lone surrogates, which UTF-8 lacks, stay escaped."""
+    """Return the JSON of a schema; GrammarError if it is too long. Lone surrogates, which UTF-8 cannot encode, stay
+    escaped."""
     for ascii_alone in (False, True):
         found, size = list[str](), 0
         try:

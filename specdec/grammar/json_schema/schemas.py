@@ -15,7 +15,7 @@ def alternatives(schema: Schema) -> list[Schema]:
 
 
 def any_of(schemas: Iterable[Schema]) -> Schema:
-    """Return a schema that allows the values that at least one of these allows."""
+    """Return a schema for the values that at least one of these schemas allows."""
     found = [part for schema in schemas for part in alternatives(schema) if part is not False]
     if True in found:
         return True
@@ -23,7 +23,7 @@ def any_of(schemas: Iterable[Schema]) -> Schema:
 
 
 def both(first: Schema, second: Schema) -> Schema:
-    """Return a schema that allows the values that both allow."""
+    """Return a schema for the values that both schemas allow."""
     if False in (first, second):
         return False
     return first if second is True else second if first is True else {"allOf": [first, second]}

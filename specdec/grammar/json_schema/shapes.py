@@ -23,10 +23,10 @@ class Shape(NamedTuple):
 
 
 def check_shapes(schema: Mapping[str, Any], place: str) -> None:
-    """Refuse a schema that has a keyword with a value of the wrong shape. Subschemas are not checked.
+    """Refuse a schema if a keyword's value has the wrong shape. Subschemas are not checked.
 
-    Nor is a keyword without effect on the schema's own type: many published schemas have draft 3's `"required": true`
-    beside the type of a field."""
+    Keywords that do not apply to the schema's own type are not checked either: many published schemas have draft 3's
+    `"required": true` beside the type of a field."""
     allowed: Sequence[str] = TYPES
     for key, shape in SHAPES.items():
         if key not in schema or not set(shape.types).intersection(allowed):
@@ -64,8 +64,9 @@ SHAPES: Mapping[str, Shape] = {
     **_each(Shape(lambda value: isinstance(value, list), "a list"), "allOf", "anyOf", "enum", "oneOf"),
     **_each(Shape(_is_bound, "a number", NUMBERS), "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"),
     "multipleOf": Shape(is_number, "a number", NUMBERS),
-    **_each(Shape(_is_size, "a number, at least 0"), "maxItems", "minItems"),  # read for `contains` of any type
+    **_each(Shape(_is_size, "a number, at least 0"), "maxItems", "minItems"),  # `contains` reads them for any type
     **_each(Shape(_is_size, "a number, at least 0", ("object",)), "maxProperties", "minProperties"),
     **_each(Shape(_is_size, "a number, at least 0", ("string",)), "maxLength", "minLength"),
 }
-"""`type` comes first. Keywords that are not listed are refused where they are rewritten."""
+"""`type` comes first, since it decides which of the others apply. Wrong shapes of other keywords are refused where
+those are rewritten."""

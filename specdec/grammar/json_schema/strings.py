@@ -1,6 +1,6 @@
 """Strings: `format` and `pattern`; the latter also applies to names of properties.
 
-Expressions are rewritten in llguidance's syntax (`specdec.grammar.languages`).
+Expressions are rewritten into llguidance's syntax (`specdec.grammar.languages`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def name_pattern(rewriter: Rewriter, pattern: str, place: str) -> str:
 
 def _rewritten(rewriter: Rewriter, pattern: str, place: str, key: str, spelt: Callable[[int], list[str]]) -> list[str]:
     """Return expressions that together are equivalent to `pattern`; `spelt` makes them from its language. An expression
-    that cannot be parsed here stays unchanged. So does one that is only too large, if it needs no rewriting."""
+    stays unchanged if it cannot be parsed here, or if it is too large but needs no rewriting."""
     rewriter.count(place, len(pattern))
     try:
         return spelt(rewriter.languages.of_pattern(pattern))

@@ -22,8 +22,8 @@ MAX_CHARACTERS = 1 << 18
 """Maximum characters of a checked text: parsing takes some 10 ms."""
 
 MAX_WORK, VISIT_WORK, ITEM_WORK = 500_000, 100, 30
-"""Limit on the work of a check, some 10 ms: 100 for each value visited, and for each item compared 30 plus its
-characters. The check runs on the event loop."""
+"""Limit on the work of a check, some 10 ms, since it runs on the event loop. Each visited value costs 100, each
+compared item 30 plus its number of characters."""
 
 CONTAINERS = frozenset(["array", "object"])
 """Types of values that may contain an array."""

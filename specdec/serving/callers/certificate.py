@@ -1,8 +1,8 @@
 """The names in a caller's certificate, by kind (RFC 9525).
 
 gRPC's own list mixes hosts, addresses, URIs and e-mail addresses, and truncates each at a NUL byte: a certificate for a
-URI or for "orchestrator.svc\\0.example" would pass as one for the host. So this module parses the certificate itself.
-The subject's common name is ignored.
+URI or for "orchestrator.svc\\0.example" would pass as one for a host. So this module parses the certificate itself. The
+subject's common name is ignored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The guard: closes or mutes connections that make only wasted calls: those refused or reset immediately.
+"""The guard: closes or mutes connections that make only wasted calls, which are refused or immediately reset.
 
 A refused call still takes a sixth of a millisecond of the event loop, so a caller without a key could saturate it with
 some thousands per second. Each connection has a budget for such calls. So has each address, because a caller may open

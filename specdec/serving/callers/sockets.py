@@ -147,8 +147,8 @@ def _discard(connection: socket.socket) -> None:
 
 
 def _duplicate(descriptor: int) -> socket.socket | None:
-    """Return a duplicate of a TCP socket; None if the descriptor is something else or closed. The duplicate stays the
-    same connection even if gRPC closes the original and its number is reused."""
+    """Return a duplicate of a TCP socket; None if the descriptor is something else or closed. The duplicate still
+    refers to the same connection if gRPC closes the original and its number is reused."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None

@@ -271,10 +271,10 @@ class MuxCall(MuxStream):
         self._cancelled = True
         self._abandon(grpc.StatusCode.CANCELLED, "cancelled by its caller")
 
-    def end(self, end: mux_pb2.End, *, at_once: bool = False) -> None:
+    def end(self, end: mux_pb2.End, *, drop_unread: bool = False) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        super().end(end, at_once=at_once)
+        super().end(end, drop_unread=drop_unread)
         self._connection.ended(self)
 
     def _late(self) -> None:
@@ -285,7 +285,7 @@ class MuxCall(MuxStream):
         # If `begin` was still queued, the service does not know the stream and needs no end.
         if not self.closed and not self._sending.drop(self.number):
             self.send_frame(mux_pb2.Frame(end=end))
-        self.end(end, at_once=True)
+        self.end(end, drop_unread=True)
 
 
 def _error_of(end: mux_pb2.End) -> grpc.aio.AioRpcError:

@@ -34,7 +34,7 @@ class SendQueue:
 
     def __init__(self) -> None:
         self.overflowed = asyncio.Event()
-        """Set once more than MAX_UNSENT_FRAMES frames are queued, since the peer has stopped reading."""
+        """Set when more than MAX_UNSENT_FRAMES frames are queued: the peer has stopped reading."""
         self._frames: deque[QueuedFrame] = deque()
         self._of: defaultdict[int, deque[QueuedFrame]] = defaultdict(deque)  # live frames by stream
         self._bytes = self._count = 0  # of live frames

@@ -174,7 +174,7 @@ class ServerConnection:
                 f"method and metadata have {size} bytes, must have at most {MAX_BEGIN_BYTES}",
             )
         elif method is None:
-            served.send_end(grpc.StatusCode.UNIMPLEMENTED, f"there is no stream {echo(begin.method)} here")
+            served.send_end(grpc.StatusCode.UNIMPLEMENTED, f"there is no streaming method {echo(begin.method)} here")
         else:
             running = asyncio.create_task(self._run(served))
             self._served[number] = served, running

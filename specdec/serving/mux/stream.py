@@ -36,7 +36,7 @@ class TooLargeError(Exception):
 
 def check_batch(frames: Sequence[mux_pb2.Frame]) -> None:
     """Raise ProtocolError if a batch has more frames than a queue may hold. An empty frame costs its sender only two
-    bytes, but blocks the receiver's event loop for longer."""
+    bytes, but time on the receiver's event loop."""
     if len(frames) > MAX_UNSENT_FRAMES:
         raise ProtocolError(f"a batch has {len(frames)} frames, must have at most {MAX_UNSENT_FRAMES}")
 
@@ -116,9 +116,9 @@ class MuxStream:
         frame.stream = self.number
         self._sending.put(frame)
 
-    def end(self, end: mux_pb2.End, *, at_once: bool = False) -> None:
+    def end(self, end: mux_pb2.End, *, drop_unread: bool = False) -> None:
         """End the stream: nothing more is sent. Received messages can still be read, unless `at_once` drops them."""
-        while at_once and not self._arrived.empty():
+        while drop_unread and not self._arrived.empty():
             self._arrived.get_nowait()
         self.closed = True
         self._room.set()

@@ -58,7 +58,7 @@ class Discovery:
         again_seconds: float = AGAIN_SECONDS,
         names: dict[str, str] | None = None,
     ) -> None:
-        """`names` is updated with the DNS names of targets resolved from one."""
+        """`names` gets the DNS name of each target that was resolved from one."""
         self._names = {} if names is None else names
         self._addresses = addresses
         self._pods = pods

@@ -68,8 +68,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             self._tell()
 
     def drain(self) -> None:
-        """Report all services as NOT_SERVING from now on, and end the watchers' calls, for which the drain would
-        wait."""
+        """Report all services as NOT_SERVING from now on, and end the watchers' calls: the drain would wait for
+        them."""
         self._draining = True
         self._tell()
 

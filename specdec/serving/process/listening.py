@@ -1,6 +1,6 @@
 """Listening sockets and their errors.
 
-It needs only sockets, so that ports can be checked before anything large is loaded.
+This module needs only sockets, so that ports can be checked before anything large is loaded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def check_apart(addresses: Mapping[str, tuple[str, int]]) -> None:
 
 def check_free(addresses: Mapping[str, tuple[str, int]]) -> None:
     """Raise ListenError, naming all taken ports, unless services can listen on these addresses. `addresses` are as for
-    `check_apart`; they need not stay free."""
+    `check_apart`. The ports are not reserved."""
     taken: dict[str, ListenError] = {}
     for option, (host, port) in addresses.items():
         try:

@@ -32,10 +32,10 @@ MAX_VALUE_CHARACTERS = 2000
 MAX_TRACEBACK_CHARACTERS = 8000
 
 BURST = 100
-"""Burst of one event in lines."""
+"""Maximum lines of one event in a burst."""
 
 LINES_A_SECOND = 10.0
-"""Long-run rate of one event in lines per second."""
+"""Maximum lines of one event per second in the long run."""
 
 
 def cut_values(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
@@ -87,7 +87,7 @@ class LimitRate:
 
 
 MAX_LINE_BYTES = 1 << 16
-"""Maximum bytes of a line; longer ones are cut. Log values are limited before, so a longer line is a bug here, which
+"""Maximum bytes of a line; longer ones are cut. Values are truncated earlier, so a longer line is a bug here, which
 must not fill a disk."""
 
 

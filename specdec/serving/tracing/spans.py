@@ -47,8 +47,8 @@ class SpanExporter:
     """Turns timelines into spans and sends them to a collector."""
 
     def __init__(self, service: str, endpoint: str, ratio: float = 1.0) -> None:
-        """Send spans of `specdec-<service>` to this gRPC address, without TLS. `ratio` in [0, 1] is the sampling ratio
-        of traces whose caller has not decided."""
+        """Send spans of `specdec-<service>` to this gRPC address, without TLS. `ratio` in [0, 1] is the share of traces
+        to sample if the caller has not decided."""
         resource = Resource.create(
             {
                 "service.name": f"specdec-{service}",

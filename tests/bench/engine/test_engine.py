@@ -45,7 +45,7 @@ class TestRoofline:
 
     def test_of_no_model(self, tmp_path: Path) -> None:
         write({"model_type": "abacus", "vocab_size": 5}, tmp_path)
-        with pytest.raises(ModelDirectoryError, match=r"no model can be made of it: .*abacus") as told:
+        with pytest.raises(ModelDirectoryError, match=r"cannot be built as a model: .*abacus") as told:
             sizes(tmp_path, 2)
         assert "\n" not in str(told.value)
 

@@ -282,7 +282,7 @@ async def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
         said, complained = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 130, complained.decode()
     assert "Traceback" not in complained.decode()
-    assert said.decode().startswith("CUT OFF: this is what was measured until then.")
+    assert said.decode().startswith("CUT OFF: results so far.")
     report = json.loads((tmp_path / "papers.json").read_text())
     assert [(answer["question"], answer["method"]) for answer in report["answers"]] == [
         ("own/code-01", "plain"),

@@ -277,7 +277,7 @@ async def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         said, complained = await asyncio.wait_for(process.communicate(), 60)
     assert (process.returncode, complained.decode()) == (130, "")
-    assert said.decode().startswith("CUT OFF: this is what was measured until then.")
+    assert said.decode().startswith("CUT OFF: results so far.")
     assert "Complete: 2 of 3 requests" in said.decode()
     assert "Not at their end yet: 1." in said.decode()
     report: dict[str, Any] = json.loads((tmp_path / "serve.json").read_text())

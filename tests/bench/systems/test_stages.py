@@ -15,8 +15,8 @@ from tests.draft_service.fakes import Engine
 from tests.verifier_service.fakes import Client, DeviceTextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import NO_BAD
 from verifier_service.scheduling import planner, step_candidates
-from verifier_service.verification import tree_verification
-from verifier_service.verification.tree_verification import VerifiedStep
+from verifier_service.verification import verified_step
+from verifier_service.verification.verified_step import VerifiedStep
 
 
 def work(seconds: float) -> None:
@@ -50,7 +50,7 @@ def test_a_step_loop_works_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in (
         (planner, "select_candidates"),
         (step_candidates, "select_candidates"),
-        (tree_verification, "verify_trees"),
+        (verified_step, "verify_trees"),
         (VerifiedStep, "apply"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored at the end

@@ -124,7 +124,7 @@ async def test_a_call_with_a_key_is_served(address: str) -> None:
 
 async def test_a_key_opens_its_own_tenant_alone(address: str) -> None:
     async with AsyncClient(address, api_key=ACME) as client:
-        with pytest.raises(AccessDenied, match="tenant: is 'other', the API key is of 'acme'") as refused:
+        with pytest.raises(AccessDenied, match="tenant: is 'other', the API key belongs to 'acme'") as refused:
             await client.complete("x", tenant="other")
         assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.PERMISSION_DENIED, "WRONG_TENANT")
 
