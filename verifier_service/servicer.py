@@ -182,7 +182,7 @@ class VerifierServicer(
         # At least one place for every tenant, however full the room is.
         if own >= max(1, share):
             problem = (
-                f"{own} of its sessions are waiting for memory, the limit is {share} while {queue.new} sessions wait"
+                f"{own} of its sessions are waiting for memory, the limit is {max(1, share)} while {queue.new} sessions wait"
             )
             raise TenantLimitError(tenant, problem, wait)
         error = load.too_late(request.open.max_tokens, deadline, max(0, queue.ahead))

@@ -116,7 +116,7 @@ def _installed(name: str, package: Package) -> Path:
         path = Path(str(importlib.metadata.distribution(package.name).locate_file(package.file)))
     except importlib.metadata.PackageNotFoundError:
         raise PromptsError(
-            f"{name}: the package {package.name} is not installed: `{package.install}`, or give its wheel"
+            f"{name}: the package {package.name} is not installed: `{package.install}`, or give the path of its wheel"
         ) from None
     if not path.is_file():
         raise PromptsError(f"{name}: the package {package.name} has no file {package.file}")

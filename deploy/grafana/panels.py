@@ -330,7 +330,7 @@ FAILURES = [
         "short",
         {"{{role}} {{state}}": total(f"{ORCHESTRATOR}_pods", "role, state")},
         "By circuit breaker state, summed over orchestrators: open pods are avoided, then retried (half_open). If "
-        "retries are refused immediately, the state is mostly open; if they hang, often half_open.",
+        "retries fail immediately, the pod is mostly open; if they hang, it is often half_open.",
     ),
     Panel(
         "Sessions of orchestrators at pods",
