@@ -13,7 +13,7 @@ import typer
 
 from specdec.wire.address import Address, parse_addresses
 
-HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
 """Settings of a command, and of its subcommands."""
 
 DAY = 86_400.0

@@ -20,7 +20,7 @@ from tests.client.fake_server import FakeServer
 
 NO_TLS = "the server does not speak TLS"
 TLS = "the server closes new connections: perhaps it speaks TLS, and this client does not"
-OTHER_AUTHORITY = "the server's certificate is not of an authority that this client trusts"
+OTHER_AUTHORITY = "the server's certificate is not signed by an authority that this client trusts"
 OTHER_NAME = "the server's certificate is for another name than its address"
 HTTP = "this is another kind of server, perhaps the HTTP one of `specdec openai`"
 

@@ -1,4 +1,4 @@
-"""Loads on fake deployments over real sockets: what is counted, what is an error, and what Ctrl-C leaves."""
+"""Loads on fake deployments over real sockets: counts, errors, and the report after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_texts_are_sent_as_messages_if_asked() -> None:
 
 
 async def test_requests_arrive_at_the_rate_whatever_the_answers() -> None:
-    """The first one is never answered, and delays none."""
+    """The first request is never answered, and delays no other."""
     async with deployment("gRPC", Act(then="hold", tokens=1)) as (address, server):
         options = ("--rate", "500", "--requests", "20", "--warm-up", "0", "--timeout", "1")
         report = await load(address, *options)
@@ -131,7 +131,7 @@ LAST = {"choices": [{"index": 0, "text": "b", "finish_reason": "stop"}]}
 
 @asynccontextmanager
 async def scripted(*events: str) -> AsyncIterator[str]:
-    """Serve HTTP that answers every request for a completion with these events."""
+    """Serve HTTP, answering every request for a completion with these events."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -210,7 +210,7 @@ def test_an_address_without_a_server_is_one_sentence(address: str, said: str) ->
         (("h:1", "--api-key-file", "/nowhere"), "'--api-key-file' /nowhere: No such file"),
         (("http://h:1", "--tls-ca", "/nowhere"), "--tls and --tls-ca are not for http://"),
         (("https://h:1", "--tls-ca", "/nowhere"), "--tls-ca: /nowhere: No such file"),
-        (("h:1", "--prompt-characters", "99999"), "--prompt-characters: 99999 is more than half of the longest file"),
+        (("h:1", "--prompt-characters", "99999"), "--prompt-characters: 99999 is more than half of the longest prompt source file"),
     ],
 )
 def test_wrong_options_are_one_sentence(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
