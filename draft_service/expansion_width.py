@@ -65,7 +65,8 @@ class Width(NamedTuple):
 
 def measured(engine: Engine, context: int, branches: int) -> Width:
     """Measure the width: run the engine over its first slots and pick `branches` children of every row. No session may
-    hold slots yet. Texts are cut to leave room for a row after them in the model's context, of at least 2 tokens."""
+    hold slots yet. Texts are cut so that one more row fits into the model's context, which must have at least 2
+    tokens."""
     short, long = min(TEXT, context - 1), min(LONG_TEXT, context - 1)
     forward = draft_pass_of(engine)
 

@@ -32,7 +32,8 @@ log = structlog.get_logger()
 MIN_KEY_CHARACTERS = 16
 
 TOKENS_A_MESSAGE = 1 << 16
-"""Tokens, including those of log-probabilities, after which a message of texts is full."""
+"""A message gets no further text once it has this many tokens, counting MAX_TOP for each place with
+log-probabilities."""
 
 
 class Learning(NamedTuple):

@@ -181,9 +181,7 @@ class VerifierServicer(
         share = QUEUE_SHARE * (limit - queue.new)
         # At least one place for every tenant, however full the room is.
         if own >= max(1, share):
-            problem = (
-                f"{own} of its sessions are waiting for memory, the limit is {max(1, share)} while {queue.new} sessions wait"
-            )
+            problem = f"{own} of its sessions are waiting for memory, the limit is {max(1, share)} while {queue.new} sessions wait"
             raise TenantLimitError(tenant, problem, wait)
         error = load.too_late(request.open.max_tokens, deadline, max(0, queue.ahead))
         if error is not None:

@@ -52,7 +52,7 @@ class CommitCheck:
     def __init__(
         self, sample: Sample, model: ServedModel, context_tokens: int, keepers: Collection[object] = ()
     ) -> None:
-        """`keepers`: drafts that keep the text, as known so far."""
+        """`keepers`: the drafts known so far to store the text for learning."""
         self._sample = sample
         self._model = model
         self._keepers = keepers

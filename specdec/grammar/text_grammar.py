@@ -175,7 +175,7 @@ class TextGrammar:
         self._ahead_matcher, self._ahead = self._matcher.deep_copy(), []
 
     def _check(self) -> None:
-        """Replace the copy and raise GrammarError if it has failed."""
+        """If the copy has failed, replace it and raise GrammarError."""
         if self._ahead_matcher.is_error():
             error = self._too_complex(self._ahead_matcher)
             self._restart()

@@ -248,7 +248,7 @@ class HttpConnection(H11Protocol):
         return 0  # the request is complete but not answered yet
 
     def _check_chunks(self) -> None:
-        rest = len(self.conn.trailing_data[0])  # trailing_data is a copy
+        rest = len(self.conn.trailing_data[0])  # read once: each access copies h11's buffer
         if self.conn.their_state is not h11.SEND_BODY:
             self._is_chunked = False
             if rest:  # belongs to the next request, already in h11 and thus unchecked

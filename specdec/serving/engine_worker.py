@@ -148,7 +148,7 @@ class EngineWorker(Worker, Generic[Session]):
         self._resume_at = time.monotonic() + SHORTAGE_PAUSES[self._shortages - 1]
         gc.collect()
         give_freed_memory_back()
-        self._retry.failed(sessions)  # puts them on trial; a shortage has no culprit
+        self._retry.failed(sessions)  # each is now stepped alone; a shortage is no session's fault
         if not self.recover():  # the probe got no memory either; the failed step left partial writes
             self.works, self._worked = False, time.monotonic()
             self.end_sessions(ShortOfMemoryError())

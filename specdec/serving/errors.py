@@ -149,7 +149,8 @@ class TenantLimitError(OverloadedError):
 
 
 class GrammarPendingError(OverloadedError):
-    """The pod is busy trying or compiling this grammar or others. It has room for texts with other grammars."""
+    """The pod is busy trying or compiling this grammar or others. It need not be full: texts without a grammar, or with a
+    compiled one, may still be admitted."""
 
     reason = "GRAMMAR_PENDING"
 

@@ -49,7 +49,7 @@ FULL_SECONDS = 5.0
 """Back-off in seconds from a draft without room for a text; others may have room."""
 
 ROOM = 1024
-"""Tokens by which a text may grow in one session, because its draft reserves KV memory for all of them in advance."""
+"""Limit on a text's growth in one session, in tokens: its draft reserves KV memory for all of them in advance."""
 
 MAX_LOGGED_REASONS = 32
 """Maximum number of distinct refusal reasons logged per draft, since some contain numbers specific to the text."""

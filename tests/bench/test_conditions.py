@@ -12,7 +12,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 
 
 def test_versions_are_those_of_this_distribution_and_of_what_it_needs() -> None:
-    """By their names in pyproject.toml: a misspelled one would be missing from every report."""
+    """Names are compared with pyproject.toml: a misspelled one would be absent in every report."""
     needed = [
         *PROJECT["dependencies"],
         *(each for extra in PROJECT["optional-dependencies"].values() for each in extra),
@@ -26,7 +26,7 @@ def test_versions_are_those_of_this_distribution_and_of_what_it_needs() -> None:
 
 
 def test_a_package_that_is_not_installed_is_absent() -> None:
-    """Of onnxruntime and onnxruntime-gpu, mutually exclusive, one is always absent."""
+    """onnxruntime and onnxruntime-gpu exclude each other, so one of them is always absent."""
     assert version("no-such-package-anywhere") == "absent"
 
 

@@ -1,4 +1,4 @@
-"""The registry has every benchmark, and each runs by its name."""
+"""The registry has every benchmark, and each can be run by its name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(bench.__file__).parent
 
 
 def with_a_main(path: Path) -> bool:
-    """Return whether a module has a `main` taking a benchmark's arguments."""
+    """Return whether a module has a `main` that takes a benchmark's arguments."""
     functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     return any(function.name == "main" and len(function.args.args) == 1 for function in functions)
 

@@ -1,4 +1,4 @@
-"""Access to the typer command of a function, for its options."""
+"""Access to a function's typer command and its options."""
 
 from __future__ import annotations
 

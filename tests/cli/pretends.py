@@ -1,4 +1,4 @@
-"""A service that does nothing: it is ready at once, or fails in the phase named by `--fails-in`."""
+"""A service that does nothing: it is ready immediately, or fails in the phase named by `--fails-in`."""
 
 from __future__ import annotations
 

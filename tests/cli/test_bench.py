@@ -1,4 +1,4 @@
-"""`specdec bench` works from a checkout, in any directory, and is refused clearly elsewhere."""
+"""`specdec bench` from a checkout works in any directory; without a checkout, the error says what is missing."""
 
 from __future__ import annotations
 

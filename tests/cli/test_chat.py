@@ -224,7 +224,7 @@ def test_commands_change_what_comes_next() -> None:
     conversation.answered("b")
     assert conversation.command("/again") == ("", True)
     assert conversation.messages == [{"role": "user", "content": "a"}]
-    conversation.answered("")  # failed: the former answer stays
+    conversation.answered("")  # a failed answer: the earlier one stays
     assert [turn["content"] for turn in conversation.turns] == ["a", "b"]
     conversation.answered("c")
     assert [turn["content"] for turn in conversation.turns] == ["a", "c"]

@@ -1,4 +1,4 @@
-"""`specdec doctor`: its report on this machine and on models, also with the client's packages alone."""
+"""`specdec doctor`: its report on this machine and on models, even with only the client's packages installed."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_where_vllm_is_it_is_told() -> None:
 
 
 def test_without_a_model_nothing_heavy_is_loaded() -> None:
-    """So the verdict comes soon."""
+    """Loading these modules would delay the verdict."""
     code = "import sys; sys.argv[1:] = ['doctor']; from specdec.cli import app; app(standalone_mode=False); "
     done = ran(["-c", code + "print(*sys.modules)"])
     *_, verdict, modules = done.stdout.splitlines()

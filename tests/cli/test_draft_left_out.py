@@ -1,4 +1,4 @@
-"""A draft that cannot be exported leaves the others serving without it."""
+"""If a draft cannot be exported, the other services run without it."""
 
 from __future__ import annotations
 

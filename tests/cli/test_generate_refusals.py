@@ -1,4 +1,4 @@
-"""What a server refuses is told by the command's options."""
+"""If a server refuses a field, the error names the command's option for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command-line contract, with real processes: what scripts rely on, and error messages."""
+"""The command line's contract with scripts, and its error messages, with real processes."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_up_tells_what_each_service_runs(up: Up, pair: Pair) -> None:
     assert [pods[role]["model"] for role in ("verifier", "draft")] == [pair.target.name, pair.exported.name]
     assert (pods["verifier"]["device"], pods["verifier"]["dtype"]) == ("cpu", "float32")
     assert all(pod["process_id"] in up.children and pod["memory_bytes"] > 10_000_000 for pod in pods.values())
-    most = memory_needed(ModelDirectory(pair.target), Placement(), free_bytes("cpu")).total  # as the table tells it
+    most = memory_needed(ModelDirectory(pair.target), Placement(), free_bytes("cpu")).total  # as in the memory table
     assert pods["verifier"]["memory_bytes"] < 1.1 * most
     *services, ask, openai_too, why, _ = lines(up.described)
     assert [line.split()[:2] for line in services] == [[role, pod["address"]] for role, pod in pods.items()]
@@ -169,7 +169,7 @@ def test_generate_reports_json(up: Up, tmp_path: Path) -> None:
 
 
 def test_the_draft_is_used(up: Up) -> None:
-    """On a slow machine candidates may be late or not pay; this rule yields no token without the draft."""
+    """On a slow machine candidates may be late or not pay; CONTRASTIVE yields no token without the draft."""
     command = ("generate", "hello there", "--address", up.address, "--json", "--max-tokens", "20")
     run = specdec(*command, "--rule", "contrastive")
     assert run.returncode == 0, run.stderr
@@ -265,7 +265,7 @@ def test_export_writes_what_the_draft_serves(
     assert done.stderr == f"specdec: exporting {model} to {target} in float32; large models take minutes\n"
     files = {f.name for f in target.iterdir()}
     assert files >= {"model.onnx", "specdec.json", "config.json", "tokenizer.json"}
-    with pytest.raises(ModelDirectoryError, match="not replaced"):  # an existing export may be replaced, nothing else
+    with pytest.raises(ModelDirectoryError, match="not replaced"):  # only an existing export may be replaced
         export(ModelDirectory(model), model)
     assert (model / "model.safetensors").is_file()
     wrong = specdec("export", "/nonexistent", str(tmp_path / "other"))

@@ -1,4 +1,4 @@
-"""`specdec up` tells a service killed for memory from other deaths, and does not start it again with the same size."""
+"""`specdec up` recognises that a service was killed for memory, and does not restart it with the same KV cache size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLEEPER = ("-c", "import sys; sys.stdin.read()")
 
 @dataclass
 class Machine:
-    """A stack of one service that only waits, and the machine's count of kills."""
+    """A stack with one service that only waits, and the machine's count of memory kills."""
 
     child: Child
     kills: int = 0
@@ -77,7 +77,7 @@ def test_a_size_in_the_environment_is_not_tried_again(machine: Machine, monkeypa
 @pytest.mark.parametrize(("number", "kills"), [(signal.SIGKILL, 0), (signal.SIGSEGV, 1)])
 @pytest.mark.parametrize("machine", [("--kv-tokens", "9000")], indirect=True)
 def test_another_death_is_another_death(machine: Machine, number: signal.Signals, kills: int) -> None:
-    """One killed by hand, and one that crashed while the system killed something else."""
+    """The service is killed by hand, or crashes while the system kills something else."""
     upkeep = machine.upkeep()
     machine.kills += kills
     machine.kill(upkeep, number)

@@ -21,7 +21,7 @@ SERVICES: dict[str, Any] = {"verifier": verifier, "draft": draft, "orchestrator"
 
 
 def run(*words: str) -> tuple[str, dict[str, Values]]:
-    """Return the command's output for these words, and the options passed on."""
+    """Return a command's output for these words, and the options that it passes on."""
     seen: dict[str, Values] = {}
 
     def command(threads: int = 1, *, passed: Mapping[str, Values]) -> None:
@@ -106,7 +106,7 @@ def test_the_service_reads_the_values_that_were_given(main: Any, required: tuple
 
 
 def test_the_model_may_be_an_argument() -> None:
-    """Of `specdec serve`, in place of --target of `specdec up`."""
+    """`specdec serve` takes the model as an argument, `specdec up` as --target."""
     command = command_of(passing_on(up, model="target"))
     context = command.make_context("serve", ["--openai-port", "0", "some/model", "--verifier-step-rows", "64"])
     assert (str(context.params["target"]), context.params["verifier_step_rows"]) == ("some/model", 64)

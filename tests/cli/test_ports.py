@@ -1,4 +1,4 @@
-"""Default ports agree everywhere, and a port in use is reported by option before models load."""
+"""Default ports agree everywhere. If a port is in use, the error names the option, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_taken_port_is_one_line(command: tuple[str, ...], option: str, taken: 
 
 
 def test_one_port_for_two_services_is_refused_at_once(unused_tcp_port: int) -> None:
-    """Even before the models are looked at."""
+    """Even before the models are read."""
     port = str(unused_tcp_port)
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", port, "--verifier-port", port, "--target", "/none"]
     done = subprocess.run([*run, "--draft", "none"], capture_output=True, text=True, timeout=60, env=environment())
@@ -90,7 +90,7 @@ def test_one_port_for_two_services_is_refused_at_once(unused_tcp_port: int) -> N
 
 
 def test_a_port_that_no_draft_takes_may_be_taken(taken: int) -> None:
-    """Without a draft service its port is not checked; the only error is the target's."""
+    """Without a draft service, its port is not checked: the only error is about the target."""
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--draft-port", str(taken), "--target", "/none"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
     assert done.stderr == "specdec: /none: no such directory\n"
@@ -106,7 +106,7 @@ def test_a_port_that_no_draft_takes_may_be_taken(taken: int) -> None:
 def test_openais_port_is_refused_where_the_orchestrator_wants_tls(
     words: tuple[str, ...], variables: dict[str, str]
 ) -> None:
-    """Whether set by option or by environment variable: the HTTP server could not connect."""
+    """Whether TLS is set by option or by environment variable, the HTTP server could not connect."""
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--openai-port", "0", *words]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment() | variables)
     assert done.returncode == 2

@@ -109,7 +109,7 @@ def test_a_line_may_say_the_time(tmp_path: Path) -> None:
 
 
 def test_results_go_on_where_they_broke_off(tmp_path: Path) -> None:
-    """Complete lines are kept, torn lines and errors are redone, and the final file is in order."""
+    """Complete lines are kept, prompts with torn lines or errors are run again, and the final file is in order."""
     file = PromptFile(written(tmp_path / "prompts.jsonl", *({"text": str(i)} for i in range(4))), {})
     one, two, three, four = file.prompts()
     out = ResultsFile(tmp_path / "out.jsonl", resume=False)
@@ -192,7 +192,7 @@ async def test_so_many_at_once_and_in_order() -> None:
         running += 1
         most = max(most, running)
         if number == 1:
-            await gate.wait()  # the slowest one: all others wait for it
+            await gate.wait()  # the slowest action: all later results wait for it
         else:
             await asyncio.sleep(0)
         if number == 3 * WAITING:
@@ -300,7 +300,7 @@ async def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
 
 
 async def test_no_result_waits_in_memory_for_an_earlier_one(tmp_path: Path) -> None:
-    """All results but the pending one are in the file at the interrupt, and later in order."""
+    """When interrupted, the file has all results except the pending one; after the exit, in order."""
     prompts, out = written(tmp_path / "p.jsonl", *({"text": str(i)} for i in range(6))), tmp_path / "out.jsonl"
     async with FakeServer(Act(then="hold")) as server:
         process = await start(server, "--prompt-file", prompts, "--out", out, "--concurrency", 2)

@@ -1,4 +1,4 @@
-"""`specdec stats`: one command for all three services, and a one-line error for other servers."""
+"""`specdec stats` serves all three services, and fails for other servers with a one-line error."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def run(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 async def services() -> AsyncIterator[dict[str, str]]:
-    """Yield the addresses of three services without models, by role."""
+    """Yield the addresses of the three services, by role; they have no models."""
     backend, drafting = Counting(), DraftLoop(LanguageModelDrafter(Engine()))
     backend.start()
     drafting.start()
@@ -265,7 +265,7 @@ def test_rates_are_those_since_the_look_before() -> None:
 
 
 def test_a_watch_shows_what_happens_now() -> None:
-    """Also of texts that have not ended."""
+    """Its rates include texts that have not ended."""
     before = GenerationServiceGetStatsResponse(
         pod=PodInfo(version="1.2", process_id=7),
         all_samples=SampleCounts(tokens=400, steps=100, offered_candidates=300, accepted_candidates=250),

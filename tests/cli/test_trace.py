@@ -17,7 +17,7 @@ from tests.stack import served
 
 
 def told() -> GetTraceResponse:
-    """A request that began 3 s ago and lost its verifier after 1 s; it now runs at another pod."""
+    """Return the trace of a request that began 3 s ago, lost its verifier after 1 s and continued at another pod."""
     answer = GetTraceResponse()
     request = answer.timelines.add(service="orchestrator", age_us=3_000_000, end_age_us=500_000, error="VERIFIER_LOST")
     request.attributes.update({"steps": 3, "finish_reasons": ["stop", "length"], "time_to_first_token": 0.25})
@@ -89,7 +89,7 @@ async def run(*arguments: str) -> tuple[int, str, str]:
 
 
 class Traced(TraceServicer):
-    """A service with nothing but traces."""
+    """A service that serves only traces."""
 
     async def close(self) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The loop that trainings share: it saves, looks, and stops between two steps."""
+"""The loop shared by all trainings: it saves, evaluates and stops only between two steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.cli.training import LOOK_SECONDS, Seldom, Stops, work_on
 
 
 class Counting:
-    """Work that counts, and at `interrupted_at` gets a signal."""
+    """Work that counts its steps, and gets a signal in step `interrupted_at`."""
 
     unit = "step"
     total = 10
@@ -65,7 +65,7 @@ def test_a_signal_stops_it_after_the_step_at_hand(
     work_on(work, tmp_path, stops, math.inf)
     assert work.saved == [4]
     assert "stopped at step 4 of 10; the same command with --resume continues" in capsys.readouterr().err
-    assert signal.getsignal(by) == signal.SIG_DFL  # a second one ends the process
+    assert signal.getsignal(by) == signal.SIG_DFL  # a second signal ends the process
     with pytest.raises(SystemExit) as ended:
         stops.end()
     assert ended.value.code == status
@@ -79,7 +79,7 @@ def test_time_stops_it(stops: Stops, tmp_path: Path) -> None:
 
 
 def test_what_is_done_seldom_takes_a_small_part_of_the_time() -> None:
-    """30 of each 630 seconds."""
+    """The call takes 30 of every 630 seconds."""
     now, done = [0.0], list[float]()
 
     def slow() -> None:

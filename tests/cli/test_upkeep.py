@@ -1,4 +1,4 @@
-"""`specdec up` restarts dead services at their old address: clients see a pause, and the user a line."""
+"""`specdec up` restarts dead services at their old address: clients notice a pause, and the user sees a line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.models import make, near
 TOKENS = 200
 
 RETRIES = 200
-"""Client retries while the only orchestrator restarts, even on a busy machine."""
+"""Client retries, enough for a restart of the only orchestrator on a busy machine."""
 
 pytestmark = pytest.mark.timeout(900)  # services restart repeatedly, slowly on a busy machine
 
@@ -42,7 +42,7 @@ class Up:
         return found
 
     def until_said(self, *words: str) -> str:
-        """Return the next line on stderr with any of these words; earlier lines are consumed."""
+        """Return the next line on stderr that has any of these words; skip the lines before it."""
         assert self.process.stderr is not None
         for line in self.process.stderr:
             if any(each in line for each in words):
@@ -100,7 +100,7 @@ def test_a_client_sees_only_a_pause(running: Up) -> None:
 
 
 def test_what_dies_in_a_row_ends_all_with_the_reason(running: Up) -> None:
-    """The death in the test above may be the first of the row."""
+    """The orchestrator's death in the test above may count as the first."""
     kills, line = 0, ""
     while "in a row" not in line:
         os.kill(running.pid_of("orchestrator"), signal.SIGKILL)

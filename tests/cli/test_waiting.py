@@ -20,7 +20,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 @contextlib.asynccontextmanager
 async def orchestrator(status: int = SERVING, *acts: Act) -> AsyncIterator[tuple[FakeServer, Any]]:
-    """Yield an orchestrator with this status for its verifiers, and its health servicer."""
+    """Yield an orchestrator and its health servicer, which reports `status` for the verifiers."""
     server, checks = FakeServer(*acts), health.aio.HealthServicer()
     await checks.set(VERIFIER, status)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server.server)
@@ -75,7 +75,7 @@ async def test_the_command_says_that_there_is_no_verifier_and_goes_on() -> None:
             assert (
                 line == f"specdec: waiting for a verifier: the orchestrator at {server.address} reaches none\n".encode()
             )
-            await server.stop()  # a new server just sends the text
+            await server.stop()  # its replacement sends the whole text
             async with FakeServer(port=server.port):
                 out, _ = await process.communicate()
     assert out.decode() == TEXT

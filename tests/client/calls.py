@@ -1,4 +1,4 @@
-"""What tests of calls share: time limits, refusals of the fake server, and how a whole text looks."""
+"""Shared by tests of calls: time limits, refusals by the fake server, and parts of its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients of both kinds."""
+"""Asyncio and synchronous clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.client.fake_server import FakeServer
 
 @pytest.fixture(params=[ThreadedClient, AsyncClient], ids=["sync", "asyncio"])
 def connect(request: pytest.FixtureRequest) -> Any:
-    """Return a factory of clients, of either kind, whose waiting is bounded."""
+    """Return a factory of clients of either kind, with a default timeout."""
 
     def make(*servers: FakeServer, address: Any = None, **settings: Any) -> Any:
         address = ",".join(server.address for server in servers) if address is None else address

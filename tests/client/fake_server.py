@@ -82,14 +82,14 @@ class FakeServer(GenerationServiceServicer):
         self._listing = iter(listing)
         self.keys = keys
         self.aliases: Sequence[str] = ()  # of the model "fake"
-        self.refused_peers: list[str] = []  # by call without a known key
+        self.refused_peers: list[str] = []  # one entry for each call without a known key
         self.calls: list[Call] = []
         self.listings: list[Call] = []
         self.stats = pb.GenerationServiceGetStatsResponse()
         self.stats_requests: list[pb.GenerationServiceGetStatsRequest] = []
         self.called = asyncio.Event()
         self.held = asyncio.Event()  # a call has sent its tokens and holds
-        self.freed = asyncio.Event()  # a handler has ended; a holding one ends only by cancellation
+        self.freed = asyncio.Event()  # a handler has ended; a holding handler ends only when cancelled
         self.port = port
         self.server = grpc.aio.server(options=options)
 
@@ -163,7 +163,7 @@ class FakeServer(GenerationServiceServicer):
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        """Tokens are the text's bytes, preceded by a special token 0."""
+        """Return the text's bytes as tokens, after a special token 0."""
         await self._play_end(
             await self._begin(pb.GenerateRequest(text=request.text, model=request.model), context), context
         )
@@ -211,7 +211,7 @@ def scored(request: pb.GenerateRequest) -> bool:
 
 
 def prompt_of(request: pb.GenerateRequest) -> list[pb.PromptToken]:
-    """Return the tokens of a prompt, those of a text as for Tokenize. Token k has the log-probability -k / 8."""
+    """Return the tokens of a prompt; a text has the tokens of `Tokenize`. Token k has the log-probability -k / 8."""
     ids = list(request.tokens.ids) or [0, *request.text.encode()]
     found = [pb.PromptToken(token=token, bytes=bytes([token])) for token in ids]
     for at, entry in enumerate(found[1:], 1):

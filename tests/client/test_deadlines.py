@@ -37,7 +37,7 @@ async def test_a_retry_has_the_time_that_is_left(connect: Any) -> None:
     acts = [Act(3, "abort"), rich(code_pb2.UNAVAILABLE, retry_info(0, 250_000_000))]
     async with FakeServer(*acts) as server, connect(server) as client:
         assert written([chunk async for chunk in client.generate("hi", timeout=5.0)]) == (TEXT, TOKENS)
-    assert server.calls[2].seconds_left <= 4.7 * ROUNDING  # two pauses: at least 50 ms, and the server's delay
+    assert server.calls[2].seconds_left <= 4.7 * ROUNDING  # after two pauses: at least 50 ms, and the server's delay
 
 
 async def test_the_deadline_ends_the_retries(connect: Any) -> None:
@@ -130,7 +130,7 @@ async def test_closing_the_client_ends_a_call_that_waits_for_its_next_try(connec
         asking = client.generate("hi").__anext__() if streams else client.complete("hi")
         call = asyncio.ensure_future(asking)
         await until(server.called)
-        for _ in range(2):  # their answers follow the refusal on the same connection: the call is in its back-off
+        for _ in range(2):  # answered on the same connection after the refusal: the call is backing off by then
             await client.models()
         await client.close()
         with pytest.raises(Cancelled):

@@ -31,13 +31,13 @@ OTHER_WORDS = {
     "client, specdec.v2",
     grpc.StatusCode.DEADLINE_EXCEEDED: "the timeout has passed",
 }
-"""Our messages for statuses without details, in place of gRPC's."""
+"""Messages that replace gRPC's, by status."""
 
 
 @pytest.mark.parametrize("code", list(ERRORS))
 def test_a_status_becomes_its_error(code: grpc.StatusCode) -> None:
     error = from_rpc(failure(code))
-    broken = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)  # from the connection; no server sends these
+    broken = code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)  # broken connections: no server sends them
     assert type(error) is (Unavailable if broken else ERRORS[code])
     assert is_loss(error) is (broken or code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED))
     words = OTHER_WORDS.get(code, "{}")

@@ -20,10 +20,10 @@ print(*sorted(name for name in names if name.startswith(("specdec.", "google.rpc
 def test_loads_nothing_but_grpc_and_protobuf() -> None:
     run = subprocess.run([sys.executable, "-c", LIST_WHAT_IS_LOADED], capture_output=True, text=True, check=True)
     packages, modules = (set(line.split()) for line in run.stdout.splitlines())
-    # grpcio imports Cython's runtime and typing_extensions,
+    # grpcio imports Cython's runtime and typing_extensions, and tries to import its optional companions.
     foreign = {name for name in packages if not name.startswith(("_cython", "cython"))}
     assert foreign <= {"specdec", "grpc", "google", "typing_extensions", "grpc_health", "grpc_reflection", "grpc_tools"}
-    # and tries to import its optional companions; the client itself needs none of them.
+    # The client itself needs no other parts of specdec.
     assert all(name.startswith(("specdec.client", "specdec.wire", "specdec.v2")) for name in modules)
 
 

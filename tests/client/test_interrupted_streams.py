@@ -1,5 +1,5 @@
-"""Both clients against a server that fails in mid-stream: streams resume without gap or repeat, or say why they
-cannot."""
+"""Both clients against a server that fails in mid-stream: streams resume without gap or repeat, or the error says why
+they cannot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
 
 async def test_resumes_without_gap_or_repeat(connect: Any) -> None:
-    # Tokens 1 and 14 end within a character.
+    # After tokens 1 and 14, the stream breaks within a character.
     acts = [Act(1, "abort"), Act(13, "abort"), Act(4, "abort")]
     async with FakeServer(*acts) as server, connect(server, max_retries=1) as client:
         chunks = [chunk async for chunk in client.generate("hi", max_tokens=99, temperature=0.8)]
@@ -26,7 +26,7 @@ async def test_resumes_without_gap_or_repeat(connect: Any) -> None:
     first, *resumed = [call.request for call in server.calls]
     assert not first.sampling.HasField("seed")
     assert [list(request.generated_tokens) for request in resumed] == [TOKENS[:1], TOKENS[:14], TOKENS[:18]]
-    # Values filled in by the first server: the next one must not choose others.
+    # Values filled in by the first server: the next server must not choose others.
     first.ignore_end_token, first.prompt_digest, first.model = True, DIGEST, REVISION
     first.stop_tokens.append(2)
     for request in resumed:  # seed and model from the first server, all else as requested
@@ -54,7 +54,7 @@ async def test_statistics_of_all_parts_are_joined(connect: Any) -> None:
     finish = chunks[-1].finish
     assert finish is not None
     speculation = finish.speculation
-    pieces = [len(chunk.tokens) for chunk in chunks if chunk.tokens]  # one per step; its last token is the target's own
+    pieces = [len(chunk.tokens) for chunk in chunks if chunk.tokens]  # one per step, ending with the target's own token
     assert speculation.steps == len(pieces)
     assert speculation.offered == CHUNK * len(pieces)
     assert speculation.accepted == len(TOKENS) - len(pieces)
@@ -138,7 +138,7 @@ async def test_complete_and_models_are_retried(connect: Any) -> None:
 
 
 async def test_a_server_that_ends_cancels_and_is_left(connect: Any) -> None:
-    """Late calls get CANCELLED from the server, not from the client."""
+    """At shutdown a server ends late calls with CANCELLED; the client has not cancelled them."""
     late = Act(6, "abort", grpc.StatusCode.CANCELLED)
     async with FakeServer(late, BREAK, late) as server, connect(server) as client:
         assert written([chunk async for chunk in client.generate("hi")]) == (TEXT, TOKENS)

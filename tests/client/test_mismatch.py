@@ -1,4 +1,4 @@
-"""A client and a server that do not fit are reported in one plain sentence, by the client and by commands."""
+"""A mismatch between client and server is reported in one plain sentence, by the client and by commands."""
 
 from __future__ import annotations
 

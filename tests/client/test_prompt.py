@@ -1,4 +1,4 @@
-"""Tokens of the prompt with their log-probabilities: each arrives once, whatever fails."""
+"""Tokens of the prompt with their log-probabilities: each arrives exactly once, despite failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_they_come_before_the_text(client_of: Any) -> None:
 
 @pytest.mark.parametrize("max_tokens", [None, 0])
 async def test_a_broken_stream_repeats_none(client_of: Any, max_tokens: int | None) -> None:
-    """It breaks twice before the prompt is complete, and once behind it."""
+    """The stream breaks twice within the prompt, and once after it."""
     acts = [Act(0, "abort", prompt=4), Act(0, "abort", prompt=7), *([] if max_tokens == 0 else [Act(5, "abort")])]
     async with (
         FakeServer(*acts) as server,

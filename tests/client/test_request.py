@@ -1,4 +1,4 @@
-"""Options become fields of a message, all of them; validation is left to the server."""
+"""Every option becomes a field of the request; validation is left to the server."""
 
 from __future__ import annotations
 
@@ -381,7 +381,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "description": "d
 
 
 def test_tools() -> None:
-    """Schemas keep their key order, visible in templates."""
+    """Schemas keep their key order, since templates show it."""
     said: list[Any] = [{"role": "user", "content": "hi"}]
     chat = build_request(messages=said, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False).chat
     (tool,) = chat.tools

@@ -39,7 +39,7 @@ class Gone(grpc.RpcError):
 
 
 class Settled(Gone):
-    """The error of a server with another model."""
+    """The error of a server that serves another model."""
 
     def trailing_metadata(self) -> tuple[Any, ...]:
         changed = error_details_pb2.ErrorInfo(reason="MODEL_CHANGED", domain="specdec")
@@ -49,7 +49,7 @@ class Settled(Gone):
 
 
 def tries(retries: Retries, clock: Clock) -> tuple[int, float]:
-    """Fail until the call gives up; return the number of retries and the seconds."""
+    """Fail until the call gives up; return the number of retries and the seconds taken."""
     count, begin = 0, clock.now
     while True:
         try:
@@ -78,7 +78,7 @@ def test_a_server_that_has_answered_is_awaited_for_ten_seconds(addresses: int, m
     count, seconds = tries(a_call(rotation, clock, most), clock)
     assert count >= most * addresses
     assert seconds >= 10
-    assert seconds < 12.1 or count <= (most + 1) * addresses  # unless the minimal number of tries takes longer
+    assert seconds < 12.1 or count <= (most + 1) * addresses  # longer only for the least number of tries
 
 
 def test_the_wait_begins_anew_with_every_token() -> None:

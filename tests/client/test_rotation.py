@@ -77,5 +77,5 @@ def test_where_all_rest_the_one_that_wakes_first_is_asked(clock: Clock) -> None:
 def test_a_call_asks_where_it_failed_least(clock: Clock) -> None:
     rotation = Rotation("abc", clock)
     rotation.failed("b")
-    assert rotation.take({"a": 1, "c": 1}) == "b"  # despite its pause
+    assert rotation.take({"a": 1, "c": 1}) == "b"  # although b is paused
     assert rotation.take({"a": 2, "b": 2, "c": 1}) == "c"

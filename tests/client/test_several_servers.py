@@ -1,4 +1,4 @@
-"""Both clients with several servers: calls take turns, and move on from a server that fails."""
+"""Both clients with several servers: calls rotate over them, and leave a server that fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
 
 
 async def test_goes_on_at_another_server(connect: Any) -> None:
-    script = iter([Act(9, "hold")])  # for the first call, on whichever server
+    script = iter([Act(9, "hold")])  # for the first call, whichever server gets it
     async with FakeServer(script=script) as one, FakeServer(script=script) as other, connect(one, other) as client:
         chunks = []
         async for chunk in client.generate("hi"):
@@ -28,7 +28,7 @@ async def test_goes_on_at_another_server(connect: Any) -> None:
 
 
 async def test_goes_on_at_another_server_a_name_stands_for(connect: Any) -> None:
-    """One gRPC target resolving to several addresses."""
+    """One gRPC target resolves to several addresses."""
     script = iter([Act(9, "hold")])
     async with FakeServer(script=script) as one, FakeServer(script=script) as other:
         name = [f"ipv4:{one.address},{other.address}"]
@@ -61,7 +61,7 @@ async def test_a_server_that_fails_is_left_alone(connect: Any, monkeypatch: pyte
 
 
 async def test_another_server_is_asked_at_once(connect: Any) -> None:
-    script = iter([rich(code_pb2.UNAVAILABLE, retry_info(3600))] * 2)  # for the first calls, on whichever servers
+    script = iter([rich(code_pb2.UNAVAILABLE, retry_info(3600))] * 2)  # the first call at each of two servers fails
     async with (
         FakeServer(script=script) as one,
         FakeServer(script=script) as other,

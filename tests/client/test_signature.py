@@ -1,4 +1,4 @@
-"""`help`, notebooks and type checkers see every option of a call, with type and meaning."""
+"""`help`, notebooks and type checkers show every option of a call, with type and meaning."""
 
 from __future__ import annotations
 

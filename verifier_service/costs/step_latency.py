@@ -222,8 +222,8 @@ class StepLatency:
         self._tabulate()
 
     def _charge(self, rows: int, seconds: float) -> None:
-        """Charge the budget for an exploring step's seconds beyond its worth, but not for a delay: at most its expected
-        time counts."""
+        """Add the step's share to the budget. If the step explored, charge the seconds beyond what its tokens are worth
+        (`_exploring`). Seconds beyond the expected latency do not count: they are a delay."""
         tuning = self._tuning
         self._budget = min(self._budget + tuning.exploration_share * seconds, tuning.first_exploration_seconds)
         if self._exploring is None:

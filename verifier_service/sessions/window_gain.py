@@ -95,7 +95,7 @@ class Trial:
 
     size: Lookahead
     price: float  # paid for it
-    least: float  # gain - cost to beat: the best known size's, or 0 without a window
+    least: float  # net gain (gain - cost) to beat: the best known size's, or 0, that of no window
     lost: float = 0.0  # so far, relative to `least`
     gain: float = 0.0  # over its steps with a full window
     steps: int = 0  # with a full window

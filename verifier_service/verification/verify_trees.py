@@ -59,8 +59,8 @@ class TreeWalker(Protocol):
 
 
 def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
-    """Verify the trees of all walkers, each until it ends or fails. The node at which a chain stops is decided alone:
-    it has several children, or its row is not finite."""
+    """Verify the trees of all walkers, each until it ends or fails. A chain stops at a node with several children, or
+    whose row is not finite; the token after that node is then chosen on its own."""
     while walkers:
         walkers = _at_one_level(_past_typical(_past_chains(walkers, rows), rows), rows)
 

@@ -36,7 +36,7 @@ MAX_HEADS, MAX_LAYERS = 32, 16
 class HeadPart(NamedTuple):
     """The part of a set of heads stored in one tensor."""
 
-    kind: str  # weight, bias: of a block; output; ids
+    kind: str  # "weight" or "bias" (of a block), "output", or "ids"
     head: int | None = None  # None: common to all heads
     layer: int | None = None  # of a block
 

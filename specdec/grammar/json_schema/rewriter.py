@@ -90,7 +90,7 @@ class Rewriter(ABC):
 
     @contextmanager
     def level(self, place: str, why: str) -> Iterator[None]:
-        """Limit the nesting of the parts that are written out: negations and the targets of references in them."""
+        """Limit the nesting of negations, and of references whose targets are expanded in place (`entered`)."""
         self._levels += 1
         if self._levels > MAX_NEGATIONS:
             raise GrammarError(f"{place}: cannot be enforced: {why}")

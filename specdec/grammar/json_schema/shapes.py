@@ -64,7 +64,9 @@ SHAPES: Mapping[str, Shape] = {
     **_each(Shape(lambda value: isinstance(value, list), "a list"), "allOf", "anyOf", "enum", "oneOf"),
     **_each(Shape(_is_bound, "a number", NUMBERS), "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"),
     "multipleOf": Shape(is_number, "a number", NUMBERS),
-    **_each(Shape(_is_size, "a number, at least 0"), "maxItems", "minItems"),  # `contains` reads them for any type
+    **_each(
+        Shape(_is_size, "a number, at least 0"), "maxItems", "minItems"
+    ),  # for every type, since `contains` reads them
     **_each(Shape(_is_size, "a number, at least 0", ("object",)), "maxProperties", "minProperties"),
     **_each(Shape(_is_size, "a number, at least 0", ("string",)), "maxLength", "minLength"),
 }

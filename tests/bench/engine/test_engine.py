@@ -1,4 +1,4 @@
-"""The engine benchmark: cost model, refusals, reports; injected candidates change the speed and no token."""
+"""The engine benchmark: cost model, refusals and reports. Injected candidates change the speed but no token."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TestCandidates:
         assert all(a != b and 0 <= b < 5 for a, b in zip(right, found, strict=True))
 
     def test_about_so_many(self) -> None:
-        """Of 10,000: five standard deviations of 40 each, false alarm 1e-6."""
+        """200 of 10,000 are five standard deviations of 40: a false alarm has probability 1e-6."""
         found = candidates([0] * 10_000, 0.8, 320, random.Random(1))
         assert abs(found.count(0) - 8000) < 200
 
@@ -90,7 +90,7 @@ class TestRandomWeights:
             ModelDirectory(tiny.path)
 
     def test_none_are_exported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """An export would later be served in place of the real weights beside it."""
+        """An export of random weights would later be served in place of the real weights beside it."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         directory = RandomWeights(make("llama", tmp_path / "model"))
         with pytest.raises(ModelDirectoryError, match="random weights cannot be exported"):
@@ -106,7 +106,7 @@ class TestRandomWeights:
 
     @pytest.mark.verify
     def test_injected_candidates_change_no_token(self, tiny: RandomWeights) -> None:
-        """Random weights are reproducible; the more candidates are right, the fewer steps a text takes."""
+        """Both engines load the same random weights. The more candidates are right, the fewer steps a text takes."""
         prompts = [[3 + i for i in range(40)], [70 + i for i in range(25)]]
         first, again = (CpuEngine(tiny, capacity=2048, threads=(1,)) for _ in range(2))
         plain = decode(first, prompts, 60)
@@ -139,7 +139,7 @@ class TestReport:
         assert (tmp_path / "engine.png").stat().st_size > 1000
 
     def test_what_was_measured_before_it_was_cut_off(self, tiny: RandomWeights, tmp_path: Path) -> None:
-        """Nothing, if nothing was measured."""
+        """If nothing was measured, no report is written."""
 
         class CutOff(EngineBench):
             def _measure(self, system: SteppedSystem, chosen: list[Combination], bandwidth: float) -> None:

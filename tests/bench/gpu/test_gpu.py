@@ -1,5 +1,5 @@
-"""A GPU run with stand-ins for its steps: each has a time limit and its own process, missing parts are reported, and
-a report is always written. `python -m bench gpu --device cpu` runs the real steps at a small scale."""
+"""A GPU run with stand-ins for its steps: each step has a time limit and its own process, missing parts are reported,
+and a report is always written. `python -m bench gpu --device cpu` runs the real steps at a small scale."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ class TestNeeds:
             each for name in ("service", "cli", "orchestrator", "draft", "verifier", "cuda") for each in extras[name]
         ]
         names = {found[0] for each in needed if (found := re.match(r"[\w-]+", each))}
-        # transformers imports accelerate for some quantisations, and gguf for its files: no run has these.
+        # transformers imports accelerate for some quantisations, and gguf for GGUF files: no run has these.
         assert names - {"specdec-serve", "accelerate", "gguf"} <= set(MODULES.values())
 
     def test_this_machine_can_be_asked(self) -> None:
-        """In this process: modules are found or not, and nothing raises."""
+        """Missing modules are reported, and raise nothing."""
         found = facts()
         assert found["modules"]["torch"] is not None
         assert set(found) == set(WHOLE)
@@ -174,7 +174,7 @@ def test_counts_of_tests_are_figures(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
 def test_options_of_a_step_exist(step: Step, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For steps parsed in this project, as far as possible without the device."""
+    """Checks the steps whose options this project parses, as far as possible without the device."""
     for module in (engine, config):
         monkeypatch.setattr(module, "check_device", lambda placement: None)
     for command in step.commands(Place(device, tmp_path, tmp_path)):
@@ -205,7 +205,7 @@ def test_wrong_options_are_refused(
 
 
 def test_it_starts_without_torch() -> None:
-    """It must start to report that torch is missing."""
+    """Without torch the run must still start, to report that torch is missing."""
     script = "import sys, bench.gpu.gpu; print(*{'torch', 'numpy', 'rich', 'grpc'} & set(sys.modules))"
     assert (
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split() == []

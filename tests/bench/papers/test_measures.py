@@ -69,7 +69,7 @@ def test_the_spread_is_that_of_a_sample() -> None:
 
 
 def test_accepted_tokens_by_hand() -> None:
-    """Ten steps: five accept nothing, three one candidate, two two of them; each adds the target's own token."""
+    """Of ten steps, five accept no candidate, three accept 1 and two accept 2; each adds the target's own token."""
     histogram = [5, 3, 2]
     assert mean_accepted_tokens(10 + 3 + 2 * 2, 10) == 1.7
     assert survival(histogram) == [0.5, 0.2]

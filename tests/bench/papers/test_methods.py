@@ -1,4 +1,4 @@
-"""Methods by name: requests that a server takes, and names that are refused."""
+"""Methods by name: requests that a server accepts, and names that are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = [
 
 
 def only(name: str) -> Method:
-    """Return the method of a name, without plain decoding."""
+    """Return the method of this name; `methods_named` puts plain decoding before it."""
     return methods_named([name], 0.1)[-1]
 
 

@@ -1,4 +1,4 @@
-"""Evaluations on a fake server over real sockets: what is asked, compared and left out; options; a whole run."""
+"""Evaluations on a fake server over real sockets: requests, comparisons, omissions, options and a whole run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def settings(**fields: Any) -> Settings:
 async def evaluated(
     *acts: Act, methods: Sequence[str] = ("ngram",), questions: Sequence[Question] = (ONE, TWO), **fields: Any
 ) -> tuple[Evaluation, list[pb.GenerateRequest]]:
-    """Evaluate on a fake server; return the evaluation, and the requests for completions."""
+    """Evaluate on a fake server; return the evaluation and its requests for completions."""
     evaluation = Evaluation(settings(**fields), methods_named(methods, 0.1), questions)
     async with FakeServer(*acts) as server:
         await evaluation.run(server.address, Console(file=io.StringIO()))
@@ -105,14 +105,14 @@ async def test_methods_differ_in_nothing_but_their_options() -> None:
 
 
 async def test_methods_begin_in_turn() -> None:
-    """The second group is answered first by the second method."""
+    """The second method goes first in the second group of questions."""
     _, requests = await evaluated(questions=[ONE, Question("set/3", "code", ("Reverse it.",))])
     assert [request.speculation.off for request in requests] == [True, False, True, False, False, True]
 
 
 async def test_streams_are_kept_busy_and_each_question_counts_once() -> None:
     evaluation, requests = await evaluated(streams=[4], methods=[])
-    assert len(requests) == 2 * 2 * 3  # a warm-up and a load, of two questions twice, with three turns
+    assert len(requests) == 2 * 2 * 3  # a warm-up and a load; in each, two questions twice, together three turns
     assert sorted(answer.question for answer in evaluation.kept) == ["set/1", "set/2"]
     assert [load.tokens for load in evaluation.loads] == [2 * 3 * len(TOKENS)]
 
@@ -136,7 +136,7 @@ async def test_rules_are_measured_where_they_are_methods() -> None:
 
 
 async def test_a_method_that_fails_is_left_out() -> None:
-    """After the question is tokenized, plain decoding and the method warm up."""
+    """The fake's calls: the question is tokenized, plain decoding warms up, then the method's warm-up fails."""
     failing = Act(then="abort", code=grpc.StatusCode.UNAVAILABLE, details="no draft")
     evaluation, _ = await evaluated(Act(), Act(), failing, questions=[ONE], methods=["remote", "ngram"])
     assert list(evaluation.failed) == ["remote"]
@@ -152,7 +152,7 @@ async def test_a_refused_method_is_left_out_and_not_its_question() -> None:
 
 
 async def test_a_refused_question_is_left_out_of_all_rounds() -> None:
-    """The method answers the first question, and then refuses the second one in the first of two rounds."""
+    """The method answers the first question, but refuses the second one in the first of two rounds."""
     other = Question("set/3", "code", ("Reverse it.",))
     acts = [Act()] * (2 + 2 + 2) + [REFUSED]
     evaluation, requests = await evaluated(*acts, questions=[ONE, other], rounds=2)
@@ -253,7 +253,7 @@ def test_an_address_without_a_server_is_one_sentence() -> None:
 
 @pytest.mark.verify
 async def test_real_services_take_all_methods(tmp_path: Path) -> None:
-    """Whatever proposes, tokens are plain decoding's; and no method is refused."""
+    """With any drafter, tokens are plain decoding's. No method is refused."""
     target = make("llama", tmp_path / "target")
     draft = near(target, tmp_path / "draft", noise=0.01)
     names = [*USUAL, "draft", "local", "lookahead", "expansion:2,1,1", "coupled:1-2", "rejection:1-2"]
@@ -272,7 +272,7 @@ async def test_real_services_take_all_methods(tmp_path: Path) -> None:
 
 @pytest.mark.verify
 async def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
-    """Two questions: both are tokenized, both methods warm up and answer the first; then one of them is held."""
+    """Both questions are tokenized, and both methods warm up and answer the first; the next answer is held."""
     options = ("--methods", "ngram", "--temperatures", "0", "--categories", "code,prose", "--quick")
     async with FakeServer(*[Act()] * 6, Act(then="hold")) as server:
         command = (sys.executable, "-m", "bench", "papers", "--address", server.address, *options)
@@ -294,7 +294,7 @@ async def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
 @pytest.mark.verify
 @pytest.mark.timeout(600)
 def test_all_methods_on_the_demo_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever proposes, tokens are plain decoding's; and no method fails."""
+    """With any drafter, tokens are plain decoding's. No method fails."""
     methods = ["auto", "draft", "local", "remote", "ngram", "lookahead", "lookahead:3,3,3", "lookahead:7,4,7"]
     methods += ["jacobi", "assisted", "coupled:1-2", "rejection:1-2", "branches:2", "expansion:2,1,1", "contrastive"]
     main(["--quick", "--methods", *methods, "--out", str(tmp_path)])

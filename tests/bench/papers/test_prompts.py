@@ -1,4 +1,4 @@
-"""Readers of prompts: each format, wrong lines by file and line, packages and wheels."""
+"""Reading prompts: each format, errors that name file and line, packages and wheels."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_prompts_of_a_wheel(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_prompts_of_an_installed_package(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = PACKAGES[name]
-    monkeypatch.syspath_prepend(tmp_path)  # before any that is installed
+    monkeypatch.syspath_prepend(tmp_path)  # found before an installed one
     info = tmp_path / f"{package.name.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package.name}\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""Summaries, tables and plots of answers made by hand."""
+"""Summaries, tables and plots of made-up answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METHODS = methods_named(NAMES, 0.1)
 
 
 def answer(method: str, question: str, rate: float, number: int = 0, **fields: Any) -> Answered:
-    """Return an answer of 100 tokens at this rate: 60 steps, of which 40 accept a candidate."""
+    """Return an answer of 100 tokens at `rate` tokens a second, in 60 steps; 40 of them accept a candidate."""
     usual: dict[str, Any] = {
         "temperature": 0.8,
         "streams": 1,

@@ -11,7 +11,7 @@ from bench.quality.report import MEASURES, Mean, Text, difference, mean, reporte
 
 
 def texts(words: int, seed: int, count: int = 20) -> list[Text]:
-    """Return texts of two prompts, drawn uniformly from a vocabulary of `words`."""
+    """Return `count` texts for each of two prompts, drawn uniformly from a vocabulary of `words`."""
     generator = random.Random(seed)
     found = []
     for prompt in (0, 1):
@@ -41,7 +41,7 @@ def test_differences_are_told_in_standard_errors() -> None:
 
 @pytest.mark.parametrize(("words", "level"), [(30, True), (27, False)])
 def test_other_sampling_is_found_out(words: int, level: bool) -> None:
-    """A vocabulary smaller by three words of thirty."""
+    """A vocabulary of 27 words instead of 30 is found beyond the noise."""
     report = reported({"naive": texts(30, 1), "speculative": texts(words, 2), "contrastive": texts(30, 3, count=1)})
     assert report["within_noise"] is level
     assert report["methods"]["contrastive"]["measures"]["entropy 1"]["error"] is None

@@ -25,4 +25,4 @@ def test_a_table_compares_with_plain_decoding() -> None:
     lines = table({"profile": "p", "about": "a", "source": "s", "cells": cells}).splitlines()
     assert any("| 8 | 0 | forced | 150 | 1.50 | 8.00 | 90 % | 8.0 | 1.00 | 50 % |" in line for line in lines)
     assert lines[-3:] == ["| plan | 100 | 100 |", "| rest | 50 | 50 |", "| all | 150 | 150 |"]
-    assert not any("draft's worker" in line for line in lines)  # it was idle
+    assert not any("draft's worker" in line for line in lines)  # the worker was idle

@@ -1,4 +1,4 @@
-"""Commands start in turns, first with an empty cache; and the report on their starts."""
+"""Start times of commands: they take turns, each first with an empty cache; and their report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MACHINE = {"cores": 2, "processor": "Processor", "instructions": ["avx2"]}
 
 
 class Kept:
-    """A command that writes a cache file, and records whether it was there at each start, and its requests."""
+    """A command that writes a cache file, and records its requests and whether each start found the file."""
 
     def __init__(self, name: str, *, keeps: bool = True, fails: type[BaseException] | None = None) -> None:
         self.command = Command(name, self._start, keeps)

@@ -1,4 +1,4 @@
-"""The benchmark of learning drafts: what its report says of texts, and a small run of all of it."""
+"""The benchmark of learning drafts: its report on given texts, and a small complete run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec.local import DEMO
 
 
 def texts(*speeds: float, guessed: int, phases: int = 1) -> list[Text]:
-    """Return windows of texts of ten tokens, each window at a speed in tokens a second."""
+    """Return texts of ten tokens: a window of them for each speed, in tokens a second."""
     found, ended = list[Text](), 0.0
     for window, speed in enumerate(speeds):
         for _ in range(WINDOW):
@@ -76,7 +76,7 @@ def test_an_untrained_draft_has_the_shape_and_tokenizer_of_a_trained_one(tmp_pat
 
 @pytest.mark.verify
 def test_a_small_run_of_all_of_it(tmp_path: Path) -> None:
-    """All runs give the same texts. Takes some five minutes."""
+    """All runs give the same texts. Takes about five minutes."""
     plan = Plan(DEMO / "target", DEMO / "draft", texts=24, tokens=32, streams=2, steps=3, rate=1e-4, oracle_steps=5)
     found = measured(plan, tmp_path)
     assert list(found["runs"]) == ["plain", "fixed", "learning", "oracle"]

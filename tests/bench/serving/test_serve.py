@@ -210,7 +210,10 @@ def test_an_address_without_a_server_is_one_sentence(address: str, said: str) ->
         (("h:1", "--api-key-file", "/nowhere"), "'--api-key-file' /nowhere: No such file"),
         (("http://h:1", "--tls-ca", "/nowhere"), "--tls and --tls-ca are not for http://"),
         (("https://h:1", "--tls-ca", "/nowhere"), "--tls-ca: /nowhere: No such file"),
-        (("h:1", "--prompt-characters", "99999"), "--prompt-characters: 99999 is more than half of the longest prompt source file"),
+        (
+            ("h:1", "--prompt-characters", "99999"),
+            "--prompt-characters: 99999 is more than half of the longest prompt source file",
+        ),
     ],
 )
 def test_wrong_options_are_one_sentence(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,8 @@ ANSWERS = ((4, 0), (8, 0))
 
 @pytest.mark.parametrize(("hardware", "lockstep"), [(FLAT, True), (STEEP, False)])
 def test_the_better_of_lockstep_and_taking_turns_counts(hardware: Hardware, lockstep: bool) -> None:
-    """If a step's latency does not depend on its rows, all streams should share it; if every row costs, some streams
-    should be verified while the others wait for their drafts."""
+    """If a step's latency does not depend on its rows, all streams should share each step. If every row costs, some
+    streams should be verified while the others wait for their drafts."""
     scenario = replace(FOUR, hardware=hardware)
     best = synchronous(scenario, ANSWERS)
     assert best.synchronous

@@ -110,7 +110,7 @@ def test_latencies_follow_the_preset() -> None:
 
 def test_plain_takes_the_targets_time() -> None:
     plain, *_ = deployments(replace(PLAIN, measured=5), [])
-    assert plain.rate(4) == pytest.approx(4 / PLAIN.hardware.target.seconds(4), rel=0.1)  # one step more or less in 12
+    assert plain.rate(4) == pytest.approx(4 / PLAIN.hardware.target.seconds(4), rel=0.1)  # tolerates one step in 12
 
 
 def test_devices_apart_bring_more_than_one_for_both() -> None:
@@ -125,7 +125,7 @@ def test_a_draft_that_takes_no_time_loses_nothing_by_sharing() -> None:
 
 
 def test_a_shared_device_works_for_one_at_a_time() -> None:
-    """Work adds up to the elapsed time when shared; on separate devices, both are busy all the time."""
+    """A shared device's work adds up to the elapsed time. Separate devices are both busy all the time."""
     always_busy = Hardware(Device(0.01, 0.0), Device(0.01, 0.0))
 
     def work(scenario: Scenario) -> float:

@@ -35,7 +35,7 @@ def test_a_run_can_be_repeated_exactly() -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.0045])
 def test_drafts_of_many_sessions_send_once_a_step_and_just_in_time(delay: float) -> None:
-    """At least 2.8 times the rate of plain decoding; 2.3 if candidates are sent immediately, 2.5 with unknown delay."""
+    """At least 2.8 times plain decoding's rate; 2.3 if candidates are sent immediately, 2.5 if the delay is unknown."""
     scenario = Scenario(PRESETS["70b"], sessions=10, drafts=5, delay=delay, warm_up=15, measured=15)
     assert simulate(scenario).rate > 2.65 * scenario.sessions / scenario.step
 
@@ -50,7 +50,7 @@ def test_the_drafts_best_token_is_right_as_often_as_asked() -> None:
     texts = np.random.default_rng(0).integers(0, 2**63, size=20_000).astype(np.uint64)
     truth = language.next(texts)
     best = language.token(texts, np.zeros(len(texts), dtype=np.int64))
-    # Six standard deviations of 20,000 draws: false alarm 1e-8 (texts are fixed anyway).
+    # Six standard deviations of 20,000 draws: a false alarm would have probability 1e-8 if the texts were not fixed.
     assert np.mean(truth == best) == pytest.approx(0.7, abs=6 * (0.21 / 20_000) ** 0.5)
     assert (language.draft_logits(texts).argmax(axis=1) == best).all()
     assert (language.target_logits(texts).argmax(axis=1) == truth).all()
@@ -73,10 +73,10 @@ def test_latency_costs_the_ideal_schedule_something() -> None:
 
 
 def test_reading_a_chain_brings_what_a_chain_brings() -> None:
-    """With one child per node and a high acceptance, trees are chains: E = 1 + sum of a^i."""
+    """At high acceptance a, trees are chains with one child per node, and bring 1 + sum of a^i tokens."""
     best = trees(Language(0.95))
     cheap = best.tokens[:, 0]
-    assert (np.diff(cheap) <= 1e-9).all()  # more expensive candidates, fewer tokens
+    assert (np.diff(cheap) <= 1e-9).all()  # the more a candidate costs, the fewer tokens
     chain = sum(0.95**depth for depth in range(int(np.log(0.5) / np.log(0.95)) + 1))
     at_half = np.interp(0.5, np.geomspace(2e-3, 0.95, 48), cheap)
     assert at_half == pytest.approx(chain, rel=0.05)

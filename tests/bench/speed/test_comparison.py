@@ -18,7 +18,7 @@ from bench.systems.system import Answer, Configuration, Launch, Load, NotServing
 
 
 class Broken:
-    """A system failing on every load."""
+    """A system that fails on every load."""
 
     about: Mapping[str, Any] = MappingProxyType({})
 
@@ -30,7 +30,7 @@ class Broken:
 
 
 class Steady(Broken):
-    """A system with a token every 10 ms."""
+    """A system that gives a token every 10 ms."""
 
     def run(self, load: Load, mode: str = "") -> Answer:
         times = [(0.01 * (number + 1), 1) for number in range(load.max_tokens)]

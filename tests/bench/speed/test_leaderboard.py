@@ -20,7 +20,7 @@ def test_what_is_of_both_is_on_neither_side() -> None:
 
 
 def test_several_reports_stand_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Relative to the best peer overall; a cell missing in a report stays empty."""
+    """Rates are relative to the best peer overall; a cell missing from a report stays empty."""
     crowd = (measurement(PLAIN, 90.0, streams=16), measurement("llama.cpp", 180.0, streams=16))
     for name, more in (("one", crowd), ("two", ())):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""Which systems are started, their configurations, and the cells measured."""
+"""The plan: systems to start, their configurations, and the cells to measure."""
 
 from __future__ import annotations
 

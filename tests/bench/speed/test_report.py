@@ -31,9 +31,9 @@ def test_the_table_tells_rates_standings_and_what_is_missing() -> None:
     said = table(report(*TWO_ROUNDS))
     assert "| specdec drafted | 225 (3.75) |" in said
     assert "| vLLM | 90 (1.40) |" in said
-    assert "| vLLM | 2.12 (drafted over vLLM n-gram) |" in said  # 150 / 120 and 300 / 100
+    assert "| vLLM | 2.12 (drafted over vLLM n-gram) |" in said  # the median of 150 / 120 and 300 / 100
     assert "| specdec plain | 200.0 | 10.0 | 10.0 | - | - | - | verifier 1.00, orchestrator 0.25 |" in said
-    assert "| 0.75 | 1.50 |" in said  # of ideal; cores
+    assert "| 0.75 | 1.50 |" in said  # columns: of ideal, cores
     assert "|  | 1 | 8 |\n|---|---|---|\n| threads: 2 | 1.0 | 2.0 |\n| threads: 1 | 3.0 | 4.0 |" in said
     assert "A step of the draft, one row: 0.50 ms." in said
     assert "Disturbed by processes of others (more than 0.2 cores): 1 of 8." in said
@@ -42,7 +42,7 @@ def test_the_table_tells_rates_standings_and_what_is_missing() -> None:
 
 def test_rates_are_divided_by_those_of_the_configuration_that_was_asked_for() -> None:
     said = table(report(*TWO_ROUNDS) | {"over": "vLLM"})
-    assert "| vLLM n-gram | 110 (1.25) |" in said  # 120 / 80 and 100 / 100
+    assert "| vLLM n-gram | 110 (1.25) |" in said  # the median of 120 / 80 and 100 / 100
     assert "(over vLLM, within a round)" in said
 
 
@@ -52,7 +52,7 @@ def test_a_pause_that_is_rare_is_seen_in_the_last_percent() -> None:
 
 
 def test_texts_are_compared_load_by_load() -> None:
-    """Exact systems must agree; plain with fast numerics may differ."""
+    """Exact systems must agree; plain decoding with fast numerics may differ."""
     same = [measurement("specdec drafted", 1.0, text=7), measurement("specdec lookahead", 1.0, text=7)]
     assert differences(report(measurement(PLAIN, 1.0, text=3), *same)).endswith("compared in 1 loads, different in 0.")
     other = [
@@ -61,7 +61,7 @@ def test_texts_are_compared_load_by_load() -> None:
     ]
     assert differences(report(*same, *other)).endswith("compared in 2 loads, different in 1.")
     served = [measurement(SERVED, 1.0, text=4), measurement(f"{SERVED}, drafted", 1.0, text=4)]
-    said = differences(report(*same, *served))  # another engine has other texts
+    said = differences(report(*same, *served))  # another engine's texts differ
     assert f"Texts of {SERVED}, {SERVED}, drafted (the" in said
     assert said.count("compared in 1 loads, different in 0.") == 2
 
@@ -73,7 +73,7 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
 
 
 def test_what_is_cut_off_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit status 130, and one line in the output."""
+    """By exit status 130 and one line in the output."""
     cut = report(
         measurement(PLAIN, 100.0), measurement("specdec drafted", 150.0), measurement(PLAIN, 50.0, kind="chat")
     )

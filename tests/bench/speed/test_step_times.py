@@ -1,4 +1,4 @@
-"""The ideal system: limited by its step times and its draft's."""
+"""The ideal system is limited only by its own and its draft's step times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_ideal_has_no_overhead(step_times: StepTimes) -> None:
     guessed = step_times.ideal(times, 2, 10, 60, tokens=3.0, candidates=2.0, drafted=0.0)
     assert guessed == pytest.approx(60 / (0.02 + 10 * 0.006))
     drafted = step_times.ideal(times | {"draft": 0.01}, 1, 10, 30, tokens=3.0, candidates=3.0, drafted=2.0)
-    assert drafted == pytest.approx(30 / (0.01 + 10 * 0.02))  # drafting two tokens takes at least this long
+    assert drafted == pytest.approx(30 / (0.01 + 10 * 0.02))  # two steps of the draft outlast the target's rows
 
 
 def test_an_answer_is_told_per_step() -> None:

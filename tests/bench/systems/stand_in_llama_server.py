@@ -1,10 +1,10 @@
-"""A stand-in for `llama-server`: a program with its options and its endpoints, on a real socket.
+"""A stand-in for `llama-server`: a program with the same options and endpoints, on a real socket.
 
     python -m tests.bench.systems.stand_in_llama_server --host 127.0.0.1 --port 8080 --model FILE ...
 
-Its text repeats the prompt. With `--spec-type` it generates two tokens per step; with an unknown one it exits, as
-for a missing model. `GGUF` files hold a word: "slow" ones take a while to load, "torn" ones break streams off,
-"chatty" ones generate past the end. Requests are recorded in a file beside the model.
+Its text repeats the prompt. With `--spec-type` it generates two tokens per step; with an unknown type it exits with an
+error. The `GGUF` file holds a word: "slow" takes a while to load, "torn" breaks streams off, "chatty" generates past
+the end, "broken" fails to load. Requests are recorded in a file beside the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 SPECULATION = ("ngram-map-k", "draft-simple")
 LOADING_ANSWERS = 3
-"""Number of "loading" responses of a slow model."""
+"""Number of "loading" responses before a slow model is ready."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -90,7 +90,7 @@ class Server(ThreadingHTTPServer):
             record.write(json.dumps(asked) + "\n")
 
     def answer(self, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield a piece per token; half of the drafted tokens are accepted."""
+        """Yield a piece per token, then the counts: half of the drafted tokens are accepted."""
         count = asked["n_predict"] + (2 if self.kind == "chatty" else 0)
         tokens = islice(cycle(asked["prompt"]), count)
         for number, token in enumerate(tokens, start=1):

@@ -1,4 +1,4 @@
-"""Bad drafts have the defects in their names."""
+"""Each bad draft has the defect in its name."""
 
 from __future__ import annotations
 

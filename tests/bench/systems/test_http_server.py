@@ -1,4 +1,4 @@
-"""If a server fails to start, the error quotes the relevant line of its log."""
+"""If a server fails to start, the error quotes the relevant line of the server's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""llama.cpp's server as a system under test, with a stand-in on a real socket."""
+"""llama.cpp's server as a system under test; a stand-in on a real socket takes its place."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_comes_beyond_what_was_asked_is_not_counted(binary: Path, tmp_path:
 def test_its_process_ends_with_the_benchmark(binary: Path, tmp_path: Path) -> None:
     with LlamaServer.start(binary, gguf(tmp_path, "fine"), None, server_options("none", 1, 64)) as server:
         (pid,) = server.sessions().values()
-        assert os.getsid(pid) == pid  # its own session: its CPU time can be measured
+        assert os.getsid(pid) == pid  # a session of its own, so that its CPU time can be measured
     assert server.process.returncode is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -1,4 +1,4 @@
-"""Long steps: an engine's own kind of step, delayed as on a slower device."""
+"""Long steps: each engine's own kind of step, delayed as on a slower device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Benchmark variants of verifier and draft replace the services in a stack: same options, same tokens."""
+"""Benchmark variants of verifier and draft can replace the services of a stack: they take the same options and give the
+same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated devices: pass durations, and sampling on the host as from a GPU's logits."""
+"""Simulated devices: pass durations, and sampling on the host as with a GPU's logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The synchronous baseline: same tokens, one draft answer per step, and no step without one."""
+"""The synchronous baseline: the same tokens, and exactly one draft answer in every step."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ async def test_tokens_are_those_of_plain_decoding(directories: Directories, node
 
 
 async def test_no_step_goes_without_an_answer(directories: Directories) -> None:
-    """A chain of 3 in every step, unless the text ends before. (The added delay makes rows free by comparison:
-    otherwise noise might occasionally make one too expensive.)"""
+    """Every step has a chain of 3 unless the text ends sooner. Next to the added delay, rows cost nothing; without it,
+    noise could make a row too expensive."""
     async with synchronous(directories, target_delay=partial(time.sleep, 0.02)) as services:
         done = await services.generate(PROMPT, max_tokens=TOKENS, ignore_end_token=True, **guessing(3, 1))
         told = done.finish.speculation
         assert 3 * (told.steps - 3) <= told.offered <= 3 * told.steps
-        assert "plain" not in told.sources or told.sources["plain"] <= 1  # the last token, without room for candidates
+        assert "plain" not in told.sources or told.sources["plain"] <= 1  # the last token leaves no room for candidates
 
 
 async def test_streams_share_steps(directories: Directories) -> None:

@@ -1,4 +1,4 @@
-"""A system's answer to a load."""
+"""Figures derived from a system's answer to a load."""
 
 from __future__ import annotations
 

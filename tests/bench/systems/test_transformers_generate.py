@@ -29,7 +29,7 @@ def test_every_mode_gives_the_same_text_in_its_own_steps(setup: Setup) -> None:
             program.run(load, "nonsense")
     assert plain.steps == plain.tokens == 24
     assert assisted.steps is not None
-    assert assisted.steps < 24  # the draft is the target
+    assert assisted.steps < 24  # the target is its own draft
     assert looked_up.tokens == own.tokens == 24
     for answer in (plain, assisted, looked_up, own):
         times = [when for stream in answer.arrivals for when, _ in stream]

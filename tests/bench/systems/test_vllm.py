@@ -1,4 +1,4 @@
-"""vLLM's thread count, as an engine and as a separate process."""
+"""vLLM as an engine and as a separate process: its threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SETUP = Setup(Path("target"), None, "float32", streams=4, context=64)
 
 
 def test_threads_have_a_core_each(tmp_path: Path) -> None:
-    assert openmp(tmp_path, 1) == {}  # torch's own OpenMP is used then
+    assert openmp(tmp_path, 1) == {}  # without Intel's OpenMP, torch's own is used
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libiomp5.so").touch()
     variables = openmp(tmp_path, 1)

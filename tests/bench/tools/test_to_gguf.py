@@ -1,4 +1,4 @@
-"""An exported GGUF file, read back by the format's own reader, equals the model."""
+"""An exported GGUF file, read with the `gguf` package, equals the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from testing.gguf_model import convert
 from tests.models import END, VOCABULARY, make
 
-HEADS, KEPT = 4, 2  # of the tiny models
+HEADS, KEPT = 4, 2  # query heads and key heads of the tiny models
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_every_weight_is_there_once(model: Path, read: GGUFReader) -> None:
 def test_what_is_rotated_together_stands_side_by_side(
     model: Path, read: GGUFReader, theirs: str, ours: str, heads: int
 ) -> None:
-    """transformers rotates row i of a head with row i + half, llama.cpp rows 2 i and 2 i + 1."""
+    """transformers rotates row i of a head together with row i + half, llama.cpp row 2 i with row 2 i + 1."""
     weight = load_file(model / "model.safetensors")[f"model.layers.0.self_attn.{ours}.weight"]
     (moved,) = (tensor.data for tensor in read.tensors if tensor.name == f"blk.0.{theirs}.weight")
     size = len(weight) // heads
