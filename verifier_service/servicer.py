@@ -178,10 +178,11 @@ class VerifierServicer(
             )
         tenant = request.open.tenant
         own = load.new_of[tenant] + min(self.arriving.count(tenant), max(0, queue.coming))
-        share = QUEUE_SHARE * (limit - queue.new)
-        # At least one place for every tenant, however full the room is.
-        if own >= max(1, share):
-            problem = f"{own} of its sessions are waiting for memory, the limit is {max(1, share)} while {queue.new} sessions wait"
+        share = max(1, QUEUE_SHARE * (limit - queue.new))  # one place for every tenant, however full the room is
+        if own >= share:
+            problem = (
+                f"{own} of its sessions are waiting for memory, the limit is {share} while {queue.new} wait in all"
+            )
             raise TenantLimitError(tenant, problem, wait)
         error = load.too_late(request.open.max_tokens, deadline, max(0, queue.ahead))
         if error is not None:

@@ -149,8 +149,8 @@ class TenantLimitError(OverloadedError):
 
 
 class GrammarPendingError(OverloadedError):
-    """The pod is busy trying or compiling this grammar or others. It need not be full: texts without a grammar, or with a
-    compiled one, may still be admitted."""
+    """The pod is busy trying or compiling this grammar or others. It need not be full: texts without a grammar, or with
+    a compiled one, may still be admitted."""
 
     reason = "GRAMMAR_PENDING"
 

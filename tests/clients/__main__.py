@@ -5,7 +5,7 @@
     python -m tests.clients --address http://127.0.0.1:8000 --api-key KEY
 
 `make clients` also writes the results of all clients run so far to docs/clients.md. The exit status is 1 if a use fails
-that the server does not refuse, or works that it does.
+although the server does not refuse it, or works although it does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(client: Client, server: Server) -> Result:
 
 
 def run_all(clients: Iterable[Client], server: Server, keep: Path | None) -> list[Result]:
-    """Run clients one after the other and keep their results in a folder; after Ctrl-C return those that were run."""
+    """Run clients one after the other and keep their results in a folder; after Ctrl-C, return the results so far."""
     results = []
     try:
         for client in clients:
@@ -62,7 +62,7 @@ def run_all(clients: Iterable[Client], server: Server, keep: Path | None) -> lis
 
 
 def saved() -> list[Result]:
-    """Return the results of all clients that were run at their present versions, in order."""
+    """Return the results of all clients that were run at their pinned versions, in order."""
     files = ((client, RESULTS / f"{client.name}.json") for client in CLIENTS)
     found = [(client, Result.load(file)) for client, file in files if file.is_file()]
     return [result for client, result in found if result.version == client.version]

@@ -1,6 +1,6 @@
 """The clients that are run against the HTTP server and the orchestrator, with pinned versions.
 
-Each has an environment of its own, since several pin what they depend on. `checks/` has what is done with them.
+Each has its own environment, since several pin their dependencies. `checks/` has their checks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Registry = Literal["PyPI", "npm"]
 class Client:
     """A client: its packages and its check."""
 
-    name: str  # on the command line, and of its folder
+    name: str  # on the command line, and the name of its folder
     check: str  # file in `checks/`: .py or .mjs
     registry: Registry
-    packages: tuple[str, ...]  # with versions, the client first; the others are wanted beside it
+    packages: tuple[str, ...]  # with versions: the client, then packages that its check needs too
     needs_orchestrator: bool = False  # it speaks gRPC, or reads the model's tokenizer from disk
     refused: frozenset[str] = frozenset()  # uses that the server refuses, as its documents say
 
@@ -59,7 +59,7 @@ MOST_USED = (
     _node("ai-openai", "@ai-sdk/openai@3.0.141", "ai@6.0.326", "zod@4.6.7", check="ai_openai.mjs"),
     _node("codex", "@openai/codex@0.171.0", check="codex.py"),
 )
-"""What `make verify` runs where it is installed."""
+"""Clients that `make verify` runs if they are installed."""
 
 OTHERS = (
     _python("litellm-proxy", "litellm[proxy]==1.108.7"),

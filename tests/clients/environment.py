@@ -1,4 +1,4 @@
-"""Environments of clients, in build/clients: packages of PyPI by uv, those of npm by npm, a folder for each client."""
+"""Environments of clients: each has a folder in build/clients, filled from PyPI by uv, or from npm by npm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER = ROOT / "build" / "clients"
 CHECKS = Path(__file__).parent / "checks"
 
 UV = "uv==0.13.8"
-"""Makes an environment in seconds: files that several need are linked, not copied."""
+"""Makes an environment in seconds: files needed by several environments are linked, not copied."""
 INSTALL_SECONDS = 900
 STAMP = ".packages"
 """File of an environment that lists its packages, written once they are installed."""
@@ -28,7 +28,7 @@ SILENT = {
     "OTEL_SDK_DISABLED": "true",
     "CI": "true",
 }
-"""Variables that keep clients from reporting, downloading and asking."""
+"""Variables that keep clients from sending telemetry, downloading and prompting."""
 
 
 class InstallError(Exception):
@@ -40,7 +40,7 @@ class Environment:
     """The environment of a client."""
 
     client: Client
-    folder: Path = FOLDER  # of all environments
+    folder: Path = FOLDER  # folder of all environments
 
     @property
     def home(self) -> Path:
@@ -48,22 +48,22 @@ class Environment:
 
     @property
     def programs(self) -> Path:
-        """The folder with its programs."""
+        """The folder with the client's programs."""
         return self.home / ("bin" if self.client.registry == "PyPI" else "node_modules/.bin")
 
     @property
     def installed(self) -> bool:
-        """True if it has exactly the client's packages."""
+        """True if the environment has exactly the client's packages."""
         stamp = self.home / STAMP
         return stamp.is_file() and stamp.read_text() == self._listed
 
     def install(self) -> None:
-        """Make it afresh; InstallError if that fails."""
+        """Make the environment from scratch; InstallError if that fails."""
         shutil.rmtree(self.home, ignore_errors=True)
         if self.client.registry == "PyPI":
             uv = self._uv()
             _run(uv, "venv", "--quiet", "--python", sys.executable, self.home)
-            # In the same file system, so that files are linked.
+            # The cache is in the same file system, so that files are linked.
             cache = ("--cache-dir", self.folder / "uv-cache")
             _run(uv, "pip", "install", *cache, "--python", self.home / "bin/python", *self.client.packages)
         else:
@@ -76,7 +76,7 @@ class Environment:
     def command(self) -> list[str]:
         """Return the command that runs the client's check."""
         check = Path(self.client.check)
-        if check.suffix == ".py":  # without an interpreter of its own, a client is a program that the check runs
+        if check.suffix == ".py":  # an npm client with such a check is a program, which the check runs
             own = self.home / "bin/python"
             python = str(own) if self.client.registry == "PyPI" else sys.executable
             return [python, "-m", "tests.clients.checks", f"tests.clients.checks.{check.stem}"]
@@ -89,7 +89,7 @@ class Environment:
         return "\n".join(self.client.packages) + "\n"
 
     def _uv(self) -> Path:
-        """Return uv, installed by the first call."""
+        """Return the path of uv, which the first call installs."""
         home = self.folder / "uv"
         if not (home / "bin/uv").is_file():
             _run(sys.executable, "-m", "venv", home)
@@ -98,7 +98,7 @@ class Environment:
 
 
 def variables(programs: Path, home: Path) -> dict[str, str]:
-    """Return the environment variables of a check: its programs come first, `home` is its home folder."""
+    """Return the environment variables of a check: `programs` comes first in PATH, `home` is its home folder."""
     others = ("PYTHON", "XDG_", "SPECDEC_", "PWD")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"

@@ -23,7 +23,7 @@ RUN_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a client."""
+    """The result of a client's check."""
 
     name: str
     package: str
@@ -32,7 +32,7 @@ class Result:
     date: str
     works: list[str] = field(default_factory=list)  # uses
     fails: dict[str, str] = field(default_factory=dict)  # use to error
-    problem: str | None = None  # why it was not run, or not to its end
+    problem: str | None = None  # why the check was not run, or did not finish
 
     @property
     def passed(self) -> bool:
@@ -53,12 +53,12 @@ class Uses:
 
     works: list[str]
     fails: dict[str, str]
-    problem: str | None  # why it did not come to its end
+    problem: str | None  # why the check did not finish
 
 
 def run_check(command: Sequence[str], programs: Path, server: Server, log: Path, seconds: float = RUN_SECONDS) -> Uses:
-    """Run a check in an empty folder, which is its home; end it and its processes after some seconds. `log` gets what
-    it prints."""
+    """Run a check in an empty folder, which is its home, and write its output to `log`; kill it and its processes after
+    `seconds`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(ignore_cleanup_errors=True) as home, log.open("wb") as printed:
         results = Path(home, "results.jsonl")
@@ -90,7 +90,7 @@ def run_check(command: Sequence[str], programs: Path, server: Server, log: Path,
 
 
 def _told(server: Server) -> dict[str, str]:
-    """Return the variables with the server: ours, and those that clients of OpenAI and Anthropic read."""
+    """Return environment variables that name the server: ours, and those read by clients of OpenAI and Anthropic."""
     return {
         SERVER_VARIABLE: json.dumps(asdict(server)),
         "OPENAI_BASE_URL": server.base,

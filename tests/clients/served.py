@@ -1,9 +1,9 @@
-"""The server that clients are pointed at: a copy of the demo pair that knows tools, behind all services.
+"""The server that clients are pointed at: a copy of the demo pair with tools, behind all services.
 
-The copies differ from the demo pair in their settings: a chat template with tools, in a format whose list of calls the
-model closes after the first; a context long enough for the prompts of coding agents; and greedy chats that end after a
-few tokens, so that the right answer is known whatever a client can set. Texts beyond the 1024 tokens that the pair was
-trained on are nonsense, which a protocol does not mind.
+The copies differ from the demo pair in their settings. Their chat template has tools, in a format whose list of calls
+the model closes after the first call. Their context is long enough for the prompts of coding agents; beyond the 1024
+tokens that the pair was trained on, texts are nonsense, which does not matter to a protocol. Chats are greedy and end
+after a few tokens, so that the right answer is known whatever a client can set.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from tests.clients.checks.uses import PROMPT, QUESTION, TOKENS, Server
 from tests.tool_templates import TEMPLATES
 
 CONTEXT = 32768
-"""Tokens of a sequence; the agents' prompts are some ten thousand."""
+"""Tokens of a sequence; the agents' prompts have about ten thousand."""
 NAME = "demo"
 ENDS = ("<|endoftext|>", "var", ")", "))", " =", "#", "def", " the", " a", " is", " of", " to", " in", " and", "user")
-"""Tokens that end a text: some clients take an answer that its limit cut off for an error. None of them is in
-the text after PROMPT, in calls and structured answers; the answer to QUESTION ends with the second."""
+"""End tokens, so that answers end before their limit: some clients treat a cut-off answer as an error. None of them is
+in the text after PROMPT, in calls or in structured answers; the answer to QUESTION ends with the second."""
 ANSWER_SECONDS = 120.0
 LEAST_CHARACTERS = 20
-"""Of a right answer: it should come in several pieces."""
+"""Minimum length of a right answer, so that it comes in several pieces."""
 
 
 def copy_pair(folder: Path, texts: Sequence[str] = ENDS, context: int = CONTEXT) -> tuple[Path, Path]:
-    """Copy the demo pair into a folder, with end tokens of these `texts` and other settings; return target and
-    draft."""
+    """Copy the demo pair into a folder, with the end tokens `texts` and other settings; return target and draft."""
     tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
     ends = [token for text in texts for token in tokenizer.encode(text).ids]
     assert len(ends) == len(texts), "a text is one token"
@@ -57,7 +56,7 @@ def copy_pair(folder: Path, texts: Sequence[str] = ENDS, context: int = CONTEXT)
 
 @contextlib.contextmanager
 def serving(folder: Path, texts: Sequence[str] = ENDS, context: int = CONTEXT) -> Iterator[Server]:
-    """Serve the pair of `copy_pair`, kept in a folder, and yield the server."""
+    """Serve a pair made by `copy_pair` in this folder, and yield the server."""
     target, draft = copy_pair(folder, texts, context)
     with Stack.start(
         target,
@@ -77,7 +76,7 @@ def serving(folder: Path, texts: Sequence[str] = ENDS, context: int = CONTEXT) -
 
 
 def known(url: str, key: str, **more: str) -> Server:
-    """Return a server with its only model and its right answers, which it is asked for by plain HTTP."""
+    """Return a server with its only model and its right answers, requested by plain HTTP."""
     ask = _Asking(url, key)
     (model, *others) = [entry["id"] for entry in ask("models")["data"]]
     if others:
@@ -92,7 +91,7 @@ def known(url: str, key: str, **more: str) -> Server:
 
 
 class _Asking:
-    """Plain requests to a server."""
+    """Plain HTTP requests to a server."""
 
     def __init__(self, url: str, key: str) -> None:
         self._url = url

@@ -1,4 +1,4 @@
-// The check of a client that is no client: one use works, the others do not.
+// The check of a made-up client: one use works, the others do not.
 import { called, joined, sameText, server, use } from "./uses.mjs";
 
 use("right", async () => sameText(` ${server.answer}\n`, server.answer));

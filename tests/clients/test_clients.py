@@ -1,4 +1,4 @@
-"""The ten most used clients, and the table of all: every check has a client, and the page has what was run."""
+"""The ten most used clients, and the table of all clients: every check has a client, and the page has their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.clients.served import serving
 
 PAGE = ROOT / "docs" / "clients.md"
 SHARED = {"__init__.py", "__main__.py", "uses.py", "uses.mjs", "weather.py", "main.mjs", "ai_sdk.mjs"}
-"""Files in `checks/` that are no client's."""
+"""Files in `checks/` that belong to no client."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Checks of clients: right answers work, wrong ones fail, and a check that does not come to its end is a problem."""
+"""Checks of clients: right answers pass, wrong ones fail, and a check that does not finish is a problem."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_check_that_does_not_end_well_is_a_problem(script: str, problem: str, 
 
 
 async def test_the_check_of_openais_client(tmp_path: Path) -> None:
-    """Against a server whose every answer is the same text: structured answers and calls fail, texts work."""
+    """The server gives the same text in every answer: texts work, structured answers and calls fail."""
     async with FakeServer() as orchestrator, front(orchestrator.address) as http:
         server = await asyncio.to_thread(known, f"http://{http.address}", "key")
         assert (server.model, server.completion, server.answer) == ("fake", TEXT, TEXT)

@@ -1,4 +1,4 @@
-"""Heads without weights, over a target without a model: its states are the numbers of texts."""
+"""Fake heads over a fake target, whose hidden states are the numbers of texts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 
 COUNT = 4
-"""Medusa heads."""
+"""Number of Medusa heads."""
 
 Logits = NDArray[np.float32]
 
@@ -57,8 +57,7 @@ class StatesEngine(TextEngine):
 
 
 class FakeHeads:
-    """Heads that know the target's own logits after every text, except that they are reversed where they are
-    `wrong`."""
+    """Heads that return the target's own logits after every text, reversed for a fraction `wrong` of the guesses."""
 
     vocabulary = VOCABULARY
 
@@ -66,7 +65,7 @@ class FakeHeads:
         self.wrong = wrong
         self.failure: Exception | None = None
         self.broken = False  # logits are NaN
-        self.texts: list[int] = []  # of each pass
+        self.texts: list[int] = []  # number of texts in each pass
 
     def passed(self, texts: int) -> None:
         if self.failure is not None:
@@ -83,7 +82,7 @@ class FakeHeads:
 
 
 class FakeMedusa(FakeHeads):
-    """Medusa heads that guess below the target's likeliest tokens."""
+    """Medusa heads: each guesses the token after a continuation by the target's likeliest tokens."""
 
     shape = SimpleNamespace(heads=COUNT)
     weights = torch.zeros(1)
@@ -103,13 +102,13 @@ class FakeMedusa(FakeHeads):
 
 
 class FakeEagle3(FakeHeads):
-    """EAGLE-3 heads whose state at a row is the number of the text that ends with the row's token, made of the number
-    of the text before it. A row must see the rows of this text, without a gap: they are its keys."""
+    """EAGLE-3 heads. A row's state is the number of the text that ends with the row's token, computed from the number
+    of the text before that token. A row's keys must be the rows of its text, without a gap."""
 
     outputs = VOCABULARY
     dtype = torch.float32
     device = torch.device("cpu")
-    ids: NDArray[np.int64] | None = None  # the tokens they know; None: all
+    ids: NDArray[np.int64] | None = None  # vocabulary of the heads; None: all tokens
 
     def __init__(self, wrong: float = 0.0) -> None:
         super().__init__(wrong)
@@ -165,9 +164,8 @@ class FakeEagle3(FakeHeads):
 
 
 class FakeBlock(FakeHeads):
-    """A block draft whose states are the numbers of texts: of the text as it goes on with the likeliest tokens, or with
-    a Markov head (`markov`) with the guesses before. A block must see the rows of its text, without a gap: they are its
-    keys."""
+    """A block draft whose states are the numbers of texts: of the text continued by the likeliest tokens or, with a
+    Markov head (`markov`), by the guesses before. A block's keys must be the rows of its text, without a gap."""
 
     shape = SimpleNamespace(outputs=VOCABULARY)
     dtype = torch.float32
@@ -237,7 +235,7 @@ class FakeBlock(FakeHeads):
         return torch.full(tokens.shape, math.log(9.0))
 
     def _check(self, tokens: Tensor, states: Tensor, numbers: list[list[float]]) -> None:
-        """Note if tokens are not the last ones of the texts of these numbers, or the states of another depth."""
+        """Record a fault if a token is not the last one of its numbered text, or if a state has another depth."""
         for token, number, (begun, depth) in zip(
             tokens.flatten().tolist(), np.ravel(numbers).tolist(), states.flatten(0, 1).tolist(), strict=True
         ):
@@ -248,7 +246,7 @@ class FakeBlock(FakeHeads):
                 self.faults.append(f"a guess at depth {depth} does not follow {depth} others")
 
     def _going_on(self, number: int) -> list[int]:
-        """Return the number of a text, and of those that its likeliest tokens make of it."""
+        """Return the numbers of a text and of its continuations by the likeliest tokens."""
         found = [number]
         while len(found) < self.guesses:
             allowed = LANGUAGE.logits(found[-1]).copy()
@@ -299,7 +297,7 @@ def proposer_of(loop: StepLoop) -> Any:
 
 
 def check_over(loop: StepLoop, *clients: Client) -> None:
-    """Check that texts have the tokens of plain decoding, and that nothing is left of them."""
+    """Check that texts have the tokens of plain decoding, no faults, and no memory left."""
     for each in clients:
         assert each.mail.error is None
         assert each.tokens == each.want
@@ -311,7 +309,7 @@ def check_over(loop: StepLoop, *clients: Client) -> None:
 
 
 def check_empty(loop: StepLoop) -> None:
-    """Check that the heads keep nothing."""
+    """Check that the heads hold no texts and no memory."""
     proposer = proposer_of(loop)
     assert not proposer._texts
     if isinstance(proposer, FeatureHeadsProposer):

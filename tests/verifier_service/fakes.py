@@ -1,8 +1,8 @@
 """A target without a model, and hand-driven sessions.
 
-`TextEngine` stores in every KV slot the number of the text ending there, computed from the slots that a row is told
-to read. A wrong slot, path, position or copy therefore fails at once: the logits, a function of that text alone,
-become those of another text. `reference` returns the tokens that a session must get under any schedule.
+`TextEngine` stores in every KV slot the number of the text ending there, computed from the slots that the row reads. A
+wrong slot, path, position or copy therefore shows immediately: the logits, a function of that text alone, become those
+of another text. `reference` returns the tokens that a session must get under any schedule.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class ThreadedTextEngine(TextEngine):
 
 
 class DeviceTextEngine(TextEngine):
-    """A text engine whose logits stay on the device; rows not announced in advance cannot be chosen from."""
+    """A text engine whose logits stay on the device: tokens can be chosen only from rows announced in advance."""
 
     def launch(self, batch: PackedBatch) -> Pass:
         return DevicePass(self.forward(batch))
@@ -193,7 +193,7 @@ class DeviceTextEngine(TextEngine):
 
 @dataclass
 class DevicePass:
-    """A pass, complete when launched: its effect on memory is that of a device that runs everything in order."""
+    """A pass that completes when launched: memory changes as on a device that runs all work in order."""
 
     wanted: NDArray[np.float32]
     waited: bool = False
@@ -255,7 +255,7 @@ FREE, DEAR = FixedLatency(0.0), FixedLatency(10.0)
 
 
 class PagedTextEngine(Paged):
-    """A text engine for chains in blocks only, without tree slots."""
+    """A text engine without tree slots: candidates must be chains."""
 
     inner: TextEngine
 
@@ -290,7 +290,7 @@ class Client:
         cache_salt: str = "",
         knows_its_tenant: bool = False,
     ) -> None:
-        """With `knows_its_tenant` the session has what the loop has learned from the tenant's texts before."""
+        """With `knows_its_tenant`, the session starts with what the loop learned from the tenant's earlier texts."""
         sampler = RequestSampler(sampling or Sampling(), end_tokens, rule=rule)
         request = VerifierSessionRequest(
             list(prompt),
@@ -360,7 +360,8 @@ class Client:
 
 
 def run(loop: StepLoop | PlainLoop, *clients: Client, turns: int = 2000) -> None:
-    """Turn until all clients are over, reading everything; raise AssertionError past `turns` or without progress."""
+    """Turn the loop until all clients are over, reading all their tokens; raise AssertionError after `turns` turns or
+    without progress."""
     for _ in range(turns):
         for client in clients:
             client.read()

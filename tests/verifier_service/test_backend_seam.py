@@ -32,7 +32,7 @@ VOCABULARY, CONTEXT = 100, 64
 
 
 class Count:
-    """A text continued with the next number."""
+    """A session whose next token is always the next number."""
 
     def __init__(self, request: VerifierSessionRequest, policy: Policy) -> None:
         self.request, self.policy = request, policy

@@ -1,5 +1,5 @@
-"""Block drafts: what they read of a text, and how their trees grow. `test_heads_proposers.py` has what all heads
-promise. Fake drafts check that every block sees the rows of its text, without a gap (`FakeBlock`)."""
+"""Block drafts: what they read of a text, and how their trees grow. `test_heads_proposers.py` tests what all heads have
+in common. Fake drafts check that every block sees the rows of its text, without a gap (`FakeBlock`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loop_with(draft: FakeBlock, *, context: int = 4096, **options: Any) -> StepL
 
 
 def levels_of(loop: StepLoop, one: Client) -> int:
-    """Return the depth of the tree that is proposed behind a prompt."""
+    """Return the depth of the tree proposed after a prompt."""
     loop.turn()
     loop._speculation.propose(Phase.AFTER_DELAY, [one.session])
     depth, nodes = 0, [one.session.tree.root]
@@ -43,7 +43,7 @@ def test_every_row_of_a_text_is_read_once() -> None:
     one = client(loop, 40, max_tokens=50)
     run(loop, one)
     check_over(loop, one)
-    # Not the last token's, and of the last step's tokens none: the text is over.
+    # The last token has no row, and no rows of the last step's tokens are read: the text is over.
     assert 40 + 50 - 1 - draft.guesses - 1 <= draft.read_rows <= 40 + 50 - 1
 
 
@@ -70,8 +70,8 @@ def test_a_tree_is_at_most_as_deep_as_permitted(markov: bool) -> None:
 
 
 def test_a_markov_head_knows_the_guesses_before() -> None:
-    """At a temperature, what follows depends on what was drawn. Without one, a block goes on as the likeliest tokens
-    would, which were not drawn."""
+    """At a temperature, the next token depends on the draws before it. Without a Markov head, a block guesses as if the
+    likeliest tokens had been drawn."""
     steps = {}
     for markov in (False, True):
         draft = FakeBlock(markov=markov)
@@ -97,7 +97,7 @@ def children_of(probabilities: list[list[float]]) -> Candidates:
     st.floats(0.0, 1.0),
 )
 def test_confidence_is_the_best_childs_probability(weights: list[float], confidence: float) -> None:
-    """The others keep their shares of the rest, and the order is that of the new probabilities."""
+    """The other children keep their shares of the remaining probability; all are ordered by the new probabilities."""
     before = np.array(weights) / sum(weights)
     (tokens,), (logprobs,), _ = with_confidence(children_of([before.tolist()]), np.array([confidence]))
     assert (np.diff(logprobs) <= 0).all()

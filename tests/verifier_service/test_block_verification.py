@@ -1,8 +1,8 @@
-"""REJECTION along the token trees of a session's steps: chains of draws as blocks, siblings level by level, with rows
-for a part of the candidates.
+"""REJECTION in the token trees of a session's steps: chains of draws are verified as blocks, siblings level by level.
+Only some of the candidates have rows.
 
-Chi-square tests of the joint distribution of all tokens, with false-alarm probability FALSE_ALARM, on fixed seeds; a
-negative control is found out.
+Chi-square tests of the joint distribution of all tokens, with false-alarm probability FALSE_ALARM, on fixed seeds. A
+negative control must fail them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Shape = tuple[int, ...]
 """Draws at each depth."""
 
 Rows = Callable[[int, VerifierSession], int]
-"""The number of candidates with rows in a step of run `seed`."""
+"""Function of run `seed` and its session: the number of candidates with rows in the next step."""
 
 
 def session_of(seed: int, *, blocks: bool = True, vocabulary: int = VOCABULARY) -> VerifierSession:
@@ -91,7 +91,7 @@ def drawn(session: VerifierSession, q: Model, shape: Shape) -> Paths:
 
 
 def step(session: VerifierSession, p: Model, rows: int) -> VerifyResult:
-    """Run a step with the target's distributions `p`, and `rows` of the candidates."""
+    """Run a step with the target's distributions `p`, and rows for the first `rows` candidates."""
     nodes, packer = session.candidates().nodes[:rows], RaggedPacker()
     planned = session.plan(packer, 1, nodes, list(TREE_SLOTS))
     assert planned.root_row is not None
@@ -148,13 +148,13 @@ def test_tokens_follow_the_target(shape: Shape, runs: int, blocks: bool) -> None
 
 
 def if_the_second_draw_is_good(_: int, session: VerifierSession) -> int:
-    """Invalid for blocks: the number of rows depends on a draw behind the end that it decides."""
+    """Invalid for blocks: the number of rows decides where the block ends, but depends on a draw beyond that end."""
     chain = session.tree.best(2)
     return int(len(chain) == 2 and chain[1].token == 1)
 
 
 def test_rows_that_depend_on_a_draw_behind_them_are_found_out() -> None:
-    """Negative control. Draws tested one by one do not mind: each is tested in the end, in this step or a later one."""
+    """Negative control. It does not bias draws tested one by one: each is tested, in this step or a later one."""
     p, q = TARGET_OF_PAPER, DRAFT_OF_PAPER
 
     def tested(blocks: bool) -> float:
@@ -174,7 +174,7 @@ def first_step(seed: int, *, blocks: bool = True) -> tuple[list[int], VerifyResu
 
 
 def test_what_a_block_accepts_counts_whatever_single_tests_would_have_said() -> None:
-    """Draws accepted although the first test alone fails, and draws rejected although all tests alone succeed."""
+    """Some blocks accept draws whose first single test fails; some reject draws whose single tests all succeed."""
     results: list[VerifyResult] = []
     against, rejected_all_the_same = 0, 0
     for seed in range(FEW):
@@ -196,7 +196,7 @@ def test_what_a_block_accepts_counts_whatever_single_tests_would_have_said() -> 
 
 
 def test_draws_compared_with_those_of_other_texts_are_tested_one_by_one() -> None:
-    """In a step divided among tenants, and in later ones until the text is past them."""
+    """This holds for a step divided among tenants, and for later ones until the text is past these draws."""
     for seed in range(50):
         session = session_of(seed)
         session.extend(len(PROMPT), drawn(session, Q, (1, 1, 1)), 0.0)

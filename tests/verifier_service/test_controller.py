@@ -26,9 +26,9 @@ class Pod:
     drafted: float
     plain: float
     local: float = 0.0
-    own: float | None = None  # rate with a model of its own, if it has one
+    own: float | None = None  # rate with a model inside the verifier; None: there is none
     model: Mode = Mode.LOCAL_DRAFT  # the mode of this model
-    expected: float | None = None  # true rate of plain decoding, if not the one measured
+    expected: float | None = None  # estimated rate of plain decoding, if not the true one
     has_drafts: bool = True
     guesses: bool = True
     speculates: bool = True  # has candidates to verify
@@ -95,7 +95,7 @@ def test_a_draft_of_its_own_is_tried_only_where_there_is_one() -> None:
 
 @pytest.mark.parametrize("step", [0.002, 0.03, 0.1, 0.4])
 def test_steps_may_take_any_time(step: float) -> None:
-    """Of steps of 0.1 s, a window holds five."""
+    """A window holds only five steps of 0.1 s."""
     pod = Pod(SpeculationController(), drafted=700, plain=1000, guesses=False, step=step)
     pod.run(TUNING.min_steps * step * 3 + TUNING.window_seconds)
     assert pod.run(300 * max(step, 0.1))[Mode.OFF] > 0.85
@@ -125,7 +125,7 @@ def test_it_comes_back_when_it_pays_again() -> None:
 
 
 def test_a_machine_that_changes_its_speed_changes_nothing() -> None:
-    """Every mode is half or twice as fast: old measurements must not be compared with new ones."""
+    """Every mode becomes half or twice as fast: old measurements must not be compared with new ones."""
     pod = Pod(SpeculationController(), drafted=2000, local=1500, plain=1000)
     for factor in (0.5, 2.0) * 6:
         pod.run(47)
@@ -138,7 +138,7 @@ def test_a_machine_that_changes_its_speed_changes_nothing() -> None:
 def test_what_has_no_chance_is_seen_at_a_glance() -> None:
     pod = Pod(SpeculationController(), drafted=100, local=100, plain=1000)
     assert pod.run(1.0)[Mode.OFF] > 0.65
-    assert pod.run(60.0)[Mode.OFF] > 0.95  # its first minute, with two such modes
+    assert pod.run(60.0)[Mode.OFF] > 0.95  # the first minute, with two hopeless modes to try
     assert pod.run(600.0)[Mode.OFF] > 0.98
 
 
@@ -167,7 +167,7 @@ def test_a_draft_that_brings_nothing_costs_its_core() -> None:
 
 
 def test_a_few_long_steps_tell_nothing() -> None:
-    """Drafts are reading the prompt meanwhile."""
+    """Steps are long while drafts are reading the prompt."""
 
     def look(controller: SpeculationController) -> None:
         long = 2 * TUNING.early_stop_seconds / TUNING.min_steps
@@ -236,7 +236,7 @@ def test_trials_become_rarer() -> None:
 def test_a_measurement_goes_on_where_it_was_left(stay: float) -> None:
     """Sessions come and go: their number crosses a power of two long before a window ends."""
     pod = Pod(SpeculationController(), drafted=1000, plain=2000)
-    for _ in range(round(7 * TUNING.window_seconds / stay)):  # each profile is decided, and not due for another probe
+    for _ in range(round(7 * TUNING.window_seconds / stay)):  # each profile is decided; no further probe is due yet
         pod.run(stay, sessions=8)
         pod.run(stay, sessions=9)
     for sessions in (8, 9):
@@ -326,8 +326,8 @@ def test_a_batch_that_some_have_left_goes_on_as_before() -> None:
 
 @pytest.mark.parametrize("most", [16, 64])
 def test_what_is_left_of_a_full_batch_is_of_its_kind(most: int) -> None:
-    """Bursts of `most` sessions; a quarter leaves after the first step. All is learned, and applied, under the full
-    batch's profile."""
+    """Bursts start with `most` sessions, and a quarter leaves after the first step. The controller learns and chooses
+    under the full batch's profile."""
     controller = SpeculationController()
     now = 0.0
     for burst in range(10):

@@ -1,5 +1,5 @@
-"""Thread counts of a CPU engine: all while no draft is active, fewer beside a draft or beside another process
-competing for the cores; step latency is measured for each count."""
+"""A CPU engine uses all threads while no draft is active, and fewer beside a draft or another process that competes for
+the cores. Step latency is measured for each thread count."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_steps_are_measured_with_each_number() -> None:
     assert engine.used == 1
     assert cores.latency is not cores.plain_latency
     cores.choose(drafting=False, now=0.9 * DEFAULTS.threads.linger_seconds)
-    assert engine.used == 1  # sessions may not have received the news yet
+    assert engine.used == 1  # the message may not have reached the drafts yet
     cores.choose(drafting=False, now=DEFAULTS.threads.linger_seconds)
     assert engine.used == 2
     assert cores.latency is cores.plain_latency
 
 
 def test_an_engine_whose_threads_cannot_be_changed_is_only_measured() -> None:
-    """An adjustable engine beside it is left alone too: they take turns on one device."""
+    """An adjustable engine beside it is left alone too: the two take turns on one device."""
     beside = ThreadedTextEngine(BLOCKS)
     measured: list[StepLatency] = []
 
@@ -77,7 +77,7 @@ def test_room_is_left_where_candidates_of_drafts_are_taken(mode: Mode, speculate
 
 
 class Machine:
-    """Steps take `seconds` by thread count; the initial values are those without interference."""
+    """Simulated steps that take `seconds` by thread count, initially without interference."""
 
     def __init__(self, of_two: float = 0.003, of_one: float = 0.005) -> None:
         self.engine = ThreadedTextEngine(BLOCKS)
@@ -111,9 +111,9 @@ def test_a_stranger_takes_one_thread_s_core_not_all_of_the_time() -> None:
 
 def test_a_slower_machine_is_no_stranger() -> None:
     machine = Machine()
-    machine.seconds = {2: 0.012, 1: 0.02}  # longer texts, a slow spell
+    machine.seconds = {2: 0.012, 1: 0.02}  # as with longer texts, or in a slow spell
     spent = machine.steps(10.0)
-    assert spent[1] < 0.05 * 10  # long enough to see that one thread is slower too
+    assert spent[1] < 0.05 * 10  # only until one thread turns out to be slower too
 
 
 def test_a_model_that_gains_nothing_by_threads_has_one() -> None:
@@ -133,7 +133,7 @@ def test_drafts_that_share_the_cores_say_nothing_of_all_threads() -> None:
 
 
 def test_a_draft_that_reads_now_and_then_is_no_stranger() -> None:
-    """One step in thirty takes eight times as long: on average, still faster than with one thread."""
+    """One step in thirty takes eight times as long; on average, all threads are still faster than one."""
     machine = Machine()
     for number in range(3000):
         taken = 0.024 if number % 30 == 0 else machine.seconds[machine.engine.used]

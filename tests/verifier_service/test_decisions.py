@@ -1,4 +1,4 @@
-"""Every step that chooses a token says what decided on its candidates."""
+"""Every step that chooses a token reports what decided on its candidates."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_candidate_that_is_not_worth_its_row_is_told_with_its_price() -> None:
 
 @pytest.mark.parametrize("exploring", [False, True])
 def test_a_candidate_that_was_worth_its_row_is_not_told_as_too_dear(exploring: bool) -> None:
-    """Drafters are told of 0.1, so that there are candidates to try; that says nothing of this step's choice."""
+    """Drafters get the value 0.1, so that there are candidates to try; this step chose by its own row prices."""
     prices = [RowPrice(1e-3, 0.3), RowPrice(1e-3, 0.9)]
     step = StepCandidates([[], []], [None, None], prices, 0.1, exploring)
     assert step.why_none(0, 0.82) is (Without.PROBED if exploring else Without.NO_ROOM)
@@ -134,7 +134,7 @@ def test_a_mode_that_is_only_tried_is_not_told_as_faster(policy: Policy, mode: M
 
 
 def test_the_controller_says_which_modes_it_only_tries() -> None:
-    """The first window is of the likeliest mode, the next one of another."""
+    """The first window measures the likeliest mode, which is no probe; the next one probes another mode."""
     controller, batch = SpeculationController(), BatchProfile(1, True, True, False)
     seen = list[tuple[bool, Mode]]()
     for step in range(2000):

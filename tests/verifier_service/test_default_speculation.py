@@ -1,4 +1,4 @@
-"""A verifier's default speculation: for requests that leave it open, and for no others."""
+"""A verifier's default speculation applies to requests that leave speculation open, and to no others."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_new_text_expects_what_its_tenants_texts_had() -> None:
 
 
 def test_a_useless_draft_is_paused_and_tried_again() -> None:
-    """Commits inform the draft; a session with forced speculation keeps its draft active."""
+    """Commits pause the draft; a session with forced speculation keeps its draft active."""
     engine = TextEngine(64)
     engine.bad = -1
     loop = step_loop(engine, controller=Decided(Mode.REMOTE_DRAFT))

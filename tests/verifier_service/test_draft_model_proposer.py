@@ -42,7 +42,7 @@ CONTEXT = 10_000
 
 
 class Narrow(TextEngine):
-    """A vocabulary without the last ids."""
+    """A draft whose vocabulary lacks the last ids."""
 
     vocabulary = 8
 
@@ -52,7 +52,7 @@ class Narrow(TextEngine):
 
 
 class Unsound(TextEngine):
-    """NaN logits after any text with token 7."""
+    """A draft with NaN logits after any text that contains token 7."""
 
     bad = 7
 
@@ -122,7 +122,7 @@ def test_many_get_what_each_would_get_alone(sampling: Sampling, kind: Any, rows:
 
 
 def test_what_was_proposed_right_is_not_computed_again() -> None:
-    """One row per token, except the last of each step, whose successor is needed again."""
+    """One row per token; only the last token of a step is computed again, since its successor is needed."""
     draft = TextEngine(60)
     loop = loop_with(draft)
     one = client(loop, 5, max_tokens=200)
@@ -144,7 +144,7 @@ def test_long_texts_are_read_in_pieces() -> None:
 
 
 def test_guesses_that_do_not_pay_are_not_made() -> None:
-    """Where an additional row costs ten steps, or a pass a thousand: chains stay at one token."""
+    """If an additional row costs ten steps, or a draft's pass a thousand, chains stay at one token."""
     for latency, own_cost in ((DEAR, QUICK), (FREE, SLOW)):
         draft = TextEngine(60)
         loop = step_loop(
@@ -212,7 +212,7 @@ def test_a_text_beyond_its_context_goes_on_without() -> None:
 
 
 def test_a_token_that_it_does_not_know() -> None:
-    """The draft's vocabulary is narrower; request options naming other tokens are harmless."""
+    """The draft's vocabulary is narrower; request options that name tokens outside it are harmless."""
     draft = Narrow(60)
     loop = loop_with(draft)
     few = Sampling(banned_tokens=frozenset(range(8, VOCABULARY)), logit_bias={11: -5.0, 2: 0.5})
@@ -252,7 +252,7 @@ def test_one_that_fails_is_not_asked_again() -> None:
 
 
 def test_a_broken_draft_harms_nobody() -> None:
-    """A 7 gives NaN logits, which would spread to later readers: its memory is wiped once."""
+    """Token 7 gives NaN logits, which would spread to later readers of the memory: it is wiped once."""
     draft = Unsound(30)
     loop = loop_with(draft)
     sound = Sampling(banned_tokens=frozenset({7, BAD}))

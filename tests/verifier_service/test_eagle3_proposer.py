@@ -1,5 +1,5 @@
-"""EAGLE-3 heads: what they read of a text, and how their trees grow. `test_heads_proposers.py` has what all heads
-promise. Fake heads check that every row sees the rows of its text, without a gap (`FakeEagle3`)."""
+"""EAGLE-3 heads: what they read of a text, and how their trees grow. `test_heads_proposers.py` tests what all heads
+have in common. Fake heads check that every row sees the rows of its text, without a gap (`FakeEagle3`)."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def loop_with(heads: FakeEagle3, *, positions: int = 4096, context: int = 4096, 
 
 
 def generate(loop: StepLoop, one: Client, tokens: int) -> None:
-    """Turn until a text has this many generated tokens; a commit may be sent later."""
+    """Turn the loop until a text has this many generated tokens; the last commit may be sent later."""
     while one.session.generated < tokens:
         one.read()
         loop.turn()
 
 
 def tokens_by_step(one: Client) -> list[int]:
-    """Return the number of tokens of each step of a text: accepted ones, and one of the target's own."""
+    """Return the number of tokens of each step of a text: accepted candidates, and one of the target's own."""
     found, accepted = list[int](), 0
     for source in sources(one):
         accepted += 1
@@ -192,7 +192,7 @@ def test_a_text_s_own_depth_is_kept_beside_others() -> None:
 
 
 def test_a_level_that_does_not_pay_is_not_grown() -> None:
-    """Where a row costs ten steps, nothing is worth a second level; the first is grown to know it."""
+    """If a row costs ten steps, a second level never pays; the first level is grown to find that out."""
     heads = FakeEagle3()
     loop = loop_with(heads, latency=DEAR)
     one = client(loop, max_tokens=80)
@@ -231,7 +231,7 @@ def test_under_rejection_a_tree_is_a_chain_beside_trees() -> None:
 
 
 def test_memory_of_texts_that_fail_is_given_back() -> None:
-    """An error while prompts are read turns the heads off."""
+    """An error while the heads read prompts turns them off."""
     heads = FakeEagle3()
     loop = loop_with(heads, step_rows=8)
     one = client(loop, 100, max_tokens=30)

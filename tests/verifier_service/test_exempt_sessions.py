@@ -38,7 +38,7 @@ def modes(scenario: Scenario) -> list[str]:
 
 @pytest.mark.parametrize(
     ("exempt", "draft_base"),
-    [(FORCED, 0.02), (CONTRASTED, 0.0001), (WINDOWED, 0.02)],  # a late draft makes CONTRASTIVE sit out steps
+    [(FORCED, 0.02), (CONTRASTED, 0.0001), (WINDOWED, 0.02)],  # CONTRASTIVE sits out steps while its draft is late
     ids=["forced", "contrastive", "window"],
 )
 def test_a_mode_that_does_not_pay_is_left_beside_a_session_that_is_exempt(exempt: Request, draft_base: float) -> None:
@@ -85,7 +85,7 @@ def test_what_is_learnt_beside_exempt_sessions_is_of_such_batches_only() -> None
 
 
 def test_an_exempt_session_that_sits_out_steps_does_not_change_the_mode() -> None:
-    """As under CONTRASTIVE while its draft is late."""
+    """As a CONTRASTIVE session does while its draft is late."""
     controller = SpeculationController()
     alone, beside = BatchProfile(4, True, False, False), BatchProfile(4, True, False, False, exempt=1)
     controller.select(beside, 1.0)

@@ -1,4 +1,4 @@
-"""From wrong initial measurements, steps converge by exploration on the candidates that pay: on a virtual clock."""
+"""Exploration corrects wrong initial measurements: steps converge on the candidates that pay. On a virtual clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP = 0.005
 TUNING = DEFAULTS.latency
 
 ROW_COSTS = (0.0, 0.05, 0.3, 1.0)
-"""Cost of an additional row, in steps over one row."""
+"""Cost of an additional row, relative to a step over one row."""
 
 PROBABILITIES = (0.5, 0.9)
 """Acceptance probability of each candidate of a chain, given its parent."""
@@ -43,11 +43,11 @@ WRONG: dict[str, Callable[[int], float]] = {
 
 
 class Machine:
-    """Steps of a session whose candidates form a chain; T(n) = STEP * (1 + row_cost * (n - 1))."""
+    """Simulated steps of a session whose candidates form a chain; T(n) = STEP * (1 + row_cost * (n - 1))."""
 
     def __init__(self, row_cost: float, probability: float, latency: StepLatency) -> None:
         self.latency = latency
-        self.exploring = 0.0  # seconds by which steps exceeded their value
+        self.exploring = 0.0  # seconds of exploring steps beyond their worth
         self.clock = 0.0
         self._row_cost = row_cost
         self._chain = [probability**depth for depth in range(1, 64) if probability**depth >= 0.02]
@@ -60,7 +60,7 @@ class Machine:
         while self.clock < until:
             nodes, price, _, exploring = select_candidates([self._offers()], self.latency, 1, 64, explore=True)
             rows = 1 + len(nodes[0])
-            if exploring is None:  # the estimate by which candidates were left out is the one returned
+            if exploring is None:  # candidates left out are below the returned break-even probability
                 assert all(probability < price.break_even for probability in self._chain[len(nodes[0]) :])
             taken = self.seconds(rows) * delay()
             if exploring is not None:
@@ -79,7 +79,7 @@ class Machine:
 
 
 def measured(row_cost: float, factor: Callable[[int], float]) -> StepLatency:
-    """Return a latency model with a factor of error at each point."""
+    """Return a latency model in which each point is wrong by a factor."""
     return StepLatency(MEASURED_ROWS, [STEP * (1.0 + row_cost * (n - 1)) * factor(n) for n in MEASURED_ROWS])
 
 
@@ -154,7 +154,7 @@ def test_two_steps_in_a_row_do_not_explore() -> None:
 
 
 def test_a_window_is_tried_where_it_is_not_certain_that_it_costs_too_much() -> None:
-    """Until its cost is known, or the budget of experiments is spent."""
+    """This ends when its cost is known, or when the exploration budget is spent."""
     smallest = DEFAULTS.windows.sizes[0]
     latency = measured(0.0, WRONG["dear beyond one row"])
     latency.observe(1, STEP)
@@ -170,7 +170,7 @@ def test_a_window_is_tried_where_it_is_not_certain_that_it_costs_too_much() -> N
 
 
 def test_a_step_loop_learns_what_a_window_costs_by_opening_one() -> None:
-    """The wrong estimate alone would keep it shut for ever."""
+    """By the wrong estimate alone, the window would never open."""
     clock = Clock()
     with clock.rules():
         inner = ThreadedTextEngine(64)
@@ -202,7 +202,7 @@ def test_a_verifier_speculates_within_a_second_if_and_only_if_that_pays(
         client = Client(loop, [3, 4, 5], 3500)
 
         def steps(seconds: float) -> float:
-            """Make steps for `seconds`; return the tokens of each."""
+            """Make steps for `seconds`; return the mean tokens per step."""
             begin, had, count = clock.now, client.session.generated, engine.passes
             while clock.now < begin + seconds:
                 assert not client.over

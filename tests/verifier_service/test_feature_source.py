@@ -56,7 +56,7 @@ def loop_with(features: FeatureSource, *, mode: Mode = Mode.REMOTE_DRAFT, **opti
 
 
 class Mail(Mailbox):
-    """Keeps features too, each with the length of the text as committed before it."""
+    """Keeps features too, each with the number of tokens committed before it was sent."""
 
     def __init__(self, begun: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Mail(Mailbox):
 
 
 class Fed:
-    """A text at a step loop, whose draft guesses now and then."""
+    """A text in a step loop, whose draft guesses now and then."""
 
     def __init__(
         self, loop: StepLoop, prompt: int = 5, seed: int = 0, tokens: int = 30, policy: Policy = FED,
@@ -109,21 +109,21 @@ class Fed:
             self.session.extend(self.mail.committed, paths, 0.0)
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the position of each row sent, the number of its text, and the length of the text sent before it."""
+        """Yield the position of each row sent, the number of its text, and the number of tokens committed before it."""
         for length, (first, rows, _) in self.mail.features:
             for position, row in enumerate(rows, first):
                 high, middle, low = torch.frombuffer(bytearray(row), dtype=torch.bfloat16).int().tolist()
                 yield position, 65536 * high + 256 * middle + low, length
 
     def check(self, first: int = 0, *, in_time: bool = True) -> None:
-        """Check that all rows from a position on were sent once, in order, and that they are of this text; `in_time`:
-        each before the commit of the token after it."""
+        """Check that all rows from a position on were sent once, in order, and belong to this text; `in_time`: each
+        was sent before the commit of the token after it."""
         whole = self.session.request.prompt + self.want
         found = list(self.rows())
         assert [position for position, _, _ in found] == list(range(first, first + len(found)))
         for position, number, length in found:
             assert number == LANGUAGE.number_of(whole[: position + 1])
-            # Nothing is sent of a prompt before its first commit.
+            # No rows of a prompt are sent before its first commit.
             assert not in_time or length <= max(position + 1, len(self.session.request.prompt))
         assert first + len(found) >= len(whole) - 1 - self.mail.results[-1].accepted - 1
 
@@ -174,7 +174,7 @@ def test_a_new_draft_gets_what_is_kept_again() -> None:
 
 
 def test_rows_are_kept_while_a_text_has_no_draft() -> None:
-    """As after the death of the only one: the next draft gets the text as far as it is kept."""
+    """For example, after its only draft has died: the next draft gets the rows that were kept."""
     loop = loop_with(source())
     one = Fed(loop, 10, tokens=40)
     while len(one.mail.results) < 4:

@@ -57,7 +57,7 @@ def test_right_guesses_save_steps(kind: Kind) -> None:
     one = client(loop, max_tokens=61)
     run(loop, one)
     check_over(loop, one)
-    assert loop.stats.steps < 20  # candidates may be too few for a path of all heads
+    assert loop.stats.steps < 20  # a tree may have too few candidates for a path through all heads
 
 
 def test_one_pass_of_the_heads_serves_all_texts(kind: Kind) -> None:
@@ -78,8 +78,8 @@ def test_under_rejection_greedy_candidates_are_accepted_if_they_are_the_tokens(k
 
 
 def test_under_rejection_a_candidate_does_not_depend_on_the_draw(kind: Kind) -> None:
-    """One at each place, certain to be drawn, and the same for every seed below the same text. Time decides how deep
-    a tree grows."""
+    """Each place has one candidate, certain to be drawn, and the same for every seed after the same text. How deep a
+    tree grows depends on time."""
     places: dict[int, set[tuple[int, ...]]] = {}
     for seed in range(20):
         sampling = Sampling(temperature=1.0, seed=seed, banned_tokens=frozenset({BAD}))

@@ -1,4 +1,4 @@
-"""Medusa heads: trees, the noise of positions, calibration. `test_heads_proposers.py` has what all heads promise."""
+"""Medusa heads: trees, noise of positions, calibration. `test_heads_proposers.py` tests what all heads share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_candidates_are_ranked_with_the_noise_of_their_positions() -> None:
     class Knowing(FakeMedusa):
         def __init__(self) -> None:
             super().__init__()
-            self.chosen: dict[int, int] = {}  # the next token, by the number of a text
+            self.chosen: dict[int, int] = {}  # the target's next token, by number of text
 
         def guesses(self, number: int) -> NDArray[np.float32]:
             after = LANGUAGE.number(number, self.chosen[number])
@@ -53,7 +53,7 @@ def test_candidates_are_ranked_with_the_noise_of_their_positions() -> None:
         number = LANGUAGE.number(number, token)
     run(loop, one)
     check_over(loop, one)
-    assert sources(one).count(HEADS) == 100  # every step but the first has its candidate accepted
+    assert sources(one).count(HEADS) == 100  # a candidate is accepted in every step except the first
 
 
 def test_a_head_that_is_always_wrong_loses_probability() -> None:

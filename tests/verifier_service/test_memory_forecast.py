@@ -35,7 +35,7 @@ def lengths_of(*tokens: int) -> TextLengths:
 
 
 def session(tokens: int, to_come: int, pool: BlockPool | None) -> VerifierSession:
-    """Return a session of `tokens` tokens and a limit on further ones; without a pool it waits for memory."""
+    """Return a session of `tokens` tokens, with a limit on further ones; without a pool it waits for memory."""
     request = VerifierSessionRequest(
         text(tokens, 1), [], RequestSampler(Sampling()), frozenset(), to_come, None, 10_000
     )
@@ -101,7 +101,7 @@ class TestGrowth:
     def test_what_is_shared_is_not_given_back(self) -> None:
         pool = BlockPool(30)
         long, first = session(BLOCK, 2 * BLOCK, pool), session(2 * BLOCK, 1, pool)
-        assert expected_growth([long, first], ToTheLimit()) == 0  # it takes two blocks after two have been freed
+        assert expected_growth([long, first], ToTheLimit()) == 0  # the long text takes two blocks that the other freed
         first.computed = 2 * BLOCK
         first.cache_prefix()
         same = session(2 * BLOCK, 1, pool)
@@ -126,7 +126,7 @@ def test_it_is_the_most_that_texts_take_token_by_token(texts: list[tuple[int, in
 
 
 def test_of_many_texts_it_is_nearly_the_most() -> None:
-    """With more texts than the forecast examines moments."""
+    """Even with more texts than moments that the forecast examines."""
     pool = BlockPool(2000)
     texts = [(1 + 7 * number % 60, 1 + 37 * number % 301) for number in range(300)]
     sessions = [session(tokens, to_come, pool) for tokens, to_come in texts]
@@ -140,7 +140,7 @@ def test_texts_that_their_callers_end_are_remembered() -> None:
     """For example, by a stop string unknown to the verifier; texts without a token or past their deadline do not
     count."""
     loop = step_loop(TextEngine(8))
-    late = client(loop, 5, 3, 100, deadline=time.monotonic() - 1)  # while nothing runs, none is refused as too late
+    late = client(loop, 5, 3, 100, deadline=time.monotonic() - 1)  # while nothing runs, no text is refused as too late
     ended = client(loop, 5, 1, 100)
     while ended.session.generated < 30:
         loop.turn()

@@ -1,4 +1,4 @@
-"""A session's own proposers: as in the papers, and without changing a token."""
+"""A session's own proposers follow the papers and change no token."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def guessing(lookahead: Lookahead | None = None, candidates: int = 192) -> Polic
 
 
 class Model:
-    """The fakes' target: its choice after any text."""
+    """The choice of the fakes' target after any text."""
 
     def __init__(self, client: Client) -> None:
         self._sampler = client.session.request.sampler
@@ -57,8 +57,8 @@ class Model:
 
 
 class LookaheadDecoding:
-    """Fu et al. 2024, algorithm 2, following their code, one sequence and one token at a time; shares no code with
-    what is tested. The text is an argument, since more may be verified than this algorithm's own candidates."""
+    """Fu et al. 2024, algorithm 2, following their code, one sequence and one token at a time; shares no code with the
+    tested implementation. The text is an argument, since other candidates than this algorithm's may be verified too."""
 
     def __init__(self, model: Model, size: Lookahead, prompt: list[int]) -> None:
         self.model = model
@@ -144,7 +144,7 @@ def test_window_and_pool_are_the_papers_step_by_step(size: tuple[int, int, int],
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm"])
 @pytest.mark.parametrize("width", [2, 5, 12])
 def test_bigrams_are_jacobi_decoding(width: int, sampling: Sampling) -> None:
-    """Santilli et al. 2023, algorithm 1, on a moving block: all of it is recomputed until a fixed point."""
+    """Santilli et al. 2023, algorithm 1, on a moving block: the whole block is recomputed until it is a fixed point."""
     engine = TextEngine(8)
     loop = step_loop(engine)
     client = Client(loop, [2, 3, 4, 5], 60, sampling=sampling, policy=guessing(Lookahead(width, 2, 1)))
@@ -210,7 +210,7 @@ def steps(client: Client) -> int:
 
 
 class Parrot(TextEngine):
-    """A target that repeats the last continuation, ignoring its language."""
+    """A target that ignores the text and repeats a cycle of seven tokens."""
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         logits = super().forward(batch)
@@ -272,7 +272,7 @@ def test_without_a_draft_guesses_are_put_to_the_test_of_rejection() -> None:
 
 
 def test_a_window_that_looks_below_the_tip_does_not_decide_what_is_drawn_there() -> None:
-    """With device sampling, a row takes one query. Here the first tokens come beside a window."""
+    """With device sampling, a row takes one query. Here the tip's row is in a step with a window."""
     firsts: list[list[int]] = []
     for kind in (TextEngine, DeviceTextEngine):
         firsts.append([])
@@ -299,7 +299,7 @@ def test_who_asks_for_no_guesses_gets_none() -> None:
 
 
 def test_a_window_that_costs_more_than_it_brings_is_closed_and_tried_again() -> None:
-    """Random text is unpredictable. A trial is saved for; the next one comes after a pause."""
+    """Random text is unpredictable. A trial starts once its budget is saved; the next one comes after a pause."""
     loop = step_loop(TextEngine(40), FixedLatency(0.06), controller=Decided(Mode.NGRAM))
     client = Client(loop, [2, 3, 4], 2300, sampling=SAMPLINGS[1], policy=guessing())
     open_at = []
@@ -346,7 +346,7 @@ def test_a_jacobi_window_offers_no_more_than_the_policy_allows() -> None:
     client = Client(loop, REPETITIVE, 40, policy=policy, sampling=SAMPLINGS[0])
     run(loop, client)
     assert client.tokens == client.want
-    assert max(result.offered / result.steps for result in client.mail.results) <= 1  # deeper ones wait
+    assert max(result.offered / result.steps for result in client.mail.results) <= 1  # deeper candidates wait
     policy = replace(policy, max_depth=0)
     client = Client(loop, REPETITIVE, 40, policy=policy, sampling=SAMPLINGS[0])
     run(loop, client)
@@ -426,7 +426,7 @@ class TestConfidence:
 
 
 def test_what_is_right_is_told_apart_by_how_far_it_agrees() -> None:
-    """A session's own verify results adjust its logprobs."""
+    """A session's own verify results adjust the logprobs of its n-grams."""
     loop = step_loop(Parrot(8))
     client = Client(loop, [2 + (i + 1) % 7 for i in range(15)], 60, policy=guessing())
     before = SessionNgrams([2], 9, client.session.request.sampler).lookup_confidence

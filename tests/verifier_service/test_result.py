@@ -1,4 +1,4 @@
-"""Results of verification: the enumerations are the contract's, and what a step reports for drafts is bounded."""
+"""Results of verification: their enumerations equal the protocol's, and a step's reports for drafts are bounded."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from verifier_service.sessions.session import VerifierSession
 
 
 class ParsingInThreads(VerifierServicer):
-    """Treats every `open` as long."""
+    """Parses every `open` in a thread, like a long one."""
 
     def takes_long(self, request: verifier_pb2.VerifyRequest) -> bool:
         return True
@@ -54,7 +54,7 @@ def test_log_probabilities_are_asked_for_by_their_number(wanted: int | None) -> 
 
 
 def test_one_more_than_there_may_be_is_refused() -> None:
-    """Guards against an off-by-one: k + 1 was once accepted for k."""
+    """Guards against an off-by-one error: k + 1 was once accepted at a limit of k."""
     assert violation(top_logprobs=MAX_LOGPROBS + 1) == ("top_logprobs", "is 21, must be at most 20")
     assert violation(prompt_logprobs=MAX_LOGPROBS + 1) == ("prompt_logprobs", "is 21, must be at most 20")
     assert violation(scored_tokens=99) == ("scored_tokens", "is 99, must be at most the 2 prompt_tokens")
@@ -162,7 +162,7 @@ def test_a_weight_that_cannot_be_is_refused(weight: float, told: str) -> None:
 
 
 def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
-    """Alone it takes 114 of 128; another tenant still gets some, and together never more than 128."""
+    """Alone, a tenant takes at most 114 of 128 places; others still get some, and together never more than 128."""
     service = servicer()
     load = service._backend.stats
 
@@ -189,7 +189,7 @@ def test_a_tenant_leaves_places_in_the_waiting_room_to_others() -> None:
 
 @pytest.mark.parametrize("long", [False, True], ids=["parsed at once", "parsed in threads"])
 async def test_sessions_on_their_way_to_the_loop_take_places(long: bool) -> None:
-    """The loop takes no session during a step: a flood gains no extra places by it."""
+    """The loop takes no sessions during a step, but this gives a flood no extra places."""
     service = servicer(ParsingInThreads if long else VerifierServicer)
     service._backend.stats.waiting = 1  # so the next session waits too
     service._backend.stats.new_of["other"] = 1
@@ -220,7 +220,7 @@ def test_preempted_texts_take_no_place_in_the_waiting_room() -> None:
     request = verifier_pb2.VerifyRequest(open=verifier_pb2.VerifyOpen(prompt_tokens=[2], tenant="other"))
     service.admit(request, None)
     assert service.capacity().room == 128 - 114
-    assert service.capacity().wait_us == pytest.approx(10_000 * 315, abs=1)  # it queues behind all of them
+    assert service.capacity().wait_us == pytest.approx(10_000 * 315, abs=1)  # a new session queues behind all of them
     load.new_of["flood"] = 128
     with pytest.raises(OverloadedError, match="128 sessions are waiting for memory, the limit is 128"):
         service.admit(request, None)
@@ -243,7 +243,7 @@ def test_a_text_that_cannot_be_finished_in_time_is_refused_at_once() -> None:
     long.open.max_tokens = 200
     service.admit(long, now + 30)
     load.waiting = 3
-    with pytest.raises(TooLateError, match=r"would take about 65\.0 s"):  # four of 40 s end after 40 s, then this one
+    with pytest.raises(TooLateError, match=r"would take about 65\.0 s"):  # four of 40 s end in 40 s, then this one runs
         service.admit(long, now + 60)
     long.open.attempt = 2
     service.admit(long, now + 1)  # resumptions are admitted

@@ -1,5 +1,5 @@
-"""One step of a session with made-up logits: which tokens, from which source, copied to which slots. And its memory:
-allocated, shared, freed."""
+"""One step of a session with made-up logits: the tokens, their sources, and the slots they are copied to. Also the
+session's memory: allocated, shared, freed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def made(
 
 
 def decoding(pool: BlockPool | None = None, **fields: Any) -> VerifierSession:
-    """Return a session with memory and all but the tip computed."""
+    """Return a session with memory, and all tokens except the tip computed."""
     session = made(**fields)
     session.allocate(pool or BlockPool(4))
     session.computed = session.tree.base - 1
@@ -82,7 +82,7 @@ class Script:
         self.default = default
 
     def logits(self, packer: RaggedPacker, *sessions: VerifierSession) -> StepLogits:
-        """Return logits for each wanted row from the text spelled by its path, given the token in every slot."""
+        """Return logits for each wanted row, from the text that the tokens in its path's slots spell."""
         batch = packer.pack()
         token_at: dict[int, int] = {}
         for session in sessions:
@@ -98,7 +98,7 @@ class Script:
 
 
 def planned(session: VerifierSession, packer: RaggedPacker, tree_slots: list[int] | None = None) -> ScheduledRows:
-    """Plan a step with the best candidates within its limit."""
+    """Plan a step with the session's best candidates, up to its limit."""
     nodes = session.tree.best(session.max_candidates)
     return session.plan(packer, 1, nodes, list(TREE_SLOTS) if tree_slots is None else tree_slots)
 
@@ -165,7 +165,7 @@ class TestStep:
         assert [node.token for node in session.tree.best(9)] == [5]
 
     def test_a_better_sibling_that_was_not_in_the_step_is_none_of_its_corrections(self) -> None:
-        """The chosen candidate came too late to be verified: its parent had no children in the step."""
+        """The chosen candidate came too late for the step, in which its parent had no children."""
         session = decoding()
         session.extend(3, Paths([4], [0], [-0.1]), 0.0)
         packer = RaggedPacker()
@@ -205,7 +205,7 @@ class TestStep:
         assert isinstance(verification.error, FloatingPointError)
 
     def test_penalties_see_the_candidates_before(self) -> None:
-        """A token 4 penalizes the next one, in the same step as well as in the next."""
+        """A token 4 penalizes the next one, in the same step and across steps."""
         session = decoding(sampling=Sampling(presence_penalty=0.5, repetition_penalty=4.0))
         session.extend(3, Paths([4, 4], [0, 1], [-0.1, -0.1]), 0.0)
         script = Script({}, default=4)
@@ -266,7 +266,7 @@ class TestCandidates:
         assert result.sources == [REMOTE_DRAFT, REMOTE_DRAFT, BONUS]
 
     def test_depth_counts_from_the_last_committed_token(self) -> None:
-        """What lies deeper waits: a draft goes on while a commit is under way."""
+        """Deeper candidates wait: a draft goes on while a commit is in flight."""
         session = decoding(max_candidates=9)
         session.policy = replace(session.policy, max_depth=2)
         session.extend(3, Paths([4, 5, 6, 7, 8], [0, 1, 2, 3, 1], [-0.1] * 4 + [-2.0]), 0.0)
@@ -327,7 +327,7 @@ class TestMemory:
 
     @staticmethod
     def served(pool: BlockPool, text: list[int], tenant: str = "") -> None:
-        """Return a session after prefill and release."""
+        """Prefill a session, cache its prefix, and free it."""
         session = made(text, tenant=tenant)
         session.allocate(pool)
         session.computed = len(text)
@@ -407,7 +407,7 @@ def test_a_draft_that_says_the_same_as_another_proposer_is_there() -> None:
 
 
 def test_rows_that_the_rule_cannot_use_are_dropped() -> None:
-    """Their draws are dropped with them: nothing in a step depends on what a draft sends."""
+    """Their draws are dropped with them: no step relies on a draft's messages being valid."""
     session = decoding(sampling=Sampling(temperature=1.0), rule=Rule.REJECTION)
     misfit = DraftDistribution(None, np.zeros(VOCABULARY, np.float16))
     session.extend(3, Paths([4], [0], [-0.1], [(0, misfit)]), 0.0)
@@ -433,7 +433,7 @@ def part(ids: list[int], value: float = -1.0) -> DraftDistribution:
 
 ALL = list(range(VOCABULARY))
 FEW = Script({(1, 2, 3): 7, (1, 2, 3, 4): 5}, default=0)
-"""A target whose rows find every token plausible: the most probable one has e times the others' probability."""
+"""A target with every token plausible in every row: the most probable one has e times the others' probability."""
 
 
 def test_an_undecided_row_is_asked_about_and_decided_by_the_answer() -> None:
@@ -441,9 +441,9 @@ def test_an_undecided_row_is_asked_about_and_decided_by_the_answer() -> None:
     session.extend(3, Paths([], [], [], [(0, part([6, 7]))]), 0.0)
     query = asked_in(session)
     assert query.base == 3
-    assert query.ids is None  # of most tokens: the whole vocabulary
+    assert query.ids is None  # about most tokens, hence about the whole vocabulary
     assert (session.computed, session.computable, session.tree.base) == (2, 0, 3)
-    session.extend(3, Paths([], [], [], [(0, part([6, 7, 8]))]), 0.0)  # sent before the query came to the draft
+    session.extend(3, Paths([], [], [], [(0, part([6, 7, 8]))]), 0.0)  # sent before the query reached the draft
     assert session.computable == 0
     whole = DraftDistribution(None, np.full(VOCABULARY, -3.0, np.float16), answer=True)
     session.extend(3, Paths([], [], [], [(0, whole)]), 0.0)
@@ -455,7 +455,7 @@ def test_an_undecided_row_is_asked_about_and_decided_by_the_answer() -> None:
 
 
 def test_tokens_above_an_undecided_row_are_committed() -> None:
-    """The last of them is the next root, and computed again."""
+    """The last of them becomes the next root and is computed again."""
     session = decoding(rule=Rule.CONTRASTIVE)
     whole = DraftDistribution(None, np.where(np.array(ALL) == 4, -9.0, -1.0).astype(np.float16))
     session.extend(3, Paths([4], [0], [-0.1], [(0, whole), (1, part([5]))]), 0.0)

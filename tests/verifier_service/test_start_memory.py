@@ -141,7 +141,7 @@ def test_a_draft_is_exported_and_served_within_what_is_told(
 
 @pytest.mark.verify
 def test_a_large_vocabulary_starts_and_serves_within_what_is_told(tmp_path: Path) -> None:
-    """Including the reference check: nothing is cached for this model."""
+    """This includes the reference check: no result of it is cached for this model."""
     path = model(tmp_path, 151_936, torch.float32, tied=True)
     assert peak_of(path, "auto") < TOLERANCE * told(path, "auto")
 

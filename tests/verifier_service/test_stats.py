@@ -11,7 +11,7 @@ from verifier_service.backend.stats import INTERVAL_SMOOTHING, OUTLIER, Verifier
 
 
 def test_the_pace_counts_all_that_texts_wait_for() -> None:
-    """Steps that they sit out and the time before a step count; prompts do not, while no text waits for them."""
+    """Steps that texts sit out count, as does the time before a step; prompts do not while no text waits for them."""
     stats = VerifierStats()
     one, three = [VerifyResult(9, 0, [5])], [VerifyResult(9, 2, [5, 6, 7])]
     stats.observe_pace(0.4, [], texts_waited=False)
@@ -25,7 +25,7 @@ def test_the_pace_counts_all_that_texts_wait_for() -> None:
 
 
 def test_a_pod_that_stood_still_takes_texts_again() -> None:
-    """One step of half a minute says nothing of the next ones; ten slow steps do."""
+    """One step of half a minute hardly changes the pace; ten slow steps do."""
     stats = VerifierStats(running=1, usual_tokens=100)
     one = [VerifyResult(9, 0, [5])]
     stats.observe_pace(0.02, one)

@@ -1,4 +1,4 @@
-"""Step delay: waiting for candidates only while it pays for all sessions, and never past patience."""
+"""Step delay: a step waits for candidates only while that pays for all sessions, and never past their patience."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestRoundTrip:
         assert draft_timing.round_trip == pytest.approx(0.018)
 
     def test_who_does_not_say_or_cannot_be_right_teaches_nothing(self) -> None:
-        """Another verifier sent the draft this text, before this one had it."""
+        """A draft may report an impossible age: another verifier sent it this text before this one had the text."""
         draft_timing = DraftTiming()
         draft_timing.committed(5, 10.0)
         draft_timing.arrived(5, 10.1)
@@ -97,7 +97,7 @@ class TestOneSession:
         assert until is not None
         assert wait(draft_timing, 100, until + 0.5) is None
         draft_timing.committed(101, 101.0)
-        assert wait(draft_timing, 101, 101.0) is not None  # its first answers are as quick as before
+        assert wait(draft_timing, 101, 101.0) is not None  # the draft's first answers are as quick as before
         draft_timing.arrived(101, 101.002)
         assert wait(draft_timing, 101, 101.002) is None
 
@@ -128,7 +128,7 @@ class TestOneSession:
         draft_timing = learned(0.002)
         draft_timing.arrived(100, 100.002)
         draft_timing.committed(100, 500.0)  # preempted meanwhile
-        assert wait(draft_timing, 100, 500.0) is None  # answers to the old message are long past
+        assert wait(draft_timing, 100, 500.0) is None  # answers to the old commit are long overdue
         draft_timing.committed(101, 500.01)
         assert wait(draft_timing, 101, 500.01) is not None
 
@@ -157,7 +157,7 @@ class TestManySessions:
         assert delay_until([HOPEFUL, sooner, WaitEstimate(0.1)], 5.0, 5.0, STEP) == 5.001
 
     def test_time_spent_waiting_has_been_spent(self) -> None:
-        """A step's gain is divided by the whole time since the last one."""
+        """A step's gain is divided by the whole time since the last step."""
         estimates = [HOPEFUL] + [WaitEstimate(1.0)] * 4
         assert delay_until(estimates, 5.0, 5.0, STEP) is None
         assert delay_until(estimates, 5.0, 5.0 - STEP, STEP) is not None
@@ -177,15 +177,14 @@ class TestManySessions:
         st.floats(0.0, 0.1),
     )
     def test_it_ends(self, estimates: list[WaitEstimate], step: float, waited: float) -> None:
-        """The expected arrival ends in the future, at one of the ends; having more candidates never lengthens the
-        delay."""
+        """A delay ends in the future, when one of the sessions stops waiting; more candidates never lengthen it."""
         until = delay_until(estimates, 5.0, 5.0 - waited, step)
         assert until is None or until in [p.until for p in estimates if p.gain]
         richer = [*estimates, WaitEstimate(1e9)]
         assert delay_until(richer, 5.0, 5.0 - waited, step) is None
 
     def test_two_timings_together(self) -> None:
-        """The step waits for the quick draft's first message, and not again for the slow one."""
+        """The step waits for the quick draft's first message, but not for the slow draft after that."""
         quick, slow = learned(0.002), learned(0.050)
         estimates = [
             p.wait_estimate(100, 100.0, expected=1.0, leaf=1.0, break_even=0.0, patience=1.0) for p in (quick, slow)

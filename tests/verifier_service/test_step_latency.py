@@ -71,7 +71,7 @@ def test_rows_within_is_the_inverse(measured: list[float], time: float) -> None:
 def test_as_many_rows_as_took_a_time_fit_into_it(
     measured: list[float], steps: list[tuple[int, float]], rows: int
 ) -> None:
-    """Also where the speed, which every step changes, makes the product and the quotient round."""
+    """Even if the speed, which every step changes, causes rounding in the product and the quotient."""
     latency = StepLatency(ROWS, sorted(measured))
     for count, taken in steps:
         latency.observe(count, taken)
@@ -80,7 +80,7 @@ def test_as_many_rows_as_took_a_time_fit_into_it(
 
 @given(seconds, st.integers(1, ROWS[-1]), st.floats(0.01, 100.0))
 def test_one_observation_moves_towards_itself(measured: list[float], rows: int, factor: float) -> None:
-    """Part of the way."""
+    """The estimate moves a part of the way."""
     assume(not 0.99 < factor < 1.01)
     measured.sort()
     latency, before = StepLatency(ROWS, list(measured)), StepLatency(ROWS, list(measured))
@@ -94,10 +94,10 @@ def test_one_observation_moves_towards_itself(measured: list[float], rows: int, 
 
 @given(st.floats(1.0, 10.0), st.integers(2, ROWS[-1]))
 def test_a_slow_spell_is_put_down_to_the_machine(factor: float, rows: int) -> None:
-    """Steps have many rows during the slow spell and one row after it: less than half of the slowdown is attributed
-    to rows."""
+    """Steps have many rows during the slow spell and one row after it: at most half of the slowdown is attributed to
+    rows."""
     latency = StepLatency(ROWS, [1e-3 * (1.0 + 0.02 * n) for n in ROWS])
-    for n in ROWS * 10:  # it has been running for a while
+    for n in ROWS * 10:  # the verifier has been running for a while
         latency.observe(n, 1e-3 * (1.0 + 0.02 * n))
     before = latency.of(rows) / latency.of(1)
     for _ in range(100):
@@ -132,7 +132,7 @@ def test_it_is_measured_within_the_memory(blocks: int) -> None:
     latency = StepLatency.measure(engine, blocks * 64, enough=math.inf)
     sizes = [n for n in MEASURED_ROWS if n + WARM_UP_KEYS < blocks * 64]
     assert engine.steps == [*sizes] * REPEATS
-    assert len(sizes) >= 2  # otherwise there is no slope
+    assert len(sizes) >= 2  # otherwise there would be no slope
     assert 0 < latency.of(1) <= latency.of(64) < math.inf
 
 
@@ -143,7 +143,8 @@ def test_where_steps_are_long_fewer_are_measured() -> None:
 
 
 def of_a_model(row: float, least: float) -> tuple[list[int], Callable[[int], float]]:
-    """Return the row counts of all steps made, and a function making one: `row` seconds per row, at least `least`."""
+    """Return a list of all steps' row counts, and a function that makes a step of `row` seconds per row, at least
+    `least`."""
     made: list[int] = []
 
     def seconds(rows: int) -> float:
@@ -159,7 +160,7 @@ def of_a_model(row: float, least: float) -> tuple[list[int], Callable[[int], flo
         (1e-5, 1e-3, 256, REPEATS),
         (0.006, 0.06, 64, MIN_ROUNDS),  # 64 rows take 0.38 s
         (0.03, 0.24, 16, MIN_ROUNDS),  # long, but the cost of a row is not known yet
-        (0.2, 1.6, 16, 1),  # only the first is too long to repeat
+        (0.2, 1.6, 16, 1),  # a single round: its steps are too long to repeat
     ],
 )
 def test_what_takes_long_is_extended_along_a_line(row: float, least: float, longest: int, rounds: int) -> None:

@@ -1,4 +1,4 @@
-"""The rule for sharing step time by tenant, over made-up latencies and sessions."""
+"""The rule for sharing step time among tenants, tested with made-up latencies and sessions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def cost(division: Division, entries: list[Any]) -> float:
 
 
 def divided(shares: StepShares, entries: list[Any], latency: StepLatency) -> Division | None:
-    """Plan the next step without a measurement."""
+    """Plan steps up to the next one without a measurement; return that one."""
     while True:
         division = shares.divide(entries, latency)
         shares.begin(division)
@@ -102,7 +102,7 @@ def test_no_tenant_gets_fewer_candidates_than_none(
 def test_no_step_is_longer_than_fair_sharing_allows(
     latency: StepLatency, crowd: list[tuple[float, list[float]]]
 ) -> None:
-    """A step may use up unused parts of earlier ones; the sum over all steps may exceed fair shares by one session
+    """A step may use up unused parts of earlier steps. Over all steps, the total may exceed fair shares by one session
     of each tenant."""
     entries: Any = entries_of(crowd)
     shares = StepShares(64)
@@ -129,7 +129,7 @@ def test_no_step_is_longer_than_fair_sharing_allows(
 
 @given(latencies, crowds)
 def test_every_session_has_its_turn(latency: StepLatency, crowd: list[tuple[float, list[float]]]) -> None:
-    """Within the number of steps that its tenant's part needs for all its sessions."""
+    """The turn comes within the steps that the tenant's part needs for all of the tenant's sessions."""
     entries: Any = entries_of(crowd)
     shares = StepShares(64)
     division = shares.divide(entries, latency)
@@ -145,7 +145,7 @@ def test_every_session_has_its_turn(latency: StepLatency, crowd: list[tuple[floa
         steps = math.ceil(whole / (left * weight / sum(others.values())) * (1 + 1e-6)) + 1
         if steps > 2000:
             continue
-        steps += MEASURED_FIRST + 2 * steps // MEASURED_LATER + 1  # measuring steps, in which it has no part
+        steps += MEASURED_FIRST + 2 * steps // MEASURED_LATER + 1  # measuring steps, in which the tenant has no part
         shares = StepShares(64)
         for e in entries:
             e.last_step = 0
@@ -158,7 +158,7 @@ def test_every_session_has_its_turn(latency: StepLatency, crowd: list[tuple[floa
 
 @pytest.mark.parametrize(("weight", "turns"), [(1.0, 100), (3.0, 33), (0.5, 200)])
 def test_rows_go_by_weight(weight: float, turns: int) -> None:
-    """Rows all cost the same: one text with this weight, beside 20 of a tenant of weight 1."""
+    """All rows cost the same. One tenant has this weight and one text, the other has weight 1 and 20 texts."""
     latency = StepLatency((1, 256), [1.0, 256.0])
     entries: Any = [Entry("one", weight, 0, Text())] + [Entry("many", 1.0, 1 + i, Text()) for i in range(20)]
     shares, rows = StepShares(64), 0
@@ -178,8 +178,8 @@ def test_one_tenant_is_never_divided() -> None:
 
 @pytest.mark.parametrize("latency", [StepLatency((1, 256), [1.0, 256.0]), StepLatency((1, 256), [1.0, 1.0])])
 def test_rows_alone_are_measured_now_and_then(latency: StepLatency) -> None:
-    """For the tenant with the lowest counter, more often at first; two tenants alternating there are not measured
-    more often."""
+    """The measurement is for the tenant with the lowest counter, and more frequent at first. Two tenants that alternate
+    there are not measured more often."""
     entries: Any = [Entry("one", 1.0, 0, Text()), Entry("two", 1.0, 1, Text())]
     entries += [Entry("crowd", 1.0, 2 + i, Text()) for i in range(20)]
     shares, measured = StepShares(64), []

@@ -59,7 +59,7 @@ def test_nothing_is_kept_unless_asked_for() -> None:
     ],
 )
 def test_who_asks_again_is_answered_in_fewer_steps(second: dict[str, Any], most: int, heard: bool) -> None:
-    """The second time, all of it is in the suffix cache, within the same tenant only and without a salt."""
+    """The second time, the whole text is in the suffix cache, but only for the same tenant and without a salt."""
     policy = Policy(OWN_DRAFTERS, 64, 0.0)
     loop = step_loop(TextEngine(20), suffix_cache_tokens=most)
     steps = []
@@ -84,7 +84,7 @@ def test_who_asks_again_is_answered_in_fewer_steps(second: dict[str, Any], most:
     ],
 )
 def test_a_tenants_texts_share_what_their_windows_found(second: dict[str, Any], most: int, shared: bool) -> None:
-    """With lookups off, a text without a window has candidates only from windows of texts before it."""
+    """With lookups off, a text without a window has candidates only from the windows of earlier texts."""
     drafters = frozenset({CandidateSource.LOOKAHEAD})
     loop = step_loop(TextEngine(20), suffix_cache_tokens=most)
     sources: list[int] = []

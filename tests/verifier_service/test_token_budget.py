@@ -61,7 +61,7 @@ def chain(logprobs: list[float]) -> TokenTree:
 
 
 def chosen_of(batch: Batch, latency: StepLatency, rows: int, most: int) -> list[list[Node]]:
-    """`select_candidates` over trees, each with a limit on its nodes."""
+    """Return the nodes that `select_candidates` takes from trees, each with a limit on its nodes."""
     return select_candidates(
         [BestNodes.of(tree.by_path_logprob(), limit) for tree, limit in batch], latency, rows, most
     ).nodes
@@ -72,7 +72,7 @@ class TestCandidates:
     def test_every_tree_gets_the_best_of_its_own(
         self, batch: Batch, latency: StepLatency, rows: int, most: int
     ) -> None:
-        """Connected, within its limit, and without nodes of another tree."""
+        """They are connected, within the tree's limit, and of no other tree."""
         chosen = chosen_of(batch, latency, rows, most)
         assert len(chosen) == len(batch)
         assert sum(map(len, chosen)) <= most
@@ -132,7 +132,7 @@ class TestCandidates:
         other: list[float],
         explore: bool,
     ) -> None:
-        """Where a block ends must not depend on the draws behind the end, which decide their own probabilities."""
+        """The end of a block must not depend on the draws beyond it, which decide their own probabilities."""
         before = [BestNodes.of(tree.by_path_logprob(), limit) for tree, limit in batch]
         taken = []
         for below in (one, other):
@@ -143,7 +143,7 @@ class TestCandidates:
 
     @given(batches.filter(bool), costs, rows_before)
     def test_it_pays(self, batch: Batch, latency: StepLatency, rows: int) -> None:
-        """In tokens per second: the last candidate taken increases goodput, and the next one would not."""
+        """The last candidate taken increases goodput (tokens per second), and the next one would not."""
         chosen = chosen_of(batch, latency, rows, 1000)
         gains = [math.exp(node.path_logprob()) for nodes in chosen for node in nodes]
         expected, count = rows + sum(gains), rows + len(gains)
@@ -176,7 +176,7 @@ class TestPrefillChunks:
     def test_shares_are_fair(
         self, prompts: list[int], decoding: int, latency: StepLatency, others: int, most: int
     ) -> None:
-        """Max-min fairness: a session that does not get all it wants has at least as much as any other, up to
+        """Max-min fairness: a session that gets only a part of its prompt has at least as much as any other, up to
         rounding."""
         shares = prefill_chunks(prompts, decoding, latency, decoding + others, most)
         assert len(shares) == len(prompts)
@@ -189,8 +189,8 @@ class TestPrefillChunks:
     def test_the_budget_is_used_up_and_kept(
         self, prompts: list[int], decoding: int, latency: StepLatency, others: int, most: int
     ) -> None:
-        """Up to `most` rows, or a multiple. With decoders present, as many as keep their slowdown within its limit,
-        and always at least a few."""
+        """The budget is `most` rows or a multiple. Beside decoding sessions, prompts get only the rows that keep the
+        slowdown within its limit, but always at least a few."""
         rows, budget = decoding + others, most
         if decoding:
             readers = max(1.0, len(prompts) / decoding)
@@ -206,7 +206,7 @@ class TestPrefillChunks:
 
     @given(remaining, any_cost, budgets)
     def test_everything_goes_when_nobody_decodes(self, prompts: list[int], latency: StepLatency, most: int) -> None:
-        """Up to `most`, at any cost."""
+        """Up to `most` rows, whatever they cost."""
         assert prefill_chunks(prompts, 0, latency, 0, max(most, sum(prompts))) == prompts
         assert sum(prefill_chunks(prompts, 0, latency, 0, most)) == min(sum(prompts), max(most, len(prompts)))
 
@@ -246,7 +246,7 @@ class TestPrefillChunks:
     def test_rows_that_read_much_are_fewer(
         self, prompts: list[int], decoding: int, latency: StepLatency, slowdown: float, most: int
     ) -> None:
-        """The resulting step time stays the same."""
+        """Step time stays within the same limit."""
         usual = sum(prefill_chunks(prompts, decoding, latency, decoding, most))
         total = sum(prefill_chunks(prompts, decoding, latency, decoding, most, slowdown))
         assert total <= usual
@@ -276,12 +276,12 @@ class TestPrefillChunks:
             slowdown.observe(0.01, 0.04)
         assert slowdown.factor == pytest.approx(4.0, rel=0.01)
         for _ in range(10):
-            slowdown.observe(0.01, 0.005)  # nor does a row become cheaper than known
+            slowdown.observe(0.01, 0.005)  # no row becomes cheaper than in the latency model
         assert slowdown.factor == pytest.approx(1.0, rel=0.01)
 
     @pytest.mark.parametrize(("rows", "total"), [(1, 255), (248, 8), (249, 263), (256, 256), (300, 212)])
     def test_many_candidates_leave_room(self, rows: int, total: int) -> None:
-        """A step, or a further one, is filled up including the decode rows that it has anyway."""
+        """Prompts fill up a step, or a multiple of one, together with the decode rows that it has anyway."""
         assert sum(prefill_chunks([1000] * 3, 16, FREE, rows, 256)) == total
 
     def test_steps_that_hardly_anybody_notices_may_take_that_long(self) -> None:
@@ -301,7 +301,8 @@ class TestPrefillChunks:
 
 
 class TestWindowCosts:
-    """In a step of 4 rows and 4 tokens, where an additional row costs the average row: a window costs its rows."""
+    """In a step of 4 rows and 4 tokens, if an additional row costs as much as the average row, a window costs one token
+    per row."""
 
     sizes = (Lookahead(4, 3, 4), Lookahead(3, 2, 1))  # of 7 rows and of 2
 
@@ -312,7 +313,7 @@ class TestWindowCosts:
         assert WindowCosts(4.0, FREE, 4).of(self.sizes[0]) == 0.0
 
     def test_rows_that_others_have_taken_count(self) -> None:
-        """In a step twice as long, each row costs half."""
+        """In a step that takes twice as long, each row costs half as many tokens."""
         costs = WindowCosts(4.0, StepLatency((1, 2), [1.0, 2.0]), 4)
         assert costs.of(self.sizes[0]) == pytest.approx(7.0)
         costs.add(4)

@@ -1,4 +1,4 @@
-"""The TYPICAL rule in the step loop: each token is the target's own choice, or typical of it."""
+"""The TYPICAL rule in the step loop: each token is the target's own choice, or typical of the target."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PENALISED = replace(HOT, repetition_penalty=1.5, frequency_penalty=0.5)
 
 
 def explained(one: Client) -> tuple[int, int]:
-    """Check each token of a text by its definition. Return the number of accepted ones that the target would not have
-    chosen, and of all accepted ones."""
+    """Check each token of a text by the rule's definition. Return the number of accepted tokens that the target would
+    not have chosen, and of all accepted tokens."""
     request = one.session.request
     coupled = RequestSampler(request.sampler.sampling, request.sampler.end_tokens)
     penalties = PenaltyState(VOCABULARY, request.prompt, [])

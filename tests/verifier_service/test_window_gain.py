@@ -1,5 +1,5 @@
-"""AUTO opens lookahead windows where they pay, and where they do not, tries cost next to nothing. Costs are counted in
-rows times a price: no clock."""
+"""AUTO opens lookahead windows where they pay; elsewhere, trials cost next to nothing. Costs are rows times a price,
+without a clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WINDOWS = Policy(frozenset({CandidateSource.LOOKAHEAD}), 64, 0.0)
 
 @dataclass
 class Text:
-    """A text whose windows bring `brings` tokens a step by size; a row costs `price` tokens."""
+    """A text whose windows bring `brings` tokens a step, depending on their size; a row costs `price` tokens."""
 
     brings: Callable[[Lookahead], float]
     price: float
@@ -76,7 +76,7 @@ def never(_: Lookahead) -> float:
 
 
 def by_rows(size: Lookahead) -> float:
-    """Larger windows bring more, with diminishing returns: 1 token a step with the smallest."""
+    """Larger windows bring more, with diminishing returns; the smallest brings 1 token a step."""
     return 0.42 * math.log(1 + 2 * size.rows)
 
 
@@ -84,7 +84,7 @@ def by_rows(size: Lookahead) -> float:
 def test_where_none_ever_hits_trials_cost_two_hundredths_of_the_tokens_at_most(price: float, steps: int) -> None:
     text = Text(never, price)
     text.steps(steps)
-    of_last_step = SMALLEST.rows * price  # a trial ends with the step in which its price is lost
+    of_last_step = SMALLEST.rows * price  # a trial ends with the step in which its price is used up
     assert text.cost <= TUNING.trial_share * text.tokens + of_last_step
     assert TUNING.trial_share <= 0.02
 
@@ -117,7 +117,7 @@ def test_a_window_closes_when_it_finds_nothing_more() -> None:
     found[0], paid = 0.0, text.cost
     text.steps(1000)
     assert text.used[-1] is None
-    assert text.cost - paid < 0.02 * 1000  # within the share of what follows
+    assert text.cost - paid < 0.02 * 1000  # within the share of the following tokens
 
 
 def test_the_next_text_of_a_tenant_starts_with_what_is_known() -> None:
@@ -130,7 +130,7 @@ def test_the_next_text_of_a_tenant_starts_with_what_is_known() -> None:
     assert set(other.used) == {None}
     unlike.steps(200)
     assert unlike.used[-1] is None
-    assert unlike.cost < 16  # tokens, in spite of what all others say
+    assert unlike.cost < 16  # tokens, although windows paid in the tenant's other texts
 
 
 def test_the_batch_decides_by_what_rows_cost_in_it() -> None:
@@ -168,7 +168,7 @@ def test_threads_that_make_sessions_share_a_tenants_windows() -> None:
 
 @pytest.mark.parametrize("jacobi", [False, True])
 def test_a_step_loop_opens_windows_by_itself_where_they_hit(jacobi: bool) -> None:
-    """A target that can be guessed, with lookups off: plain steps would bring one token each."""
+    """The target is predictable and lookups are off: plain steps would bring one token each."""
     policy = Policy(WINDOWS.drafters, 64, 0.0, jacobi=jacobi)
     engine = Parrot(30)
     loop = step_loop(engine, FixedLatency(0.03), controller=Decided(Mode.NGRAM))
@@ -192,8 +192,8 @@ class ThreadedParrot(Parrot):
 
 
 def test_adaptive_speculation_finds_windows_that_pay_within_two_seconds() -> None:
-    """Lookups off, by the modes that it chooses itself, on a virtual clock: plain decoding brings 200 tokens a second,
-    a fixed window 308. What follows includes trials of larger windows, and probes of plain decoding."""
+    """With lookups off and a virtual clock, plain decoding brings 200 tokens a second, a fixed window 308. The measured
+    rate includes trials of larger windows and probes of plain decoding."""
     rates = {}
     for name, policy in (("auto", WINDOWS), ("fixed", Policy(WINDOWS.drafters, 64, 0.0, lookahead=SMALLEST))):
         clock = Clock()
@@ -214,7 +214,7 @@ def test_adaptive_speculation_finds_windows_that_pay_within_two_seconds() -> Non
 
 @pytest.mark.parametrize("sampling", [Sampling(banned_tokens=frozenset({BAD})), Sampling(temperature=1.5, seed=4)])
 def test_a_step_loop_pays_next_to_nothing_where_they_do_not(sampling: Sampling) -> None:
-    """Rows of all kinds times their price, over those of plain decoding."""
+    """Compares the cost of all steps, with rows at their price, with that of plain decoding."""
     price = 0.06
     engine = TextEngine(40)
     engine.bad = -1

@@ -41,8 +41,8 @@ class Selection(NamedTuple):
     """The break-even probability for drafters. Where row costs are uncertain, it is the optimistic one, so that there
     are candidates to try."""
     exploring: float | None = None
-    """Set if the step explores, with more or fewer rows than the current estimate favours: the seconds that its expected
-    tokens would take at the rate of the favoured step."""
+    """Set if the step explores, with more or fewer rows than the current estimate favours: the seconds that its
+    expected tokens would take at the rate of the favoured step."""
 
 
 def select_candidates(

@@ -1,6 +1,6 @@
-"""Runs the check of one client, a module: `python -m tests.clients.checks tests.clients.checks.openai`.
+"""Runs the check of one client, given as a module: `python -m tests.clients.checks tests.clients.checks.openai`.
 
-Each use adds a line of JSON to the file that SPECDEC_CLIENT_RESULTS names: `use`, and `error`, which is null if it
+Each use adds a line of JSON to the file named by SPECDEC_CLIENT_RESULTS: `use`, and `error`, which is null if the use
 worked. A check that cannot even be imported has one use, "import".
 """
 
@@ -27,7 +27,7 @@ MAX_ERROR_CHARACTERS = 300
 
 
 def attempt(function: Callable[[], Any]) -> str | None:
-    """Call a function; return its error in one line, or None."""
+    """Call a function; return its error as one line, or None."""
     signal.alarm(SECONDS_A_USE)
     try:
         if inspect.iscoroutinefunction(function):
@@ -59,7 +59,7 @@ def main(module: str) -> None:
         for use, function in USES.items():
             record(use, attempt(function))
     sys.stdout.flush()
-    os._exit(0)  # threads and telemetry of some clients would keep the process
+    os._exit(0)  # threads and telemetry of some clients would keep the process alive
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ use("answer schema beside tools", async () => {
     try {
       weather(await answer(Kind, { tools: [get_weather], outputType }));
     } catch (error) {
-      // The model may prefer to call the tool, again and again.
+      // The model may call the tool again and again instead.
       if (!(error instanceof MaxTurnsExceededError) || !cities.length) throw error;
     }
   }

@@ -1,5 +1,5 @@
-// Vercel's AI SDK. Its providers for OpenAI, OpenAI-compatible servers and Anthropic have rows of their own, which
-// share these uses.
+// Vercel's AI SDK: uses shared by its providers for OpenAI, OpenAI-compatible servers and Anthropic. Each provider has
+// its own row in the table.
 import { Output, generateObject, generateText, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
 
@@ -41,7 +41,7 @@ export function chats(model) {
   });
 }
 
-// Register the uses of a model that takes schemas for answers.
+// Register the uses of a model that takes schemas of answers.
 export function objects(model) {
   use("object", async () => {
     weather((await generateObject({ model, ...asked, schema: Weather })).object);
@@ -63,7 +63,7 @@ export function objects(model) {
     const answer = await generateText({
       model, ...asked, tools: { get_weather }, output: Output.object({ schema: Weather }),
     });
-    // The arguments of a tool that is neither strict nor required are the model's own.
+    // If a tool is neither strict nor required, nothing constrains its arguments.
     if (answer.toolCalls.length) equal(answer.toolCalls[0].toolName, TOOL);
     else weather(answer.text);
   });

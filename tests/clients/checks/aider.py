@@ -25,5 +25,5 @@ def turn() -> None:
         *(*OFF, "--no-pretty", "--no-git", "--message", "What does main do?", "main.py"),
     )
     some_text(answer)
-    equal("litellm." in answer, False)  # its errors are in the chat, with exit status 0
+    equal("litellm." in answer, False)  # aider prints errors in the chat, and exits with status 0
     equal((FOLDER / "main.py").read_text(), "def main():\n    pass\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.clients.checks.uses import equal, said, server, use
 
-os.environ.pop("HF_HUB_OFFLINE", None)  # it would take the tokenizer's folder for a name on the hub
+os.environ.pop("HF_HUB_OFFLINE", None)  # with it, AIPerf takes the tokenizer's folder for a name on the hub
 SERVER = server()
 FOLDER = Path(os.environ["HOME"])
 REQUESTS = 10

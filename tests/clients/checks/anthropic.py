@@ -57,7 +57,7 @@ def tools_streamed() -> None:
 
 @use("tool results")
 def tool_results() -> None:
-    """The turn with a call and its result is accepted, and answered."""
+    """A conversation with a call and its result is accepted and answered."""
     answer = client.messages.create(**ASKED, tools=TOOLS, tool_choice={"type": "any"})
     result = {"type": "tool_result", "tool_use_id": answer.content[-1].id, "content": "warm"}
     turns = [*MESSAGES, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]

@@ -1,4 +1,4 @@
-"""Claude Code: a turn by /v1/messages, streamed, with a short system prompt and no tools."""
+"""Claude Code: a streamed turn over /v1/messages, with a short system prompt and no tools."""
 
 from __future__ import annotations
 

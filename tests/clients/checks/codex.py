@@ -1,6 +1,6 @@
-"""Codex CLI: turns by /v1/responses, streamed. Its prompt takes most of ten thousand tokens.
+"""Codex CLI: streamed turns over /v1/responses. Its prompt has almost ten thousand tokens.
 
-As it is installed, it offers a namespace of tools for sub-agents, and OpenAI's web search.
+By default, it offers a namespace of tools for sub-agents, and OpenAI's web search.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ enabled = false
 
 
 def turn(more: str) -> None:
-    """Run a turn with more settings. The model's text is nonsense, which may be a line break."""
+    """Run a turn with more settings. The model's text is nonsense, possibly just a line break."""
     (HOME / ".codex" / "config.toml").write_text(more + CONFIG)
     options = ("--json", "--skip-git-repo-check", "--sandbox", "read-only", "--cd", str(FOLDER))
     command = ("codex", "exec", *options, "Say hello.")

@@ -13,7 +13,7 @@ WHERE: Any = {"api_base": SERVER.base, "api_key": SERVER.key, "temperature": 0, 
 
 
 def text_of(answer: Any) -> str:
-    """Return the text of the first answer, which is a text or an object with one."""
+    """Return the text of the first answer, which is a string or a mapping."""
     return str(answer[0]["text"] if isinstance(answer[0], dict) else answer[0])
 
 
@@ -24,7 +24,7 @@ def chat() -> None:
 
 @use("completion")
 def completion() -> None:
-    """DSPy adds words of its own to the prompt, after which the model may well end at once."""
+    """DSPy adds words of its own to the prompt; the model may end immediately after them."""
     model = dspy.LM(f"openai/{SERVER.model}", model_type="text", **WHERE)
     equal(isinstance(text_of(model(PROMPT)), str), True)
 

@@ -1,4 +1,4 @@
-"""gRPC's own client of health checks, as Kubernetes and load balancers use them."""
+"""gRPC's own client for the health checks that Kubernetes and load balancers use."""
 
 from __future__ import annotations
 

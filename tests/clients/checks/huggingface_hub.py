@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ.pop("HF_HUB_OFFLINE", None)  # it would call no server at all
+os.environ.pop("HF_HUB_OFFLINE", None)  # with it, the client calls no server at all
 
 from huggingface_hub import InferenceClient
 

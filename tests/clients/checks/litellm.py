@@ -84,7 +84,7 @@ async def messages() -> None:
 
 @use("context overflow")
 def overflow() -> None:
-    """Too long a prompt raises the error that starts LiteLLM's fallbacks."""
+    """A prompt that is too long raises the error that starts LiteLLM's fallbacks."""
     try:
         litellm.completion(**CHAT | {"messages": [{"role": "user", "content": "word " * 100_000}]})
     except litellm.ContextWindowExceededError as error:

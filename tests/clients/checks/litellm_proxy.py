@@ -22,7 +22,7 @@ from tests.clients.checks.uses import OPENAI_TOOL, QUESTION, TOKENS, called, joi
 SERVER = server()
 START_SECONDS = 90.0
 MASTER_KEY = f"sk-{secrets.token_hex(16)}"
-"""Without one it does not start."""
+"""The proxy does not start without a master key."""
 os.environ["LITELLM_MASTER_KEY"] = MASTER_KEY
 CHAT: Any = {"model": "proxied", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": TOKENS}
 
@@ -60,7 +60,7 @@ def _answers(url: str) -> bool:
 
 @use("chat, streams, tools, responses")
 def everything() -> None:
-    """All through one proxy, which takes long to start."""
+    """All uses share one proxy, since it takes long to start."""
     with proxy() as client:
         same_text(client.chat.completions.create(**CHAT).choices[0].message.content, SERVER.answer)
         events = client.chat.completions.create(**CHAT, stream=True)

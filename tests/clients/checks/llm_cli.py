@@ -1,4 +1,4 @@
-"""The command `llm`: chats, streams, completions, schemas and tools of a model in its file."""
+"""The command `llm`: chats, streams, completions, schemas and tools, with a model from its configuration file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def json_schema() -> None:
 
 @use("a tool is offered")
 def tools() -> None:
-    """The model need not call it."""
+    """The model need not call the tool."""
     function = (
         f'def get_weather(city: str) -> str:\n    """Weather in {CITIES[0]} or {CITIES[1]}."""\n    return "warm"'
     )

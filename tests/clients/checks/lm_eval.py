@@ -62,7 +62,7 @@ def results(task: str, model: str = "local-completions", route: str = "completio
 
 @use("multiple choice")
 def multiple_choice() -> None:
-    """Words of Python are likelier than nonsense, to any model of code."""
+    """To any model of code, words of Python are likelier than nonsense."""
     equal(results("choices_here")["acc,none"], 1.0)
 
 

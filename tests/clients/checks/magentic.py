@@ -1,4 +1,4 @@
-"""magentic: functions answered by a model, as text and structured."""
+"""magentic: functions answered by a model, as text and as structured values."""
 
 from magentic import OpenaiChatModel, prompt
 

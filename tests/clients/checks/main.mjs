@@ -1,5 +1,5 @@
-// Runs the check of one client: `node main.mjs CHECK` runs CHECK.mjs. Each use adds a line of JSON to the file that
-// SPECDEC_CLIENT_RESULTS names, as in __main__.py.
+// Runs the check of one client: `node main.mjs CHECK` runs CHECK.mjs. Each use adds a line of JSON to the file named by
+// SPECDEC_CLIENT_RESULTS, as in __main__.py.
 import { appendFileSync } from "node:fs";
 
 import { uses } from "./uses.mjs";

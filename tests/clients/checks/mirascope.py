@@ -35,5 +35,5 @@ def structured_output() -> None:
 
 @use("responses")
 def responses() -> None:
-    """What it does by default."""
+    """Mirascope's default API."""
     same_text(model("responses").call(QUESTION).text(), SERVER.answer)

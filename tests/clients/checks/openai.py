@@ -83,7 +83,7 @@ def tools_streamed() -> None:
 
 @use("tool results")
 def tool_results() -> None:
-    """The turn with a call and its result is accepted, and answered by text."""
+    """A conversation with a call and its result is accepted and answered by text."""
     message = client.chat.completions.create(**CHAT, **REQUIRED).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "warm"}
     again = client.chat.completions.create(**CHAT | {"messages": [*MESSAGES, message, result]}, tools=[OPENAI_TOOL])

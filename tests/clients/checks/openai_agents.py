@@ -45,7 +45,7 @@ async def answer(kind: Any, **options: Any) -> Any:
 
 @use("responses")
 async def responses() -> None:
-    """What it does by default."""
+    """The SDK's default API."""
     same_text(await answer(OpenAIResponsesModel), SERVER.answer)
 
 

@@ -1,4 +1,4 @@
-"""opencode: a turn through the AI SDK. Its prompt takes most of ten thousand tokens."""
+"""opencode: a turn through the AI SDK. Its prompt has almost ten thousand tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROVIDER = {
 
 @use("a turn")
 def turn() -> None:
-    """It ends with the model's own end; its text is nonsense, which may be a line break."""
+    """The turn ends with the model's end token; its text is nonsense, possibly just a line break."""
     os.chdir(FOLDER)
     answer = said("opencode", "run", "--model", f"here/{SERVER.model}", "--format", "json", "Say hello.")
     events = [json.loads(line) for line in answer.splitlines() if line.startswith("{")]

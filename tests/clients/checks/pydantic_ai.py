@@ -36,7 +36,7 @@ def by_tool() -> None:
 
 @use("structured output beside a tool")
 def beside_tool() -> None:
-    """The model may call the tool or answer by the schema; it must not get stuck between them."""
+    """The model may call the tool or answer by the schema, but must not get stuck."""
     agent = Agent(chat_model, output_type=NativeOutput(Weather), model_settings=SETTINGS)
 
     @agent.tool_plain
@@ -55,5 +55,5 @@ def responses() -> None:
 
 @use("default model class of openai:NAME")
 def by_name() -> None:
-    """It takes address and key from the environment, and calls /v1/responses."""
+    """This class takes address and key from the environment, and calls /v1/responses."""
     same_text(Agent(f"openai:{SERVER.model}", model_settings=SETTINGS).run_sync(QUESTION).output, SERVER.answer)

@@ -18,7 +18,8 @@ SERVER = server()
 
 
 class Plugin:
-    """A tool, and how it was asked; its schema of a closed set of texts would be any object."""
+    """A tool and its recorded arguments. They are booleans: for an enumeration of texts, its schema would allow any
+    object."""
 
     def __init__(self) -> None:
         self.asked: list[bool] = []

@@ -18,5 +18,5 @@ FOLDER.mkdir(parents=True)
 
 @use("chat, streamed")
 def chat() -> None:
-    """It has a system message of its own."""
+    """`sgpt` adds its own system message, so the answer is not known."""
     some_text(said("sgpt", "--no-cache", "--temperature", "0", QUESTION))

@@ -26,7 +26,7 @@ def chat_streamed() -> None:
 
 @use("agent with a tool")
 def agent() -> None:
-    """It has no other way to answer than a tool, and its own prompt is long."""
+    """The agent can answer only by a tool call, and its own prompt is long."""
     asked: list[str] = []
 
     @tool

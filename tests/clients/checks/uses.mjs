@@ -1,4 +1,4 @@
-// What the checks of all Node clients share, as uses.py does for Python's.
+// Shared by the checks of all Node clients, as uses.py is for Python.
 export const server = JSON.parse(process.env.SPECDEC_CLIENT_SERVER);
 server.base = `${server.url}/v1`;
 
@@ -24,7 +24,7 @@ export const ARGUMENTS = {
 // The functions of the check in this process, by use.
 export const uses = new Map();
 
-// Register a function as a use of the client. It throws if that does not work.
+// Register a function as a use of the client. It throws if the use does not work.
 export function use(name, run) {
   uses.set(name, run);
 }
@@ -42,13 +42,13 @@ export function sameText(got, wanted) {
   equal((got ?? "").trim(), wanted.trim());
 }
 
-// Check that a stream came in several pieces, which join to the text.
+// Check that a stream came in several pieces that join to the text.
 export function joined(pieces, wanted) {
   sameText(pieces.map((piece) => piece ?? "").join(""), wanted);
   if (pieces.filter(Boolean).length < 2) wrong(pieces, "several pieces");
 }
 
-// Check an answer to a prompt that is the client's own: any text will do.
+// Check an answer to a prompt made by the client: any text will do.
 export function someText(got) {
   if (typeof got !== "string" || !got.trim()) wrong(got, "a text");
 }
@@ -66,5 +66,5 @@ export function weather(got) {
 // Check a call of the tool.
 export function called(name, given) {
   equal(name, TOOL);
-  if (!CITIES.includes(fields(given).city)) wrong(given, "a city"); // its schema may allow other arguments
+  if (!CITIES.includes(fields(given).city)) wrong(given, "a city"); // the client's schema may allow other arguments
 }

@@ -1,8 +1,8 @@
-"""What the checks of all Python clients share: the server, the questions with their right answers, and comparisons.
+"""Shared by the checks of all Python clients: the server, the questions with their right answers, and comparisons.
 
 A check is a module with a function for each use of its client, marked by `use`. It runs in the client's environment, so
-this module imports the standard library alone. The server answers greedily and with TOKENS tokens at most, unless asked
-otherwise, so that the right answer to a question is known even where a client cannot set sampling parameters.
+this module imports only the standard library. By default, the server answers greedily and with at most TOKENS tokens:
+the right answer to a question is known even if a client cannot set sampling parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 SERVER_VARIABLE = "SPECDEC_CLIENT_SERVER"
 """Environment variable with the fields of `Server` as a JSON object."""
 TOKENS = 64
-"""Limit of tokens of every answer."""
+"""Maximum number of tokens of every answer."""
 
 PROMPT = "def main("
 QUESTION = "Read a file."
@@ -30,7 +30,7 @@ WEATHER: dict[str, Any] = {
     "required": ["city", "warm"],
     "additionalProperties": False,
 }
-"""Schema of a structured answer: any model must fit it, with few tokens."""
+"""Schema of a structured answer, which any model can give with few tokens."""
 TOOL = "get_weather"
 TOOL_ABOUT = "Return the weather in a city."
 ARGUMENTS: dict[str, Any] = {
@@ -43,7 +43,7 @@ OPENAI_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": TOOL, "description": TOOL_ABOUT, "parameters": ARGUMENTS},
 }
-"""The tool as in OpenAI's chats."""
+"""The tool in the form of OpenAI's chats."""
 
 Function = TypeVar("Function", bound=Callable[[], Any])
 
@@ -57,7 +57,7 @@ class Server:
     key: str
     completion: str  # the continuation of PROMPT
     answer: str  # to QUESTION as the only message
-    orchestrator: str = ""  # address of gRPC; empty if the server is known by its URL alone
+    orchestrator: str = ""  # gRPC address; empty if only the server's URL is known
     tokenizer: str = ""  # folder of the model's tokenizer; empty then too
     contract: str = ""  # folder of the .proto files; empty then too
 
@@ -73,7 +73,7 @@ def server() -> Server:
 
 
 class WrongAnswerError(Exception):
-    """The client returned something else than it should; the message has both."""
+    """The client returned something unexpected; the message has both values."""
 
 
 USES: dict[str, Callable[[], Any]] = {}
@@ -81,7 +81,7 @@ USES: dict[str, Callable[[], Any]] = {}
 
 
 def use(name: str) -> Callable[[Function], Function]:
-    """Register a function, which may be a coroutine, as a use of the client. It raises if that does not work."""
+    """Register a function, possibly a coroutine, as a use of the client. It raises if the use does not work."""
 
     def register(function: Function) -> Function:
         USES[name] = function
@@ -101,14 +101,14 @@ def same_text(got: str | None, wanted: str) -> None:
 
 
 def joined(pieces: Sequence[str | None], wanted: str) -> None:
-    """Check that a stream came in several pieces, which join to the text."""
+    """Check that a stream came in several pieces that join to the text."""
     same_text("".join(piece or "" for piece in pieces), wanted)
     if sum(bool(piece) for piece in pieces) < 2:
         raise WrongAnswerError(f"the stream came in one piece: {pieces!r}")
 
 
 def some_text(got: object) -> None:
-    """Check an answer to a prompt that is the client's own: any text will do."""
+    """Check an answer to a prompt made by the client: any text will do."""
     if not isinstance(got, str) or not got.strip():
         raise WrongAnswerError(f"got {got!r}, expected a text")
 
@@ -141,7 +141,7 @@ def _fields(value: object) -> Mapping[str, Any]:
 
 
 def said(*command: str | Path) -> str:
-    """Run a program of the client and return its stdout; WrongAnswerError with the end of its output if it fails."""
+    """Run a program of the client and return its stdout; WrongAnswerError with its last line if it fails."""
     done = subprocess.run([*map(str, command)], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, sep="\n", flush=True)
     if done.returncode:

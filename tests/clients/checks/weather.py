@@ -1,4 +1,4 @@
-"""The structured answer as a class, for the checks of clients that take pydantic's."""
+"""The structured answer as a class, for clients that take pydantic models."""
 
 from __future__ import annotations
 
