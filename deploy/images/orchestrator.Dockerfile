@@ -1,5 +1,5 @@
-# The orchestrator and, with the command `openai`, OpenAI's HTTP API in front of orchestrators. Neither has weights or
-# torch, and the second adds two small packages to what the first has: one image serves for both.
+# The orchestrator and, with the command `openai`, OpenAI's HTTP API in front of orchestrators. One image serves for both:
+# neither needs weights or torch, and the API needs only two small packages more.
 #
 #   docker build -f deploy/images/orchestrator.Dockerfile -t specdec-orchestrator:0.1.0 .
 #
@@ -22,7 +22,7 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
 
 # 2. Third-party packages, without their tests. This layer, the large one, depends only on pyproject.toml and
 # constraints.txt, so it stays cached when our code changes. Bytecode is compiled with unchecked hashes: even if a copy
-# changes file times, a read-only container never compiles at start-up. Files for newer Pythons need not compile.
+# changes file times, a read-only container never compiles at start-up. Errors in files for newer Pythons are ignored.
 FROM tools AS dependencies
 ARG EXTRAS=orchestrator,openai,otel
 COPY pyproject.toml constraints.txt deploy/images/requirements.py ./

@@ -22,9 +22,9 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
 
 # 2. Third-party packages, without their tests. This layer, the large one, depends only on pyproject.toml and
 # constraints.txt, so it stays cached when our code changes. Bytecode is compiled with unchecked hashes: even if a copy
-# changes file times, a read-only container never compiles at start-up. Files for newer Pythons need not compile. PyPI's
-# torch for Linux is a CUDA build; torch for CPUs has its own index. TORCH_INDEX sets torch's index; empty: the index of
-# all other packages.
+# changes file times, a read-only container never compiles at start-up. Errors in files for newer Pythons are ignored.
+# PyPI's torch for Linux is a CUDA build; torch for CPUs has its own index. TORCH_INDEX sets torch's index; empty: the
+# index of all other packages.
 FROM tools AS dependencies
 ARG DEVICE=cpu
 ARG EXTRAS=
@@ -69,7 +69,7 @@ RUN cp -a /code/. /opt/specdec/ \
     && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file /sbom.json /opt/specdec/bin/python
 
 # 5. Runtime image. On a GPU Triton compiles a launcher for each kernel at its first use, so only the CUDA image has a C
-# compiler. Its version is the base's: Debian keeps no older versions to pin.
+# compiler. Its version is not pinned, since Debian keeps no older versions.
 FROM ${BASE} AS verifier
 ARG BASE
 ARG DEVICE=cpu

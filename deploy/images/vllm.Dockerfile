@@ -37,8 +37,8 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     && grep -E '^(cryptography|grpcio|llguidance|opentelemetry|structlog)[a-z_-]*==' constraints.txt > /wheel/constraints.txt \
     && /opt/tools/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheel .
 
-# 3. Runtime image: vLLM's environment, with specdec in it. pip warns that vLLM requires an older llguidance, for its
-# own structured output; all pods of a deployment should have the same version.
+# 3. Runtime image: vLLM's environment, with specdec in it. pip warns that vLLM requires an older llguidance, which it
+# uses for its own structured output. The newer one stays: all pods of a deployment should have the same version.
 FROM ${BASE} AS vllm
 ARG BASE
 ARG PIP_INDEX_URL=

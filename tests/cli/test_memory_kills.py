@@ -1,4 +1,4 @@
-"""`specdec up` recognises that a service was killed for memory, and does not restart it with the same KV cache size."""
+"""`specdec up` recognises services killed for lack of memory, and does not restart them with the same KV cache size."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ REJECTED = [
 
 @dataclass(frozen=True)
 class Act:
-    """The behavior of one call: a number of tokens (None: all, and the finish), then `then`."""
+    """The behavior of one call: it sends `tokens` tokens (None: all, and the finish), then does `then`."""
 
     tokens: int | None = None
     then: str = "end"  # "end", "abort" or "hold" (until the client cancels)
@@ -44,7 +44,7 @@ class Act:
     details: str = "scripted"
     status: Status | None = None  # instead of code and details
     thinks: int = 0  # number of reasoning tokens
-    prompt: int | None = None  # of the prompt's tokens, if requested; None: all
+    prompt: int | None = None  # number of the prompt's tokens sent, if requested; None: all
 
 
 def rich(code: int, *details: Any) -> Act:

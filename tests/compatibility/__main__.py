@@ -1,4 +1,4 @@
-"""Ask this server, and others beside it, the same HTTP requests, and print how many each takes.
+"""Send the same HTTP requests to this server and to others, and print how many each accepts.
 
     python -m tests.compatibility                                     # ours, with the demo pair
     python -m tests.compatibility --vllm http://127.0.0.1:8000 --llama-cpp http://127.0.0.1:8080
@@ -12,7 +12,7 @@ The others are started beforehand, with the model that `--model DIR` writes:
     llama-server --model build/compatibility/demo.gguf --jinja --chat-template-file build/compatibility/demo.jinja \\
         --ctx-size 2048 --port 8080
 
-Answers are kept in build/compatibility. The exit status is 1 if an answer of ours does not fit its schema.
+Answers are kept in build/compatibility. The exit status is 1 if an answer of this server does not fit its schema.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from tests.tool_templates import TEMPLATES
 FOLDER = ROOT / "build" / "compatibility"
 SYSTEMS = ("specdec", "vLLM", "llama.cpp")
 ENDS = ("<|endoftext|>",)
-"""Texts of the end tokens. A word among them would cut an answer off that its grammar does not let end there."""
+"""Texts of the end tokens. A word among them would cut off answers where their grammar allows no end."""
 CONTEXT = 2048
 
 
 def ask(system: str, url: str) -> Answers:
-    """Ask a server everything."""
+    """Send a server all requests."""
     requests = list(chain(asked.requests(), schemas.requests()))
     print(f"{system}: {len(requests)} requests", file=sys.stderr, flush=True)
     date = datetime.date.today().isoformat()
@@ -55,7 +55,7 @@ def ask(system: str, url: str) -> Answers:
 
 
 def write_model(directory: Path) -> None:
-    """Write a copy of the demo target that knows tools, and beside it the same as GGUF and its chat template."""
+    """Write a copy of the demo target with tools, and beside it its GGUF file and its chat template."""
     with tempfile.TemporaryDirectory() as folder:
         target, _ = copy_pair(Path(folder), ENDS, CONTEXT)
         shutil.copytree(target, directory)

@@ -20,12 +20,12 @@ ANSWER_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server made of a request."""
+    """A server's answer to a request."""
 
     status: int
-    problem: str = ""  # the message of an error, also of one in a stream
-    ignored: list[str] = field(default_factory=list)  # fields that the answer says are ignored
-    fits: bool | None = None  # whether the answer fits the schema; None without one, and if it was cut off
+    problem: str = ""  # the error's message, even if the error came within a stream
+    ignored: list[str] = field(default_factory=list)  # fields reported as ignored
+    fits: bool | None = None  # whether it fits the schema; None without a schema, if cut off, or if not checked
 
     @property
     def taken(self) -> bool:
@@ -59,13 +59,13 @@ def key(asked: Asked) -> str:
 
 
 def answers_of(url: str, model: str, asked: Iterable[Asked]) -> dict[str, Answer]:
-    """Ask a server everything, one request after the other; httpx2.TransportError if it is gone."""
+    """Send a server all requests, one after the other; httpx2.TransportError if it is unreachable."""
     with httpx2.Client(base_url=url, timeout=ANSWER_SECONDS) as client:
         return {key(each): _answer(client, model, each) for each in asked}
 
 
 def version_of(url: str) -> str:
-    """Return the version that a server tells; empty if it tells none."""
+    """Return the version that a server reports; empty if it reports none."""
     with httpx2.Client(base_url=url) as client:
         for route, name in (("/version", "version"), ("/props", "build_info")):
             answer = client.get(route)
@@ -116,7 +116,7 @@ def _problem(said: Any) -> str:
 
 
 def _fits(said: Any, schema: Mapping[str, Any]) -> bool | None:
-    """Return whether a chat's content, or the arguments of its call, fit a schema; None if they were cut off or the
+    """Return whether a chat's content, or the arguments of its call, fit a schema; None if they were cut off or if the
     schema cannot be checked here."""
     choice = said["choices"][0]
     if choice["finish_reason"] == "length":

@@ -1,5 +1,5 @@
-"""The requests without schemas: every field of completions and chats of OpenAI, vLLM and llama.cpp, alone on a small
-request; options that belong together; forms of messages and tools; and routes."""
+"""The requests without schemas: every field of completions and chats of OpenAI, vLLM and llama.cpp, each added alone to
+a small request; options that belong together; forms of messages and tools; and routes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ SMALL: Mapping[str, Body] = {
     COMPLETIONS: {"prompt": "import os", "max_tokens": 4, "temperature": 0},
     CHATS: {"messages": [{"role": "user", "content": "Read a file."}], "max_tokens": 4, "temperature": 0},
 }
-"""The request that each field is added to, by route."""
+"""The small request for each route, to which fields are added."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request. `model` is added when it is sent, unless it names one."""
+    """A request. When it is sent, `model` is added to its body, unless the body has one."""
 
     group: str
-    name: str  # unique within its group; in the page
+    name: str  # unique within its group; shown in the page
     method: str
     path: str
     body: Body | None = None
-    schema: Body | None = None  # of the answer, or of the arguments of the call in it
+    schema: Body | None = None  # of the answer, or of the arguments of its call
 
 
 ANSWER = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
@@ -173,10 +173,10 @@ FIELDS: Mapping[str, list[Any]] = {
     "verbose": [False],
     "xtc_probability": [0.1],
     "xtc_threshold": [0.1],
-    # nobody's
+    # unknown to all servers
     "totally_unknown_field": [1],
 }
-"""Values of fields that are tried with completions and with chats."""
+"""Values of the fields that both completions and chats are tried with."""
 
 OF_COMPLETIONS: Mapping[str, list[Any]] = {
     "best_of": [3],
@@ -239,7 +239,7 @@ def _tool(**function: Any) -> Body:
 
 
 def _called(arguments: Any, content: Any = "") -> list[Body]:
-    """Return a conversation with a call of a tool and its answer."""
+    """Return a conversation with a tool call and the tool's answer."""
     call = {"id": "c1", "type": "function", "function": {"name": "w", "arguments": arguments}}
     return [
         {"role": "user", "content": "a"},
@@ -249,7 +249,7 @@ def _called(arguments: Any, content: Any = "") -> list[Body]:
 
 
 def _answered(**message: Any) -> list[Body]:
-    """Return a conversation with an answer that has these fields."""
+    """Return a conversation in which the model's answer has these fields."""
     return [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", **message},
@@ -340,7 +340,7 @@ TOGETHER: Mapping[str, Body] = {
     "a message with an id": {"messages": _user("a", id="msg_1")},
     "a message of Ollama": {"messages": _user("a", timestamp=1, images=[])},
 }
-"""Options that belong together, and forms of messages and tools, of chats."""
+"""For chats: options that belong together, and forms of messages and tools."""
 
 COMPLETED: Mapping[str, Body] = {
     "echo alone": {"echo": True, "max_tokens": 0, "logprobs": 1},
@@ -348,7 +348,7 @@ COMPLETED: Mapping[str, Body] = {
     "the best of two": {"n": 2, "best_of": 2},
     "options of a stream without one": {"stream": False, "stream_options": {"include_usage": True}},
 }
-"""Options that belong together, of completions."""
+"""For completions: options that belong together."""
 
 ROUTES: tuple[tuple[str, str, Body | None], ...] = (
     ("GET", "/", None),
@@ -378,7 +378,7 @@ ROUTES: tuple[tuple[str, str, Body | None], ...] = (
 
 
 def requests() -> Iterator[Asked]:
-    """Yield all requests but those with schemas."""
+    """Yield all requests without schemas."""
     for values, routes in ((FIELDS, (COMPLETIONS, CHATS)), (OF_COMPLETIONS, (COMPLETIONS,)), (OF_CHATS, (CHATS,))):
         for field, tried in values.items():
             for value in tried:
@@ -399,6 +399,6 @@ MAX_SHOWN = 70
 
 
 def _shown(field: str, value: Any) -> str:
-    """Return a field and its value for the page, the value cut."""
+    """Return a field and its value for the page, with a long value cut."""
     said = json.dumps(value)
     return f"{field} = {said if len(said) <= MAX_SHOWN else said[:MAX_SHOWN] + '...'}"

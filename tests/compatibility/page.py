@@ -42,7 +42,7 @@ def page(asked: Sequence[Asked], answers: Sequence[Answers]) -> str:
 
 
 def _counts(asked: Sequence[Asked], answers: Sequence[Answers]) -> list[str]:
-    """Return a table of how many requests each server takes."""
+    """Return a table of the number of requests that each server accepts."""
 
     def count(group: str, has: Callable[[Answer], bool]) -> list[str]:
         of_group = [each for each in asked if each.group == group]
@@ -66,8 +66,8 @@ def _counts(asked: Sequence[Asked], answers: Sequence[Answers]) -> list[str]:
 
 
 def _table(asked: Iterable[Asked], answers: Sequence[Answers]) -> list[str]:
-    """Return the table of the requests that some server does not just take."""
-    rows: dict[str, list[list[str]]] = {}  # by name: the cells of each route
+    """Return the table of the requests that some server refuses, or accepts with a remark."""
+    rows: dict[str, list[list[str]]] = {}  # by name: one list of cells for each route
     for each in asked:
         cells = [_cell(server.to(each)) for server in answers]
         rows.setdefault(_name(each), []).append(cells)
@@ -80,7 +80,7 @@ def _table(asked: Iterable[Asked], answers: Sequence[Answers]) -> list[str]:
 
 
 def _name(asked: Asked) -> str:
-    """Return the name of a request's row; a field that was tried with both routes has one."""
+    """Return the name of a request's row; a field that was tried with both routes has a single row."""
     if asked.group == "schemas":
         return asked.name.partition(": ")[2]
     return asked.name

@@ -1,4 +1,4 @@
-"""JSON schemas as generators and people write them, each as the format of an answer and as the parameters of a tool."""
+"""JSON schemas as written by generators and people, each as the format of an answer and as the parameters of a tool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_TOKENS = 64
 
 
 def of(schema: Any, **more: Any) -> Schema:
-    """Return the schema of an object whose only property `a`, which is required, has a schema."""
+    """Return the schema of an object with one required property `a`, which has the given schema."""
     return {"type": "object", "properties": {"a": schema}, "required": ["a"], **more}
 
 

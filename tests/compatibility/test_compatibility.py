@@ -1,4 +1,4 @@
-"""Requests to compare servers by: what an answer says is read right, and the page shows where servers differ."""
+"""Requests for comparing servers: answers are read correctly, and the page shows where servers differ."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_an_address_without_a_scheme_is_refused(capsys: pytest.CaptureFixture[st
 
 
 def ask(status: int, headers: dict[str, str], text: str, schema: dict[str, Any] | None = SCHEMA) -> Answer:
-    """Return what becomes of an answer to a request for the model `m`."""
+    """Serve this answer to a request for the model `m`; return it as it was read."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

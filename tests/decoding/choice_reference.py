@@ -1,6 +1,6 @@
-"""The choice rule as a slow reference in plain Python, and inputs to compare with it.
+"""The choice rule as a slow reference in plain Python, and inputs for comparisons with it.
 
-Float32 where the design specifies float32 (by rounding every operation), float64 for top-p's sums and the noise.
+It uses float32 where the design specifies float32 (by rounding every operation), float64 for top-p's sums and the noise.
 Vocabularies are small and logits lie on a coarse grid, so that ties occur at every step.
 """
 
@@ -129,7 +129,7 @@ def reference_survivors(adjusted: Sequence[float], s: Sampling) -> dict[int, flo
 
 
 def reference_typical(z: Mapping[int, float], mass: float) -> dict[int, float]:
-    """Keep the ids whose surprisals are closest to the entropy, until they have this probability."""
+    """Keep the ids whose surprisals are closest to the entropy, until they reach this probability in total."""
     logits = np.array(list(z.values()), dtype=np.float64)
     logits -= logits.max()
     weights = np.exp(logits)

@@ -1,4 +1,4 @@
-"""Made-up models over a few tokens, given as distributions, and the test whether texts follow one of them."""
+"""Made-up models over a few tokens, given as distributions, and a test of whether texts follow one of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH = 3
 """Tokens of a text."""
 
 LEAST_EXPECTED = 5.0
-"""Texts of a cell of a chi-square test; smaller cells are pooled."""
+"""Minimum expected texts in a cell of a chi-square test; smaller cells are pooled."""
 
 Path = tuple[int, ...]
 Weights = NDArray[np.float64]
@@ -61,7 +61,7 @@ def logits_of(weights: Weights) -> Logits:
 
 
 def likelihood(p: Model, path: Path, known: int = 0) -> float:
-    """Return the probability of a path after its first tokens."""
+    """Return the probability of a path, given its first tokens."""
     return float(np.prod([p(path[:i])[path[i]] for i in range(known, len(path))]))
 
 

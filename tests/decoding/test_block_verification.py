@@ -1,8 +1,8 @@
 """Block verification keeps the target's distribution, and never accepts fewer draws than testing one by one.
 
-Over small vocabularies all outcomes are enumerated, with their exact probabilities. Runs through the random numbers of
+Over small vocabularies all outcomes are enumerated, with their exact probabilities. Runs with the random numbers of
 `block_verification.verify` are tested by chi-square, with false-alarm probability FALSE_ALARM, on fixed seeds. Negative
-controls of both kinds are found out.
+controls must fail both kinds of test.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def chains(q: Model, ends: Ends, vocabulary: int, draws: Path = ()) -> Iterator[
 
 Trials = Callable[[Model, Model, Path], list[Trial]]
 Outcomes = dict[Path, float]
-"""The probabilities of the accepted draws of a step with the token after them."""
+"""The probability of each outcome of a step: its accepted draws, and the token after them."""
 
 
 def outcomes(p: Model, q: Model, ends: Ends, vocabulary: int, trials: Trials = trials_of) -> Outcomes:
@@ -171,7 +171,7 @@ def two(draws: Path) -> bool:
 
 
 def test_the_example_of_the_paper() -> None:
-    """Section 2 of Sun et al. 2024: 11/9 draws of two are accepted, 10/9 one by one."""
+    """Section 2 of Sun et al. 2024: of two draws 11/9 are accepted, or 10/9 if tested one by one."""
     p, q = TARGET_OF_PAPER, DRAFT_OF_PAPER
     assert accepted(outcomes(p, q, two, 2)) == pytest.approx(11 / 9, abs=TOLERANCE)
     assert accepted_one_by_one(p, q, two, 2) == pytest.approx(10 / 9, abs=TOLERANCE)
@@ -183,14 +183,14 @@ def without_residual(p: Model, q: Model, draws: Path) -> list[Trial]:
 
 
 def with_the_residual_of_one_draw(p: Model, q: Model, draws: Path) -> list[Trial]:
-    """Invalid: the residual of testing one by one."""
+    """Invalid: residuals are those of testing one by one."""
     trials = trials_of(p, q, draws)
     residuals = [np.maximum(p(draws[:i]) - q(draws[:i]), 0.0) for i in range(len(draws))]
     return [(passes, left) for (passes, _), left in zip(trials, [*residuals, p(draws)], strict=True)]
 
 
 def with_the_ratios_of_prefixes(p: Model, q: Model, draws: Path) -> list[Trial]:
-    """Invalid: prefixes pass with their ratio, the average over the next draw left out."""
+    """Invalid: prefixes pass with their ratio, without the average over the next draw."""
     trials, ratio = trials_of(p, q, draws), 1.0
     found = [trials[0]]
     for i, drawn in enumerate(draws):
@@ -208,8 +208,8 @@ def test_wrong_tests_are_found_out_by_enumeration(trials: Trials) -> None:
 
 
 def test_an_end_that_depends_on_the_draw_behind_it_is_found_out_by_enumeration() -> None:
-    """Negative control: the second draw is left out if the target likes it less than the draft. (For draws tested alone
-    the same fault is shown in appendix A of DSpark 2026, arXiv 2607.05147.)"""
+    """Negative control: the second draw is left out if it is less probable in the target than in the draft. (Appendix A
+    of DSpark 2026, arXiv 2607.05147, shows this fault for draws tested alone.)"""
     p, q = model(9, 3), model(59, 3)
     found: Outcomes = {}
     for draws, probability in chains(q, two, 3):
@@ -250,7 +250,7 @@ def run(
     depth: Callable[[int, Path], int] = lambda seed, text: 1 + (seed + len(text)) % 3,
     hashed: Hash = text_hash,
 ) -> Path:
-    """Generate tokens by steps of different depths. Below a rejection the draft draws again."""
+    """Generate tokens by steps of different depths. After a rejection, the draft draws again."""
     text: Path = ()
     while len(text) < length:
         draws, (count, token) = step(seed, text, depth(seed, text), p, q, hashed)
@@ -298,8 +298,8 @@ def test_they_do_with_guesses_that_were_not_drawn() -> None:
 
 
 def test_draws_that_come_back_behind_a_rejection_are_found_out() -> None:
-    """Negative control: a draw that depends on its position alone, not on the text. A block that was rejected has
-    looked at it. The token after such a block's is counted."""
+    """Negative control: draws depend on their positions alone, not on the text, so that a draw tested in a rejected
+    block comes back. The test counts the token after the one that replaces the block."""
     p, q = TARGET_OF_PAPER, DRAFT_OF_PAPER
 
     def tested(hashed: Hash) -> float:
@@ -330,7 +330,7 @@ def test_a_forgotten_residual_is_found_out() -> None:
 
 
 def test_as_many_draws_are_accepted_as_were_enumerated() -> None:
-    """Within five standard deviations, at most 2 draws in a run."""
+    """Within five standard deviations; a run accepts at most 2 draws."""
     p, q = TARGET_OF_PAPER, DRAFT_OF_PAPER
     counts = [step(seed, (), 2, p, q, text_hash)[1].length for seed in range(RUNS)]
     assert abs(float(np.mean(counts)) - 11 / 9) < 5 * (1 / RUNS) ** 0.5
@@ -380,7 +380,7 @@ def test_what_the_target_rules_out_is_never_accepted_nor_anything_behind_it() ->
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, 1e31])
 def test_a_broken_row_is_left_to_be_decided_alone(broken: float) -> None:
-    """If the draws before it are accepted; 1e31 is a number, but decides without noise."""
+    """Only if the draws before it are accepted. 1e31 is finite, but so large that noise has no effect."""
     row = np.array([0.0, broken, 0.0], np.float32)
     assert verify([row, LIKED], chain(1, (0,))) == AcceptedPrefix(0, None)
     assert verify([LIKED, row, LIKED], chain(1, (0, 0))) == AcceptedPrefix(1, None)

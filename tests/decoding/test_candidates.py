@@ -21,7 +21,7 @@ from specdec.decoding.truncation import survivors
 from tests.choices import mask_of
 
 TOLERANCE = 1e-12
-"""For logprobs: the reference sums the same float64 weights in another order."""
+"""Tolerance for logprobs: the reference sums the same float64 weights in another order."""
 
 VOCABULARY = 400
 
@@ -63,7 +63,7 @@ def passes(draw: st.DrawFn) -> Pass:
     random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     columns = draw(st.sampled_from([3, 20, 256, VOCABULARY]))
     count = draw(st.integers(1, 6))
-    step = draw(st.sampled_from([0.0, 0.5, 2.0])) if columns <= MAX_DRAFT_LOGITS else 0.0  # no ties at the end
+    step = draw(st.sampled_from([0.0, 0.5, 2.0])) if columns <= MAX_DRAFT_LOGITS else 0.0  # no ties for the last place
     logits = random.normal(0, 3, (count, columns)).astype(np.float32)
     if step:
         logits = np.round(logits / np.float32(step)) * np.float32(step)

@@ -27,7 +27,7 @@ class TestChoose:
     @settings(max_examples=100, deadline=None)
     @given(cases())
     def test_scores_are_what_the_choice_maximises(self, case: Case) -> None:
-        """Over survivors; for greedy sampling over all tokens, with banned ones at -inf."""
+        """Scores are of the survivors; for greedy sampling, of all tokens, with banned ones at -inf."""
         ids, scores = scores_of(case.row, case.query)
         want = reference_perturbed(case)
         if case.sampling.temperature < 1e-4:
@@ -64,7 +64,7 @@ class TestChoose:
         assert Case([1.0, 3.0, 3.0, 3.0]).choose() == 1
 
     def test_a_temperature_below_1e_4_is_greedy_whatever_the_seed(self) -> None:
-        """Two equal logits: with noise, one of 100 seeds would choose the second, except with probability 2**-100."""
+        """Of two equal logits, noise would choose the second for one of 100 seeds, except with probability 2**-100."""
         greedy = {Case([0.0, 0.0], Sampling(temperature=9.9e-5, seed=seed)).choose() for seed in range(100)}
         noisy = {Case([0.0, 0.0], Sampling(temperature=1e-4, seed=seed)).choose() for seed in range(100)}
         assert (greedy, noisy) == ({0}, {0, 1})

@@ -1,6 +1,6 @@
 """Choices follow their softmax, and two models with shared noise agree as often as the theory promises.
 
-Chi-square on fixed seeds, thus deterministic; the stated false-alarm probability is over the choice of seeds.
+The chi-square tests are deterministic, on fixed seeds; false-alarm probabilities are over the choice of seeds.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 
 
 def random_rows(rng: np.random.Generator, count: int, vocabulary: int) -> NDArray[np.float32]:
-    """Return peaked, ordinary and flat rows; one in four has many ties, another is mostly masked."""
+    """Return peaked, ordinary and flat rows; one in four has many ties, and another one in four is mostly masked."""
     spread = rng.choice([0.0, 0.3, 3.0, 30.0], size=(count, 1))
     rows = (rng.normal(0, 1, (count, vocabulary)) * spread + rng.normal(0, 20, (count, 1))).astype(np.float32)
     rows[1::4] = np.round(rows[1::4])

@@ -83,7 +83,7 @@ rows = st.lists(st.floats(-20, 20, width=16), min_size=2, max_size=40)
 def test_what_is_sent_ahead_changes_no_choice(
     data: st.DataObject, alpha: float, temperature: float, margin: float
 ) -> None:
-    """A row is decided as with the whole vocabulary, or it is not; then the answer to the query decides it."""
+    """A row is decided as with the whole vocabulary or left undecided; then the answer to the query decides it."""
     target = data.draw(rows)
     draft = data.draw(st.lists(st.floats(-20, 20, width=16), min_size=len(target), max_size=len(target) + 3))
     contrast = Contrast(alpha, temperature)
@@ -116,7 +116,7 @@ def test_the_likeliest_tokens_are_sent(draft: list[int], alpha: float, margin: f
     others = np.delete(whole.values, part.ids)
     assert others.max() <= part.values.min()
     if len(part.ids) < MAX_LIKELIEST:
-        assert others.max() < float(whole.values.max()) + math.log(alpha) - margin + 2**-6  # float16
+        assert others.max() < float(whole.values.max()) + math.log(alpha) - margin + 2**-6  # float16 rounding
     assert part.size == len(draft)
 
 
@@ -131,7 +131,7 @@ def test_a_large_query_is_about_the_whole_vocabulary() -> None:
 
 
 def test_a_second_query_covers_the_first() -> None:
-    """A token at the limit is plausible in one step and not in the other, or the other way round."""
+    """A token at the limit of plausibility may be plausible in only one of two steps."""
     ids = asked_ids(np.array([3, 9]), np.array([3, 7]), 100)
     assert ids is not None
     assert ids.tolist() == [3, 7, 9]

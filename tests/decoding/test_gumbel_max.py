@@ -14,7 +14,7 @@ from tests.decoding.test_noise import unmix
 
 MASK = 2**64 - 1
 WORDS = sorted({0, 1, MASK, *(s for bit in range(64) for s in (1 << bit, (1 << bit) - 1, MASK - (1 << bit)))})
-"""Hash words, some near both ends of the range, on every scale."""
+"""Hash words on every scale, some near the two ends of the range."""
 
 
 def bound(value: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Trees by level: the likeliest paths of guesses, fixed ones, and trees that grow from their own guesses."""
+"""Trees by level: of the likeliest paths of guesses, of fixed paths, and trees that grow from their own guesses."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ WIDTH = 3
 
 
 def children(seed: int, path: Path) -> tuple[list[int], list[float]]:
-    """Return the tokens and log-probabilities of a path's children: a function of both, with equal ones and ends."""
+    """Return the tokens and log-probabilities of a path's children, by seed and path; some are equal, some -inf."""
     random = np.random.default_rng([seed, *path])
     logprobs = np.sort(random.choice([-0.1, -0.5, -1.0, -2.5, -math.inf], WIDTH))[::-1]
     return random.permutation(9)[:WIDTH].tolist(), logprobs.tolist()
 
 
 def grown(seeds: list[int], levels: int, beam: int, least: float = -math.inf) -> GrowingTrees:
-    """Grow trees of texts with these seeds, as their owner does; their paths are told by `origins` and `tokens`."""
+    """Grow trees of texts with these seeds, as their owner does: `origins` and `tokens` give each level's paths."""
     trees = GrowingTrees(len(seeds), beam, least)
     paths: list[list[Path]] = [[()] for _ in seeds]
     for level in range(levels):

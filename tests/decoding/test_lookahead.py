@@ -1,4 +1,4 @@
-"""The window's shape at each step, for any size: positions of its tokens, chosen by the target.
+"""The shape of a window of any size at each step, under a target that chooses the position of each token.
 
 `tests/verifier_service/test_ngram_proposer.py` compares a session's window and pool with the paper's algorithm.
 """
@@ -15,7 +15,7 @@ sizes = st.builds(Lookahead, st.integers(2, 9), st.integers(2, 6), st.just(3))
 
 
 class Positions:
-    """A target choosing at each position that position's number."""
+    """A target that chooses, at each position, that position's number."""
 
     def __init__(self, size: Lookahead) -> None:
         self.tip = 100

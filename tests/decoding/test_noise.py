@@ -157,13 +157,13 @@ class TestIndependence:
         """All shifts by up to 3 along each axis, including seed against position.
 
         If the arguments entered as one linear combination, some shift would be an exact copy (correlation 1).
-        Uncorrelated noise of n pairs has a correlation of standard deviation 1/sqrt(n); the bound is 6.5 of these, a
-        false alarm of 1e-10 per shift and below 1e-7 for all of them.
+        The correlation of n uncorrelated pairs has the standard deviation 1/sqrt(n). The bound is 6.5 of these: the
+        probability of a false alarm is 1e-10 per shift and below 1e-7 for all of them.
         """
         noise = grid(1_000_000, 24, 24, 64)
         for shift in itertools.product(range(-3, 4), repeat=3):
             if shift <= (0, 0, 0):
-                continue  # each pair of mirrored shifts once
+                continue  # test only one of two mirrored shifts
             here = noise[tuple(slice(max(0, -s), noise.shape[a] - max(0, s)) for a, s in enumerate(shift))]
             there = noise[tuple(slice(max(0, s), noise.shape[a] - max(0, -s)) for a, s in enumerate(shift))]
             correlation = np.corrcoef(here.ravel(), there.ravel())[0, 1]

@@ -30,7 +30,7 @@ class TestDraftCandidates:
     @settings(max_examples=100, deadline=None)
     @given(cases(temperatures=(0.0, 0.7, 1.0, 2.5)), st.integers(1, 14))
     def test_they_rank_the_perturbed_logits_of_the_survivors(self, case: Case, width: int) -> None:
-        """Before the division by T, on the scale that decides agreement."""
+        """The logits are those before the division by T, on the scale that decides agreement."""
         greedy = case.sampling.temperature < 1e-4
         perturbed = reference_perturbed(case)
         best = sorted(perturbed, key=lambda token: (-perturbed[token], token))[:width]

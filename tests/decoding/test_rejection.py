@@ -2,8 +2,8 @@
 draws at a position; negative controls show that the tests detect violations.
 
 Chi-square tests of joint distributions, each with false-alarm probability FALSE_ALARM, on fixed seeds: the outcome
-is deterministic. Outcomes of several draws are enumerated too, with their exact probabilities. (Draws tested as a
-whole: `test_block_verification.py`.)
+is deterministic. Outcomes of several draws are enumerated too, with their exact probabilities.
+(`test_block_verification.py` is about draws tested as a whole.)
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def test_candidates_are_accepted_as_often_as_can_be() -> None:
         query = SamplingQuery(RequestSampler(Sampling(temperature=1.0, seed=seed), rule=Rule.REJECTION), 0)
         proposal = propose(DRAFT(()), query)
         accepted += int(choose(TARGET(())[None], [query._replace(proposal=proposal)])[0]) in proposal.tokens
-    assert abs(accepted / RUNS - wanted) < 5 * (wanted * (1 - wanted) / RUNS) ** 0.5 + 1e-3  # float16
+    assert abs(accepted / RUNS - wanted) < 5 * (wanted * (1 - wanted) / RUNS) ** 0.5 + 1e-3  # float16 rounding
 
 
 # --- several draws at one position ------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def each_from_the_same_distribution(left: NDArray[np.float64], proposal: Proposa
 
 
 def without_residual(left: NDArray[np.float64], proposal: Proposal) -> Iterator[tuple[int, float]]:
-    """Invalid: each draw is tested against the target's distribution."""
+    """Invalid: each draw is tested against the target's distribution instead of the residual."""
     for token in proposal.tokens:
         yield next(in_turn(left.copy(), Proposal((token,), proposal.row)))
 
@@ -287,7 +287,7 @@ def test_however_many_draws_all_outcomes_together_are_distributed_as_the_target(
 
 @given(positions())
 def test_a_further_draw_is_accepted_sometimes(position: tuple[NDArray[np.float64], DraftDistribution]) -> None:
-    """With all tokens drawn, one of them always."""
+    """If all tokens are drawn, one of them is always accepted."""
     p, row = position
     accepted = [decided(p, row, count, in_turn)[1] for count in range(1, len(p) + 1)]
     assert all(more >= fewer - TOLERANCE for fewer, more in pairwise(accepted))

@@ -1,4 +1,4 @@
-"""Continuations against brute force, comparing every position token by token."""
+"""Continuations equal those of brute force, which compares every position token by token."""
 
 from __future__ import annotations
 

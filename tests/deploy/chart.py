@@ -38,7 +38,7 @@ SMALL: Object = {
     "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
     "defaults": {"image": {"registry": "registry.example.com"}},
 }
-"""Minimal values of a user."""
+"""Minimal values that a user gives."""
 
 ALONE: Object = {
     "drafts": {"b": {"path": "/models/draft", "modelGiB": 0.5}},
@@ -46,7 +46,7 @@ ALONE: Object = {
     "networkPolicy": {"draftClients": [{"podSelector": {}}]},
     "defaults": {"image": {"registry": "registry.example.com"}},
 }
-"""Drafts alone, for an ordinary vLLM."""
+"""Values for drafts alone, which serve an ordinary vLLM."""
 
 
 SOURCES: Object = {"networkPolicy": {"modelSources": [{"to": [{"ipBlock": {"cidr": "10.2.0.0/16"}}]}]}}
@@ -132,8 +132,8 @@ def _ours(schema: Path) -> Draft7Validator:
 
 @functools.cache
 def _kubernetes(kind: str, api_version: str, version: str) -> Draft202012Validator:
-    """Return a validator for a kind. Schemas are those of the package kubernetes-validate, whose own function
-    rereads all schemas of a version for each object."""
+    """Return a validator for a kind, with the schemas of the package kubernetes-validate. (The package's own function
+    rereads all schemas of a version for each object.)"""
     group, _, number = api_version.rpartition("/")
     name = "-".join(filter(None, (kind.lower(), group.partition(".")[0], number)))
     return Draft202012Validator(_schema(version, name), registry=_definitions(version))

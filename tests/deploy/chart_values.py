@@ -1,4 +1,4 @@
-"""Values of the chart that tests render: from the fewest to everything, and what services they start."""
+"""Values with which tests render the chart, from the fewest to everything, and the services that they start."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ EVERYTHING = merged(
         "prometheusAddress": "http://prometheus.monitoring.svc:9090",
     },
 )
-"""Values enabling everything in the chart."""
+"""Values that enable everything in the chart."""
 
 HARDLY_ANYTHING: Object = {
     "models": {"tiny": {"revisions": {"1": {"path": "/opt/model", "verifiers": ["a"]}}}},

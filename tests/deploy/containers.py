@@ -48,7 +48,7 @@ shift
 mount -o remount,bind,ro "$root"
 exec setpriv --no-new-privs chroot --userspec="$user" --groups= "$root" "$@"
 """
-"""The first process in new PID and mount namespaces; it becomes the program, with a read-only root."""
+"""Script of the first process in new PID and mount namespaces: it makes the root read-only and becomes the program."""
 
 
 def run(*command: str | Path, seconds: float = BUILD_SECONDS) -> str:
@@ -121,7 +121,7 @@ class Image:
                 popen.kill()
 
     def output(self, folder: Path, *arguments: str, mounts: Iterable[Mount] = (), entry: Iterable[str] = ()) -> str:
-        """Run a program to its successful end; return its output."""
+        """Run a program and return its output; it must succeed."""
         with self.started(folder, *arguments, mounts=mounts, entry=entry) as process:
             found, _ = process.popen.communicate(timeout=READY_SECONDS)
             assert process.popen.returncode == 0, process.log.read_text()
@@ -129,7 +129,7 @@ class Image:
 
 
 def pip_settings(folder: Path) -> list[str]:
-    """Return build arguments giving pip in the image this machine's package indexes."""
+    """Return build arguments that give pip in the build this machine's package indexes."""
     settings = configparser.RawConfigParser()
     named: set[str] = set()
     for line in run(sys.executable, "-m", "pip", "config", "list").splitlines():
@@ -140,7 +140,7 @@ def pip_settings(folder: Path) -> list[str]:
         if not settings.has_section(section):
             settings.add_section(section)
         settings.set(section, name, text)
-        # An index on disk links to files beside it.
+        # An index on disk links to files beside it, so its folder is mounted.
         named |= {str(Path(word[7:]).parent) if word.startswith("file://") else word for word in text.split()}
     with (folder / "pip.conf").open("w") as file:
         settings.write(file)

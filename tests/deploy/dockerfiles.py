@@ -42,7 +42,7 @@ class Instruction(NamedTuple):
 
     @property
     def pairs(self) -> dict[str, str]:
-        """The pairs of ENV, LABEL and ARG."""
+        """Names and values in an ENV, LABEL or ARG."""
         return {name: value for name, _, value in (each.partition("=") for each in self.words)}
 
 
@@ -66,7 +66,7 @@ class Dockerfile:
 
     @classmethod
     def parsed(cls, text: str) -> Dockerfile:
-        """Parse the syntax that our files use: no heredocs, no escape but the backslash."""
+        """Parse the syntax that our files use: no heredocs, and no escape except the backslash."""
         found, pending = cls({}, []), ""
         for line in map(str.strip, text.splitlines()):
             if not line or line.startswith("#"):

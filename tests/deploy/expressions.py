@@ -32,7 +32,7 @@ class Alert:
 
     @property
     def operands(self) -> list[str]:
-        """The expressions compared by the rule: they have values whether or not it fires."""
+        """The expressions compared by the rule: they have values whether or not the rule fires."""
         parts = re.split(r"\sunless\s|^ *and on \([^)]*\) *$", self.expression, flags=re.MULTILINE)
         return [re.sub(r"(==|>=|>|<) *([\d.]+|on \()", r"\1 bool \2", part) for part in parts]
 

@@ -23,7 +23,7 @@ CALLERS = {
     *("UNAUTHENTICATED", "WRONG_TENANT", "TENANT_LIMIT", "UNKNOWN_REQUEST", "GRAMMAR_TOO_COMPLEX"),
     *("LEARNING_NOT_PERMITTED", "NOT_REMEMBERED"),
 }
-"""Error reasons without an alert: caused by callers, by a change of the model, or told to the operator who asked."""
+"""Error reasons without an alert: caused by callers or a change of the model, or reported to the operator who asked."""
 
 PROMTOOL = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed: it comes with Prometheus"

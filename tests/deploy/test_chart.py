@@ -69,7 +69,7 @@ class TestWhatIsRendered:
         assert [each for each in report["messages"] if each["severity"] >= 2] == []
 
     def test_everything_is_everything(self) -> None:
-        """Tests of EVERYTHING thereby cover every template, and every kind with a schema of ours."""
+        """So tests with EVERYTHING cover every template, and every kind with a schema in `schemas`."""
         rendered = text(EVERYTHING)
         assert [name for name, content in rendered.items() if not content.strip() and ".tpl" not in name] == []
         kinds = {each["kind"] for each in render(EVERYTHING)}
@@ -83,7 +83,7 @@ class TestWhatIsRendered:
         assert len(problems(wrong, VERSIONS[0])) == 1
 
     def test_what_stands_in_variables_stays_there(self) -> None:
-        """Secrets belong into Secrets; one written into `env` is at least not copied to a ConfigMap."""
+        """Secrets belong in a Secret; a secret in `env` is at least not copied to a ConfigMap."""
         told = {"env": [{"name": "TOKEN", "value": "hunter2"}]}
         download = {"download": {"image": "example.org/fetch:1", "sizeLimit": "9Gi", **told}}
         things = render(merged(SMALL | SOURCES | {"modelVolume": download}, at("defaults", told)))
@@ -167,7 +167,7 @@ def names_are_short_and_each_is_given_once(things: list[Object]) -> None:
     names = [(each["kind"], each["metadata"]["name"]) for each in things]
     assert len(set(names)) == len(names)
     for kind, name in names:
-        # Controllers append hashes to these.
+        # Controllers append hashes to the names of Deployments and Jobs.
         assert len(name) <= (40 if kind in ("Deployment", "Job") else 63), name
         assert kind != "Service" or re.fullmatch("[a-z][a-z0-9-]*", name)
     for each in things:
@@ -176,7 +176,7 @@ def names_are_short_and_each_is_given_once(things: list[Object]) -> None:
 
 
 def services_select_the_pods_of_their_pool(things: list[Object]) -> None:
-    """Selectors use name, instance, component and pool only, which never change."""
+    """Selectors use only labels that never change: name, instance, component and pool."""
     allowed = {f"app.kubernetes.io/{each}" for each in ("name", "instance", "component")} | {"specdec/pool"}
     pods = templates(things)
     for name, each in of_kind(things, "Service").items():
@@ -229,17 +229,17 @@ def probes_ask_what_is_there(things: list[Object]) -> None:
         assert named["main"] == options["port"] == PORTS[of_role]
         assert named["metrics"] == options["metrics-port"]
         lives = found["livenessProbe"]
-        assert lives["periodSeconds"] * lives["failureThreshold"] >= 60  # a loop may be busy for a while
+        assert lives["periodSeconds"] * lives["failureThreshold"] >= 60  # an event loop may be busy for a while
         ready, start = found["readinessProbe"], found["startupProbe"]
         if of_role == "openai":
             secure = "tls-cert" in options
             assert ready["httpGet"] == {"path": "/health", "port": "main", "scheme": "HTTPS" if secure else "HTTP"}
-            assert "tls-client-ca" not in options  # the kubelet shows no certificate
+            assert "tls-client-ca" not in options  # the kubelet presents no certificate
             assert lives["httpGet"] == {"path": "/metrics", "port": "metrics"}
         else:
             assert lives["grpc"] == {"port": options["health-port"], "service": LIVE}
             assert ready["grpc"] == {"port": options["health-port"], "service": SERVICES[of_role]}
-        # Orchestrators become ready with the first verifier: a missing one must not cause restarts.
+        # Orchestrators become ready with the first verifier; a missing verifier must not cause restarts.
         waits = of_role in ("orchestrator", "openai")
         assert start.get("tcpSocket" if waits else "grpc") == ({"port": "main"} if waits else ready["grpc"])
 
@@ -252,7 +252,7 @@ def options_are_accepted(things: list[Object]) -> None:
 
 
 def nothing_secret_is_in_a_configmap(things: list[Object]) -> None:
-    """The chart takes no secrets, only names of Secrets, and creates none."""
+    """The chart takes no secrets but only names of Secrets, and creates no Secret."""
     assert not of_kind(things, "Secret")
     for each in of_kind(things, "ConfigMap").values():
         assert not re.search("(?i)private key|api[-_]key|password", json.dumps(each["data"]))
@@ -292,6 +292,6 @@ def test_the_page_names_all_values() -> None:
 
 
 def test_values_that_the_chart_comes_with_are_as_its_schema_has_them() -> None:
-    """All but `models`, chosen by the user."""
+    """Except `models`, which the user chooses."""
     with pytest.raises(helm_python.HelmError, match="models: is empty"):
         render({})

@@ -57,7 +57,7 @@ class TestWhatIsWatched:
         assert links == {f"https://git.example.com/specdec/docs/runbooks/{each.name}.md" for each in alerts()}
 
     def test_jobs_are_those_that_alerts_take(self) -> None:
-        """Relabels like Prometheus, with its default expression `(.*)`."""
+        """The test relabels as Prometheus does, with Prometheus' default expression `(.*)`."""
         things = render(EVERYTHING)
         (found,) = of_kind(things, "PodMonitor").values()
         (endpoint,) = found["spec"]["podMetricsEndpoints"]

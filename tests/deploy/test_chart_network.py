@@ -30,7 +30,7 @@ DNS: Object = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.nam
 
 
 class TestNetwork:
-    """Evaluates NetworkPolicy rules."""
+    """The methods evaluate NetworkPolicy rules."""
 
     def reaches(self, things: list[Object], caller: Mapping[str, str], namespace: str, name: str, port: int) -> bool:
         """Return whether pods with these labels, in a namespace, may connect to a port of a pod."""
@@ -76,8 +76,8 @@ class TestNetwork:
         assert self.reaches(things, labels(templates(things)[caller]), NAMESPACE, callee, port) is may
 
     def leaves(self, things: list[Object], name: str, peer: Object, port: int, protocol: str = "TCP") -> bool:
-        """Return whether a pod may call a peer, given as in a NetworkPolicy rule: a pod of the namespace by its
-        labels, a namespace, or an address."""
+        """Return whether a pod may call a peer: pods of its own namespace (by labels), a namespace or an address, in the
+        form of a NetworkPolicy rule."""
         caller, isolated = labels(templates(things)[name]), False
         for each in of_kind(things, "NetworkPolicy").values():
             if not selects(each["spec"]["podSelector"], caller) or "Egress" not in each["spec"]["policyTypes"]:
@@ -137,7 +137,7 @@ class TestNetwork:
         ],
     )
     def test_a_collector_is_called_where_there_is_one(self, endpoint: str, port: int) -> None:
-        """The roles with an option for it may call it."""
+        """Only pods with an option for the collector may call it."""
         collector = {"podSelector": {"matchLabels": {"app": "collector"}}}
         named = at("verifiers/a/options/otlp-endpoint", endpoint)
         for peers, anywhere in (([], True), ([collector], False)):

@@ -1,8 +1,8 @@
 """The chart's pods as processes: with its commands, variables, options and files, services start, find each other,
 answer probes made like the kubelet's, and terminate within their grace period.
 
-`Cluster` contains all differences from a cluster: folders stand for volumes, 127.0.0.1 for all names, and ports are
-free ones."""
+`Cluster` contains all differences from a real cluster: folders stand for volumes, 127.0.0.1 stands for all names, and
+ports are any free ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.faults.pods import free_address
 from tests.models import make, near
 
 PATIENCE_SECONDS = 150.0
-"""For a busy machine."""
+"""Timeout, long enough on a busy machine."""
 
 LOCAL = "127.0.0.1"
 
@@ -56,7 +56,7 @@ VALUES = merged(
     SMALL,
     at("defaults/preStopSeconds", 0),
     at("verifiers/a/options", {"dtype": "float32", "threads": 1, "kv-tokens": 4096}),
-    # The tests' draft is no ONNX export: exporting takes long.
+    # The draft is not exported to ONNX, which would take long.
     at("drafts/b/options", {"engine": "torch", "dtype": "float32", "threads": 1, "kv-tokens": 4096}),
     at("openai/enabled", True),
 )
@@ -64,7 +64,7 @@ VALUES = merged(
 
 @dataclass
 class Pod:
-    """A process in the role of a pod."""
+    """A process that stands for a pod."""
 
     name: str
     template: Object
@@ -247,7 +247,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def secrets(tmp_path: Path) -> dict[str, Path]:
-    """Folders with certificates, each for the names of a role's Services and for this machine."""
+    """Folders with certificates: each role's is valid for its Service and for this machine."""
     authority, found = Authority(tmp_path / "authority"), {}
     names = {
         "verifier": "specdec-verifier-a.serving.svc.cluster.local",
@@ -272,13 +272,13 @@ def test_pods_start_pass_their_probes_serve_and_end(
 ) -> None:
     tls = {"mode": mode, "secrets": SECRETS, "requireClientCertificates": True}
     with cluster(merged(VALUES, {"tls": tls}), tmp_path, models, secrets) as here:
-        # 1. An orchestrator without a verifier has started, is live, and is not ready.
+        # 1. An orchestrator without a verifier has started and is live, but is not ready.
         orchestrator = here.start("specdec-orchestrator")
         orchestrator.until("startupProbe")
         orchestrator.until("livenessProbe")
         assert not orchestrator.probe("readinessProbe")
 
-        # 2. All pods become ready, in any order of starts.
+        # 2. All pods become ready, in whatever order they start.
         others = [here.start(f"specdec-{each}") for each in ("openai", "draft-b", "verifier-a")]
         for pod in (*others, orchestrator):
             pod.until("startupProbe")
@@ -286,7 +286,7 @@ def test_pods_start_pass_their_probes_serve_and_end(
             pod.until("livenessProbe")
             assert b"specdec_" in scraped(pod) or role(pod.template) == "openai"
 
-        # 3. `helm test` gets its tokens; with forced speculation, some of them from the draft.
+        # 3. `helm test` gets its tokens; with forced speculation, some come from the draft.
         *front, draft, verifier = others
         asked(here)
         container(templates(here.things)["specdec-test"])["args"].append("--speculation=always")

@@ -40,7 +40,7 @@ SET_BY_THE_CHART = {
     *("orchestrator_tls_ca", "orchestrator_tls_cert", "orchestrator_tls_key"),
     *("workers", "share_port", "sibling_socket"),  # one process per pod: replicas scale instead
 }
-"""Options not allowed in values."""
+"""Options that values may not give."""
 
 
 class TestServices:

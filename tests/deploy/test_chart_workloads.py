@@ -63,7 +63,7 @@ class TestRollouts:
             assert each["spec"]["progressDeadlineSeconds"] > probe["failureThreshold"] * probe["periodSeconds"]
 
     def test_an_export_that_changes_is_another_job(self) -> None:
-        """Kubernetes refuses changes to a Job; an unchanged export is not repeated."""
+        """Kubernetes refuses changes to a Job, so a changed export is a new Job. An unchanged one is not repeated."""
         changes = {
             "exportJobs/small/dtype": "float16",
             "exportJobs/small/bits": 8,
@@ -82,7 +82,7 @@ class TestRollouts:
         assert [other == name for other, _ in others] == [False, False, False, False, True, True]
 
     def test_a_pool_that_is_recreated_says_that_it_rolls_no_more(self) -> None:
-        """Server-side apply keeps the defaulted rollingUpdate otherwise, and rejects it with the new type."""
+        """Without the null, server-side apply keeps the defaulted rollingUpdate, and rejects it with the new type."""
         things = render(merged(SMALL, at("verifiers/a/strategy", {"type": "Recreate"})))
         assert of_kind(things, "Deployment")["specdec-verifier-a"]["spec"]["strategy"] == {
             "type": "Recreate",
@@ -221,7 +221,7 @@ class TestVllm:
 
 
 class TestDraftsAlone:
-    """For an ordinary vLLM: no models, no orchestrator."""
+    """Drafts for an ordinary vLLM, without models or an orchestrator."""
 
     def test_nothing_else_is_there(self) -> None:
         things = render(ALONE)

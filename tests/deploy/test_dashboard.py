@@ -25,7 +25,7 @@ def test_panels_show_metrics_that_are_served(expression: str) -> None:
 
 
 def test_every_metric_is_on_the_dashboard_or_is_a_part_of_one_that_is() -> None:
-    """The metrics left out are totals of others."""
+    """The metrics left out are totals of other metrics."""
     shown = {each.removesuffix("_bucket").removesuffix("_count") for curve in curves() for each in metrics(curve)}
     left_out = {
         "specdec_orchestrator_samples_total",

@@ -99,7 +99,7 @@ def test_an_image_has_the_extras_of_its_commands(role: str) -> None:
 
 
 def closure(lines: Iterable[str]) -> set[str]:
-    """Return the transitive dependencies of requirements, by the metadata of installed distributions."""
+    """Return the transitive dependencies of requirements, from the metadata of installed distributions."""
     found: set[str] = set()
     seen: set[str] = set()
     ahead = [Requirement(line) for line in lines]
@@ -111,7 +111,7 @@ def closure(lines: Iterable[str]) -> set[str]:
         found.add(canonicalize_name(each.name))
         try:
             lines = distribution(each.name).requires or ()
-        except PackageNotFoundError:  # onnxruntime-gpu excludes onnxruntime
+        except PackageNotFoundError:  # onnxruntime or onnxruntime-gpu, which exclude each other
             continue
         ahead += (
             inner
@@ -217,7 +217,7 @@ def test_its_wheel_is_made_of_what_that_of_the_others_is_made_of() -> None:
 
 
 def test_all_that_its_environment_may_lack_is_pinned() -> None:
-    """vLLM's own dependencies stay unchanged."""
+    """vLLM's own dependencies are not pinned, so they stay unchanged."""
     stage = VLLM.stage("wheel")
     (pattern,) = re.findall(r"grep -E '([^']+)' constraints.txt", stage.values("RUN")[0].value)
     pinned = {
@@ -234,7 +234,7 @@ def test_all_that_its_environment_may_lack_is_pinned() -> None:
 
 
 class Ignored:
-    """The patterns of .dockerignore: the last one matching a path or one of its folders decides."""
+    """The patterns of .dockerignore: the last pattern that matches a path or one of its folders decides."""
 
     def __init__(self, text: str) -> None:
         lines = [line for line in text.splitlines() if line and not line.startswith("#")]

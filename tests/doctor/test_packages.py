@@ -1,4 +1,4 @@
-"""Version ranges and extras equal the metadata, and missing packages are reported with an install command."""
+"""Version ranges and extras equal the package metadata, and missing packages are reported with an install command."""
 
 from __future__ import annotations
 

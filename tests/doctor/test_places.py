@@ -14,7 +14,7 @@ from specdec.doctor.places import LISTENING, cache, taken_ports
 
 def test_a_port_that_is_taken_is_told_by_its_role() -> None:
     with socket.socket() as other:
-        with contextlib.suppress(OSError):  # another program uses it: just as good
+        with contextlib.suppress(OSError):  # another program uses the port, which does as well
             other.bind(("127.0.0.1", LISTENING["verifier"]))
             other.listen()
         found = taken_ports()

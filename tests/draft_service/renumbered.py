@@ -17,8 +17,8 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def renumbered(folder: Path, *, without: float = 0.0, source: Path = DEMO / "draft", seed: int = 1) -> Path:
-    """Write a copy of a draft in which every token has another id, and a share of those longer than a byte is missing;
-    return its folder."""
+    """Write a copy of a draft in which every token has another id, and a share of the tokens longer than a byte is
+    missing; return its folder."""
     dice = random.Random(seed)
     shutil.copytree(source, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())

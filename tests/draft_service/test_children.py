@@ -36,7 +36,7 @@ class Host(Engine):
 
 
 class Device(Host):
-    """The same, with its rows on a device; some are fetched whole."""
+    """The same engine, with its rows on a device; some rows are fetched whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def test_tokens_that_the_target_does_not_have_are_no_children() -> None:
 
 
 class Failing(Device):
-    """A device failing once to send a row."""
+    """A device that fails once to send a row."""
 
     failures = 1
 

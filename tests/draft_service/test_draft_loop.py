@@ -23,7 +23,7 @@ from tests.draft_service.fakes import ROWS, Engine, Listener, Pod, running, sess
 
 
 def test_everybody_gets_a_turn() -> None:
-    """With far more sessions than rows in a step: growth lowers a session's best path logprob, so every other
+    """There are far more sessions than rows in a step. Growth lowers a session's best path logprob, so that every other
     session gets ahead at some time."""
     pod = Pod(Engine())
     sessions = [session() for _ in range(4 * ROWS)]
@@ -36,7 +36,7 @@ def test_everybody_gets_a_turn() -> None:
 
 
 def test_who_does_not_listen_is_grown_no_further() -> None:
-    """A session without a reader has at most as many messages pending as nodes; the others go on."""
+    """A session without a reader has no more pending messages than nodes; the others go on."""
     pod = Pod(Engine())
     deaf, listening = session(max_nodes=24), session(max_nodes=24)
     pod.attach(deaf)
@@ -106,7 +106,7 @@ def test_a_long_prompt_is_read_while_shorter_ones_keep_coming() -> None:
 
 
 def test_a_prompt_is_read_a_little_in_a_pass_while_others_expand_nodes() -> None:
-    """With no nodes left to expand, it fills the pass."""
+    """With no nodes left to expand, the prompt fills the pass."""
     pod = Pod(Engine())
     other = session(max_nodes=24)
     pod.attach(other)
@@ -136,7 +136,7 @@ def test_prompts_are_not_held_up_by_a_few_that_expand_nodes() -> None:
 
 
 def test_many_corrections_are_read_in_one_pass() -> None:
-    """Even with as many others expanding nodes: no node is worth more than the next token."""
+    """Even while as many other sessions expand nodes: no node is worth more than the next token."""
     pod = Pod(Engine())
     sessions = [session() for _ in range(4 * BESIDE)]
     for each in sessions:
@@ -160,13 +160,13 @@ def test_paused_sessions_read_after_all_others() -> None:
     assert wanted.tree.size
     assert sum(tokens.count(1) for tokens in pod.engine.read) <= 2 * BESIDE
     pod.run(1)
-    assert len(pod.engine.read[-1]) <= ROWS + BESIDE  # however many there are
+    assert len(pod.engine.read[-1]) <= ROWS + BESIDE  # however many are paused
 
 
 @pytest.mark.parametrize(("a_node", "nodes"), [(1e-9, ROWS), (0.1, 2)])
 def test_a_pass_takes_no_nodes_that_lower_its_rate(a_node: float, nodes: int) -> None:
-    """Two texts, each with one likely child and a few improbable ones. Nodes that cost a tenth of an empty pass are not
-    worth it."""
+    """Two texts, each with one likely child and a few improbable ones: if a node costs a tenth of an empty pass, the
+    improbable ones are not worth it."""
     engine = Engine(sureness=3.0)
     times = PassTimes({n: 1.0 + n * a_node for n in (4, 8)})
     loop = DraftLoop(LanguageModelDrafter(engine, rows=ROWS, rows_per_session=ROWS // 2, times=times))
@@ -231,7 +231,7 @@ def test_memory_is_for_who_has_it() -> None:
 class FailingEngine(Engine):
     """An engine with scripted failures."""
 
-    failures = 0  # left to fail
+    failures = 0  # number of passes still to fail
     poison: int | None = None  # every pass over this token fails
     dead = False
 
@@ -282,7 +282,7 @@ class Refusing(RaggedPacker):
 
 
 def test_nodes_of_a_batch_that_cannot_be_packed_are_computed_later() -> None:
-    """None keeps an unwritten slot, and none is forgotten."""
+    """No node keeps an unwritten slot, and no node is forgotten."""
     pods = Pod(Unpackable()), Pod(Engine())
     trees = []
     for pod in pods:

@@ -13,7 +13,7 @@ from tests.draft_service.fakes import Engine
 
 @pytest.mark.parametrize(("a_row", "width"), [(0.0, 16), (0.02, 16), (0.03, 8), (0.06, 8), (0.07, 4), (1.0, 4)])
 def test_as_many_as_cost_hardly_more_than_four(a_row: float, width: int) -> None:
-    """Each row beyond four lengthens a step by a constant fraction; in total at most a quarter."""
+    """Each row beyond four lengthens a step by a constant fraction; all together may lengthen it by a quarter."""
     assert widest(lambda rows: 1.0 + a_row * (rows - 4)) == width
 
 
@@ -29,7 +29,7 @@ def test_as_many_of_all_as_take_twice_as_long_as_four(a_row: float, room: int, r
         return 1.0 + a_row * (count - 4)
 
     assert most(seconds, 1.0, room) == rows
-    assert tried == [count for count in ROWS[1:] if count <= min(room, 2 * rows)]  # none beyond one that is too long
+    assert tried == [count for count in ROWS[1:] if count <= min(room, 2 * rows)]  # stops at the first one too long
 
 
 def test_it_is_measured_before_anybody_has_memory() -> None:

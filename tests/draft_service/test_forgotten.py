@@ -126,7 +126,7 @@ def test_what_cannot_be_written_counts_until_the_restart(tmp_path: Path) -> None
     with pytest.raises(NotRememberedError, match=rf"could not be written: {tmp_path}/{FOLDER}"):
         known.add("acme")
     assert known.concerns(learned("acme", 900.0))
-    assert not known.look()  # says so in the log, and goes on with what it knows
+    assert not known.look()  # logs the failure, and goes on with the known tenants
     assert known.concerns(learned("acme", 900.0))
 
 
@@ -143,7 +143,7 @@ def test_the_number_of_tenants_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(NotRememberedError, match="has 2 tenants, must have at most 2"):
         remembering.add("c")
     assert all(remembering.concerns(learned(tenant, 900.0)) for tenant in "abc")
-    remembering.add("b")  # it is there
+    remembering.add("b")  # already remembered
     for tenant in ("a", "b", "a", "c"):
         passing.add(tenant)
     assert [passing.concerns(learned(tenant, 900.0)) for tenant in "abc"] == [False, True, True]

@@ -1,4 +1,4 @@
-"""Versions that have learned from a forgotten tenant are neither tried nor served; one that serves is replaced."""
+"""Versions that have learned from a forgotten tenant are neither tried nor served; a serving one is replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def forget(found: Followed, tenant: str = "acme") -> list[str]:
 
 
 def promoted(found: Followed, name: str) -> None:
-    """Let the version that waits be tried until it serves, with no text of the one before left."""
+    """Try the waiting version until it serves, and no text of the version before is left."""
     found.follower.look()
     found.service.try_on()
     found.follower.look()
@@ -91,7 +91,7 @@ def test_the_serving_one_gives_way_to_the_model_as_started(tmp_path: Path) -> No
     assert found.service.proposes(text) == {GOOD}
     assert forget(found) == ["v1"]
     assert found.service.version("v1").reason.startswith(HAS_LEARNED)
-    assert found.service.proposes(text) == {GOOD}  # until another one is loaded
+    assert found.service.proposes(text) == {GOOD}  # until another version is loaded
     found.follower.look()
     assert found.states() == {"first": SERVING, "v1": FORGOTTEN}
     assert found.service.drafter.version_of(text) is found.service.version("first")

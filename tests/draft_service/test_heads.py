@@ -42,17 +42,17 @@ WARM = Sampling(temperature=1.0, seed=3, banned_tokens=frozenset({BAD}))
 
 @dataclass
 class Text:
-    """A text at a draft service, with its target: it verifies the tree and sends features and commits."""
+    """A text at a draft service, with its target, which verifies the tree and sends features and commits."""
 
     pod: Pod
     session: DrafterSession
     failed: list[Exception] = field(default_factory=list)
     sent: list[Extension] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)  # candidates by step
+    accepted: list[int] = field(default_factory=list)  # number of candidates by step
     fed: int = 0  # rows sent
 
     def step(self, *, feeds: bool = True, works: bool = True, levels: int = 100) -> None:
-        """Let the draft work, verify the first levels of what it has, and commit."""
+        """Let the draft work, verify the first levels of its tree, and commit."""
         if works:
             self.pod.work()
         session = self.session
@@ -74,7 +74,7 @@ class Text:
         """Send the rows up to a position, as numbers of the texts that end there."""
         first = self.fed if first is None else first
         numbers = [[float(LANGUAGE.number_of(text[: place + 1]))] for place in range(first, end)]
-        # As numbers they have no room in bfloat16.
+        # Not sent as a message: such numbers do not fit into bfloat16.
         self.pod.drafter._texts[self.session].take(first, torch.tensor(numbers))
         self.fed = max(self.fed, end)
 
@@ -121,7 +121,7 @@ def test_what_the_target_will_choose_is_guessed(kind: str, sampling: Sampling) -
         text.step()
     assert text.accepted[0] == 0  # the first step comes before any row
     followers = text.accepted[1:-1]
-    # Without a Markov head a block follows the likeliest tokens, which are not drawn at a temperature.
+    # Without a Markov head, a block follows the likeliest tokens, but at a temperature others are drawn.
     least = 1.0 if kind == "block" and sampling is WARM else 3.0
     assert sum(followers) / len(followers) >= least
     assert not text.failed
@@ -182,13 +182,13 @@ def test_a_text_is_read_again_from_behind_a_gap(kind: str) -> None:
     for _ in range(3):
         text.step()
     text.step(feeds=False)
-    text.fed = text.session.tree.base - 1  # lost
+    text.fed = text.session.tree.base - 1  # these rows are lost
     text.step()
     pod.heads.seen.clear()
     pod.work()
     rows = text.session.tree.base - 1 - text.pod.drafter._texts[text.session].slots.first
     assert pod.heads.seen
-    assert max(pod.heads.seen) <= rows + 7  # and those of the tree
+    assert max(pod.heads.seen) <= rows + 7  # plus the rows of the tree
     assert rows < 20
     text.step()
     assert text.accepted[-1] >= 3
@@ -276,7 +276,7 @@ class Shortsighted(FakeBlock):
 
 
 def test_a_candidate_that_the_text_followed_gets_children_from_its_own_row() -> None:
-    """The step had no row for it, so the target's choice led there: its children were guessed from earlier rows."""
+    """The step had no row for it: the target's own choice led there, and its children were guessed from earlier rows."""
     pod = Pod("block", heads=Shortsighted())
     text = pod.text()
     for _ in range(12):
@@ -313,7 +313,7 @@ def test_a_text_of_one_token_has_its_first_guess_with_its_first_row(kind: str) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_beyond_what_the_draft_can_hold_are_left_out(kind: str) -> None:
-    """Its context may be shorter than the verifier's."""
+    """The draft's context may be shorter than the verifier's."""
     pod = Pod(kind)
     text = pod.text(prompt=5, tokens=10)
     end = text.session.end

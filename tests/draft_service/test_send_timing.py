@@ -19,7 +19,7 @@ seconds = st.floats(0.0, 10.0)
 
 
 def steady(commits: int = 60) -> SendTimer:
-    """Return a timer with commits every PERIOD, the last one at 0, and the last message before that."""
+    """Return a timer with a commit every PERIOD, the last one at 0, and its last message one PERIOD earlier."""
     send_timer = SendTimer()
     for number in range(1 - commits, 1):
         send_timer.committed(number * PERIOD)
@@ -63,7 +63,7 @@ def test_several_messages_a_step_leave_an_interval_apart_and_the_last_just_in_ti
     timer.sent(0.001)
     assert timer.next_send_at(0.002, FOUR_A_STEP, 0.0, STEP, urgent=False) == 0.001 + FOUR_A_STEP
     assert timer.next_send_at(0.002, FOUR_A_STEP, 0.0, STEP, urgent=True) == -math.inf
-    timer.sent(0.6 * PERIOD)  # another one an interval later leaves no time for one more
+    timer.sent(0.6 * PERIOD)  # a message an interval later would leave no time for another
     due = timer.next_send_at(0.6 * PERIOD, FOUR_A_STEP, 0.0, STEP, urgent=False)
     assert PERIOD - 2 * STEP < due < PERIOD - STEP
 
@@ -121,8 +121,8 @@ def test_a_long_silence_is_soon_forgotten() -> None:
 def test_nothing_waits_past_the_next_commit_twice(
     gaps: list[tuple[float, bool, bool]], interval: float, round_trip: float, step: float
 ) -> None:
-    """For any commits: if a commit finds unsent candidates, with nothing sent since the previous one, they are sent
-    at once."""
+    """For any commits: if a commit finds unsent candidates, and nothing was sent since the previous commit, they are
+    sent immediately."""
     send_timer, now = SendTimer(), 0.0
     sent = True
     for gap, sends, unsent in gaps:
@@ -145,8 +145,8 @@ def test_a_deadline_that_passed_without_a_message_is_made_up_for() -> None:
 
 @pytest.mark.parametrize(("interval", "most"), [(0.9, 1.2), (0.5, 2.2), (0.25, 4.2)])
 def test_messages_keep_to_the_interval_and_are_fresh_when_a_step_begins(interval: float, most: float) -> None:
-    """A draft whose steps take about a quarter of a period, and that always has something unsent. `interval` is in
-    periods, `most` in messages per period."""
+    """The draft's steps take about a quarter of a period, and it always has something unsent. `interval` is in periods,
+    `most` in messages per period."""
     random, timer, now, ages = Random(1), SendTimer(), 0.0, list[float]()
     sent, commit = [0.0], PERIOD
     for _ in range(2000):
@@ -164,7 +164,7 @@ def test_messages_keep_to_the_interval_and_are_fresh_when_a_step_begins(interval
 
 
 def test_a_burst_of_commits_makes_no_flood() -> None:
-    """After a stall queued commits come at once; the pace of steps is unknown from then on."""
+    """After a stall, queued commits come together; the pace of steps is unknown from then on."""
     timer, sent = SendTimer(), 0
     for number in range(10):
         timer.committed(1.0 + number * 1e-6)

@@ -22,7 +22,7 @@ from tests.draft_service.fakes import VOCABULARY, Engine, session
 
 @pytest.mark.parametrize("granted", [1, 64, 200])
 def test_a_session_gets_back_what_another_verifier_grants(granted: int) -> None:
-    """Limited by its memory."""
+    """The session's memory limits the grant."""
     servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine())), model_pb2.ModelIdentity(), DraftLimits())
     draft = session(max_nodes=200)
     for most, becomes in ((granted, granted), (256, 200), (0, 200)):
@@ -127,7 +127,7 @@ PLACE = {"tokens": [7, 3], "logprobs": np.array([-0.5, -1.5], "<f2").tobytes()}
 
 
 def told(learn: bool, places: list[dict[str, Any]], traffic: Traffic | None) -> DrafterSession:
-    """Return a session that learns two tokens with log-probabilities of the target at these places."""
+    """Return a session that gets a commit of two tokens, with the target's log-probabilities at these places."""
     identity = model_pb2.ModelIdentity(vocabulary_size=VOCABULARY, context_tokens=100)
     servicer = DraftServicer(DraftLoop(LanguageModelDrafter(Engine()), traffic), identity, DraftLimits())
     opening = draft_pb2.DraftOpen(prompt_tokens=[1, 2], max_tokens=10, vocabulary_size=VOCABULARY * 2, learn=learn)

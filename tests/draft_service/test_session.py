@@ -112,7 +112,7 @@ def test_with_one_branch_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() 
 
 
 def test_draws_of_one_place_are_sent_together_in_their_order() -> None:
-    """Whether a draw is sent must not depend on it. The verifier tests siblings in the order of its tree."""
+    """Whether a draw is sent must not depend on the draw. The verifier tests siblings in the order of its tree."""
     draft = Draft(Rule.REJECTION, temperature=1.0, max_branches=3, min_path_probability=0.02)
     known = TokenTree([1, 2, 3], vocabulary=VOCABULARY, last_position=CONTEXT, sampled=True)
     while draft.wants_step:
@@ -158,7 +158,7 @@ def test_a_draw_does_not_depend_on_how_often_the_draft_starts() -> None:
 
 @pytest.mark.parametrize(("rule", "temperature"), [(Rule.COUPLED, 0.0), (Rule.REJECTION, 1.0), (Rule.CONTRASTIVE, 0.0)])
 def test_what_is_grown_ahead_of_need_is_sent_when_the_text_comes_near(rule: Rule, temperature: float) -> None:
-    """Nodes and their distributions: in the end all of them, each once."""
+    """In the end, all nodes and their distributions are sent, each once."""
     draft = Draft(rule, temperature, min_path_probability=0.05)
     while draft.wants_step:
         draft.step(best=1.5)
@@ -196,7 +196,7 @@ class Told(Calibration):
     def __init__(self, best: float) -> None:
         super().__init__()
         self._shifts = [[0.3 * depth] * RANKS for depth in range(DEPTHS)]
-        self.learned: list[int] = []  # depths
+        self.learned: list[int] = []  # depths at which it learned
         untaught = Draft(calibration=Untaught())
         untaught.step(best)
         self._first = np.array([[node.logprob for node in untaught.tree.root.children.values()]])
@@ -260,7 +260,7 @@ def test_what_is_near_does_not_depend_on_when_its_parent_was_read() -> None:
 @pytest.mark.parametrize(("rule", "temperature"), [(Rule.COUPLED, 0.0), (Rule.REJECTION, 1.0), (Rule.CONTRASTIVE, 0.0)])
 @pytest.mark.parametrize("most", [1, 4, 10])
 def test_no_more_nodes_are_sent_or_read_than_were_granted(rule: Rule, temperature: float, most: int) -> None:
-    """The limit holds at both ends, and memory suffices for the text."""
+    """The limit holds at the draft and at the verifier, and memory suffices for the text."""
     draft = Draft(rule, temperature, context=40, min_path_probability=0.01, max_nodes=most)
     verifier = TokenTree(draft.tree.committed, vocabulary=VOCABULARY, last_position=39, sampled=rule is Rule.REJECTION)
     for tokens in ([7, 7, 5], [7], [3], [7, 7, 7, 7], [7, 6], [7, 7]):
@@ -275,13 +275,13 @@ def test_no_more_nodes_are_sent_or_read_than_were_granted(rule: Rule, temperatur
 
 
 def _described(tree: TokenTree) -> set[tuple[tuple[int, ...], bool]]:
-    """Return paths, with whether each has a distribution below it."""
+    """Return all paths, each with whether its last node has a distribution."""
     nodes = (tree.root, *tree.root.walk())
     return {(tuple(n.token for n in node.path()), node.distribution is not None) for node in nodes}
 
 
 class Undecided(Engine):
-    """Uniform logits."""
+    """An engine with uniform logits."""
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         return np.zeros((len(batch.wanted), VOCABULARY), dtype=np.float32)
@@ -321,7 +321,7 @@ def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
 
 
 def test_a_text_beyond_the_drafts_context() -> None:
-    """A draft falls behind silently, except under a rule that requires one: then it raises."""
+    """A draft falls behind silently, except under a rule that requires a draft: then it raises."""
     Draft().commit(3, [5] * CONTEXT)
     with pytest.raises(ValueError, match=f"the draft's context is {CONTEXT}"):
         Draft(Rule.CONTRASTIVE).commit(3, [5] * CONTEXT)
@@ -367,7 +367,7 @@ def contrasted(**policy: Any) -> Draft:
 
 
 def sent(draft: Draft) -> DraftDistribution:
-    """Return what is sent of the root's row."""
+    """Return the sent part of the root's row."""
     ((parent, row),) = [each for each in draft.take().distributions if each[0] == 0]
     assert parent == 0
     return row
@@ -397,7 +397,7 @@ def test_the_likeliest_tokens_are_sent_and_the_others_on_request() -> None:
 
 
 def test_a_query_that_comes_before_the_row_waits_for_it() -> None:
-    """As after the death of another draft, which was asked first."""
+    """For example, after the death of another draft that was asked first."""
     draft = contrasted()
     draft.session.ask(DraftQuery(3, np.array([2, 4])))
     assert not draft.session.outgoing.has_unsent
@@ -422,7 +422,7 @@ def test_another_verifier_does_not_get_answers_to_the_last_one() -> None:
     draft.session.ask(DraftQuery(3, np.array([2, 4])))
     draft.session.outgoing.resend()
     assert not sent(draft).answer
-    draft.set_policy(partial_distributions=False)  # one of the last version
+    draft.set_policy(partial_distributions=False)  # a verifier of the previous version
     draft.session.outgoing.resend()
     assert sent(draft).ids is None
 
@@ -455,8 +455,8 @@ def test_a_query_that_cannot_be(rule: Rule, base: int, why: str) -> None:
 
 
 def sent_for_nothing(tokens: int) -> tuple[int, int]:
-    """Return the bytes of distributions that a draft sends for a text it never guesses, and a limit on those of them
-    that a verifier waits for: the root's, and that of its first child."""
+    """Return the bytes of distributions that a draft sends for a text it never guesses, and an upper limit on those
+    that a verifier waits for: of the root and of its first child."""
     draft, sent, needed = contrasted(max_nodes=50, context=200), 0, 0
     for base in range(3, 3 + tokens):
         for _ in range(4):

@@ -14,7 +14,7 @@ def candidates(pod: Pod, of: DrafterSession) -> int:
 
 
 def pod_with(crowd: int, **policy: float) -> tuple[Pod, DrafterSession]:
-    """Return a pod with prompts computed: one session of a quiet tenant, and many of another."""
+    """Return a pod with one session of a quiet tenant and many of another, and the quiet session."""
     pod = Pod(Engine(sureness=12.0))
     quiet = session(tenant="quiet")
     for _ in range(crowd):

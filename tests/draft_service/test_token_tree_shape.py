@@ -25,7 +25,7 @@ from tests.draft_service.test_session import Draft, Undecided
 
 
 def grown(draft: Draft, best: float = 5.0) -> Draft:
-    """Expand all that is worth it."""
+    """Expand all nodes that are worth it."""
     while draft.wants_step:
         draft.step(best)
     return draft
@@ -39,7 +39,7 @@ def depths(draft: Draft) -> Counter[int]:
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_drafting_goes_on_for_the_commit_that_is_under_way(depth: int, committed: int) -> None:
-    """Whatever a step commits of a tree of this depth, one of this depth is left."""
+    """Whatever a step commits of a tree of this depth, a tree of this depth is left."""
     draft = grown(Draft(max_depth=depth, max_branches=1, context=60))
     assert max(depths(draft)) == 2 * depth + 1
     accepted = min(committed, depth + 1)
@@ -79,7 +79,7 @@ def test_scores_are_the_drafts_own_or_calibrated(scorer: Scorer) -> None:
     draft.commit(3, [5])
     if scorer is Scorer.PROBABILITY:
         assert best.logprob == pytest.approx(uncalibrated)
-        assert calibration.shifts(0) == before  # not taught by numbers that it did not correct
+        assert calibration.shifts(0) == before  # it learns nothing from logprobs that it did not correct
     else:
         assert best.logprob < 2 * uncalibrated
         assert calibration.shifts(0) != before

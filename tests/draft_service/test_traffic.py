@@ -40,7 +40,7 @@ def session(tenant: str = "a", learn: bool = True, prompt: Sequence[int] = PROMP
 
 
 def ended(traffic: Traffic, text: Sequence[int], **fields: object) -> DrafterSession:
-    """Return a session whose text went on by these tokens, and that was offered to the traffic."""
+    """Commit these tokens to a new session, offer it to the traffic, and return it."""
     made = session(**fields)  # type: ignore[arg-type]
     made.commit(made.tree.base, list(text))
     traffic.keep(made)
@@ -78,7 +78,7 @@ def test_nothing_is_kept_without_permission_or_without_a_text(learn: bool, text:
 
 @given(lengths=st.lists(st.integers(1, 12), max_size=20), most=st.integers(4, 30))
 def test_the_last_tokens_are_kept(lengths: list[int], most: int) -> None:
-    """Whole texts, as many of the last ones as fit; of a text that alone is too long, its end."""
+    """As many of the last texts as fit are kept whole; if the last one alone is too long, its end is kept."""
     traffic = Traffic(most)
     for number, length in enumerate(lengths):
         ended(traffic, [number % VOCABULARY] * length)
@@ -97,7 +97,7 @@ def test_the_last_tokens_are_kept(lengths: list[int], most: int) -> None:
 
 
 def at(position: int) -> TargetLogprobs:
-    """Return log-probabilities at a place, as of another one than those at others."""
+    """Return log-probabilities at a place, different from those at other places."""
     return TargetLogprobs(position, np.array([position, 0], np.uint32), np.array([-0.5, -1.5], np.float16))
 
 
@@ -110,7 +110,7 @@ def at(position: int) -> TargetLogprobs:
 def test_log_probabilities_stay_within_their_bytes(
     lengths: list[int], most: int, most_places: int, forgets: int
 ) -> None:
-    """The last texts have them, whatever becomes of older ones."""
+    """The latest texts keep theirs, whatever becomes of older texts."""
     traffic = Traffic(most, most_bytes=most_places * PLACE_BYTES + 3)
     expected: list[tuple[int, list[int]]] = []  # number of a text, positions of its places
     for number, length in enumerate(lengths):
@@ -161,7 +161,7 @@ def test_what_is_forgotten_is_gone_and_running_texts_are_not_kept() -> None:
 
 
 def test_a_tenant_may_permit_learning_again() -> None:
-    """Once the clocks of all machines say that the text began afterwards."""
+    """Its texts are kept again once they certainly began afterwards by the clocks of all machines."""
     now = [0.0]
     traffic = Traffic(1000, Forgotten(clock=lambda: now[0]))
     for age, kept in ((CLOCKS_APART_SECONDS - 100, 0), (CLOCKS_APART_SECONDS + 100, 1)):

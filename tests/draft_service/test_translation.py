@@ -92,7 +92,7 @@ def test_a_prompt_is_encoded_as_the_draft_does(other: ModelDirectory, translatio
 
 
 def test_a_prompt_begins_once(tmp_path: Path) -> None:
-    """A target's token that begins texts becomes the draft's."""
+    """The target's token for the beginning of a text becomes the draft's."""
     target = directory(sentencepiece(["a", "b"]), tmp_path / "target", bos_token="<s>")
     draft = directory(sentencepiece(["b", "ab"]), tmp_path / "draft", bos_token="<s>")
     tokens = Tokenizer(target).encode("ab b")
@@ -132,7 +132,7 @@ def test_a_tokenizer_that_changes_texts_is_refused(tmp_path: Path, normalizer: n
 
 
 def test_the_trees_are_those_of_the_draft_with_the_targets_tokenizer(tmp_path: Path) -> None:
-    """The draft whose tokens have other ids makes the same trees, sampled too, also after tokens it did not guess."""
+    """A draft whose tokens have other ids makes the same trees, even if sampled, and after tokens it did not guess."""
     other = ModelDirectory(renumbered(tmp_path / "renumbered"))
     translation = Translation(other, TARGET)
     assert len(translation.common) == TARGET.vocabulary
@@ -148,7 +148,7 @@ def test_the_trees_are_those_of_the_draft_with_the_targets_tokenizer(tmp_path: P
 def trees(
     drafter: LanguageModelDrafter, sampler: RequestSampler, prompt: list[int], own: list[int] | None = None
 ) -> list[list[tuple[int, ...]]]:
-    """Return the nodes of a text's trees, before it goes on and after: as guessed, then as not guessed."""
+    """Return the nodes of three trees of a text; between trees, guessed tokens are committed, then other tokens."""
     request = DrafterSessionRequest(prompt, [], sampler, frozenset(), 200, 1000, own_prompt=own or ())
     session = DrafterSession(request, ExpansionPolicy(max_nodes=24), TARGET.vocabulary, Calibration())
     drafter.open(session)
@@ -183,8 +183,8 @@ async def test_tokens_are_those_of_plain_decoding(tmp_path: Path, temperature: f
 
 
 class Threefold(Translation):
-    """A translation between equal vocabularies in which the target's tokens are three of the draft's each, unless the
-    draft has guessed them."""
+    """A translation between equal vocabularies in which each token of the target is three of the draft's, unless the
+    draft has guessed it."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
@@ -212,7 +212,8 @@ class Positions(Engine):
 
 
 def test_a_text_that_outgrows_the_draft_gets_no_candidates() -> None:
-    """Its tokens are more than the target's; beyond the draft's context nothing is computed, and nothing fails."""
+    """The text has more tokens in the draft than in the target. Beyond the draft's context nothing is computed, and
+    nothing fails."""
     context, engine = 64, Positions()
     drafter = LanguageModelDrafter(engine, translation=Threefold(VOCABULARY), context=context)
     loop = DraftLoop(drafter)

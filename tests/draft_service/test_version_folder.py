@@ -1,4 +1,4 @@
-"""The folder of versions: what counts as a complete one, and when it has changed."""
+"""The folder of versions: which versions count as complete, and when the folder has changed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from tests.draft_service.versioned import BAD, Guessing, Half, Service, loaded, 
 
 
 class AtOnce:
-    """Runs actions immediately, or when it is told to."""
+    """Runs actions immediately or, while it holds them, when they are released."""
 
     def __init__(self) -> None:
         self.holds = False
@@ -80,14 +80,14 @@ class Followed:
     def __init__(self, folder: Path, serving: Engine | None = None) -> None:
         self.folder, self.loader, self.actions = folder, Loader(), AtOnce()
         self.service = Service(serving or Guessing(), forgotten=Forgotten(folder))
-        self.first = folder / ".first"  # not looked at
+        self.first = folder / ".first"  # not seen as a version
         self.first.mkdir()
         (self.first / COMPLETE).write_text("bad")
         watched = Watched(VersionsFolder(folder))
         self.follower = VersionFollower(watched, self.loader, self.actions, self.service.drafter, self.first)
 
     def add(self, name: str, what: str = "", at: int = 100, tenant: str = "") -> None:
-        """Add a version of a kind that the loader knows; it has learned from a tenant's text if there is one."""
+        """Add a version of a kind that the loader knows; if a tenant is given, it has learned from that tenant's text."""
         directory = version(self.folder, name, at)
         if tenant:
             learned_from = LearnedFrom().with_texts({tenant_digest(tenant): 1.0})
@@ -262,7 +262,7 @@ def test_a_folder_that_cannot_be_followed_leaves_the_service_as_it_is(tmp_path: 
 
 
 async def test_statistics_name_the_versions(tmp_path: Path) -> None:
-    """And the handshake the one that drafts; metrics have a value for each."""
+    """The handshake names the version that drafts; metrics have a value for each version."""
     found = Followed(tmp_path)
     identity = model_pb2.ModelIdentity(model="m", model_fingerprint="first", vocabulary_size=16, context_tokens=99)
     service = DraftServicer(found.service.loop, identity, DraftLimits(), versions=found.follower)

@@ -168,7 +168,7 @@ def two_rows() -> PackedBatch:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_pass_on_trial_does_not_hide_numbers_that_are_not_finite(bad: float) -> None:
-    """Only of rows that are read. Once it checks no more, they give no candidates, as elsewhere."""
+    """It checks only rows that are read. Once it stops checking, such rows give no candidates, as elsewhere."""
     rows = np.zeros((3, 300), dtype=np.float32)
     rows[1, 5] = bad
     if bad < 0:
@@ -212,6 +212,6 @@ def test_a_version_is_exported_and_its_export_goes_with_it(
     with pytest.raises(VersionRefusedError, match="must take at most"):
         loader(source, of_onnx).load(version, lambda nodes: 1e-8)
     assert not list(user_cache().rglob(GRAPH))
-    first = FoundVersion("first", source, ())  # as when it serves again: the next start wants its export
+    first = FoundVersion("first", source, ())  # as when it serves again: the next start needs its export
     assert loader(source, of_onnx).load(first, None).export is None
     assert list(user_cache().rglob(GRAPH))

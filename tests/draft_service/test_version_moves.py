@@ -1,4 +1,4 @@
-"""Texts of a version that fails move to the serving one: none is lost, and what was drawn stays drawn."""
+"""Texts of a version that fails move to the serving version: no text is lost, and what was drawn stays drawn."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_version_that_fails_is_rolled_back_at_once(
 
 
 def test_a_moved_text_gets_the_candidates_of_one_that_was_never_moved() -> None:
-    """Once it has left its tree."""
+    """Once the text has left its tree."""
     service = Service(Guessing())
     service.begin("v2", Guessing(BAD, lasts=4, ends=raises))
     moved, other = service.open(is_new=True), service.open()
@@ -76,7 +76,7 @@ def test_a_moved_text_gets_the_candidates_of_one_that_was_never_moved() -> None:
 
 
 def test_what_a_moved_text_has_been_sent_stays_in_its_tree() -> None:
-    """Its nodes are not drawn again, and those of a text within its tree are not expanded by another version."""
+    """Its nodes are not drawn again and, while the text stays within its tree, not expanded by another version."""
     service = Service(Guessing())
     service.begin("v2", Guessing(lasts=3, ends=raises))
     moved = service.open(is_new=True)

@@ -1,4 +1,4 @@
-"""The trial of a version: its error is what it says, at any time, and a difference is found within the budget."""
+"""The trial of a version has the stated error probability at any time, and finds a difference within its budget."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_bettor_is_never_broke(differences: list[float]) -> None:
 @pytest.mark.parametrize("size", [0.05, 0.4, 1.0])
 def test_a_fair_game_leaves_the_mean_wealth_as_it_is(size: float) -> None:
     """Over all sequences of ten equally likely gains and losses: the wealth is a martingale, as Ville's inequality
-    needs it."""
+    requires."""
     wealths = []
     for signs in itertools.product((1.0, -1.0), repeat=10):
         bettor = Bettor()
@@ -47,8 +47,8 @@ def test_a_fair_game_leaves_the_mean_wealth_as_it_is(size: float) -> None:
 
 
 def text(rates: random.Random, rate: float) -> list[bool]:
-    """Return which tokens of a text of random length were guessed. Texts differ in how easy they are, and tokens of one
-    text follow each other: easy and hard passages."""
+    """Return which tokens of a text of random length were guessed. Some texts are easier than others, and each has easy
+    and hard passages."""
     easiness = rates.betavariate(8 * rate, 8 * (1 - rate))
     found: list[bool] = []
     length = rates.choice((20, 60, 200, 400))
@@ -85,15 +85,15 @@ TRIALS = 200
 
 
 def test_equal_versions_are_told_apart_as_rarely_as_it_says() -> None:
-    """Looking after every text. The expected number of wrong verdicts is at most 10 of 200; 26 or more have a
+    """Even if looked at after every text. The expected number of wrong verdicts is at most 10 of 200; 26 or more have a
     probability of 1e-5 (binomial)."""
     verdicts = [tried(seed, 0.5, 0.5).verdict for seed in range(TRIALS)]
     assert sum(verdict in (Outcome.PROMOTED, Outcome.WORSE) for verdict in verdicts) < 26
 
 
 def test_tokens_counted_one_by_one_would_tell_them_apart_too_often() -> None:
-    """The negative control: a test of the same texts at the same level that takes tokens for independent, and is looked
-    at after every text, is wrong many times as often as it says."""
+    """Negative control: a test of the same texts at the same level, looked at after every text, that takes tokens for
+    independent. It is wrong many times more often than it states."""
     wrong = 0
     for seed in range(TRIALS):
         chance = random.Random(seed)
@@ -139,7 +139,7 @@ def test_it_is_given_up_after_its_tokens() -> None:
 
 
 def test_paused_drafts_do_not_use_up_the_trial() -> None:
-    """With both versions paused, as under load, there is no verdict, however long it takes."""
+    """While both versions are paused, as under load, there is no verdict, however long that lasts."""
     trial: VersionTrial[int] = VersionTrial(LIMITS)
     for session in range(2000):
         trial.opened(session, is_new=session % 2 == 0)
@@ -149,7 +149,7 @@ def test_paused_drafts_do_not_use_up_the_trial() -> None:
 
 
 def test_a_version_that_is_paused_because_it_is_bad_is_worse() -> None:
-    """Its texts are no fewer observations than those of the other."""
+    """Its texts count as observations even while paused, like those of the other version."""
     trial: VersionTrial[int] = VersionTrial(LIMITS)
     for session in range(60):
         is_new = session % 2 == 0
@@ -172,7 +172,7 @@ def test_texts_that_are_too_short_do_not_count(tokens: int, verdict: Outcome | N
 
 
 def test_a_long_text_counts_with_its_beginning_and_before_its_end() -> None:
-    """What comes later changes nothing, and the session need not be closed."""
+    """Later tokens change nothing, and the session need not be closed."""
     trial: VersionTrial[int] = VersionTrial(LIMITS)
     for session in range(60):
         is_new = session % 2 == 0
@@ -196,7 +196,7 @@ def test_sessions_that_are_no_part_of_it_change_nothing() -> None:
 
 
 def test_it_is_slow_if_most_of_its_passes_are() -> None:
-    """A few that lost their core, however long they took, do not make it slow."""
+    """A few passes that lost their core, however long they took, do not make a version slow."""
     trial: VersionTrial[int] = VersionTrial(TrialLimits(max_slowdown=1.5))
     for number in range(4 * SPEED_PASSES):
         trial.passed(100.0 if number % 2 else 1.4, 1.0)

@@ -135,7 +135,7 @@ def test_refused_versions_are_counted_and_may_come_again() -> None:
     assert (version.state, version.reason) == (State.REFUSED, "no weights")
     assert service.drafter.outcomes["refused"] == 1
     assert service.begin("v2", Guessing()).state is State.CANARY
-    service.drafter.note("v2", State.WAITING)  # no-op for a live one
+    service.drafter.note("v2", State.WAITING)  # no-op for a live version
     assert service.version("v2").state is State.CANARY
 
 

@@ -22,7 +22,7 @@ from specdec.engine.engine import draft_pass_of
 from tests.draft_service.fakes import ROWS, Engine, running, session
 
 GOOD, BAD = 7, 5
-"""The token that every text has, and another one."""
+"""The token that every text commits, and another one."""
 
 LIMITS = TrialLimits(share=0.5, tokens=4000)
 
@@ -128,7 +128,7 @@ class Service:
             self.loop.commit(session, session.tree.base, [GOOD], time.monotonic())
 
     def try_on(self, texts: int = 80) -> None:
-        """Have texts of twenty tokens by both versions in turn, until the trial ends."""
+        """Generate texts of twenty tokens with both versions in turn, until the trial ends."""
         for number in range(texts):
             if self.drafter.is_free:
                 return
@@ -138,7 +138,7 @@ class Service:
         raise AssertionError("the trial does not end")
 
     def proposes(self, session: DrafterSession) -> set[int]:
-        """Return the likeliest next tokens that a session gets once its text has left its tree."""
+        """Return the likeliest next token, if any, that a session gets once its text has left its tree."""
         self.loop.commit(session, session.tree.base, [1], time.monotonic())
         for _ in range(6):
             self.loop.turn()

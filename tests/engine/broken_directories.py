@@ -1,4 +1,4 @@
-"""Ways to break a model directory, and what a refusal says."""
+"""Ways to break a model directory, and the message of the refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs without new parts are left to `make verify`, since exporting one takes ten seconds; and fixtures."""
+"""Fixtures. Exporting a graph takes ten seconds, so that graphs without new parts are left to `make verify`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from tests.models import make
 
 EXPORTED_LATER = {"gemma3", "llama", "mistral", "qwen2"}
-"""Their parts occur in the graphs of gemma2, qwen3 and opt."""
+"""Architectures whose parts all occur in the graphs of gemma2, qwen3 and opt."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before deselection
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def one_thread() -> Iterator[None]:
-    """Small matrices on a shared machine: more threads only contend."""
+    """Run torch on one thread: with small matrices on a shared machine, more threads only contend."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Models with faults that exactness must handle, on any machine: real kernels have them on some."""
+"""Models with faults that exactness must handle: these have them on any machine, real kernels only on some."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CrowdedConfig(transformers.LlamaConfig):  # type: ignore[misc]
 
 
 class CrowdedForCausalLM(transformers.LlamaForCausalLM):  # type: ignore[misc]
-    """Every row affects the others slightly: too little for the comparison with the model's own forward pass."""
+    """Every row affects the others, but too little to fail the comparison with the model's own forward pass."""
 
     config_class = CrowdedConfig
 

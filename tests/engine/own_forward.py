@@ -1,5 +1,5 @@
-"""Engines beside a model's own forward pass: sessions, trees and steps whose every wanted row is compared with the
-logits of transformers over that text alone."""
+"""Compares engines with a model's own forward pass: every wanted row of sessions, trees and steps must have the logits
+of transformers over that text alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models import END, VOCABULARY
 
 CAPACITY = 512
 TOLERANCE = 1e-4
-"""Relative to the largest logit. Float32 rounding is about 1e-6 of it, a wrong key more than 1e-2."""
+"""Error relative to the largest logit. Float32 rounding is about 1e-6 of it; a wrong key changes more than 1e-2."""
 
 StepLogits = NDArray[np.float32]
 Text = list[int]
@@ -32,7 +32,7 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, text: Text) -> StepLogits:
-        """[len(text), vocabulary]."""
+        """Return the logits [len(text), vocabulary]."""
         return np.asarray(self.model(input_ids=torch.tensor([text]), use_cache=False).logits[0].numpy())
 
 
@@ -81,7 +81,7 @@ class Session:
         return len(self.slots)
 
     def compute(self, step: Step, most: int | None = None) -> None:
-        """Put the next tokens into the step and want the logits of the first and the last of them."""
+        """Put the next tokens into the step and request the logits of the first and the last of them."""
         new = self.text[self.done :][:most]
         if not new:
             return
@@ -127,14 +127,14 @@ class Tree:
         return [node] if parent is None else [*self.path(parent), node]
 
     def as_paths(self, step: Step) -> None:
-        """A lane for each leaf: inner nodes are in several."""
+        """Pack a lane for each leaf: inner nodes are in several lanes."""
         for leaf in self.LEAVES:
             path = self.path(leaf)
             keys = np.concatenate([self.session.slots, self.slots[path]])
             step.packer.add_path(keys, [self.rows[node] for node in path])
 
     def as_leaves(self, step: Step) -> None:
-        """Every node as a leaf of its own."""
+        """Pack every node as a leaf of its own."""
         branches = [self.slots[self.path(node)].tolist() for node in range(len(self.PARENTS))]
         step.packer.add_leaves(self.session.slots, branches, self.rows)
 
@@ -151,7 +151,7 @@ def last_logits(engine: Engine, text: Text) -> StepLogits:
     rows = packer.add_rows(text, 0, slots)
     packer.add_path(slots, rows)
     packer.want(rows[-1])
-    got = engine.forward(packer.pack())[0]  # padding repeats it
+    got = engine.forward(packer.pack())[0]  # padding repeats this row
     return np.asarray(got)
 
 

@@ -24,7 +24,7 @@ TEXT = list(range(5, 45))
 
 
 def logits(engine: Engine, rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """Return the logits of the text, `rows` of them in a pass."""
+    """Return the logits of the text, computed `rows` rows at a time."""
     found = []
     for start in range(0, len(TEXT), rows):
         packer = engine.packer()
@@ -72,7 +72,7 @@ def test_every_linear_layer_is_in_blocks(tmp_path: Path, architecture: str) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_layer_is_the_product_with_its_quantised_weight(dtype: torch.dtype, bias: bool) -> None:
-    """With weights and inputs on a grid that 8 bits hold, the product is exact but for the result's rounding."""
+    """With weights and inputs on a grid that 8 bits hold, the product is exact except for the result's rounding."""
     generator = torch.Generator().manual_seed(1)
     linear = torch.nn.Linear(64, 48, bias=bias).to(dtype)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_a_layer_is_the_product_with_its_quantised_weight(dtype: torch.dtype, bi
 
 
 def test_a_pass_may_want_no_row() -> None:
-    """As the first passes over a long prompt."""
+    """Like the first passes over a long prompt."""
     engine = CpuEngine(TARGET, capacity=64, threads=(1,), exact=False, bits=8)
     packer, slots = engine.packer(), np.arange(1, 41)
     packer.add_path(slots, list(packer.add_rows(TEXT, 0, slots)))

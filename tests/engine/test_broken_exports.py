@@ -21,7 +21,7 @@ class TestExport:
 
     @pytest.fixture
     def exported(self, directory: Path) -> Path:
-        """As large as a real export where its size matters: it computes nothing."""
+        """An export that computes nothing, as large as a real one where size matters."""
         pools = {"key_0": [2, 16], "value_0": [2, 16]}
         taken = {"all": ["n", VOCABULARY]} | {name: ["s", *sizes] for name, sizes in pools.items()}
         given = {"logits": "all"} | {f"new_{name}": name for name in pools}

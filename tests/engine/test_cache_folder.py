@@ -127,7 +127,7 @@ def test_the_oldest_entries_make_room(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_folders_are_no_entries(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exports of drafts lie next to them."""
+    """Exports of drafts lie next to the entries."""
     monkeypatch.setattr(cache_folder, "MAX_BYTES", 300)
     cache_folder.write(bytes(10), "kind", 0)
     (folder / "onnx-3").mkdir()

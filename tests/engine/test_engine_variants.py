@@ -1,6 +1,6 @@
 """Variants of architectures, and other precisions, give the logits of the model's own forward pass.
 
-The engines share all code for them: torch alone suffices.
+The engines share all code for these variants, so that testing the torch engine suffices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class TestVariants:
-    """Variants of architectures for which the two engines share all code: torch alone suffices."""
+    """Variants that only the torch engine is tested with."""
 
     @pytest.mark.parametrize(
         ("name", "overrides"),
@@ -57,5 +57,5 @@ class TestVariants:
         engine = CpuEngine(ModelDirectory(directory), capacity=CAPACITY, dtype="bfloat16")
         got, want = last_logits(engine, words(1, 40)), Oracle(directory).logits(words(1, 40))[-1]
         assert got.dtype == np.float32
-        assert len(np.unique(got)) == VOCABULARY  # rounded to bfloat16 some would be equal
+        assert len(np.unique(got)) == VOCABULARY  # some would be equal if rounded to bfloat16
         assert 1e-5 < np.abs(got - want).max() / np.abs(want).max() < 0.1

@@ -55,7 +55,7 @@ def torch_engine(model: Path) -> CpuEngine:
 
 @pytest.fixture(scope="session")
 def padded_engine(model: Path) -> CpuEngine:
-    """As on devices other than the CPU: attention by tensor operations with masks; and not exact."""
+    """An engine as on devices other than the CPU: attention by tensor operations with masks, not exact."""
     return CpuEngine(ModelDirectory(model), capacity=CAPACITY, exact=False, backend=PaddedBackend)
 
 
@@ -94,7 +94,7 @@ def test_an_exported_graph_gives_no_hidden_states(onnx_engine: OnnxEngine) -> No
 
 @pytest.fixture(params=["torch", "padded", "onnx"])
 def subject(request: pytest.FixtureRequest, oracle: Oracle) -> Subject:
-    """Each engine in turn, with an empty pool over a memory with leftovers of earlier tests."""
+    """Each engine in turn, with an empty pool, and memory that holds leftovers of earlier tests."""
     return Subject(request.getfixturevalue(f"{request.param}_engine"), oracle)
 
 
@@ -102,8 +102,8 @@ class TestReferenceForward:
     """Both engines agree with the model's own forward pass."""
 
     def test_sessions_of_different_lengths_in_chunks_and_steps(self, subject: Subject) -> None:
-        """Up to 144 tokens: nine windows and three key buckets. One session ends midway, and a new one takes its slots
-        and others, in chunks."""
+        """Up to 144 tokens: nine windows and three key buckets. One session ends midway, and a new one, prefilled in
+        chunks, takes its slots and others."""
         sessions = [Session(subject, words(i, length)) for i, length in enumerate((3, 40, 90, 140))]
         while any(session.done < len(session.text) for session in sessions):
             step = Step(subject)
@@ -155,7 +155,7 @@ class TestReferenceForward:
         step.run()
 
     def test_a_block_rolled_back(self, subject: Subject) -> None:
-        """Three guesses of six tokens, two of them right; a neighbour takes the slots of the rest."""
+        """Three guesses of six tokens each, the first two right; a neighbour takes the slots of the other four."""
         session = prefilled(subject, words(4, 50))
         neighbour = prefilled(subject, words(5, 20))
         for i in range(3):
@@ -171,8 +171,8 @@ class TestReferenceForward:
     def test_a_tree_is_verified_copied_out_and_continued(
         self, subject: Subject, layout: Callable[[Tree, Step], None]
     ) -> None:
-        """Next to a plain step of a neighbour, across a key bucket. Then one path is accepted: its rows are copied to
-        slots of the session, the tree slots go to the neighbour, and both continue."""
+        """The tree crosses a key bucket, next to a plain step of a neighbour. Then one path is accepted: its rows are
+        copied to slots of the session, the tree slots go to the neighbour, and both continue."""
         session = prefilled(subject, words(6, 61))
         neighbour = prefilled(subject, words(8, 25))
         session.text += words(50, 1)  # the tip

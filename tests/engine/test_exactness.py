@@ -21,7 +21,7 @@ from tests.models import ARCHITECTURES, CONTEXT, VOCABULARY, make
 
 CAPACITY = 2048
 LENGTH = 140
-"""Of the text: several windows, more than a tile."""
+"""Length of the text: several windows, more than a tile."""
 
 Logits = NDArray[np.float32]
 
@@ -37,7 +37,7 @@ def logits(engine: CpuEngine, packer: Packer) -> Logits:
 
 
 def compute(engine: CpuEngine, tokens: list[int], start: int, slots: Slots, *, strangers: int = 0) -> Logits:
-    """Return the logits of tokens[start:], with keys and values in their slots, behind other texts' prompts."""
+    """Return the logits of tokens[start:], with keys and values in their slots, packed after other texts' prompts."""
     packer = engine.packer()
     add_strangers(packer, strangers)
     rows = packer.add_rows(tokens[start:], start, slots[start : len(tokens)])
@@ -91,7 +91,7 @@ def test_beside_strangers(engine: CpuEngine, text: list[int], alone: Logits, str
 
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (64, 7), (37,)], ids=str)
 def test_in_pieces(engine: CpuEngine, text: list[int], alone: Logits, sizes: tuple[int, ...]) -> None:
-    """Of varying sizes, each batched with other texts."""
+    """In chunks of varying sizes, each batched with other texts."""
     done, number = 0, 0
     while done < LENGTH:
         end = min(LENGTH, done + sizes[number % len(sizes)])
@@ -110,8 +110,8 @@ def test_token_by_token(engine: CpuEngine, text: list[int], alone: Logits) -> No
 
 @pytest.mark.parametrize("depth", [1, 6])
 def test_as_candidates(engine: CpuEngine, text: list[int], alone: Logits, depth: int) -> None:
-    """Part of the text as a path of a tree, with a wrong sibling at each level; then the accepted rows are copied to
-    their places and the text continues."""
+    """Part of the text is computed as a path of a tree, with a wrong sibling at each level. Then the accepted rows are
+    copied to their places and the text continues."""
     tip = LENGTH - depth - 2
     compute(engine, text[:tip], 0, SCATTERED)
     packer = engine.packer()
@@ -151,7 +151,7 @@ def test_after_a_shared_prefix(engine: CpuEngine, text: list[int], alone: Logits
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exactness_is_made(tmp_path: Path, text: list[int], dtype: str) -> None:
-    """Without it, nothing here would hold for a model with fickle kernels."""
+    """Without exactness, the tests here would fail for a model with fickle kernels."""
     directory = ModelDirectory(odd_models.make("fickle", tmp_path))
     fast = CpuEngine(directory, capacity=CAPACITY, dtype=dtype, exact=False, threads=(1,))
     whole = compute(fast, text, 0, SCATTERED)

@@ -29,7 +29,7 @@ def test_nothing_is_said_of_what_is_not_loaded() -> None:
 
 
 def test_a_torch_that_is_not_tested_is_named() -> None:
-    """The products are then called one by one; nothing fails."""
+    """Matrix products are then called one by one; nothing fails."""
     said = printed(f"import torch; torch.__version__ = '2.99.0'; import specdec.engine.cpu.packed_gemm; {SHOW}")
     assert said.startswith("one call a step: off, torch 2.99.0 is not tested, 2.13.x is; ")
 
@@ -56,7 +56,7 @@ def test_a_torch_without_prepacked_products_is_named() -> None:
 
 
 def test_each_is_a_line_of_the_log() -> None:
-    """Including those known only after loading a model."""
+    """Including paths found off only after loading a model."""
     fast_paths.found_off("test", "because", "time")
     try:
         with captured_logs() as lines:

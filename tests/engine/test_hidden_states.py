@@ -1,5 +1,5 @@
-"""Hidden states of wanted rows, and features of layers of all rows: those of the model's own forward pass, with
-unchanged logits, and not retained.
+"""Hidden states of wanted rows, and all rows' features of layers, equal those of the model's own forward pass. They
+leave the logits unchanged, and the engine does not retain them.
 
 For every architecture of `tests.models`, with ragged and with padded batches; GPUs are covered in
 `gpu/test_engine.py`.
@@ -31,11 +31,11 @@ HIDDEN = 64
 """Hidden size of all architectures."""
 
 TOLERANCE = 1e-4
-"""Relative to the largest number. Float32 rounding is about 1e-6 of it, another layer's state differs by more than
-1e-2."""
+"""Error relative to the largest number. Float32 rounding is about 1e-6 of it; another layer's state differs by more
+than 1e-2."""
 
 LAYERS = (1, 0, 1)
-"""Layers with features: of at least two; heads may read them in any order, and one of them twice."""
+"""Layers whose features are read; models have at least two. Heads may read layers in any order, and one twice."""
 
 LENGTH, COMPUTED = 40, 30
 TEXT = [int(token) for token in np.random.default_rng(2).integers(3, VOCABULARY, LENGTH)]
@@ -84,7 +84,7 @@ def engine(request: pytest.FixtureRequest, directory: Path) -> TorchEngine:
 
 
 def step(engine: TorchEngine) -> PackedBatch:
-    """Pack the end of a text with its beginning computed, and a branch next to its last token."""
+    """Compute the beginning of a text, then pack its end and a branch next to its last token."""
     slots = np.arange(1, LENGTH + 2)
     packer = engine.packer()
     rows = packer.add_rows(TEXT[:COMPUTED], 0, slots[:COMPUTED])
@@ -123,7 +123,7 @@ def test_features_are_the_model_s_own_of_all_rows(engine: TorchEngine, oracle: O
 
 
 def test_the_number_after_the_last_layer_s_stands_for_hidden_states(engine: TorchEngine, oracle: Oracle) -> None:
-    """Of all rows, beside features of layers."""
+    """They are of all rows, and may come beside features of layers."""
     last, count = engine.layer_count(), LENGTH - COMPUTED
     _, features = engine.forward_features(step(engine), (last, 1))
     assert close(features[:count, 0], oracle.states(TEXT)[COMPUTED:])

@@ -1,4 +1,4 @@
-"""Whose texts a model has learned from: written beside its weights without a name, and read or refused."""
+"""The record of tenants whose texts a model has learned from: without names, beside the weights, read or refused."""
 
 from __future__ import annotations
 

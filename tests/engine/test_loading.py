@@ -34,7 +34,7 @@ def test_a_device_that_is_not_there(llama: Path, kind: Kind, device: str, reason
 
 
 class TooLarge(ModelDirectory):
-    """Too large for the GPU."""
+    """A model too large for the GPU."""
 
     def weights(self) -> list[Path]:
         raise torch.OutOfMemoryError(

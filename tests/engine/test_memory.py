@@ -136,7 +136,7 @@ print(sum(int(heap[0], 16) <= id(each) < int(heap[1], 16) for each in kept))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
 def test_threads_take_memory_from_where_the_main_one_does() -> None:
-    """From the process's heap; without the setting, none of it."""
+    """They take it from the process's heap; without the setting, they take none from there."""
 
     def on_the_heap(shared: bool) -> int:
         code = HEAPS_OF_A_SECOND_THREAD.format(shared=shared)

@@ -49,7 +49,7 @@ def test_heads_are_counted_beside_the_target() -> None:
 
 
 def test_the_second_model_has_what_the_first_leaves() -> None:
-    """Both size their caches by half of what is free: a target that takes almost all leaves the draft little."""
+    """Both size their caches by half of the free memory: a target that takes almost all of it leaves little."""
     alone = memory_of({"draft": wanted("draft", Placement("onnx"))})["draft"]
     large = wanted("target", Placement("torch", kv_tokens=1 << 40))
     beside = memory_of({"target": large, "draft": wanted("draft", Placement("onnx"))})["draft"]

@@ -1,4 +1,4 @@
-"""ONNX Runtime's telemetry is off in every process: one module loads the library, after switching it off."""
+"""ONNX Runtime's telemetry is off in every process: a single module loads the library and switches telemetry off."""
 
 from __future__ import annotations
 

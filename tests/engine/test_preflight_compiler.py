@@ -1,4 +1,4 @@
-"""`--compile` is refused at start where it cannot work, with the missing program."""
+"""`--compile` is refused at start where it cannot work; the message names the missing program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILED = Placement("vllm", "float32", compiled=True)
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """A machine without any program, and the means to change it."""
+    """Hide all programs of the machine; return the patch, so that tests can add some."""
     for name in ("CXX", INSTALLS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

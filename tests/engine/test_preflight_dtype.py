@@ -23,7 +23,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def configured(llama: Path) -> Configured:
-    """Return a function that writes these fields to config.json (None removes one) and returns the model directory."""
+    """Return a function that writes given fields to config.json (None removes one) and returns the model directory."""
 
     def configure(**fields: str | None) -> ModelDirectory:
         config = json.loads((llama / "config.json").read_text()) | fields

@@ -1,4 +1,4 @@
-"""A verifier started by torchrun is refused: several GPUs are vLLM's."""
+"""A verifier started by torchrun is refused: only vLLM runs on several GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's requirements are checked by name, value and remedy before torch is imported."""
+"""A model's requirements are checked before torch is imported; refusals have a name, a value and a remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEMO = ROOT / "demo"
 
 @pytest.fixture
 def configured(tmp_path: Path) -> Callable[..., Path]:
-    """The demo's target with other fields in its configuration."""
+    """Return a function that copies the demo's target with other fields in its configuration."""
 
     def make(**fields: Any) -> Path:
         folder = Path(shutil.copytree(DEMO / "target", tmp_path / "model"))
@@ -108,7 +108,7 @@ def test_the_demo_pair_passes_on_one_machine() -> None:
 
 
 def test_memory_is_that_of_the_weights_in_the_dtype_and_of_the_tokens() -> None:
-    """Plus the output head in float32: the demo's is tied to its embeddings, so that this is a copy."""
+    """And of the output head in float32: the demo's head is tied to its embeddings, so that this is a copy."""
     directory = ModelDirectory(DEMO / "target")
     wide, narrow = (memory_needed(directory, Placement(dtype=dtype)) for dtype in ("float32", "bfloat16"))
     more = memory_needed(directory, Placement(dtype="float32", kv_tokens=1024))

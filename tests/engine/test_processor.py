@@ -1,4 +1,4 @@
-"""Whether the processor has native bfloat16, and what kind it is: libraries choose their kernels by that."""
+"""Whether the processor has native bfloat16, and its kind, by which libraries choose their kernels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_processors_with_other_instructions_are_other_kinds(tmp_path: Path) -> N
 
 
 class Driver:
-    """A CUDA driver with one device."""
+    """A fake CUDA driver with one device."""
 
     def cuInit(self, flags: int) -> int:
         return 0

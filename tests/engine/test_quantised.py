@@ -43,7 +43,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def int8(llama: Path) -> Path:
     """The model with int8 weights, as written by torchao."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchao's, about itself
+        warnings.simplefilter("ignore")  # torchao warns about itself
         from torchao.quantization import Int8WeightOnlyConfig
 
         quantised = TorchAoConfig(quant_type=Int8WeightOnlyConfig())
@@ -75,7 +75,7 @@ class TestTorchao:
         assert "/layers/" in engine.numerics
 
     async def test_a_draft_changes_no_token(self, llama: Path, int8: Path, tmp_path: Path) -> None:
-        """Except for ties: in float32 such layers are not exact. The target is slowed, so that candidates are in
+        """Except at ties: in float32, such layers are not exact. The target is slowed so that candidates arrive in
         time."""
         draft = near(llama, tmp_path / "draft", noise=0.02)
         oracle, accepted = Oracle(int8), 0
@@ -122,14 +122,14 @@ class TestRefusals:
 class TestPlainLayers:
     def test_of_another_class(self) -> None:
         class Linear8(torch.nn.Linear):
-            """Like those of bitsandbytes."""
+            """Like bitsandbytes' layers."""
 
         assert is_plain(torch.nn.Linear(2, 3))
         assert not is_plain(Linear8(2, 3))
         assert not is_plain(PackedLinear(torch.nn.Linear(16, 16)))
 
     def test_with_a_function_of_its_own(self) -> None:
-        """Like those of compressed-tensors."""
+        """Like compressed-tensors' layers."""
         layer = torch.nn.Linear(2, 3)
         layer.__dict__["forward"] = lambda x: x
         assert not is_plain(layer)

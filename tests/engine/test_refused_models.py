@@ -77,7 +77,7 @@ class TestRefusals:
             self.load(tmp_path)
 
     def test_attention_with_sinks(self, tmp_path: Path) -> None:
-        """An additional term in the softmax, unsupported by packed attention."""
+        """Sinks are an additional term in the softmax, which packed attention does not support."""
         config = transformers.GptOssConfig(
             vocab_size=VOCABULARY,
             hidden_size=32,
@@ -94,7 +94,7 @@ class TestRefusals:
             self.load(tmp_path)
 
     def test_a_model_with_an_attention_of_its_own(self, tmp_path: Path) -> None:
-        """Separate classes for each attention implementation: ours is none of them."""
+        """The model has a class for each attention implementation, but none for ours."""
         config = transformers.FalconConfig(
             vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
         )
@@ -114,7 +114,7 @@ class TestRefusals:
     def test_attention_that_differs_only_in_long_texts(
         self, config: transformers.PreTrainedConfig, tmp_path: Path
     ) -> None:
-        """In short ones the packed attention agrees with the model's own: real models differ only after thousands of
+        """In short texts, packed attention agrees with the model's own: real models differ only after thousands of
         tokens."""
         save(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
         with pytest.raises(UnsupportedModelError):
@@ -172,7 +172,7 @@ class TestRefusals:
             self.load(directory)
 
     def test_a_head_whose_bias_the_model_holds_as_well(self, tmp_path: Path) -> None:
-        """It is run, and the check at start compares it with the model's own forward pass."""
+        """The engine runs it: the check at start compares logits with the model's own forward pass."""
         size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
         config = transformers.BertConfig(vocab_size=VOCABULARY, is_decoder=True, **size)
         directory = save(transformers.BertLMHeadModel(config), tmp_path)

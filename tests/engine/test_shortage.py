@@ -1,4 +1,4 @@
-"""A shortage of memory is recognized by any library's exception for it, and by nothing raised about a text."""
+"""A shortage of memory is recognized by any library's exception for it, but by no exception about a text."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def attention(
     softcap: float | None = None,
 ) -> Numbers:
     """Return [rows, heads, value width] from queries [rows, heads, width], keys and values [slots, key/value heads,
-    width], and the slots of each row's text, its own last."""
+    width], and the slots of each row's text, the row's own last."""
     out = np.zeros((*query.shape[:2], values.shape[2]))
     for row, text in enumerate(texts):
         own = text[max(0, len(text) - window) :] if window else text

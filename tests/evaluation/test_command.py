@@ -38,7 +38,7 @@ def test_it_tells_acceptance_speed_and_pools(directories: Directories, tmp_path:
     assert told["step_seconds"]["target"]["1"] > 0
     assert 0 < told["hop_seconds"] < 0.1
     assert told["network_seconds"] == pytest.approx(0.0002)
-    assert "tokens_per_second" not in told["acceptance"][0]  # its steps are artificially long
+    assert "tokens_per_second" not in told["acceptance"][0]  # this measurement's steps are artificially long
     assert all(each["draft_pods"] >= 1 for each in told["pools"].values())
 
     shown = evaluate(*pair, *short)

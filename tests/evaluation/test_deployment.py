@@ -1,4 +1,4 @@
-"""The services on virtual time, with real models: texts equal plain decoding, for any drafter at any speed."""
+"""The services on virtual time, with real models: texts equal those of plain decoding, for any drafter at any speed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_way_gives_the_texts_of_plain_decoding(pair: Pair, samples: list[S
 
 
 def test_texts_with_a_grammar_run_on_virtual_time(pair: Pair) -> None:
-    """Grammars are compiled in other threads, and virtual time does not wait for those."""
+    """Grammars are compiled in threads that virtual time does not wait for."""
     asked = [
         build_request("a person:", max_tokens=20, json_schema=schema, seed=seed)
         for seed, schema in enumerate(
@@ -97,7 +97,8 @@ def test_rejection_is_measured_as_well(pair: Pair, samples: list[Sample]) -> Non
 
 
 def test_a_slower_target_is_slower(pair: Pair, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In proportion: virtual pass durations are scaled real ones, here thread CPU time, unaffected by other load."""
+    """In proportion to its speed. Virtual durations of passes are scaled real ones; here these are the thread's CPU
+    time, which other load does not affect."""
     monkeypatch.setattr(time, "perf_counter", time.thread_time)
     plain = [replace(each, speculation=PLAIN.speculation) for each in samples]
     slow, slower = (run(pair, Layout(target_speed=speed), Load(plain, 1))[0] for speed in (0.1, 0.005))
@@ -107,11 +108,11 @@ def test_a_slower_target_is_slower(pair: Pair, samples: list[Sample], monkeypatc
 
 def test_a_draft_far_away_helps_less(pair: Pair, samples: list[Sample]) -> None:
     def steps(delay: float) -> int:
-        layout = replace(REMOTE_DRAFT.layout, delay=delay, target_speed=0.1, draft_speed=10.0)  # in time if near
+        layout = replace(REMOTE_DRAFT.layout, delay=delay, target_speed=0.1, draft_speed=10.0)  # in time if not delayed
         forced = [replace(each, speculation=replace(REMOTE_DRAFT.speculation, forced=True)) for each in samples]
         return run(pair, layout, Load(forced, 1))[0].steps
 
-    assert steps(0.0) < steps(0.5)  # seconds: no candidate is in time
+    assert steps(0.0) < steps(0.5)  # after 0.5 s, no candidate is in time
 
 
 def test_what_is_absent_does_not_work(pair: Pair, samples: list[Sample]) -> None:
@@ -121,7 +122,7 @@ def test_what_is_absent_does_not_work(pair: Pair, samples: list[Sample]) -> None
 
 
 def test_services_learn_from_one_load_for_the_next(pair: Pair, samples: list[Sample]) -> None:
-    """Counters start afresh for each load, and its prompts are computed again."""
+    """For each load, counters start from zero and prompts are computed again."""
     found = speed(pair, LOCAL, Load(samples, 2), Load(samples, 1), Load(samples[:1], 1))
     assert [each.tokens for each in found] == [160, 160, 40]
     for each in found:
@@ -139,16 +140,16 @@ async def test_a_hop_takes_a_moment() -> None:
 
 
 class Busy(OnVirtualTime):
-    """A worker spending real time in its own code, beside a pass of one virtual second."""
+    """A worker that spends real time in its own code, beside a pass of one virtual second."""
 
     def __init__(self) -> None:
         super().__init__("busy", inbox=SpendingInbox)
-        self.turns: list[tuple[float, float]] = []  # real seconds of its code, and virtual time after them
-        self.ahead = 0.0  # seconds by which it was ahead of the clock
+        self.turns: list[tuple[float, float]] = []  # real seconds of its code, and the virtual time after the turn
+        self.ahead = 0.0  # seconds that its clock advanced before they were spent
         self.told: list[float] = []  # virtual time of arrival of its messages
 
     def turn(self) -> float | None:
-        now = time.monotonic()  # before the loop's own start: it has to see all of the loop
+        now = time.monotonic()  # read before `begin`, so that `ahead` includes the whole loop
         begin = time.perf_counter()
         while time.perf_counter() - begin < 0.02:
             pass
@@ -174,6 +175,6 @@ def test_the_time_of_a_workers_own_code_counts() -> None:
     ((spent, after),) = worker.turns
     assert spent >= 0.02
     assert after == pytest.approx(1.0 + spent, abs=0.02)
-    # Its own clock includes the time before it is spent, and its messages leave then.
+    # The time of the worker's code counts on its clock, and for its messages, even before it is spent.
     assert worker.ahead >= 0.02
     assert worker.told == [pytest.approx(spent, abs=0.02)]

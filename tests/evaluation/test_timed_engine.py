@@ -1,4 +1,4 @@
-"""Passes on virtual time: an engine's own kind of step, with a prescribed duration."""
+"""Passes on virtual time: each engine's own kind of step, with a prescribed duration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Idle(OnVirtualTime):
 
 
 def in_a_worker(call: Callable[[], T]) -> tuple[T, float]:
-    """Return the result of a call in a worker, and its virtual seconds."""
+    """Return the result of a call in a worker, and the virtual seconds that it took."""
 
     async def main() -> tuple[T, float]:
         worker = Idle("idle")

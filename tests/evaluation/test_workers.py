@@ -29,7 +29,7 @@ def test_a_worker_takes_turns_on_virtual_time() -> None:
     async def main() -> Ticker:
         worker = Ticker()
         worker.start()
-        await asyncio.sleep(14.0)  # its second turn ended at 12; it waits until 22
+        await asyncio.sleep(14.0)  # the worker's second turn ended at 12, and it waits until 22
         assert await worker.call(lambda: "now") == "now"
         await asyncio.sleep(5.0)
         await worker.end()

@@ -1,4 +1,4 @@
-"""Texts followed by compiled grammars, with the demo's tokenizer."""
+"""Compiled grammars that follow texts, with the demo's tokenizer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Followed:
 
     @classmethod
     def of_schema(cls, schema: dict[str, Any]) -> Followed:
-        """Return the grammar of a schema, rewritten."""
+        """Return the grammar of a schema, which is rewritten first."""
         return cls(Kind.JSON_SCHEMA, json.dumps(supported(schema)))
 
     def takes(self, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Compiled grammars are cached per owner, and replaced once one has reached a limit of the library."""
+"""Compiled grammars are cached per owner; a grammar that has reached a limit of the library is replaced."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_lexer_is_not_spent_by_another_owners_text(limited: GrammarCompiler) -
 
 
 def test_a_text_that_is_resumed_has_as_much_work_as_it_had(limited: GrammarCompiler) -> None:
-    """The library's limit between two masks does not apply to a whole replayed text."""
+    """The library limits the work between two masks; this limit does not apply to the replay of a whole text."""
     text = tokens("y" + "1234567890" * 20)
     step_by_step = limited.compile(DEEP, "a").begin([], ENDS)
     for token in text:
@@ -77,7 +77,7 @@ def test_a_text_that_is_resumed_has_as_much_work_as_it_had(limited: GrammarCompi
 
 
 class Slow(GrammarCompiler):
-    """Compiles once allowed to."""
+    """Compiles DEEP only when `may` is set."""
 
     def __init__(self) -> None:
         super().__init__(DEMO.path / "tokenizer.json", DEMO.vocabulary)

@@ -1,4 +1,4 @@
-"""Schemas as pydantic writes them: dumps of its models are allowed, and allowed texts are valid."""
+"""Schemas written by pydantic: dumps of its models are allowed, and allowed texts are valid."""
 
 from __future__ import annotations
 

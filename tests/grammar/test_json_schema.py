@@ -334,7 +334,7 @@ CONDITIONS = st.recursive(
     max_leaves=3,
 )
 ANY: list[Any] = [None, 1, 2, 3, "x"]
-"""Values of a property; None: it is missing."""
+"""Values of a property; None: the property is missing."""
 
 
 @settings(max_examples=40)

@@ -1,4 +1,4 @@
-"""Schemas without an equivalent for llguidance are refused with their place; invalid and large ones end in time."""
+"""Schemas without an equivalent for llguidance are refused, naming the place. Invalid and large ones take bounded time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.grammar.followed import Followed
         ),
         (
             {"items": {"contains": {"const": 1}, "maxContains": 2}},
-            "/items/contains: cannot be enforced together with minContains or maxContains",
+            "/items/contains: cannot be enforced: minContains or maxContains is set, too",
         ),
         ({"anyOf": [{"pattern": "(?<=a)b"}]}, "/anyOf/0/pattern: cannot be enforced: it looks behind"),
         ({"not": {"items": {"type": "string"}}}, "/not/items: cannot be enforced within not or if"),
@@ -71,7 +71,7 @@ def test_what_has_no_equivalent_is_refused_with_its_place(schema: dict[str, Any]
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "string", "required": True, "minimum": "1"},  # draft 3's, beside the type of a field
+        {"type": "string", "required": True, "minimum": "1"},  # `required` as in draft 3, beside a field's type
         {"type": ["array", "null"], "properties": ["a"], "pattern": 5, "multipleOf": "2"},
     ],
     ids=json.dumps,

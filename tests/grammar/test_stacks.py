@@ -98,7 +98,7 @@ def test_services_have_several_times_the_stack_of_a_trial() -> None:
 
 
 def test_what_passes_the_trial_ends_no_thread_of_a_service(trial: Trial) -> None:
-    """Even at the greatest passing depth, and without the source limits, which would hide it."""
+    """Not even at the greatest passing depth. The limits on sources, which would hide an overflow, are not applied."""
     survivors = []
     for shape in SHAPES:
         passed, failed = 0, None

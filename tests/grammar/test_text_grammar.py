@@ -68,7 +68,7 @@ def walk(grammar: Grammar, steps: int, chance: random.Random) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(GRAMMARS), st.integers(0, 2**32), st.data())
 def test_masks_depend_on_the_text_alone(grammar: Grammar, seed: int, data: st.DataObject) -> None:
-    """Paths are queried in any order, among forbidden tokens, and some become final."""
+    """Paths are queried in any order, mixed with forbidden tokens, and parts of them are committed."""
     chance = random.Random(seed)
     state, committed = begun(grammar), list[int]()
     for _ in range(data.draw(st.integers(1, 4))):
@@ -88,7 +88,7 @@ def test_masks_depend_on_the_text_alone(grammar: Grammar, seed: int, data: st.Da
 
 
 def walk_on(state: TextGrammar, steps: int, chance: random.Random) -> list[int]:
-    """Like `walk`, below the committed text; without the end token."""
+    """Like `walk`, but continue the committed text, and leave out the end token."""
     path: list[int] = []
     while len(path) < steps and (choices := [t for t in tokens_of(state.allowed(path)) if t != END]):
         path.append(chance.choice(choices))
@@ -144,7 +144,7 @@ def test_a_stop_token_that_is_text_is_allowed_where_the_text_may_hold_it_or_end(
 
 @pytest.mark.parametrize("split", range(4))
 def test_a_text_is_free_until_its_reasoning_ends(split: int) -> None:
-    """The closing mark may be a candidate, or among several tokens committed together."""
+    """The closing mark may be a candidate, or one of several tokens committed together."""
     marker, (a,) = 77, TOKENIZER.encode("a", special=False)
     grammar = Grammar(Kind.REGEX, ("aaa",), after_token=marker)
     reasoning = [5, 900, marker]
@@ -164,7 +164,7 @@ def test_a_text_is_free_until_its_reasoning_ends(split: int) -> None:
 
 @pytest.mark.parametrize("split", range(5))
 def test_a_text_is_free_only_if_it_opens_its_reasoning(split: int) -> None:
-    """Without the opening mark, the grammar applies from the first token; there the mask allows the mark as well."""
+    """Without the opening mark, the grammar applies from the first token. That token's mask also allows the mark."""
     opening, marker, (a,) = 76, 77, TOKENIZER.encode("a", special=False)
     grammar = Grammar(Kind.REGEX, ("aaa",), after_token=marker, opening_token=opening)
     three, two = (tokens_of(begun(Grammar(Kind.REGEX, (text,))).allowed([])) for text in ("aaa", "aa"))
@@ -266,7 +266,7 @@ HARD = Grammar(Kind.LARK, ("start: a\na: a a a | a a | /[a-z ]/ | ",))
 
 
 def test_a_grammar_that_becomes_too_complex_is_given_up() -> None:
-    """At the same position for any queries about candidates; proposers get no error."""
+    """Whatever is queried about candidates, it is given up at the same position. Proposers get no error."""
     letters = [token for letter in "abcabcabcabcabcabc" for token in TOKENIZER.encode(letter, special=False)]
     places = []
     for look_ahead in (False, True):

@@ -82,7 +82,7 @@ VALUES = st.recursive(
 
 
 def without(schema: Any) -> Any:
-    """Return what the grammar enforces of a schema."""
+    """Return the part of a schema that the grammar enforces."""
     if isinstance(schema, dict):
         return {key: without(part) for key, part in schema.items() if key != "uniqueItems"}
     return [without(part) for part in schema] if isinstance(schema, list) else schema

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 DEMO = ModelDirectory(ROOT / "demo" / "target")
 ENDS = DEMO.end_tokens
 SMALL = [Grammar(Kind.REGEX, (f"a{{{n}}}",)) for n in range(10, 30)]
-ONE = growth_bytes(SMALL[-1])  # of the heaviest of these
+ONE = growth_bytes(SMALL[-1])  # bytes of the heaviest of these
 
 
 def schema(source: object) -> Grammar:
@@ -30,7 +30,7 @@ def schema(source: object) -> Grammar:
 
 
 def limited(kept: float, owner: float) -> GrammarCompiler:
-    """Return a compiler with room for `kept` grammars of SMALL, `owner` of them per owner."""
+    """Return a compiler with room for `kept` grammars of SMALL, at most `owner` of them per owner."""
     return GrammarCompiler(
         DEMO.path / "tokenizer.json", DEMO.vocabulary, kept_bytes=int(kept * ONE), owner_bytes=int(owner * ONE)
     )
@@ -74,7 +74,7 @@ def test_texts_that_have_ended_keep_no_room() -> None:
         assert kept(compiler) == [1, 2, 3]
         for grammar in SMALL[4:6]:
             Ended(compiler, grammar)
-        with pytest.raises(GrammarRoomError):  # others wait for a second collection
+        with pytest.raises(GrammarRoomError):  # the next collection is not due yet
             compiler.compile(SMALL[6])
     finally:
         gc.enable()
@@ -92,7 +92,7 @@ def test_what_texts_use_stays_and_counts() -> None:
         compiler.compile(SMALL[5], "third")
     assert not refused.value.of_owner
     text = used.pop().begin([], ENDS)
-    with pytest.raises(GrammarRoomError):  # referenced by a text, even if evicted
+    with pytest.raises(GrammarRoomError):  # a text references the grammar, even if evicted
         compiler.compile(SMALL[2], "busy")
     del text, held, refused
     gc.collect()
@@ -145,7 +145,7 @@ GROWING = {
 
 @pytest.mark.parametrize("grammar", GROWING.values(), ids=GROWING.keys())
 def test_a_lexer_grows_to_no_more_than_it_is_charged(grammar: Grammar) -> None:
-    """For any text, including one at the limit."""
+    """For any text, even one that reaches the limit."""
     compiler = GrammarCompiler.of(DEMO)
     compiler.compile(SMALL[0]).begin([], ENDS).allowed([])
     before = allocated_bytes()
@@ -187,7 +187,7 @@ print(most - before)
 
 
 def test_seventy_heavy_grammars_of_two_owners_stay_within_the_budget() -> None:
-    """Each takes 3 MB when compiled: evicted memory is really freed."""
+    """Each takes 3 MB when compiled, so the memory of evicted ones must really be freed."""
     command = [sys.executable, "-c", SEVENTY, str(DEMO.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=120)
     assert int(done.stdout) < 96 << 20

@@ -11,7 +11,7 @@ CANNOT, USAGE, REFUSED = ExitStatus.FAILED, ExitStatus.USAGE, ExitStatus.REFUSED
 UNREACHABLE, TRY_AGAIN = ExitStatus.UNREACHABLE, ExitStatus.TRY_AGAIN
 
 TAKEN = "50099"
-"""A port used by another program in the table; the test takes a free one."""
+"""In the table, a port used by another program; the test replaces it by a free port."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Mistake:
     command: str
     status: ExitStatus
     says: str
-    """Part of the last line on stderr: what to change."""
+    """Part of the last line on stderr, which names what to change."""
 
     @property
     def words(self) -> list[str]:
@@ -206,7 +206,7 @@ MISTAKES = (
     ),
     Mistake("specdec up --target target --workers 2", USAGE, "No such option: --workers"),
 )
-"""Wrong in any environment."""
+"""Commands that fail in any environment."""
 
 ASKED = (
     Mistake("specdec generate ''", REFUSED, "text: is empty, must hold at least 1 character"),
@@ -244,4 +244,4 @@ ASKED = (
     Mistake("specdec generate 'def' --rule contrastive", UNREACHABLE, "needs a draft: there is no draft service"),
     Mistake("specdec generate 'def' --timeout 0.001", TRY_AGAIN, "the timeout has passed"),
 )
-"""Wrong where a target runs without a draft: refused by the server."""
+"""Commands that fail at a server whose target runs without a draft."""

@@ -26,7 +26,7 @@ MAX_SECONDS = 3.0
 """Limit on a command's CPU time, in seconds. Wall time depends on the machine's load."""
 
 BEFORE = "Usage: specdec|Try 'specdec|specdec: waiting for"
-"""What may precede the line."""
+"""Pattern of lines that may precede the error."""
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def address(folder: Path) -> Iterator[str]:
 
 
 def check(mistake: Mistake, words: list[str], folder: Path, taken: str) -> None:
-    """Run a wrong command and compare its output with the table. A slow one is repeated once: other processes may
-    have evicted the CPU's caches."""
+    """Run a wrong command and compare its output with the table. A slow command is run once more, since other processes
+    may have evicted the CPU's caches."""
     if seconds_of(mistake, words, folder, taken) > MAX_SECONDS:
         assert seconds_of(mistake, words, folder, taken) < MAX_SECONDS
 

@@ -21,7 +21,7 @@ from specdec.serving.process.listening import bound
 
 @dataclass(frozen=True)
 class Front:
-    """A running HTTP server and an official client of it."""
+    """A running HTTP server, and an official client connected to it."""
 
     address: str
     client: openai.AsyncOpenAI

@@ -1,4 +1,4 @@
-"""`python -m tests.openai_api.page_shots FOLDER`: the page's pictures in the documentation, of the demo pair."""
+"""`python -m tests.openai_api.page_shots FOLDER` makes the documentation's pictures of the page with the demo pair."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ TOP = 20
 
 
 def chunk(*, spelt: bool = True, last: bool = False) -> Chunk:
-    """Return a token with its logprobs; `spelt`: the most probable ones have their bytes."""
+    """Return a chunk of one token with its logprobs; `spelt`: whether the most probable tokens have their bytes."""
     response = pb.GenerateResponse(text="a", tokens=[97])
     logprobs = response.logprobs.add(
         chosen=-0.5,
@@ -53,7 +53,7 @@ def chunk(*, spelt: bool = True, last: bool = False) -> Chunk:
     ],
 )
 async def test_logprobs_of_a_chat_are_those_of_its_content(fields: dict[str, Any], chat: bool, told: int) -> None:
-    """An end token is no content, unless the text shows it or token ids stand beside."""
+    """An end token is not content, unless the text shows it or token ids are returned too."""
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
     request = parse(json.dumps({"model": "m", **prompt, **fields}).encode(), chat=chat)
     choice = Choice(0, first_sample=True, chat=chat, logprobs=True, tells_end=request.tells_end)
@@ -109,7 +109,7 @@ def test_the_check_of_a_schema_is_told(check: Json | None, told: Json | None) ->
 @pytest.mark.parametrize("chat", [False, True])
 def test_log_probabilities_are_encoded_as_they_come(chat: bool) -> None:
     """Encoding all of them at the end would stall the event loop."""
-    for pieces in (1, 2000):  # the first answer loads what the second is measured with
+    for pieces in (1, 2000):  # the first answer is the warm-up for measuring the second
         choice = a_choice(chat=chat)
         begin = time.process_time()
         for number in range(pieces):
@@ -117,7 +117,7 @@ def test_log_probabilities_are_encoded_as_they_come(chat: bool) -> None:
         gathered = time.process_time()
         text = choice.whole()
         ended = time.process_time()
-    assert ended - gathered < (gathered - begin) / 3  # encoding again takes as long as encoding
+    assert ended - gathered < (gathered - begin) / 3  # encoding all again would take as long as before
     logprobs = json.loads(text)["logprobs"]
     assert len(logprobs["content" if chat else "tokens"]) == 2000
     if not chat:
@@ -140,9 +140,9 @@ def test_a_token_may_be_told_without_what_it_stands_for(chat: bool) -> None:
 
 
 def test_the_last_events_of_a_response_are_not_encoded_again() -> None:
-    """Four of them have all log-probabilities: encoding them there would stall the event loop for a second."""
+    """Four events have all log-probabilities: encoding these again would stall the event loop for a second."""
     fields = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": TOP}
-    for pieces in (1, 1000):  # the first answer loads what the second is measured with
+    for pieces in (1, 1000):  # the first answer is the warm-up for measuring the second
         answer = ResponseAnswer(ResponsesReader(fields, strict=False).request(), "resp_1", stored=False)
         begin = time.process_time()
         for _ in range(pieces):
@@ -152,7 +152,7 @@ def test_the_last_events_of_a_response_are_not_encoded_again() -> None:
         told = [typed_event_of(event) for event in answer.add(EndPart(finish_of(chunk(last=True))))]
         told.append(typed_event_of(answer.end(stored=False)))
         ended = time.process_time()
-    assert ended - written < (written - begin) / 3  # encoding one of them again takes as long as encoding
+    assert ended - written < (written - begin) / 3  # encoding one event again would take as long as before
     contents = [json.loads(event.partition(b"data: ")[2]) for event in told]
     assert [content["type"] for content in contents] == [
         "response.output_text.done",

@@ -1,4 +1,4 @@
-"""A caller is authenticated before its body is read; one caller's requests take no capacity from the others."""
+"""A caller is authenticated before its body is read, and its requests take no capacity from other callers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def status_of(answer: bytes) -> int:
 async def held(
     address: str, number: int, headers: bytes, *, length: int = 8 << 20, sent: int = 0
 ) -> AsyncIterator[None]:
-    """Open `number` requests with partial bodies."""
+    """Keep `number` requests with partial bodies open."""
     host, _, port = address.partition(":")
     writers = []
     try:
@@ -78,7 +78,7 @@ async def test_a_length_that_is_too_long_is_refused_before_the_body_comes() -> N
 
 
 async def test_bodies_of_nobody_leave_tenants_all_of_their_room() -> None:
-    """Eight bodies of 8 MiB less a byte, the whole capacity, again and again."""
+    """Again and again, unauthenticated callers send eight bodies of 8 MiB less a byte, the whole capacity."""
     async with (
         FakeServer(keys=["key"]) as orchestrator,
         front(orchestrator.address) as http,
@@ -97,17 +97,17 @@ async def test_idle_connections_of_nobody_leave_tenants_their_places() -> None:
         front(orchestrator.address, most_connections=32) as http,
         KeylessHttp(http.address, held=2, idle=40, seconds=30.0, source="127.0.0.2") as attacker,
     ):
-        await until(lambda: attacker.connections > 40)  # the first ones are older than their grace
+        await until(lambda: attacker.connections > 40)  # the first connections have outlived their grace period
         for _ in range(20):
             assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
 
 
 async def test_a_tenant_holds_what_it_leaves_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By declared lengths: a single tenant a half, each of two a third."""
+    """By declared lengths, a single tenant may hold half of the room, and each of two tenants a third."""
     monkeypatch.setattr(bodies, "MAX_BODIES_BYTES", 3000)
     monkeypatch.setattr(bodies, "RATE_GRACE_SECONDS", 30.0)
     async with FakeServer(keys=["key", "other"]) as orchestrator, front(orchestrator.address) as http:
-        for key in (KEY, OTHER):  # authenticated from now on: bodies are counted at once
+        for key in (KEY, OTHER):  # from now on the keys are known, and bodies count immediately
             assert status_of(await told(http.address, post(ASKED, headers=key + CLOSE))) == 200
         answer = await told(http.address, post(b"", length=1501, headers=KEY))
         assert status_of(answer) == 503
@@ -140,7 +140,7 @@ async def two_in_progress() -> AsyncIterator[tuple[FakeServer, Front]]:
 
 
 async def test_a_tenant_has_half_of_the_places_at_most() -> None:
-    """Requests in progress count in any state; other tenants find a place."""
+    """Requests in progress count in any state. Other tenants still find a place."""
     async with two_in_progress() as (_, http):
         answer = await told(http.address, post(ASKED, headers=KEY + CLOSE))
         assert status_of(answer) == 429
@@ -161,7 +161,7 @@ async def test_too_many_bodies_of_a_caller_are_refused(monkeypatch: pytest.Monke
 
 
 async def test_a_body_that_comes_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long before the time limit for bodies."""
+    """It is given up long before the time limit for bodies."""
     monkeypatch.setattr(bodies, "RATE_GRACE_SECONDS", 0.2)
     async with FakeServer() as orchestrator, front(orchestrator.address, body_seconds=1000.0) as http:
         answer = await told(http.address, post(ASKED, length=1000))
@@ -170,7 +170,7 @@ async def test_a_body_that_comes_slowly_is_given_up(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_key_is_asked_about_once() -> None:
-    """Whether it is valid or not, and for any number of concurrent requests."""
+    """Whether the key is valid or not, and for any number of concurrent requests."""
     async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
         for _ in range(2):
             requests = [post(ASKED, headers=key + CLOSE) for key in [KEY, WRONG] * 5]
@@ -181,7 +181,7 @@ async def test_a_key_is_asked_about_once() -> None:
 
 
 async def test_many_unknown_keys_cost_few_calls() -> None:
-    """Tenants with a known key proceed meanwhile."""
+    """Meanwhile, tenants with a known key proceed."""
     async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
         assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
         keys = [b"authorization: Bearer %d\r\n" % number for number in range(100)]
@@ -210,7 +210,7 @@ async def test_a_key_that_a_call_refused_is_checked_again() -> None:
 
 
 async def test_a_withdrawn_key_reads_no_stored_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No orchestrator is called for it, so the key is checked again once its verdict has expired."""
+    """Reading a stored response calls no orchestrator, so the key is checked again once its verdict has expired."""
     monkeypatch.setattr(callers, "ACCEPTED_SECONDS", 0.0)
     asked = b"GET /v1/responses/resp_0 HTTP/1.1\r\nhost: a\r\n" + KEY + CLOSE + b"\r\n"
     async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
@@ -238,7 +238,7 @@ async def test_a_new_key_is_taken_after_a_while(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_accepted_keys_are_checked_again_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An orchestrator that does not answer the check delays nobody."""
+    """An orchestrator that does not answer the check delays no request."""
     monkeypatch.setattr(callers, "ACCEPTED_SECONDS", 0.0)
     hold = Act(then="hold")
     async with FakeServer(listing=[Act(), hold], keys=["key"]) as orchestrator, front(orchestrator.address) as http:
@@ -249,7 +249,7 @@ async def test_accepted_keys_are_checked_again_without_a_wait(monkeypatch: pytes
 
 
 async def test_a_check_that_fails_is_no_refusal() -> None:
-    """The next request retries it."""
+    """The next request retries the check."""
     full = Act(then="abort", code=grpc.StatusCode.RESOURCE_EXHAUSTED)
     async with FakeServer(listing=[full]) as orchestrator, front(orchestrator.address) as http:
         assert status_of(await told(http.address, post(b"", length=1000, headers=KEY))) == 503
@@ -262,7 +262,7 @@ async def test_without_an_orchestrator_nothing_is_read() -> None:
 
 
 async def test_refusals_of_one_network_are_slowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their connections are the first to be closed meanwhile."""
+    """Meanwhile, their connections are the first to be closed."""
     monkeypatch.setattr(callers, "REFUSAL_BURST", 1.0)
     monkeypatch.setattr(callers, "REFUSAL_RATE", 0.001)
     async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address, most_connections=2) as http:
@@ -270,4 +270,4 @@ async def test_refusals_of_one_network_are_slowed(monkeypatch: pytest.MonkeyPatc
         slowed = [asyncio.create_task(told(http.address, post(ASKED, headers=CLOSE))) for _ in range(2)]
         await until(lambda: http.app.running == 2)
         assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
-        assert b"" in await asyncio.gather(*slowed)  # it was closed
+        assert b"" in await asyncio.gather(*slowed)  # one connection was closed

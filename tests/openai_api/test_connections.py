@@ -30,7 +30,7 @@ GET = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
 async def connected(
     address: str, number: int, sent: bytes = b"", answer: bytes = b"", source: str = "127.0.0.1"
 ) -> AsyncIterator[list[tuple[StreamReader, StreamWriter]]]:
-    """Open `number` connections from an address, each after one request and its response."""
+    """Open `number` connections from the address `source`; send `sent` on each and wait for `answer`, if given."""
     host, _, port = address.partition(":")
     opened = []
     try:
@@ -52,7 +52,7 @@ async def status(address: str, request: bytes) -> int:
 
 
 async def closed(opened: list[tuple[StreamReader, StreamWriter]]) -> list[bool]:
-    """Return the connections closed by the server; the others get no data."""
+    """Return for each connection whether the server closed it without sending data."""
     found = await asyncio.gather(
         *(asyncio.wait_for(reader.read(), 0.2) for reader, _ in opened), return_exceptions=True
     )
@@ -93,7 +93,7 @@ async def test_idle_connections_of_the_busiest_address_give_way_first() -> None:
 
 
 async def test_connections_with_a_request_never_give_way() -> None:
-    """If all are busy, a new one is answered 503, except for health, which probes request."""
+    """If all are busy, a new connection is answered 503, except for /health, which probes request."""
     health = b"GET /health HTTP/1.1\r\nhost: x\r\n"
     async with (
         FakeServer(HOLD, HOLD) as orchestrator,
@@ -161,7 +161,7 @@ async def test_headers_beyond_the_limits_are_refused(
 
 
 async def test_an_invalid_chunk_before_a_reset_is_no_mistake_of_the_server() -> None:
-    """The answer, that there is no such route, has begun, so no other is written: the reset is met at the end of it."""
+    """The answer 404 has begun, so none is written about the chunk; the reset is noticed when the 404 answer ends."""
     mistakes: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: mistakes.append(context))
@@ -173,7 +173,7 @@ async def test_an_invalid_chunk_before_a_reset_is_no_mistake_of_the_server() -> 
             await loop.sock_connect(caller, (host, int(port)))
             await loop.sock_sendall(caller, CHUNKED.replace(b"/ ", b"/nowhere ", 1) + b"5\r\n")
             assert b" 404 " in await asyncio.wait_for(loop.sock_recv(caller, 1000), 20)
-            # More than is parsed at once: the rest follows in a callback of its own.
+            # More than is parsed in one turn, so that the rest is parsed in a later callback.
             chunks = b"1\r\nx\r\n" * (connections.PIECES_A_TURN * connections.PIECE_BYTES // 4)
             caller.send(b"hello\r\n" + chunks + b"no size of a chunk\r\n")
         assert await status(http.address, GET) == 200

@@ -1,4 +1,4 @@
-"""Fields of vLLM's requests: where they go, and what answers have for them."""
+"""Fields of vLLM's requests: what the orchestrator gets for them, and what answers contain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPLETION: dict[str, Any] = {"model": "fake", "prompt": "def"}
 
 
 async def asked(path: str, **fields: Any) -> tuple[pb.GenerateRequest, Any]:
-    """Return the orchestrator's request, and the answer: whole, or the events of a stream."""
+    """Return the orchestrator's request, and the answer: the whole answer or the events of a stream."""
     async with (
         FakeServer() as server,
         front(server.address) as http,
@@ -86,7 +86,7 @@ async def test_the_last_message_of_the_assistant_is_a_prefill_for_anthropic() ->
 
 
 async def test_token_ids_have_the_places_of_vllm() -> None:
-    """Those of the prompt are a chat's own, and in a stream its first event's; a completion's choices have them."""
+    """The prompt's ids are in a chat's answer itself, or its stream's first event; in completions, in each choice."""
     wanted = {"return_token_ids": True, "n": 2}
     _, chat = await asked("/v1/chat/completions", **CHAT, **wanted)
     assert chat["prompt_token_ids"] == PROMPT
@@ -106,7 +106,7 @@ async def test_token_ids_have_the_places_of_vllm() -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("include", [False, True])
 async def test_usage_in_every_event(path: str, include: bool) -> None:
-    """As guidellm asks for it."""
+    """guidellm requests this."""
     options = {"include_usage": include, "continuous_usage_stats": True}
     prompt = CHAT if "chat" in path else COMPLETION
     _, events = await asked(path, **prompt, stream=True, stream_options=options)
@@ -123,7 +123,7 @@ async def test_usage_in_every_event(path: str, include: bool) -> None:
     [("STOP", "", 9, 9), ("STOP", "", 8, None), ("STOP", "x", 9, "x"), ("LENGTH", "", 9, None)],
 )
 def test_the_token_that_ended_a_text_is_named(reason: str, stop: str, last: int, told: Any) -> None:
-    """If the request named it: the model's own end tokens are no news."""
+    """Only a token that the request gave is named; the model's own end tokens are not."""
     choice = Choice(0, first_sample=True, chat=True, logprobs=False, stop_tokens={9})
     response = pb.GenerateResponse(text="a", tokens=[5, last])
     ParseDict({"reason": f"FINISH_REASON_{reason}", "stop": stop}, response.finish)

@@ -67,7 +67,7 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.mark.parametrize("begun", [b"", b"GET /v1/mod", b"GET / HTTP/1.1\r\nhost: x\r\n"])
 @pytest.mark.parametrize("requests", [0, 1])
 async def test_headers_that_do_not_come_end_the_connection(requests: int, begun: bytes) -> None:
-    """For the first request of a connection and for later ones. Between requests, an idle connection may wait
+    """This holds for a connection's first request and for later ones. Between requests, an idle connection may wait
     longer."""
     async with serving(hello, header_seconds=0.2) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -241,7 +241,7 @@ async def test_requests_are_counted_by_route_and_status() -> None:
 
 
 async def test_a_certificate_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New connections see it; invalid files change nothing."""
+    """New connections see the new certificate; invalid files change nothing."""
     monkeypatch.setattr(http_server, "RELOAD_SECONDS", 0.02)
     authority = Authority(tmp_path / "authority")
     certificate, key = authority.issue("server")

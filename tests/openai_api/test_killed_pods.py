@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "warmth", "schema": SCHEMA}}},
 }
 STEP = 5
-"""The target's step after which a process is killed: the response takes more than twice as many."""
+"""The target's step after which a process is killed; the response takes more than twice as many steps."""
 
 
 class Slowly:
@@ -86,7 +86,7 @@ async def test_the_answer_is_the_same(models: Models, tmp_path: Path, victim: st
             async with front(one.address, other.address) as http:
 
                 async def answered(disturb: Callable[[], Awaitable[None]] | None) -> tuple[Any, int]:
-                    """Return the message of the response, and the number of steps."""
+                    """Return the response's message, and the number of steps that it took."""
                     begin = slowly.steps
                     asking = asyncio.create_task(
                         http.client.chat.completions.create(

@@ -53,7 +53,7 @@ async def test_a_text() -> None:
     assert text == TEXT
     assert [block.text for block in last.content if block.type == "text"] == [TEXT]
     assert (last.stop_reason, last.usage.output_tokens) == (found.stop_reason, found.usage.output_tokens)
-    assert started == (2, 0)  # one of them is cached, as is told at the end
+    assert started == (2, 0)  # one input token is cached, which only the end reports
     usage = found.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, last.usage.input_tokens) == (1, 1, 1)
     request = orchestrator.calls[0].request
@@ -80,7 +80,7 @@ async def test_errors_have_the_format_of_this_api() -> None:
 
 
 def messages_of(messages: Any, **others: Any) -> Any:
-    """Return the messages of a chat that those of a request make."""
+    """Return the chat's messages made from a request's messages."""
     chat = parse_messages({"model": "m", "max_tokens": 9, "messages": messages, **others}).chat.message(0).chat
     told = json_format.MessageToDict(chat, preserving_proto_field_name=True)["messages"]
     return [{name: value for name, value in turn.items() if value} for turn in told]

@@ -143,7 +143,7 @@ async def test_every_parameter_arrives() -> None:
 
 
 async def test_what_is_silent_is_as_openai_has_it() -> None:
-    """Temperature 1; 16 tokens for a completion, the rest of the context for a chat."""
+    """By default, the temperature is 1; a completion has 16 tokens, a chat the rest of the context."""
     async with FakeServer() as server, front(server.address) as http:
         await http.client.completions.create(model="fake", prompt="def")
         completion = request_of(server)
@@ -196,7 +196,7 @@ async def test_logprobs_of_a_chat() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs_of_a_completion(stream: bool) -> None:
-    """With the text offset of each token: all tokens of one character have its offset."""
+    """Each token has its text offset; all tokens of a character have the character's offset."""
     async with FakeServer() as server, front(server.address) as http:
         asked: Any = {"model": "fake", "prompt": "def", "logprobs": 2}
         if stream:
@@ -223,7 +223,7 @@ async def test_a_model_with_several_names() -> None:
         server.aliases = ["gpt-4o", "a/b"]
         assert [model.id for model in (await http.client.models.list()).data] == ["fake", "gpt-4o", "a/b"]
         assert (await http.client.models.retrieve("a/b")).id == "a/b"
-        for name, answered in (("gpt-4o", "gpt-4o"), ("", "fake")):  # one model is served, under whatever name
+        for name, answered in (("gpt-4o", "gpt-4o"), ("", "fake")):  # the only model, whichever name is given
             answer = await http.client.completions.create(model=name, prompt="def")
             assert (answer.model, request_of(server).model) == (answered, name)
 
@@ -264,7 +264,7 @@ REFUSALS: list[tuple[Any, type[openai.APIStatusError], int, str]] = [
 async def test_refusals_of_the_orchestrator(
     act: Act, kind: type[openai.APIStatusError], status: int, message: str, stream: bool, prompt: Any
 ) -> None:
-    """Before the first token they are HTTP statuses, for streams too."""
+    """Before the first token, refusals are HTTP statuses, even for streams."""
 
     async with FakeServer(script=itertools.repeat(act)) as server, front(server.address) as http:
         with pytest.raises(kind, match=message) as caught:
@@ -326,7 +326,7 @@ async def test_names_in_refusals_are_the_callers() -> None:
 
 
 async def test_an_error_among_many_prompts_is_told_in_the_stream() -> None:
-    """The other prompts end with it."""
+    """The error also ends the other prompts."""
     acts = [Act(), Act(tokens=6, then="abort", status=rich(INVALID_ARGUMENT, BAD).status), Act(tokens=6, then="hold")]
     async with FakeServer(*acts) as server, front(server.address) as http:
         stream = await http.client.completions.create(model="fake", prompt=["a", "b", "c"], stream=True)
@@ -339,12 +339,12 @@ async def test_an_error_among_many_prompts_is_told_in_the_stream() -> None:
 
 
 async def test_few_of_many_prompts_are_asked_at_once() -> None:
-    """Each counts against the tenant's limits."""
+    """Each prompt counts against the tenant's limits."""
     held = [Act(tokens=0, then="hold")] * PROMPTS_AT_ONCE
     async with FakeServer(*held) as server, front(server.address) as http:
         asked = asyncio.create_task(http.client.completions.create(model="fake", prompt=["a"] * 20))
         await until(lambda: len(server.calls) == PROMPTS_AT_ONCE)
-        await http.client.models.list()  # has gone the same way, and come back
+        await http.client.models.list()  # sent later on the same connection, and answered
         assert len(server.calls) == PROMPTS_AT_ONCE
         asked.cancel()
         await until(lambda: http.app.running == 0)

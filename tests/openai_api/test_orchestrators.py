@@ -1,5 +1,4 @@
-"""Connections to orchestrators: of several addresses behind a name one suffices, and connections are renewed
-periodically."""
+"""Connections to orchestrators: one serving address behind a name suffices, and connections are renewed regularly."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ async def test_connections_are_made_anew_while_nobody_answers(monkeypatch: pytes
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.1)
     monkeypatch.setattr(module, "KNOWN_SECONDS", 0.0)
     port = free_port()
-    several = f"ipv4:127.0.0.1:{port},127.0.0.1:{free_port()}"  # as a DNS name may resolve
+    several = f"ipv4:127.0.0.1:{port},127.0.0.1:{free_port()}"  # as if a DNS name had two addresses
     async with watching(Orchestrators([several])) as orchestrators:
         first = await client_of(orchestrators)
         await until_anew(orchestrators, first)
@@ -103,7 +102,7 @@ async def test_connections_are_made_anew_while_nobody_answers(monkeypatch: pytes
 async def test_new_files_of_certificates_count_for_new_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Running ones finish on the old connection."""
+    """Running requests finish on the old connection."""
     monkeypatch.setattr(module, "LOOK_SECONDS", 0.02)
     authority, other = Authority(tmp_path / "authority"), Authority(tmp_path / "other")
     fake, server = FakeServer(Act(tokens=CHUNK, then="hold")), grpc.aio.server()
@@ -144,7 +143,7 @@ async def test_connections_that_were_left_are_closed_with_their_last_request() -
 
 
 async def test_control_calls_do_not_wait_for_completions() -> None:
-    """Completions use all concurrent calls of their connections: one each, on ten connections."""
+    """Completions occupy all of their ten connections, each of which allows one concurrent call."""
     most = 10
     hold = [Act(tokens=CHUNK, then="hold")] * most
     async with FakeServer(*hold, options=[("grpc.max_concurrent_streams", 1)]) as server:
@@ -160,7 +159,7 @@ async def test_control_calls_do_not_wait_for_completions() -> None:
 
 
 async def test_each_check_of_a_key_has_a_connection_of_its_own() -> None:
-    """An orchestrator mutes connections with nothing but refused calls, and control calls must still be answered."""
+    """An orchestrator mutes connections that carry only refused calls; control calls must still be answered."""
     async with FakeServer(keys=["key"]) as server:
         orchestrators = Orchestrators([server.address])
         gateway = Gateway(orchestrators.client, orchestrators.control_client, orchestrators.key_client)

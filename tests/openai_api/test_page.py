@@ -32,10 +32,10 @@ PATHS = [route.path for route in page_routes()]
 FILES = sorted(FOLDER.iterdir())
 
 MAX_BYTES = 64 << 10
-"""Bytes of all files: the page must come at once over a slow line."""
+"""Maximum bytes of all files together: the page must load quickly over a slow line."""
 
 NAMESPACE = "http://www.w3.org/2000/svg"
-"""A name in SVG files and scripts, which browsers do not fetch."""
+"""A URL in SVG files and scripts that browsers do not fetch."""
 
 
 def test_every_file_has_a_route_and_all_are_small() -> None:
@@ -51,7 +51,7 @@ def test_a_wheel_has_the_files() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_files_are_served_to_anyone(path: str) -> None:
-    """Without a key, and without an orchestrator."""
+    """Even without a key, and without an orchestrator."""
     async with (
         front("127.0.0.1:1", with_page=True) as http,
         httpx2.AsyncClient(base_url=f"http://{http.address}") as client,
@@ -112,7 +112,7 @@ async def test_statistics_are_asked_with_the_callers_key() -> None:
 
 
 async def test_tenants_see_no_pods(tmp_path: Path) -> None:
-    """The orchestrator decides: only an operator's key is answered."""
+    """The orchestrator decides: it answers only with an operator's key."""
     tenants = tmp_path / "tenants.yaml"
     entries = {name: api_keys.hash_of(f"{name}'s key") for name in ("acme", "watcher")}
     tenants.write_text(
@@ -139,4 +139,4 @@ async def test_tenants_see_no_pods(tmp_path: Path) -> None:
     assert answers["watcher"].status_code == 200
     (pod,) = answers["watcher"].json()["verifiers"]
     assert pod["address"] == "127.0.0.1:1"
-    assert "verifier" not in pod  # it does not answer
+    assert "verifier" not in pod  # the verifier does not answer

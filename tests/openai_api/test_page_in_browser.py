@@ -68,7 +68,7 @@ UNNAMED = """[...document.querySelectorAll("input, select, textarea, button, sum
 
 @asynccontextmanager
 async def shown(address: str, settings: str = "") -> AsyncIterator[tuple[Page, str]]:
-    """Yield the page in front of an orchestrator, and its URL; check that it complained of nothing and asked no other
+    """Yield the page in front of an orchestrator, and its URL; check that it complained of nothing and called no other
     host."""
     async with front(address, with_page=True) as http, page() as opened:
         url = f"http://{http.address}/"
@@ -89,7 +89,7 @@ async def ask(opened: Page, prompt: str) -> None:
 
 
 async def answers(opened: Page) -> list[list[dict[str, Any]]]:
-    """Return the events of the streams that the page has read, without the last one."""
+    """Return the events of each stream that the page has read, without the last event, [DONE]."""
     bodies = [await opened.body(request) for request in opened.streams]
     return [[json.loads(event.removeprefix("data: ")) for event in body.split("\n\n")[:-2]] for body in bodies]
 
@@ -131,7 +131,7 @@ async def test_colours_add_up_to_the_counts_of_the_api(directories: Directories)
 
 
 async def test_a_draft_that_is_killed_and_comes_back_is_seen(directories: Directories) -> None:
-    """With steps so long that the text outlasts the draft's absence."""
+    """Steps are so long that the text outlasts the draft's absence."""
     async with (
         stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.08)) as services,
         shown(services.address, f"{DRAFTED}&max_tokens=200&compare=1") as (opened, _),
@@ -155,7 +155,7 @@ async def test_a_draft_that_is_killed_and_comes_back_is_seen(directories: Direct
 
 @asynccontextmanager
 async def with_tenants(services: Stack, directory: Path) -> AsyncIterator[str]:
-    """Yield the address of an orchestrator of the same pods that wants keys."""
+    """Yield the address of an orchestrator of the same pods that requires keys."""
     file = directory / "tenants.yaml"
     hashes = {name: api_keys.hash_of(f"{name}'s key") for name in ("acme", "watcher")}
     file.write_text(
@@ -214,7 +214,7 @@ async def test_escape_stops_an_answer(directories: Directories) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 async def test_it_is_for_everyone(directories: Directories, dark: bool) -> None:
-    """Contrasts, names for screen readers, narrow windows, and the settings in the link."""
+    """Contrasts suffice, elements have names for screen readers, narrow windows fit, and the link has the settings."""
     settings = f"{DRAFTED}&max_tokens=40&rejected=1&max_depth=3"
     async with slow(directories) as services, shown(services.address) as (opened, url):
         await opened.look(width=320, height=640, dark=dark)

@@ -29,7 +29,7 @@ console.log(JSON.stringify(told));
 
 
 def chunks_of(rng: random.Random) -> list[dict[str, object]]:
-    """Return the chunks of a random answer; the last one may end with a candidate."""
+    """Return the chunks of a random answer; the last chunk may end with a candidate."""
     candidates, own = [int(s) for s in ACCEPTED], [s for s in TokenSource.values() if s and s not in ACCEPTED]
     found: list[dict[str, object]] = []
     count = rng.randint(1, 6)

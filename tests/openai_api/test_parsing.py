@@ -1,4 +1,4 @@
-"""Long bodies are parsed in threads, fairly by caller."""
+"""Long bodies are parsed in threads, which callers share fairly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.stack import until
 
 
 class Parses:
-    """Records its thread, and continues once allowed."""
+    """A parse that records its thread, and continues when `go_on` is set."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []

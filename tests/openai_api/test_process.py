@@ -49,7 +49,7 @@ async def running(*options: str) -> AsyncIterator[tuple[Process, str]]:
 
 
 async def test_it_drains() -> None:
-    """Running requests get their drain time, then are ended; the exit status is 0."""
+    """Running requests get their drain time and are then ended; the exit status is 0."""
     async with (
         FakeServer(Act(), Act(tokens=6, then="hold")) as server,
         running("--orchestrator", server.address, "--drain-seconds", "1") as (process, address),

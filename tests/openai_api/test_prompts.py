@@ -22,13 +22,13 @@ CHAT: Any = [{"role": "user", "content": "hello"}]
 
 
 async def post(http: Front, **fields: Any) -> Any:
-    """Return the answer as it is, without the official client's types."""
+    """Return the raw answer, without the official client's types."""
     route = "/chat/completions" if "messages" in fields else "/completions"
     return await http.client.post(route, body={"model": "fake", **fields}, cast_to=object)
 
 
 def logprobs_of(prompt: bytes, top: int) -> dict[str, Any]:
-    """Return the fields that the fake's prompt gets, with a special token before it."""
+    """Return the `logprobs` of a prompt at the fake server, which puts a special token before it."""
     return {
         "tokens": ["\0", *(chr(byte) for byte in prompt)],
         "token_logprobs": [None, *(-at / 8 for at in range(1, 1 + len(prompt)))],
@@ -38,7 +38,7 @@ def logprobs_of(prompt: bytes, top: int) -> dict[str, Any]:
 
 
 async def test_the_prompt_is_in_front_of_every_completion() -> None:
-    """As given, or as its tokens spell it; without log-probabilities nothing is scored."""
+    """Its text is as given, or as its tokens spell it. Without `logprobs`, nothing is scored."""
     async with FakeServer() as server, front(server.address) as http:
         for prompt, text in (("déjà", "déjà"), ([100, 195, 169], "dé"), (["a", "b"], None)):
             answer = await post(http, prompt=prompt, echo=True, n=2)
@@ -64,7 +64,7 @@ async def test_its_log_probabilities_come_before_those_of_the_completion(n: int)
 
 
 async def test_what_lm_eval_sends() -> None:
-    """Prompts as token ids, of which it sums the last tokens' log-probabilities, and a token that it drops."""
+    """lm-eval sends prompts as token ids, sums the log-probabilities of their last tokens, and drops the new token."""
     prompts = [[97, 98, 99], [97, 98]]
     body = {"prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
     async with FakeServer() as server, front(server.address) as http:
@@ -75,7 +75,7 @@ async def test_what_lm_eval_sends() -> None:
             assert choice["index"] == index
             found = choice["logprobs"]
             assert found["token_logprobs"][: len(prompt)] == [None, -0.125, -0.25][: len(prompt)]
-            assert found["top_logprobs"][1] == {"a": -0.125, "b": -0.125}  # with the token itself
+            assert found["top_logprobs"][1] == {"a": -0.125, "b": -0.125}  # the best, and the token itself
             assert found["tokens"][: len(prompt)] == [chr(token) for token in prompt]
             assert found["text_offset"][: len(prompt)] == list(range(len(prompt)))
             assert choice["finish_reason"] == "length"
@@ -108,7 +108,7 @@ async def test_the_field_of_vllm() -> None:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("as_tokens", [False, True])
 async def test_a_stream_begins_with_the_prompt(n: int, logprobs: int | None, as_tokens: bool) -> None:
-    """Every sample's: the pieces join to what the whole answer has."""
+    """Every sample's stream does, and its pieces join to the whole answer."""
     async with FakeServer() as server, front(server.address) as http:
         prompts: Any = [[97, 195, 169, 98], [120, 121]] if as_tokens else ["abcdefgh", "xy"]
         asked: Any = {"model": "fake", "prompt": prompts, "echo": True, "n": n, "logprobs": logprobs}
@@ -146,7 +146,7 @@ async def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], param: 
 
 
 async def test_an_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples have copies of the prompt's log-probabilities."""
+    """Each sample's copy of the prompt's log-probabilities counts."""
     monkeypatch.setattr(gateway, "MAX_SCORES_BYTES", 1 << 20)
     prompt, tokens = "a" * 500, 500
     each = len(json.dumps(logprobs_of(b"a", 20)["top_logprobs"][1]))
@@ -167,7 +167,7 @@ def test_defaults_are_no_request() -> None:
 
 @given(st.lists(st.text(max_size=3), max_size=8), st.booleans())
 def test_offsets_are_places_in_the_text(pieces: list[str], spaced: bool) -> None:
-    """Whatever special tokens come before it, and if the tokenizer begins with a space."""
+    """Even after special tokens, and if the tokenizer puts a space before the text."""
     text = "".join(pieces)
     offset = EchoOffset(text.encode())
     assert [offset.before(Piece("", b"<s>")) for _ in range(2)] == [0, 0] or text.startswith("<s>")
@@ -182,7 +182,7 @@ def test_offsets_are_places_in_the_text(pieces: list[str], spaced: bool) -> None
 async def test_other_samples_wait_for_the_prompt() -> None:
     async def chunks() -> Any:
         for index, tokens in ((1, [5]), (0, []), (1, [6]), (0, [7]), (1, [8])):
-            seed = 11 if tokens == [5] else None  # in the first one
+            seed = 11 if tokens == [5] else None  # in the first chunk
             yield Chunk(index, "", tokens, [], [], [], 0.0, 0.0, 0.0, 1, 0, None, seed, "", None)
 
     found = [chunk async for chunk in prompt_first(chunks())]

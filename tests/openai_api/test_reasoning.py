@@ -21,7 +21,7 @@ OPENED = {"chat_template_kwargs": {"opened": True}}
 
 
 def reasoning_pair(models: Models, folder: Path) -> tuple[Path, Path]:
-    """A target with reasoning and tools, and a draft close to it."""
+    """Return a target with reasoning and tools, and a draft close to it."""
     template = "{% if tools %}" + TEMPLATES[HERMES] + "{% if opened %}<think>\n{% endif %}{% else %}" + TEMPLATE
     template += "{% endif %}"
     return (
@@ -52,7 +52,7 @@ async def test_it_has_a_field_of_its_own(pair: tuple[Path, Path]) -> None:
         assert choice.message.content
         thought = whole.usage.completion_tokens_details.reasoning_tokens
         assert 0 < thought < whole.usage.completion_tokens
-        ended = choice.finish_reason == "stop"  # the end token is no content
+        ended = choice.finish_reason == "stop"  # the end token is not content
         assert len(choice.logprobs.content) == whole.usage.completion_tokens - thought - ended
 
         reasoning, content = "", ""
@@ -91,7 +91,7 @@ async def test_a_text_need_not_be_split(pair: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 async def test_the_next_request_repeats_it(pair: tuple[Path, Path], name: str) -> None:
-    """Under either of the two field names in use."""
+    """The reasoning may have either of the two field names in use."""
     async with stack(*pair) as services, front(services.address) as http:
         turn: Any = {"role": "assistant", "content": "warm", name: "it is May"}
         messages = [{"role": "user", "content": "how warm is it?"}, turn, {"role": "user", "content": "and now?"}]

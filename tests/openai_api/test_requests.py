@@ -174,8 +174,8 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"max_completion_tokens": -2}, "max_completion_tokens", "is -2, must be at least 1"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "is 0, must be at least 1"),
         ({"n": -1}, "n", "is -1, must be at least 1"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "another max_completion_tokens"),
-        ({"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repetition_penalty", "another repeat_penalty"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "conflicts with max_completion_tokens"),
+        ({"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repetition_penalty", "conflicts with repeat_penalty"),
         ({"seed": 2**64}, "seed", "from -2^63"),
         ({"seed": "5"}, "seed", 'is "5", must be a whole number'),
         ({"cache_salt": [["a"] * 4000]}, "cache_salt", "is a list, must be text that is not empty"),
@@ -292,7 +292,7 @@ def test_what_is_no_object_is_refused(body: bytes) -> None:
 
 
 def test_every_field_that_openai_has_is_known() -> None:
-    """In OpenAI's own client: a field added later is refused by name, and fails this test."""
+    """The fields are those of OpenAI's client. A field added later is refused by name, and fails this test."""
     known = SAME | RENAMED.keys() | READ | UNSUPPORTED.keys() | WITHOUT_EFFECT
     of_chat = chat_params.CompletionCreateParamsBase.__annotations__.keys()
     of_completions = completion_create_params.CompletionCreateParamsBase.__annotations__.keys()
@@ -304,7 +304,7 @@ def test_every_field_that_openai_has_is_known() -> None:
 
 
 def test_an_answer_that_says_nothing_can_be_sent_back() -> None:
-    """As from clients that drop fields unknown to OpenAI: of a model that only reasoned, or refused."""
+    """Clients that drop fields unknown to OpenAI send such answers: of a model that only reasoned, or that refused."""
     turns = [
         {"role": "assistant", "content": None},
         {"role": "assistant", "content": None, "refusal": "I cannot."},
@@ -353,7 +353,7 @@ def test_what_a_text_must_look_like() -> None:
     assert described(chat(response_format={"type": "json_object", "schema": None})) == {"type": "object"}
     assert described(chat(response_format={"type": "json_object", "schema": schema})) == schema
     assert described(chat(response_format={"type": "json_object", "value": schema})) == schema
-    assert described(chat(response_format={"type": "json", "value": schema})) == schema  # huggingface_hub's
+    assert described(chat(response_format={"type": "json", "value": schema})) == schema  # from huggingface_hub
     assert described(chat(structured_outputs={"json": schema, "regex": None})) == schema
     assert completion(structured_outputs={"regex": "a+"}).message(0).grammar.regex == "a+"
     assert completion(structured_outputs={"choice": ["a", "b"]}).message(0).grammar.choice.texts == ["a", "b"]
@@ -403,7 +403,7 @@ def test_what_asks_for_what_happens_anyway_is_taken() -> None:
         max_tokens=5, repetition_penalty=1.5
     ).message(0)
     assert completion(seed=-1) == completion()
-    assert not completion(n_predict=-1).message(0).HasField("max_tokens")  # llama.cpp's for as much as there is room
+    assert not completion(n_predict=-1).message(0).HasField("max_tokens")  # llama.cpp's value for all that fit
 
 
 def test_unknown_fields_are_ignored_and_named() -> None:

@@ -104,7 +104,7 @@ async def test_a_text_as_events() -> None:
     logprobs = [logprob.model_dump() for piece in pieces for logprob in piece.logprobs]
     assert logprobs == [logprob.model_dump() for logprob in content.logprobs]
     assert last.response.output[0].content == [content]
-    assert all(len(logprob.top_logprobs) == 2 for logprob in content.logprobs)  # the fake's
+    assert all(len(logprob.top_logprobs) == 2 for logprob in content.logprobs)  # the fake server sends two
 
 
 async def test_a_failure_in_mid_stream() -> None:
@@ -122,7 +122,7 @@ async def test_a_failure_in_mid_stream() -> None:
 
 
 def messages_of(items: Any, **others: Any) -> Any:
-    """Return the messages of a chat that an input makes."""
+    """Return the chat's messages made from an input."""
     chat = ResponsesReader({"model": "m", "input": items, **others}).request().chat.message(0).chat
     told = json_format.MessageToDict(chat, preserving_proto_field_name=True)["messages"]
     return [{name: value for name, value in turn.items() if value} for turn in told]
@@ -261,7 +261,7 @@ async def test_a_response_is_continued_by_its_id() -> None:
         last: Any = [event async for event in stream][-1]
         turns = [(turn.role, turn.content) for turn in orchestrator.calls[-1].request.chat.messages]
         told = [("user", "one"), ("assistant", TEXT), ("user", "two"), ("assistant", TEXT), ("user", "three")]
-        assert turns == told  # instructions are those of the request alone
+        assert turns == told  # instructions of earlier requests are left out
         assert await responses.retrieve(last.response.id) == last.response
         items = [item async for item in await responses.input_items.list(second.id, order="asc")]
         assert [item.content[0].text for item in items] == ["two"]
@@ -345,7 +345,7 @@ async def test_a_store_that_does_not_answer_is_named() -> None:
 
 
 async def test_odd_texts_come_back_as_question_marks() -> None:
-    """Lone surrogates in a request, which an answer repeats."""
+    """The request has lone surrogates in names that the answer repeats."""
     body = b'{"model": "fake", "input": "a", "user": "\\ud800", "\\ud800": 1, " x ": 2}'
     async with fake() as (_, http):
         for path in (b"/v1/responses", b"/v1/chat/completions"):
@@ -412,7 +412,7 @@ def test_tools_of_a_namespace_are_functions_with_its_name_before_theirs() -> Non
         ("agents__patch", "Helpers.\n\nChanges it."),
         ("weather", "Tells it."),
     ]
-    assert list(request.ignored) == ["tools[2]"]  # the web search: the model may do without
+    assert list(request.ignored) == ["tools[2]"]  # the web search, which the model can do without
     with pytest.raises(ApiError, match=r"tools\[2\]: unknown parameter"):
         ResponsesReader(fields, strict=True).request()
     for name, meant in (("ask", "agents__ask"), ("weather", "weather")):
@@ -445,7 +445,7 @@ def test_a_call_of_a_tool_of_a_namespace_is_told_by_both_names() -> None:
 
 
 async def test_the_tokens_of_a_prompt_are_counted(models: Models, tmp_path: Path) -> None:
-    """As many as the response to the same request reports, also after an earlier one."""
+    """The count is that of the response to the same request, even if it continues an earlier one."""
     with stored() as store:
         async with (
             stack(*reasoning_pair(models, tmp_path)) as services,
@@ -543,7 +543,7 @@ def response(number: int, previous: str | None = None, size: int = 100) -> dict[
 
 
 async def test_stored_responses_are_bounded() -> None:
-    """One caller's are not evicted for another's, which has more."""
+    """A caller's responses are not evicted for those of a caller with more."""
     with stored(most_bytes=2000, clock=Clock()) as store:
         await store.put("small", [], response(0))
         for number in range(1, 100):

@@ -1,4 +1,4 @@
-"""Routes beside those of the APIs: tokens, probes, descriptions, metrics; and what an unknown path is told."""
+"""Routes beside those of the APIs: tokens, probes, descriptions and metrics; and the answer to an unknown path."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ async def test_texts_are_equal(directories: Directories, chatting: Path, samplin
 
 
 async def test_a_caller_who_leaves_frees_all_memory(directories: Directories) -> None:
-    """Of the verifier's session and of the draft's."""
+    """The memory of the verifier's session and of the draft's is freed."""
     slow = stack(directories.target, directories.near, target_delay=long_steps)
     async with slow as services, front(services.address) as http:
         stream = await http.client.completions.create(
@@ -88,7 +88,7 @@ async def test_a_caller_who_leaves_frees_all_memory(directories: Directories) ->
 
 
 async def test_what_a_text_must_look_like(directories: Directories) -> None:
-    """Under every name of the API; violations name the caller's own field."""
+    """The API has several fields for it; violations name the field that the caller used."""
     schema = {
         "type": "object",
         "properties": {"a": {"enum": [1, 22, 333]}, "b": {"type": "boolean"}},
@@ -128,7 +128,7 @@ async def test_what_a_text_must_look_like(directories: Directories) -> None:
 
 
 async def test_more_samples_than_anybody_draws_take_no_memory(directories: Directories) -> None:
-    """The orchestrator, asked first, limits their number."""
+    """The orchestrator is asked first and limits their number."""
     async with stack(directories.target, None) as services, front(services.address) as http:
         for stream in (False, True):
             with pytest.raises(BadRequestError, match="n: is 4294967295, must be at most 16"):
@@ -157,7 +157,7 @@ async def test_a_conversation_that_fills_the_context_too(directories: Directorie
 
 @pytest.mark.parametrize("prompt", LONG.values(), ids=LONG)
 async def test_a_prompt_that_fills_the_context_has_a_code_of_its_own(directories: Directories, prompt: Any) -> None:
-    """By it programs know to shorten the prompt."""
+    """The code tells programs to shorten the prompt."""
     async with stack(directories.target, None) as services, front(services.address) as http:
         with pytest.raises(BadRequestError) as refused:
             await http.client.completions.create(model=services.model.name, prompt=prompt)
@@ -165,7 +165,7 @@ async def test_a_prompt_that_fills_the_context_has_a_code_of_its_own(directories
 
 
 async def test_scores_are_equal(directories: Directories) -> None:
-    """As lm-evaluation-harness asks for them: several prompts of token ids, echoed, a token beyond them or none."""
+    """Requests are like lm-evaluation-harness's: several prompts of token ids, echoed, with one new token or none."""
     prompts = [[1, 70, 80, 90, 5], list(range(3, 200))]
     async with stack(directories.target, None) as services, front(services.address) as http:
         async with AsyncClient(services.address) as client:

@@ -1,4 +1,4 @@
-"""Structural tags: text is free but for its tags, which fit their schemas."""
+"""Structural tags: text is free except in its tags, which fit their schemas."""
 
 from __future__ import annotations
 

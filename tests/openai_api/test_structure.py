@@ -1,4 +1,4 @@
-"""The JSON structure of a body is counted while it arrives, for any split into pieces."""
+"""The JSON structure of a body is counted while the body arrives, however it is split into pieces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made(generator: random.Random, depth: int = 0) -> Any:
 
 
 def counted(value: Any) -> tuple[int, int, int]:
-    """Return names, lists and objects, and depth of a value."""
+    """Return the number of names, the number of lists and objects, and the depth of a value."""
     if isinstance(value, list | dict):
         inner = [counted(each) for each in (value.values() if isinstance(value, dict) else value)]
         names, containers = sum(each[0] for each in inner), sum(each[1] for each in inner)
@@ -92,7 +92,7 @@ async def test_a_body_of_many_values_is_refused_before_it_has_come(problem: str)
     ids=["lists", "biases"],
 )
 async def test_other_requests_are_answered_beside_bodies_of_many_values(body: bytes) -> None:
-    """The event loop stalls for a small part of the time of json.loads, which holds the GIL."""
+    """The event loop stalls for only a small part of the time that json.loads takes, which holds the GIL."""
     loop = asyncio.get_running_loop()
     begun = loop.time()
     json.loads(body)

@@ -45,7 +45,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "how warm is it?"}]
 
 
 SPECIAL = {MISTRAL: {"<pad>": "[TOOL_CALLS]"}, MISTRAL_ARGS: {"<pad>": "[TOOL_CALLS]", "<s>": "[ARGS]"}}
-"""Marks that are special tokens in a family's vocabulary, each replacing another token."""
+"""For families whose marks are special tokens: the token that each mark replaces in the vocabulary."""
 
 
 @pytest.fixture(
@@ -53,7 +53,7 @@ SPECIAL = {MISTRAL: {"<pad>": "[TOOL_CALLS]"}, MISTRAL_ARGS: {"<pad>": "[TOOL_CA
     ids=lambda each: each[0].name + (", its marks special tokens" if each[1] else ""),
 )
 def called(request: pytest.FixtureRequest, models: Models, tmp_path: Path) -> tuple[ToolFormat, Path, Path]:
-    """A tool format, a target using it, and a draft."""
+    """Return a tool format, a target that uses it, and a draft."""
     tool_format, special = request.param
     for name, source in (("target", models.target), ("draft", models.draft)):
         shutil.copytree(source, tmp_path / name)
@@ -119,8 +119,8 @@ async def test_a_round_trip(called: tuple[ToolFormat, Path, Path]) -> None:
 
 
 async def test_what_is_said_freely_may_hold_calls_that_fit(called: tuple[ToolFormat, Path, Path]) -> None:
-    """A strict function gives the text a grammar, with other text allowed. A logit bias starts a call in formats
-    with a token for it."""
+    """A strict function gives the text a grammar that also allows other text. In formats with a token for it, a logit
+    bias starts a call."""
     tool_format, target, draft = called
     strict: list[Any] = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     async with stack(target, draft) as services, front(services.address) as http:
@@ -170,7 +170,7 @@ async def test_refusals(called: tuple[ToolFormat, Path, Path], directories: Dire
 
 
 async def test_calls_in_a_form_that_is_not_known_are_content(models: Models, tmp_path: Path) -> None:
-    """Calls in an unknown format may be generated but not forced: the format is not guessed."""
+    """The format is not guessed: calls in an unknown format may be generated but not forced."""
     shutil.copytree(models.target, tmp_path / "target")
     template = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
     template += "```json\n{{ c.function | tojson }}\n```{% endfor %}{% endfor %}"
@@ -204,7 +204,7 @@ BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": 
 
 @pytest.mark.parametrize("called", [(HERMES, {}), (LLAMA, {})], indirect=True, ids=["hermes", "llama3_json"])
 async def test_a_text_is_calls_or_an_answer_by_a_schema(called: tuple[ToolFormat, Path, Path]) -> None:
-    """Biases start one or the other. Forced calls leave no answer, and without tools there are no calls."""
+    """A logit bias starts one or the other. With `required` there is no answer, with `none` there are no calls."""
     tool_format, target, draft = called
     async with stack(target, draft) as services, front(services.address) as http:
         create: Any = http.client.chat.completions.create

@@ -6,7 +6,7 @@ import asyncio
 
 
 class Ticking:
-    """A task that only yields, and measures the longest delay of the event loop."""
+    """A task that only yields, and so measures the longest delay of the event loop."""
 
     def __init__(self) -> None:
         self.longest = 0.0  # seconds

@@ -1,4 +1,4 @@
-"""The real pair by three services, for the tests of this folder (`make real`, then `make verify-real`)."""
+"""The real pair, served by three services, for the tests of this folder (`make real`, then `make verify-real`)."""
 
 from __future__ import annotations
 

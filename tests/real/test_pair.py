@@ -42,7 +42,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 
 def tokens(client: Client, asked: Sequence[dict[str, Any]], streams: int = 1) -> list[list[int]]:
-    """Return the tokens of requests, `streams` of them at a time."""
+    """Return the tokens of each request; `streams` requests run concurrently."""
     with ThreadPoolExecutor(streams) as pool:
         results = pool.map(lambda options: client.complete(**options), asked)
         return [result.completions[0].tokens for result in results]
@@ -50,7 +50,7 @@ def tokens(client: Client, asked: Sequence[dict[str, Any]], streams: int = 1) ->
 
 @pytest.fixture(scope="module")
 def asked(code: list[str], questions: list[list[str]]) -> list[dict[str, Any]]:
-    """Code to continue and questions to answer, in every sampling."""
+    """Code to continue and questions to answer, each with every sampling."""
     code_ = [{"prompt": prompt} for prompt in code[:24:6]]
     chats = [{"messages": [{"role": "user", "content": turns[0]}]} for turns in questions[::20]]
     pairs = itertools.product([*code_, *chats], SAMPLINGS)
@@ -90,8 +90,8 @@ def test_a_killed_service_changes_no_token(
 
 @torch.inference_mode()
 def test_greedy_tokens_are_the_models(client: Client, code: list[str]) -> None:
-    """Teacher-forced: each token has the model's own best logit in float32, or, since the service computes in bfloat16,
-    one that is lower by less than MARGIN. Most are the best."""
+    """Teacher-forced in float32, each token has the model's best logit or, since the service computes in bfloat16, one
+    that is lower by less than `margin`. Most have the best."""
     margin = 0.5
     model = AutoModelForCausalLM.from_pretrained(MODELS[TARGET.name], dtype=torch.float32, local_files_only=True)
     best = total = 0
@@ -174,14 +174,14 @@ SUM = {
 
 
 def call_in(text: str) -> Any:
-    """Return the only call of a text that is nothing else, in the model's format; None if it is no call."""
+    """Return the call of a text that consists of one call in the model's format; else None."""
     found = re.fullmatch(r"\s*<tool_call>(.*)</tool_call>\s*", text, re.DOTALL)
     return None if found is None else json.loads(found[1])
 
 
 def test_tools_beside_an_answer_schema(client: Client) -> None:
-    """The model calls the tool when it should, and answers by the schema when it should. It writes calls in fences,
-    without tags, unless it is told of the tags."""
+    """The model calls the tool when it should, and answers by the schema when it should. Unless the prompt mentions the
+    tags, it writes calls in fences, without tags."""
     options: dict[str, Any] = {"tools": [WEATHER], "json_schema": SUM, "max_tokens": 60, "temperature": 0.0}
     question = "What is the weather in Paris right now? Call the function within <tool_call></tool_call> tags."
     weather: list[Message] = [{"role": "user", "content": question}]
@@ -196,7 +196,7 @@ def test_tools_beside_an_answer_schema(client: Client) -> None:
 
 
 def test_the_draft_is_light(services: Services) -> None:
-    """At most 0.8 GB on disk; what it takes in memory: `python -m bench engine`."""
+    """It takes at most 0.8 GB on disk; `python -m bench engine` measures its memory."""
     from specdec.engine.derived_models import place_of_export
     from specdec.engine.model_directory import ModelDirectory
 

@@ -29,7 +29,7 @@ from tests.replay.scenarios import SCENARIOS, Scenario
 
 KEPT = Path(__file__).parent / "recordings"
 MESSAGES = KEPT / "messages.txt"
-"""Messages of one scenario, byte by byte."""
+"""The messages of the scenario SPELT_OUT, byte by byte."""
 
 SPELT_OUT = "drafted"
 

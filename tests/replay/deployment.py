@@ -1,8 +1,8 @@
 """A verifier and a draft without threads or network: messages between them arrive at fixed ticks.
 
-In a tick the step loop takes one turn; for its duration on the virtual clock, the draft takes turns as well. Every
-pass, commit and message of candidates becomes a line of the recording. The words in those lines belong to the
-recording format: renaming things in the code leaves them unchanged.
+In a tick the step loop takes one turn; for that turn's duration on the virtual clock, the draft takes turns as well.
+Every pass, commit and message of candidates becomes a line of the recording. The words in these lines belong to the
+recording format, which does not follow renamings in the code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SERVICES = tuple(
     str(Path(__file__).parents[2] / folder)
     for folder in ("specdec/decoding", "specdec/serving", "verifier_service", "draft_service")
 )
-"""Packages whose calls are counted; engines are fakes here and left out."""
+"""Packages whose calls are counted; engines are left out, since they are fakes here."""
 
 IDLE_SECONDS = 0.005
 """Duration of a tick without a step."""
@@ -153,7 +153,7 @@ class Deployment:
         self.recording = Recording()
         for engine in (target, draft, *([] if local is None else [local])):
             engine.passes = engine.rows = 0
-            getattr(engine.inner, "faults", []).clear()  # measuring reads unwritten memory
+            getattr(engine.inner, "faults", []).clear()  # measurements so far have read unwritten memory
 
     def run(self) -> Recording:
         """Serve every request of the scenario to its end."""
@@ -201,7 +201,7 @@ class Deployment:
                 self._committed(text, item)
 
     def _draft_until(self, begin: float, end: float) -> None:
-        """Let the draft take turns until `end`, starting at `begin` or where it was."""
+        """Let the draft take turns until `end`, from `begin` or from its own time, if that is later."""
         self._clock.now = max(begin, self._draft_now)
         passes, rows = self._draft.passes, self._draft.rows
         while self._clock.now < end:

@@ -1,4 +1,4 @@
-"""Requests to a verifier and a draft in a recording, with their times. Times are ticks: turns of the step loop."""
+"""Requests to a verifier and a draft in a recording. Their times are ticks: turns of the step loop."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ PENALISED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Request:
-    """One text. `policy` and `later` are fields of VerifyPolicy; `later` is keyed by the tick of sending."""
+    """One text. `policy` has fields of VerifyPolicy; `later` has further ones, by the tick at which they are sent."""
 
     arrives: int = 0
     prompt: int = 8  # tokens
-    generated: int = 0  # tokens generated before
+    generated: int = 0  # tokens generated before the request
     same: int | None = None  # seed of its prompt, by default its own number; equal seeds share a prefix
     tokens: int = 32
     sampling: Mapping[str, Any] = field(default_factory=dict)
     rule: int = COUPLED
-    options: Mapping[str, Any] = field(default_factory=dict)  # of VerifyOpen
+    options: Mapping[str, Any] = field(default_factory=dict)  # fields of VerifyOpen
     policy: Mapping[str, Any] = field(default_factory=dict)
     later: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    draft: Mapping[str, Any] | None = None  # fields of DraftPolicy; None: it has none
+    draft: Mapping[str, Any] | None = None  # fields of DraftPolicy; None: no draft
     delay: int = 1  # ticks per message, one way
     resends: int | None = None  # when the draft is asked to resend its tree
     reads: int = 1  # interval of the client's reads, in ticks
@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Requests and their services. `base`, `row`: seconds of a target's pass, and of each row."""
+    """Requests and their services. `base`, `row`: seconds for a pass of the target, and for each of its rows."""
 
     requests: tuple[Request, ...]
     blocks: int = 64

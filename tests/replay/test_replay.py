@@ -1,4 +1,4 @@
-"""Both loops do, step by step, what they did when the recordings were made.
+"""Both loops still do, step by step, what they did when the recordings were made.
 
 A refactoring leaves the recordings as they are; a change of behavior rewrites them (`python -m tests.replay keep`),
 and their diff shows what it changed.
@@ -22,7 +22,7 @@ def test_the_loops_do_what_they_did(name: str) -> None:
 
 
 def test_messages_have_the_bytes_that_they_had() -> None:
-    """Between orchestrator, draft and verifier; a change of the contract requires a new version."""
+    """These are the messages of orchestrator, draft and verifier; changing the contract requires a new version."""
     assert record(SCENARIOS[SPELT_OUT], made_up).messages == MESSAGES.read_text().splitlines()
 
 

@@ -1,5 +1,4 @@
-"""One tenant's texts do not decide how another's are served: on a virtual clock, with a draft that helps only one of
-them."""
+"""One tenant's texts do not decide how another's are served. The clock is virtual; the draft helps only one of them."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ from tests.replay.scenarios import DRAFTED, Request, Scenario
 from tests.verifier_service.fakes import LANGUAGE
 
 HELPED = 6
-"""Seed of a prompt starting with an even token."""
+"""Seed of a prompt that starts with an even token."""
 
 USELESS = (0, 2, 3, 9, 11, 12)
-"""Seeds of prompts starting with an odd one."""
+"""Seeds of prompts that start with an odd token."""
 
 
 class PartialDraft(HabitEngine):
-    """A draft that is nearly right about texts starting with an even token, and random for the others."""
+    """A draft that is nearly right about texts that start with an even token, and random for the others."""
 
     def speak(self, number: int) -> NDArray[np.float32]:
         self._noise = 30.0 if LANGUAGE.tokens[LANGUAGE.prefixes[number][0]] % 2 else 0.7
@@ -53,7 +52,7 @@ def tokens_a_step(scenario: Scenario) -> float:
 @pytest.mark.parametrize("arrives", [0, 150], ids=["at once", "later"])
 @pytest.mark.parametrize("draft_base", [0.004, 0.008])
 def test_texts_that_no_draft_helps_leave_it_to_those_of_others(draft_base: float, arrives: int) -> None:
-    """Drafts take one of the target's threads, which lengthens its steps: for the other texts that does not pay."""
+    """The draft takes one of the target's threads and so lengthens steps, which does not pay for the other texts."""
     alone = Scenario((text("helped", HELPED),), 256, row=0.001, draft_base=draft_base, threads=(2, 1), ticks=6000)
     flood = tuple(text("useless", seed) for seed in USELESS)
     beside = replace(alone, requests=(*flood, text("helped", HELPED, arrives)))

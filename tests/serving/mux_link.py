@@ -59,7 +59,7 @@ class Methods:
         raise grpc.aio.UsageError
 
     async def wait(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """Wait for ever."""
+        """Wait forever."""
         self.request_ids.append(structlog.contextvars.get_contextvars()["request_id"])
         try:
             await context.write(b"here")
@@ -92,7 +92,7 @@ class Link:
         return self.channel.stream_stream(f"/{SERVICE}/{method}", bytes, readable)(**options)
 
     async def answered(self) -> None:
-        """Wait until a new stream is served: gRPC leaves old connections, and tries new ones, on its own schedule."""
+        """Wait until a new stream is served; gRPC leaves old connections and tries new ones on its own schedule."""
         async with asyncio.timeout(60):
             while True:
                 call = self.begin("echo")

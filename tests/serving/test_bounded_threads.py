@@ -1,4 +1,4 @@
-"""Bounded thread pools: a limit on waiting callers, half of it per owner, and a limit on each one's waiting time."""
+"""Bounded thread pools limit the number of waiting callers, half of it for each owner, and a caller's waiting time."""
 
 from __future__ import annotations
 

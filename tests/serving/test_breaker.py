@@ -58,7 +58,7 @@ def test_after_a_pause_one_goes_through(breaker: Breaker, clock: Clock) -> None:
     clock.now += FIRST_OPEN_SECONDS
     assert state(breaker) == "half-open"
     breaker.attempt()
-    assert state(breaker) == "open"  # for others
+    assert state(breaker) == "open"  # for other calls
 
 
 def test_a_trial_that_succeeds_closes_it(breaker: Breaker, clock: Clock) -> None:

@@ -1,5 +1,5 @@
-"""Only clients with an allowed certificate name are served, by unary calls and by streams of a multiplexed
-connection; a stream's method sees its caller's identity. Names are compared as wholes."""
+"""Only clients with an allowed certificate name are served, by unary calls and by streams of a multiplexed connection.
+A stream's method sees its caller's identity. Names are compared as wholes."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ async def test_a_name_among_them_is_served(authority: Authority, multiplexed: bo
 
 @pytest.mark.parametrize("multiplexed", [False, True])
 async def test_any_other_name_is_refused(authority: Authority, multiplexed: bool) -> None:
-    """Even with a certificate from the same authority, or with a name of the same prefix. A stream ends as on any
-    failed connection: another pod may serve it."""
+    """Even with a certificate from the same authority, or with a name that has the same prefix. A multiplexed stream
+    ends as on any failed connection, since another pod may serve it."""
     code = grpc.StatusCode.UNAVAILABLE if multiplexed else grpc.StatusCode.PERMISSION_DENIED
     async with serving(authority, ORCHESTRATOR) as address:
         for name in ("draft.specdec.svc", f"{ORCHESTRATOR}.evil.example", "127.0.0.1"):
@@ -113,7 +113,7 @@ HOST, EVIL = "orchestrator.svc", "evil.example"
         ("Orchestrator.SVC", EVIL, [x509.DNSName(HOST)], True),
         (HOST, EVIL, [x509.DNSName(f"{HOST}\0.{EVIL}")], False),
         (HOST, EVIL, [x509.DNSName(f"{HOST}.{EVIL}")], False),
-        (HOST, EVIL, [x509.DNSName("*.svc")], False),  # a wildcard is no caller's name
+        (HOST, EVIL, [x509.DNSName("*.svc")], False),  # a wildcard does not name a caller
         (HOST, EVIL, [x509.UniformResourceIdentifier(HOST)], False),
         (HOST, EVIL, [x509.UniformResourceIdentifier(f"spiffe://{HOST}")], False),
         (HOST, EVIL, [x509.RFC822Name(HOST)], False),
@@ -121,7 +121,7 @@ HOST, EVIL = "orchestrator.svc", "evil.example"
         (HOST, HOST, [], False),  # the common name is ignored
         (HOST, HOST, [x509.DNSName(EVIL)], False),
         ("10.0.0.7", EVIL, [x509.IPAddress(ip_address("10.0.0.7"))], True),
-        ("10.0.0.7", EVIL, [x509.DNSName("10.0.0.7")], False),  # an address is no host name
+        ("10.0.0.7", EVIL, [x509.DNSName("10.0.0.7")], False),  # an address is not a host name
         ("2001:DB8:0::1", EVIL, [x509.IPAddress(ip_address("2001:db8::1"))], True),
         ("spiffe://svc/orchestrator", EVIL, [x509.UniformResourceIdentifier("spiffe://svc/orchestrator")], True),
         ("spiffe://svc/orchestrator", EVIL, [x509.UniformResourceIdentifier("spiffe://svc/Orchestrator")], False),

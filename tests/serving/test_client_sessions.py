@@ -1,4 +1,4 @@
-"""Limits on the sessions of one client, over all its connections; other clients have their own."""
+"""Limits on the sessions of one client over all its connections; other clients have their own limits."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_a_client_is_known_by_its_certificate_on_all_its_connections(tmp_p
             return found
 
         one, again, other = channel("one.svc"), channel("one.svc"), channel("other.svc")
-        first, second = await hold(one), await hold(again)  # references are kept: a collected call is cancelled
+        first, second = await hold(one), await hold(again)  # kept, since a garbage-collected call is cancelled
         assert not any(isinstance(call, grpc.aio.AioRpcError) for call in (first, second))
         assert refusal(await hold(one)) == "2 sessions are open for one client, the limit is reached"
         assert not isinstance(await hold(other), grpc.aio.AioRpcError)

@@ -1,5 +1,5 @@
 """The guard's budgets of wasted calls, for a connection and for its address: when a connection is muted or closed, and
-when it is trusted. On a clock of the test's."""
+when it is trusted. The clock is a fake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.captured_logs import captured_logs
 
 PATIENCE = 30.0
 ENOUGH = 2 * int(guards.CONNECTION_BURST)
-"""Number of calls using up a connection's budget."""
+"""Number of calls that use up a connection's budget."""
 
 
 class Clock:
@@ -28,7 +28,7 @@ class Clock:
 
 
 class Closing:
-    """Records closed connections, in place of the sockets. They stay open otherwise, from `ports` of one address."""
+    """Stands for the sockets: records closed and muted connections. The open ones are from `ports` of one address."""
 
     def __init__(self, ports: Iterable[int] = range(1, 100)) -> None:
         self.closed = set[Peer]()
@@ -55,7 +55,7 @@ def named(number: int, host: str = "10.0.0.7") -> str:
 
 
 async def wasted_until_closed(guard: ConnectionGuard, peer: str) -> int:
-    """Return the number of calls that a new connection may waste."""
+    """Return the number of calls that a new connection may waste before it is closed."""
     before = guard.closed_connections
     for count in range(10 * int(guards.CONNECTION_BURST)):
         guard.refuse(peer, "test")
@@ -120,7 +120,7 @@ async def test_muted_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_the_next_connection_from_a_port_has_neither_trust_nor_debt() -> None:
-    """Callers behind one address get each other's ports, and gRPC names a connection by address and port alone."""
+    """Callers behind one address may get each other's ports, and gRPC names a connection only by address and port."""
     closing = Closing()
     trusted, muted = (ip_address("10.0.0.7"), 50), (ip_address("10.0.0.7"), 8)
     guard = ConnectionGuard(closing, Clock())

@@ -18,7 +18,7 @@ from tests.certificates import Authority
     [
         (None, "verifier.example", True),  # by DNS
         (None, "other.example", False),
-        (None, None, False),  # by its IP address, missing in the certificate
+        (None, None, False),  # by its IP address, which the certificate lacks
         ("verifier.example", None, True),
         ("verifier.example", "other.example", True),
         ("other.example", "verifier.example", False),

@@ -1,4 +1,4 @@
-"""Connections are found by their peer, muted and closed, and no others."""
+"""Connections are found by their peer, and only these are muted and closed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_muted_connection_hears_nothing_until_it_is_closed() -> None:
         ours.settimeout(0.2)
         with pytest.raises(TimeoutError):
             ours.recv(1)
-        inode = end_connections({name: 1})[name]  # another socket's: this one stays open
+        inode = end_connections({name: 1})[name]  # 1 is another socket's inode: this one stays open
         ours.sendall(b"3")
         assert peer.recv(1) == b"3"
         end_connections({name: inode})
@@ -44,7 +44,7 @@ def test_a_muted_connection_hears_nothing_until_it_is_closed() -> None:
 
 
 def test_a_muted_connection_ends_with_its_peer() -> None:
-    """Its port is free then, and the next caller to get it can connect at once."""
+    """Its port is then free, and the next caller that gets it can connect immediately."""
     with muted_connection() as (ours, peer, name):
         peer.sendall(b"2")
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets
@@ -68,7 +68,7 @@ def test_names_of_peers_are_parsed() -> None:
 
 
 def test_only_the_connection_of_that_peer_is_closed() -> None:
-    """Other connections to the same address, and those of other peers, stay open; also for IPv4 on an IPv6 socket."""
+    """Other connections to the same address and those of other peers stay open, even for IPv4 on an IPv6 socket."""
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
         port = server.getsockname()[1]
         with (
@@ -78,7 +78,7 @@ def test_only_the_connection_of_that_peer_is_closed() -> None:
             server.accept()[0] as ends,
             socket.create_server(("127.0.0.1", 0)) as elsewhere,
         ):
-            # A local port without a listener is not ours, such as that of an outgoing connection to a pod.
+            # Connections at local ports without a listener are left out, such as outgoing ones to a pod.
             peers = {(ip_address("127.0.0.1"), end.getsockname()[1]) for end in (bad, good)}
             assert end_connections({(ip_address("127.0.0.1"), port): None}).keys() == peers
             end_connections({(ip_address("127.0.0.1"), bad.getsockname()[1]): None})

@@ -83,7 +83,7 @@ def test_what_is_echoed_is_short() -> None:
 
 
 def test_every_error_of_ours_says_which_request() -> None:
-    """In the message too, where a person reads it."""
+    """The message, which a person reads, names the request too."""
     for error in (InternalError(), EngineLostError(), PeerLostError("lost", "VERIFIER_LOST")):
         assert "(request 0123abcd)" in to_status(error, "0123abcd").details
 

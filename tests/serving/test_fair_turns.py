@@ -10,7 +10,7 @@ from specdec.serving.fair_turns import FairTurns
 
 
 async def taken_in_order(turns: FairTurns, owners: list[str]) -> list[str]:
-    """Return the order of turns for callers of these owners, arriving in this order."""
+    """Return the order in which callers get turns, if they arrive in the order of `owners`."""
     order: list[str] = []
 
     async def take(owner: str) -> None:

@@ -48,7 +48,7 @@ def only(trials: GrammarTrials) -> TrialProcess:
 
 
 async def stopped(trials: GrammarTrials) -> TrialProcess:
-    """Stop the only process."""
+    """Stop the only trial process."""
     await trials.verdict(GOOD)
     process = only(trials)
     await stop(process)
@@ -70,7 +70,7 @@ async def test_verdicts_are_told_and_remembered() -> None:
         assert 10_000 < good.bytes < 5_000_000
         wrong = await trials.verdict(WRONG)
         assert wrong.problem == "cannot be used: error: unclosed group"
-        await trials.close()  # from here on, only remembered verdicts
+        await trials.close()  # from now on, all verdicts are remembered ones
         assert await trials.verdict(GOOD) == good
         assert await trials.verdict(WRONG) == wrong
         assert not trials._processes
@@ -99,7 +99,7 @@ async def test_texts_do_not_wait_while_a_grammar_that_passed_is_tried_again(monk
         good, wrong = await trials.verdict(GOOD), await trials.verdict(WRONG)
         await stopped(trials)
         trials._patience = 0.2
-        # A trial in progress may have ended meanwhile: the grammar is compiled again, with another size.
+        # Sizes are not compared: a trial in progress may have ended meanwhile, with another size.
         assert (await trials.verdict(GOOD)).problem == good.problem
         monkeypatch.setattr(module, "MAX_WAITING", 0)
         assert (await trials.verdict(GOOD)).problem == good.problem
@@ -196,7 +196,7 @@ async def test_a_process_that_dies_takes_one_grammar_with_it() -> None:
 
 
 async def test_a_process_that_is_killed_says_nothing_of_its_grammar() -> None:
-    """As by the kernel's OOM killer."""
+    """As if by the kernel's OOM killer."""
     async with trying() as trials:
         process = (await stopped(trials)).process
         assert process is not None
@@ -231,7 +231,7 @@ async def test_what_took_too_much_is_tried_again_later(monkeypatch: pytest.Monke
 
 
 async def test_an_owner_has_a_share_of_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Including trials of cancelled requests: they still take the process's time."""
+    """Trials of cancelled requests count too, since they still take the process's time."""
     monkeypatch.setattr(module, "MAX_WAITING", 16)
     async with trying() as trials:
         for number in range(2):
@@ -257,7 +257,7 @@ async def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_new_grammar_waits_for_none_of_another_owner() -> None:
-    """One owner's grammars take ten seconds each; another's are tried meanwhile."""
+    """One owner's grammars take ten seconds each; meanwhile another owner's are tried."""
     async with trying() as trials:
         costly = [
             asyncio.create_task(trials.verdict(Grammar(Kind.JSON_SCHEMA, (LONG.source[0] + " " * number,)), "costly"))
@@ -298,7 +298,7 @@ async def test_a_process_that_has_ended_by_itself_refuses_no_grammar() -> None:
 
 
 async def test_an_owners_texts_do_not_all_wait_to_be_followed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Except a text under which several pods in a row have died."""
+    """A text under which several pods in a row have died is exempt."""
     monkeypatch.setattr(module, "MAX_REPLAYS", 1)
     async with trying() as trials:
         await stopped(trials)

@@ -1,4 +1,4 @@
-"""Grammars of sessions are compiled once for all sessions, and delay no others for long."""
+"""A grammar is compiled once for all sessions, and delays other sessions only briefly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.stack import until
 
 
 class Compiler:
-    """Compiles sources beginning with "slow" when allowed to, and fails on those beginning with "wrong"."""
+    """Compiles sources that begin with "slow" once `may` is set, and fails on those that begin with "wrong"."""
 
     def __init__(self) -> None:
         self.may = threading.Event()
@@ -58,7 +58,7 @@ async def test_all_who_want_one_wait_for_it_however_long_it_takes(monkeypatch: p
     grammars, compiler = made()
     asking = [asyncio.create_task(grammars.prepare(regex("slow"))) for _ in range(5)]
     await until(lambda: compiler.begun == ["slow"])
-    asking[0].cancel()  # cancelled; the others go on waiting
+    asking[0].cancel()  # the others go on waiting
     await asyncio.wait([asking[0]])
     compiler.may.set()
     await asyncio.gather(*asking[1:])

@@ -1,5 +1,4 @@
-"""A server with a guard: a connection that only wastes calls is closed; connections of authorized callers are left
-alone."""
+"""A server with a guard closes a connection that only wastes calls, and leaves those of authorized callers alone."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tests.hostile.raw_bytes import HELLO, PREFACE, SETTINGS, frame
 
 PATIENCE = 30.0
 ENOUGH = 2 * int(guards.CONNECTION_BURST)
-"""Number of calls using up a connection's budget."""
+"""Number of calls that use up a connection's budget."""
 
 SERVICE = "tests.Guarded"
 ASK, HOLD = f"/{SERVICE}/Ask", f"/{SERVICE}/Hold"
@@ -34,7 +33,7 @@ KEY = (("authorization", "Bearer key"),)
 
 
 class Guarded:
-    """A server requiring a key, with its guard."""
+    """A server that requires a key, and its guard."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.guard = ConnectionGuard(clock=clock)
@@ -113,7 +112,7 @@ def asked(channel: Any, method: str = ASK, metadata: Any = KEY) -> Any:
     ],
 )
 async def test_a_connection_that_only_wastes_calls_is_closed(kind: str, path: str) -> None:
-    """Meanwhile callers with a key, at the same address, are served on old and on new connections."""
+    """Meanwhile, callers with a key at the same address are served on old and on new connections."""
     async with guarded() as service, caller(service.address) as old:
         assert await asked(old) == b"?"
         async with RawConnection(service.address) as attacker:
@@ -130,12 +129,12 @@ async def test_a_connection_that_only_wastes_calls_is_closed(kind: str, path: st
                         assert [await asked(new), await asked(old)] == [b"?", b"?"]
             await attacking
             assert await asked(old) == b"?"
-    # On a busy machine the last calls may come to light after their connection is forgotten, and count as another's.
+    # On a busy machine, the last calls may be noticed after their connection is forgotten, and count as another's.
     assert service.guard.closed_connections >= 1
 
 
 async def test_resets_by_a_caller_with_a_key_are_closed_too() -> None:
-    """Regardless of when a busy machine notices them: time stands still here."""
+    """The clock stands still, so that it does not matter when a busy machine notices them."""
     async with guarded(clock=lambda: 0.0) as service, RawConnection(service.address) as attacker:
         for _ in range(ENOUGH // MAX_STREAMS):
             attacker.send("reset", MAX_STREAMS, HOLD, key="key")
@@ -143,7 +142,7 @@ async def test_resets_by_a_caller_with_a_key_are_closed_too() -> None:
 
 
 async def test_a_connection_with_good_calls_is_left_alone() -> None:
-    """A proxy's connection carries calls of all kinds of callers."""
+    """A proxy's connection carries calls of good and bad callers."""
     async with guarded() as service, caller(service.address) as proxy:
         held = asked(proxy, HOLD)
         await service.until_held(1)
@@ -183,7 +182,7 @@ async def test_our_clients_open_connections_for_more_calls() -> None:
     ],
 )
 async def test_a_connection_that_makes_no_calls_is_closed(limit: str, said: bytes) -> None:
-    """gRPC does so itself, by an option; the test would notice a renamed one."""
+    """gRPC itself closes it, by an option; the test would notice if the option were renamed."""
     options = [(name, 100 if name == limit else value) for name, value in SERVER_OPTIONS]
     assert options != list(SERVER_OPTIONS)
     server = grpc.aio.server(options=options)
@@ -192,7 +191,7 @@ async def test_a_connection_that_makes_no_calls_is_closed(limit: str, said: byte
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(said)
-        with contextlib.suppress(ConnectionError):  # one way a connection ends
+        with contextlib.suppress(ConnectionError):  # the connection may end with a reset
             await asyncio.wait_for(reader.read(), PATIENCE)
     finally:
         writer.close()
@@ -201,7 +200,7 @@ async def test_a_connection_that_makes_no_calls_is_closed(limit: str, said: byte
 
 async def test_a_refusal_is_answered_before_the_request_is_read() -> None:
     async with guarded() as service, caller(service.address) as channel:
-        call = channel.stream_unary(ASK)(timeout=PATIENCE)  # sends no message
+        call = channel.stream_unary(ASK)(timeout=PATIENCE)  # the call sends no message
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         unknown = channel.unary_unary(f"/{SERVICE}/Unknown")(b"", timeout=PATIENCE)
         assert await unknown.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -137,7 +137,7 @@ async def test_what_cannot_be_answered_has_a_status() -> None:
 
 
 async def test_a_watcher_gets_every_change_until_the_drain() -> None:
-    """Its call ends then: the drain would wait for it."""
+    """The drain ends the watcher's call, for which it would otherwise wait."""
     checks = HealthServicer()
     async with asked(checks) as stub, asyncio.timeout(10):
         watching = stub.Watch(health_pb2.HealthCheckRequest(service="a.Service"))

@@ -1,5 +1,5 @@
-"""A server accepts keepalive pings, and sends its own. Where connections have a maximal age, clients resolve
-addresses again."""
+"""A server accepts keepalive pings and sends its own. If connections have a maximum age, clients resolve addresses
+again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 Options = list[tuple[str, int]]
 
 SILENT_SECONDS = 8.0
-"""Seconds without a message: several pings; by default, gRPC ends a connection after two."""
+"""Seconds without a message, enough for several pings. By default, gRPC ends a connection after two."""
 
 PINGS = (
     ("grpc.keepalive_time_ms", 1_000),
@@ -46,7 +46,7 @@ async def serving(answer: Callable[[bytes, Context], Awaitable[bytes]], options:
 
 
 async def ended(options: Options) -> grpc.StatusCode:
-    """Return the status of a call to a server with these options which is silent for `SILENT_SECONDS`."""
+    """Return the status of a call that is silent for `SILENT_SECONDS`, to a server with these options."""
 
     async def silent(request: bytes, context: Context) -> bytes:
         await asyncio.sleep(SILENT_SECONDS)
@@ -59,7 +59,7 @@ async def ended(options: Options) -> grpc.StatusCode:
 
 @pytest.mark.verify
 async def test_pings_are_taken_at_the_rate_that_the_option_allows() -> None:
-    """Proves the option's name, at a rate of seconds: gRPC ignores unknown options."""
+    """Proves the option's name, since gRPC ignores unknown options. The client pings every second."""
     name = "grpc.http2.min_ping_interval_without_data_ms"
     assert dict(SERVER_OPTIONS)[name] == 10_000
     assert await ended([(name, 100)]) is grpc.StatusCode.OK
@@ -74,7 +74,7 @@ channel.unary_unary(sys.argv[2])(b"")
 
 
 async def outlived(options: Options, seconds: float) -> bool:
-    """Return whether a call outlives its caller's SIGSTOP by `seconds`."""
+    """Return whether a call is still open `seconds` after its caller got SIGSTOP."""
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def silent(request: bytes, context: Context) -> bytes:
@@ -101,7 +101,7 @@ async def outlived(options: Options, seconds: float) -> bool:
 
 
 async def test_a_call_ends_whose_caller_is_frozen() -> None:
-    """The caller's kernel still acknowledges data, so TCP notices nothing. At a rate of seconds."""
+    """The caller's kernel still acknowledges data, so TCP notices nothing. The test shortens the times to a second."""
     names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
     assert [dict(SERVER_OPTIONS)[name] for name in names] == [30_000, 20_000, 20_000]
     unlimited = ("grpc.http2.max_pings_without_data", 0)
@@ -111,7 +111,7 @@ async def test_a_call_ends_whose_caller_is_frozen() -> None:
 
 
 async def test_an_old_connection_takes_no_new_calls_and_ends_none() -> None:
-    """Proves the option's name, at an age of 0.2 s."""
+    """Proves the option's name, with a maximum age of 0.2 s."""
 
     begun: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     over = asyncio.Event()

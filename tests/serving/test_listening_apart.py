@@ -1,4 +1,4 @@
-"""Services are refused ports that they share, or that are taken, with all options at fault."""
+"""Ports that services share, or that are taken, are refused; the error names all options at fault."""
 
 from __future__ import annotations
 

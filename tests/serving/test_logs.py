@@ -32,7 +32,7 @@ from specdec.serving.process.logs import (
 
 @contextmanager
 def pipe() -> Iterator[tuple[int, LossyStream]]:
-    """Yield a pipe's reading end, and a stream into it."""
+    """Yield a pipe's reading end, and a stream that writes into the pipe."""
     reading, writing = os.pipe()
     try:
         yield reading, LossyStream(writing)
@@ -68,7 +68,7 @@ def test_a_closed_descriptor_loses_lines_and_raises_nothing() -> None:
 
 
 def test_a_reader_that_does_not_read_holds_up_nobody() -> None:
-    """Once it reads again, lines are whole: a torn one is terminated first."""
+    """Once it reads again, lines are whole; a torn line is ended first."""
     with pipe() as (reading, stream):
         writer = threading.Thread(target=lambda: [stream.write("x" * 3000 + "\n") for _ in range(100)], daemon=True)
         writer.start()
@@ -94,7 +94,7 @@ def test_a_line_without_end_is_cut() -> None:
         reader.start()
         reader.join()
         assert sum(map(len, chunks)) == MAX_LINE_BYTES // 2
-        assert stream.write("x" * (10 * MAX_LINE_BYTES)) == 10 * MAX_LINE_BYTES  # as seen by its writer
+        assert stream.write("x" * (10 * MAX_LINE_BYTES)) == 10 * MAX_LINE_BYTES  # the writer notices no cut
 
 
 def test_long_values_are_cut() -> None:
@@ -178,7 +178,7 @@ def test_libraries_log_the_same_way(configured: Path) -> None:
 
 
 def test_a_caller_that_has_left_is_no_fault(configured: Path) -> None:
-    """gRPC logs a traceback for a status without a caller."""
+    """gRPC logs a traceback if the caller that should get a status has left."""
     library = logging.Logger("grpc._cython.cygrpc")
     library.handlers = [
         handler for handler in logging.getLogger().handlers if type(handler).__module__ == logs.__name__

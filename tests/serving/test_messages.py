@@ -45,7 +45,7 @@ def test_the_better_one_is_not_worse_on_arrival(one: float, other: float) -> Non
 
 @pytest.mark.parametrize("rate", [0.9, 0.97, 0.99])
 def test_long_paths_add_up(rate: float) -> None:
-    """Within a tenth of the path logprob."""
+    """Their sum is within a tenth of the path logprob."""
     assert sum(logprobs_from(logprobs_message([math.log(rate)] * 24))) == pytest.approx(24 * math.log(rate), rel=0.1)
 
 
@@ -74,7 +74,7 @@ def test_whatever_arrives_is_logprobs(message: bytes) -> None:
 def test_distributions_that_a_rule_cannot_use_are_left_out_unread(
     rule: Rule, ids: int, gaps: int, values: int, kept: bool
 ) -> None:
-    """Such distributions may be numerous, and as large as a message."""
+    """There may be many such distributions, and each may be as large as a message."""
     row = model_pb2.DraftDistribution(parent=0, ids=range(ids), id_gaps=[1] * gaps, values=bytes(2 * values))
     message = model_pb2.Extend(base=1, distributions=[row])
     assert bool(paths_from(message, DistributionSizes.of(rule, 10_000)).distributions) is kept

@@ -75,7 +75,7 @@ async def test_a_scrape_collects_in_the_event_loop() -> None:
 
 
 async def test_a_stuck_event_loop_fails_the_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop blocks during the scrape."""
+    """`get` blocks the loop during the scrape."""
     serving = MetricsEndpoint("127.0.0.1", 0, list)
     try:
         with monkeypatch.context() as patch:
@@ -104,7 +104,7 @@ def test_names_and_helps_are_as_prometheus_asks_for() -> None:
     for each in families():
         assert re.fullmatch(r"specdec_(orchestrator|verifier|draft)_[a-z0-9_]+", each.name)
         assert re.fullmatch(r"[A-Z1].*\.", each.documentation), each.name
-        assert not each.name.endswith("_total")  # the suffix of counters on the wire
+        assert not each.name.endswith("_total")  # a counter gets this suffix on the wire
         assert each.name.endswith("_seconds") or each.type != "histogram"
 
 

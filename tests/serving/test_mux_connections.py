@@ -21,7 +21,7 @@ from tests.stack import Pod, running, until
 
 
 async def test_a_renewed_channel_takes_new_streams_and_the_old_one_keeps_its_own() -> None:
-    """As after a change of certificates: the old connection ends with its last stream."""
+    """As after a change of certificates. The old connection ends with its last stream."""
     async with running(Pod(Methods())) as one, running(Pod(Methods())) as other:
         others = [grpc.aio.insecure_channel(other.address)]
         renewals: list[grpc.aio.Channel] = []
@@ -48,7 +48,7 @@ async def test_a_renewed_channel_takes_new_streams_and_the_old_one_keeps_its_own
             await until(lambda: connection.broken)
             assert await echoed(new)
             await one.server.stop(None)
-            assert await echoed(begin())  # at the other one
+            assert await echoed(begin())  # at the other pod
         finally:
             await channel.close()
 
@@ -106,7 +106,7 @@ async def test_a_service_that_drains_ends_with_its_last_stream() -> None:
 
 
 async def test_a_service_that_leaves_does_not_keep_new_streams_from_its_successor() -> None:
-    """On the same port: a rolling restart in place."""
+    """The successor has the same port, as in a rolling restart in place."""
     async with link() as to:
         last = to.begin("echo")
         await last.write(b"here")
@@ -124,7 +124,7 @@ async def test_a_service_that_leaves_does_not_keep_new_streams_from_its_successo
 
 
 async def test_a_service_that_knows_no_connections_is_asked_without() -> None:
-    """A service of an earlier release. Repeated, since requests may be in flight when its refusal arrives."""
+    """The service is of an earlier release. The test repeats: requests may be in flight when the refusal arrives."""
     for _ in range(50):
         server = grpc.aio.server()
         Methods().register(server)
@@ -246,7 +246,7 @@ async def frames_to(to: Link, frames: AsyncIterator[list[mux_pb2.Frame]]) -> Any
 
 
 async def test_a_connection_that_is_asked_and_not_read_ends() -> None:
-    """Each frame causes an answer; without a limit, unread ones took hundreds of megabytes."""
+    """Each frame causes an answer. Without a limit, unread answers took hundreds of megabytes."""
     sent = 0
 
     async def unknown() -> AsyncIterator[list[mux_pb2.Frame]]:
@@ -259,9 +259,9 @@ async def test_a_connection_that_is_asked_and_not_read_ends() -> None:
     async with link() as to:
         call = await frames_to(to, unknown())
         await until(lambda: any(connection._sending.overflowed.is_set() for connection in to.pod.mux._connections))
-        await to.answered()  # others are served
+        await to.answered()  # other connections are served
         answers = 0
-        with contextlib.suppress(grpc.aio.AioRpcError):  # the server's status, or gRPC's own on a late write
+        with contextlib.suppress(grpc.aio.AioRpcError):  # the server's status, or gRPC's own after a late write
             while True:
                 answers += len((await call.read()).frames)
         assert call.done()
@@ -283,7 +283,7 @@ async def test_a_connection_carries_only_so_many_streams(monkeypatch: pytest.Mon
 
 
 class Refused:
-    """A gRPC call that failed to connect, before its reader is informed."""
+    """A gRPC call that failed to connect, and whose reader does not know it yet."""
 
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()

@@ -51,7 +51,7 @@ async def test_a_batch_is_no_larger_than_it_may_be() -> None:
 
 
 async def test_what_a_cancelled_stream_had_to_say_is_forgotten() -> None:
-    """A service that does not read receives nothing of cancelled streams."""
+    """A service that was not reading does not get the frames of streams that were cancelled meanwhile."""
     sending = SendQueue()
     for number in (1, 2):
         sending.put(mux_pb2.Frame(stream=number, begin=mux_pb2.Begin()))
@@ -65,7 +65,7 @@ async def test_what_a_cancelled_stream_had_to_say_is_forgotten() -> None:
 
 
 async def written(sending: SendQueue) -> list[tuple[int, str | None]]:
-    """Return the frames of a finished queue in write order: stream and kind."""
+    """Return stream and kind of each frame of a finished queue, in write order."""
     found: list[tuple[int, str | None]] = []
 
     async def write(frames: Sequence[mux_pb2.Frame]) -> None:
@@ -131,7 +131,7 @@ def test_a_frame_that_says_nothing_is_a_breach() -> None:
 
 
 async def test_a_stream_of_a_connection_that_nobody_reads_waits() -> None:
-    """Messages wait for the queue to shrink; the stream's end is delivered meanwhile."""
+    """Messages wait for the queue to shrink; meanwhile, the end of a stream is delivered."""
     sending = SendQueue()
     streams = [MuxStream(number, sending) for number in range(1, 12)]
     message = bytes(WINDOW - OVERHEAD)

@@ -1,5 +1,5 @@
-"""Multiplexed streams behave like gRPC streams: order, statuses, deadlines, cancellation, flow control; over real
-sockets."""
+"""Over real sockets, multiplexed streams behave like gRPC streams: order, statuses, deadlines, cancellation and flow
+control."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ async def test_a_message_that_cannot_be_read_is_none() -> None:
         call = to.begin("echo")
         await call.write(b"fine")
         assert await call.read() == b"fine"
-        await call.write(b"unreadable")  # by the method, which ends
+        await call.write(b"unreadable")  # the method cannot read it, and ends
         with pytest.raises(grpc.aio.AioRpcError, match="cannot be parsed"):
             await call.read()
         strict = to.channel.stream_stream(f"/{SERVICE}/wait", bytes, lambda _: readable(b"unreadable"))()
@@ -190,7 +190,7 @@ async def test_who_waits_to_write_hears_of_the_end() -> None:
 
 
 async def test_who_cancels_reads_nothing_more() -> None:
-    """Neither messages received before nor the end are delivered."""
+    """Neither messages that have already arrived nor the end are delivered."""
     async with link() as to:
         call, other = to.begin("echo"), to.begin("echo")
         for message in (b"one", b"two", b"end"):

@@ -1,4 +1,4 @@
-"""Calls without a first message are ended: after a timeout, or the oldest ones if there are many."""
+"""Calls without a first message are ended after a timeout; if there are many, the oldest are ended sooner."""
 
 from __future__ import annotations
 

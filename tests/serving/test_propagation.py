@@ -51,7 +51,7 @@ async def asked(channel: Any, metadata: Metadata) -> bytes:
 
 
 async def test_it_goes_through_services_with_and_without_a_connection() -> None:
-    """Two requests; the second has no trace context, and inherits none from the first."""
+    """Of two requests, the second has no trace context, and inherits none from the first."""
     last = Relay()
     async with served(last) as (address, _):
         channel = MuxChannel(grpc.aio.insecure_channel(address))

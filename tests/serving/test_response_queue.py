@@ -35,7 +35,7 @@ class Heard:
 
 
 def heard(every: float, takes: float = 0.0) -> list[tuple[float, str]]:
-    """Return the writes of a response queue in SECONDS, with a commit sent every `every` seconds."""
+    """Return what a response queue writes in SECONDS, if a commit is sent every `every` seconds."""
 
     async def main() -> list[tuple[float, str]]:
         responses: ResponseQueue[str] = ResponseQueue()
@@ -54,7 +54,7 @@ def heard(every: float, takes: float = 0.0) -> list[tuple[float, str]]:
 
 @pytest.mark.parametrize("every", [0.01, 0.16, 0.24])
 def test_commits_are_signs_of_life(every: float) -> None:
-    """Only one heartbeat per second remains, for the load."""
+    """Only one heartbeat per second remains, to report the pod's capacity."""
     signs = [0.0, *(when for when, what in heard(every) if what == "heartbeat"), SECONDS]
     pauses = [after - before for before, after in pairwise(signs)]
     assert min(pauses[:-1]) >= 0.99 * BUSY_HEARTBEAT_SECONDS
@@ -68,7 +68,7 @@ def test_a_pause_is_filled(every: float) -> None:
 
 
 def test_of_a_stream_that_does_not_take_them_they_are_not_asked() -> None:
-    """Pending messages make heartbeats superfluous."""
+    """While messages are pending, heartbeats are superfluous."""
     assert "heartbeat" not in [what for _, what in heard(every=0.1, takes=0.5)]
 
 

@@ -1,4 +1,4 @@
-"""Occasional deaths lead to restarts without limit; consecutive ones end them."""
+"""After occasional deaths, restarts go on without limit; consecutive deaths end them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_calm_life_ends_the_row(lives: list[float]) -> None:
 
 
 def test_a_long_start_is_no_calm() -> None:
-    """A model that takes minutes to load and then dies is given up too."""
+    """A service that takes minutes to load its model and then dies is given up too."""
     clock = Clock()
     restarts = Restarts(clock)
     restarts.ready()

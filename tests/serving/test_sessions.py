@@ -36,7 +36,7 @@ class Turns(Worker):
 
 
 class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.VerifyResponse]):
-    """Sessions that count their requests."""
+    """A servicer that counts its sessions' requests."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker, 10)
@@ -65,7 +65,7 @@ class Sessions(SessionServicer[Any, verifier_pb2.VerifyRequest, verifier_pb2.Ver
 
 
 class Context:
-    """Records what is written."""
+    """A call's context that records what is written."""
 
     def __init__(self) -> None:
         self.written: list[Any] = []
@@ -78,7 +78,7 @@ class Context:
 
 
 class Flood:
-    """`open`, then an endless stream of requests."""
+    """Requests of a session: `open`, then others without end."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -112,7 +112,7 @@ async def test_a_flood_waits_for_its_worker() -> None:
 
 
 class Placing(Sessions):
-    """Sessions that are opened once they have memory, if any is free."""
+    """A servicer that opens sessions once they have memory, and refuses them if it is `full`."""
 
     place_seconds = 3600.0
     full = False

@@ -47,7 +47,7 @@ async def test_a_service_sends_spans_where_it_is_told_to() -> None:
     assert (span.name, [event.name for event in span.events]) == ("draft", ["admitted"])
     assert values(span.attributes) == {"specdec.request_id": "r"}
     assert span.trace_id.hex() == timeline.trace_id
-    # Wall-clock times converted from another clock.
+    # Times are wall-clock times, converted from another clock.
     assert abs(span.start_time_unix_nano / 1e9 - time.time()) < 60
     assert span.start_time_unix_nano <= span.events[0].time_unix_nano <= span.end_time_unix_nano
 

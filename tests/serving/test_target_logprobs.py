@@ -15,7 +15,7 @@ from specdec.serving.target_logprobs import MAX_TOP, PLACE_BYTES, PackedPlaces, 
 from specdec.v2 import model_pb2
 
 VOCABULARY = 151_936
-"""As of Qwen2.5: the largest of the tested models."""
+"""Qwen2.5's vocabulary, the largest of the tested models."""
 
 
 def place(position: int, seed: int = 0, vocabulary: int = VOCABULARY, top: int = MAX_TOP) -> TargetLogprobs:
@@ -36,7 +36,7 @@ def test_what_is_sent_arrives(vocabulary: int, top: int, seed: int) -> None:
 
 
 def test_a_place_takes_few_bytes() -> None:
-    """On the wire 5 for each token, and 12 for the place; kept 388."""
+    """On the wire, 5 for each token and 12 for the place; in memory, 388."""
     found = place(MAX_POSITION := 2**20, seed=1)
     committed = model_pb2.Committed(base=MAX_POSITION, tokens=[1], overruled=[found.message])
     without = model_pb2.Committed(base=MAX_POSITION, tokens=[1])

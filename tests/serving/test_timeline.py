@@ -109,11 +109,11 @@ def test_a_caller_that_leaves_before_the_end_is_told() -> None:
 
 
 class Spans:
-    """An exporter whose spans are all the same, in the caller's trace."""
+    """An exporter that gives all spans the same trace context, within the caller's trace."""
 
     def __init__(self) -> None:
         self.parents: list[object] = []
-        self.bound: list[object] = []  # at the end of the call
+        self.bound: list[object] = []  # trace contexts at the ends of calls
         self.ended: list[Timeline] = []
 
     def begin(self, timeline: Timeline) -> Spans:

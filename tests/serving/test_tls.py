@@ -45,7 +45,7 @@ def test_a_pair_that_does_not_fit_is_left_alone_until_it_does(authority: Authori
     with captured_logs() as logs:
         assert not watched.changed()
         assert not watched.changed()
-    assert [each["event"] for each in logs] == ["files_refused"]  # once
+    assert [each["event"] for each in logs] == ["files_refused"]  # logged once
     assert watched.contents == before
     shutil.copy(key, files.key)
     assert watched.changed()
@@ -115,7 +115,7 @@ def test_an_encrypted_key_is_refused_without_asking_anybody(authority: Authority
 
 
 async def test_a_server_shows_its_new_certificate(authority: Authority, files: TlsFiles) -> None:
-    """On new connections; a client of another authority gets no response."""
+    """New connections see it. A client with a certificate of another authority gets no response."""
     server = grpc.aio.server()
     port = server.add_secure_port("127.0.0.1:0", server_credentials(files))
     await server.start()

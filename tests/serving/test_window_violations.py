@@ -1,4 +1,4 @@
-"""Windows that a request asks for: refused by name, value and limit where they cannot be had."""
+"""Windows that a request may not have are refused by name, value and limit."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ MISTAKE = "RuntimeError('a mistake')"
 
 
 def exit_status(log: str, stderr: str | int, error: str = MISTAKE) -> int:
-    """Return the exit status of a process whose worker raises `error`, after the code `log`."""
+    """Return the exit status of a process that runs the code `log`, and whose worker then raises `error`."""
     command = [sys.executable, "-c", SCRIPT.format(log=log, error=error)]
     if isinstance(stderr, int):
         return subprocess.run(command, stderr=stderr, timeout=60, check=False).returncode
@@ -43,11 +43,11 @@ def test_it_ends_where_nothing_can_be_logged() -> None:
 
 
 def test_it_ends_where_logging_raises() -> None:
-    """As a different logger might."""
+    """A different logger might raise."""
     assert exit_status("worker.log = None", subprocess.DEVNULL) == ExitStatus.INTERNAL
 
 
 def test_a_shortage_of_memory_has_a_status_of_its_own() -> None:
-    """Whether or not it can be logged: a condition of the machine, not a bug."""
+    """It is a condition of the machine, not a bug. Its status does not depend on whether it can be logged."""
     for log in ("logs.configure('test')", "worker.log = None"):
         assert exit_status(log, subprocess.DEVNULL, "MemoryError('of a step')") == ExitStatus.SHORT_OF_MEMORY

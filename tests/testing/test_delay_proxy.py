@@ -28,7 +28,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def answer_at_the_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer once everything has been read: requires half-closed connections."""
+    """Answer once everything has been read, which requires half-closed connections."""
     heard = await reader.read()
     writer.write(heard[::-1])
     writer.close()
@@ -166,7 +166,7 @@ async def test_a_stall_delivers_nothing_and_loses_nothing() -> None:
         writer.write(b"b")
         await until(lambda: bool(proxy.waiting))
         writer.write(b"c")
-        other, late = await connect(await proxy.to(address))  # new connections succeed and are just as dead
+        other, late = await connect(await proxy.to(address))  # new connections succeed, but stall too
         late.write(b"d")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.read(1), 2 * DELAY)

@@ -1,4 +1,4 @@
-"""Messages of DNS: what is asked, and what is answered."""
+"""DNS messages: questions and answers."""
 
 from __future__ import annotations
 

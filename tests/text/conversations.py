@@ -1,4 +1,4 @@
-"""Conversations for rendering chat templates, and their results by transformers and by this project."""
+"""Conversations for chat templates, and their rendering by transformers and by this project."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Refused(str):
 
 
 class RefusedByRule(Refused):
-    """Refused by a rule of this project before the template runs."""
+    """The error of a conversation that a rule of this project refuses before the template runs."""
 
     __slots__ = ()
 
@@ -141,7 +141,7 @@ def chat_of(conversation: Conversation) -> generation_pb2.ChatPrompt:
 
 
 def by_us(model: ServedModel | Refused, conversation: Conversation) -> str:
-    """Render as in a request."""
+    """Render a conversation as for a request."""
     if isinstance(model, Refused):
         return model
     chat = chat_of(conversation)

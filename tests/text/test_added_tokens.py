@@ -68,7 +68,7 @@ CASES: dict[str, Files] = {
 
 
 def written(path: Path, files: Files) -> ModelDirectory:
-    """Return a directory with these fields in its files."""
+    """Return a model directory with these fields in its files."""
     directory(word_level(), path)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
     for name, fields in (files | {SETTINGS: settings | files.get(SETTINGS, {})}).items():
@@ -147,7 +147,7 @@ def test_end_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> None
     model = ends_of(tmp_path / "model", files)
     try:
         theirs = GenerationConfig.from_pretrained(model.path)
-    except OSError:  # then transformers does the same
+    except OSError:  # transformers, too, then reads config.json
         theirs = GenerationConfig.from_pretrained(model.path, config_file_name=CONFIG, _from_model_config=True)
     named = theirs.eos_token_id
     assert model.end_tokens == ends == set(named if isinstance(named, list) else [named])

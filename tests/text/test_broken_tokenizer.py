@@ -48,7 +48,7 @@ def refused(directory: Path) -> str:
     ids=["when read", "over any text", "over this text"],
 )
 def test_a_tokenizer_that_panics(directory: Path, fields: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    """A panic over a text would otherwise occur in every request. Rust's own output is suppressed."""
+    """Otherwise, a tokenizer that panics over a text would do so in every request. Rust's own output is suppressed."""
     edit(directory / "tokenizer.json", **fields)
     assert refused(directory).startswith(f"{directory / 'tokenizer.json'}: cannot be used: ")
     assert capfd.readouterr().err == ""

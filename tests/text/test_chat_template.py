@@ -1,4 +1,4 @@
-"""Chat templates are found, selected and rendered as by transformers; own templates cover each feature."""
+"""Chat templates are found, selected and rendered as by transformers; templates of these tests cover each feature."""
 
 from __future__ import annotations
 

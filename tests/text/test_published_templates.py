@@ -63,7 +63,7 @@ FORMATS = {
     "GLM-4.6": "glm45",
     "GLM-4.7-Flash": "glm47",
     "MiniMax-M2": "minimax_m2",
-    # Their calls contain the marks of formats above in another form.
+    # The calls of these models use marks of the formats above, but in another form.
     "MiniMax-M1": None,
     "MiniMax-M3": None,
     "unsloth-Apriel-1.5": None,

@@ -15,8 +15,8 @@ SPECIAL = ("<pad>", "<s>", "</s>")
 
 
 def byte_fallback(*, gemma: bool = False) -> Tokenizer:
-    """Return a tokenizer that spells unknown characters in byte tokens, like Llama 2's; Gemma's keep the leading
-    space."""
+    """Return a tokenizer that spells unknown characters in byte tokens, like Llama 2's; with `gemma`, it keeps a
+    leading space, like Gemma's."""
     words = ["<unk>", "\u2581", *"abe.", "\u2581a", "\u2581the", "the", "\u00e9", "\ufffd"]
     names = [*SPECIAL, *words, *(f"<0x{byte:02X}>" for byte in range(256))]
     vocabulary = {name: number for number, name in enumerate(names)}
@@ -38,8 +38,8 @@ def metaspace() -> Tokenizer:
 
 
 def sentencepiece(words: Iterable[str]) -> Tokenizer:
-    """Return a tokenizer of words and letters that spells the rest in byte tokens, and begins texts with a space and
-    `<s>`, like those of SentencePiece; a space within words is part of them."""
+    """Return a tokenizer of words and letters, like SentencePiece's: it spells the rest in byte tokens, and begins
+    texts with `<s>` and a space. `words` may contain spaces."""
     letters = map(chr, range(0x21, 0x7F))
     pieces = dict.fromkeys(["\u2581", *letters, *(word.replace(" ", "\u2581") for word in words)])
     names = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
@@ -54,7 +54,7 @@ def sentencepiece(words: Iterable[str]) -> Tokenizer:
 
 
 def word_level() -> Tokenizer:
-    """Return a tokenizer of words, with two special tokens and a visible added one."""
+    """Return a tokenizer of words, with two special tokens and an added token that is not special."""
     names = ["<unk>", "<pad>", "<s>", "</s>", ".", "<tool>", "world", "hello", *(f"w{n}" for n in range(32))]
     made = Tokenizer(models.WordLevel(vocab={name: n for n, name in enumerate(names)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()

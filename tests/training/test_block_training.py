@@ -1,5 +1,5 @@
-"""Training of block drafts: a block sees what it sees in service; what it learns; that it goes on exactly where it
-stopped; and that a draft made by it changes no token."""
+"""Training of block drafts: a block sees what it sees in service, the draft learns, a stopped training resumes exactly,
+and a trained draft changes no token."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def training_of(model: PreTrainedModel, windows: Windows, plan: BlockPlan = PLAN
 
 
 def unsettled(training: BlockTraining) -> BlockTraining:
-    """Move the weights away from what would hide an error: norms of ones, and heads without effect."""
+    """Move the weights away from values that would hide an error: norms of ones, and heads without effect."""
     random = torch.Generator().manual_seed(1)
     for parameter in training._trained:
         parameter.data.add_(0.2 * torch.randn(parameter.shape, generator=random))
@@ -71,8 +71,8 @@ def unsettled(training: BlockTraining) -> BlockTraining:
 def served(
     training: BlockTraining, text: Tensor, anchor: int, features: Tensor, draft: BlockDraft | None = None
 ) -> Tensor:
-    """Return h [block, d'] below a text up to `anchor`, as the verifier computes it, from features [length, m, d]; by
-    the training's draft, or another one."""
+    """Return h [block, d'] below a text up to `anchor`, computed from features [length, m, d] as in the verifier, by
+    `draft` or else by the training's draft."""
     draft = draft or training.draft
     memory = TextMemory(
         len(text), draft.shape.layers * draft.shape.kv_heads, draft.shape.width, torch.float32, torch.device("cpu")
@@ -88,7 +88,7 @@ def served(
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_a_block_sees_what_it_sees_in_service(architecture: str, windows: Windows, tmp_path: Path) -> None:
-    """With features from the engine that serves, by the code that serves."""
+    """The comparison is with the serving engine's features and the serving code."""
     directory = ModelDirectory(make(architecture, tmp_path / architecture))
     training = unsettled(training_of(load_target(directory, "cpu"), windows))
     engine, texts = CpuEngine(directory, capacity=256, exact=False), windows.trained[:2]
@@ -103,14 +103,14 @@ def test_a_block_sees_what_it_sees_in_service(architecture: str, windows: Window
 
 @torch.no_grad()
 def test_a_guess_sees_nothing_of_the_text_after_it(model: PreTrainedModel, windows: Windows) -> None:
-    """Guess k, from 0, depends on the tokens up to the anchor + k alone."""
+    """Guess k, counted from 0, depends only on the tokens up to the anchor + k."""
     training, text, anchors = unsettled(training_of(model, windows)), windows.trained[:1], torch.tensor([6])
     for ahead in range(PLAN.block):
         changed = text.clone()
         changed[:, 7 + ahead :] = (changed[:, 7 + ahead :] + 1) % VOCABULARY
         one, other = (guesses_of(training, own, anchors) for own in (text, changed))
         torch.testing.assert_close(one[ahead], other[ahead])
-        if ahead + 1 < PLAN.block:  # its Markov head reads a changed token
+        if ahead + 1 < PLAN.block:  # the Markov head of the next guess reads a changed token
             assert not torch.allclose(one[ahead + 1], other[ahead + 1], atol=1e-2)
 
 
@@ -186,7 +186,7 @@ def test_a_draft_of_the_demo_target_learns_its_language(tmp_path: Path) -> None:
     draft = files.load(table.weight.detach(), target.get_output_embeddings(), "cpu", torch.float32)
     assert (draft.shape, draft.variant) == (training.draft.shape, training.draft.variant)
     for parameter in training._trained:
-        parameter.data.copy_(parameter.data.bfloat16())  # as stored
+        parameter.data.copy_(parameter.data.bfloat16())  # rounded as in the file
     features, tokens = torch.randn(9, draft.shape.features, draft.shape.stream), text[:9]
     with torch.no_grad():
         states = served(training, tokens, 4, features)
@@ -248,8 +248,8 @@ def test_a_training_in_two_parts_gives_the_draft_of_one(
 
 @pytest.mark.verify
 async def test_a_trained_draft_guesses_what_it_has_learned_and_changes_no_token(tmp_path: Path) -> None:
-    """It learns greedy texts of a target by heart, and guesses them from their beginnings. The target has logits as
-    sharp as a trained one: else no guess is likely enough to be offered."""
+    """It learns greedy texts of a target by heart, and guesses them from their beginnings. The target's logits are made
+    as sharp as a trained target's, or else no guess would be likely enough to be offered."""
     weights = make("llama", target := tmp_path / "target") / "model.safetensors"
     tensors = load_file(weights)
     save_file(tensors | {"lm_head.weight": 6 * tensors["lm_head.weight"]}, weights, metadata={"format": "pt"})

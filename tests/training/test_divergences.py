@@ -1,4 +1,4 @@
-"""What a draft's training makes small, and how often its guesses are right: compared with sums written out by hand."""
+"""Losses of a draft's training, and acceptance of its guesses, compared with sums written out by hand."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def by_hand(loss: Loss, p: list[float], q: list[float]) -> float:
 
 @pytest.mark.parametrize("loss", list(NAMES))
 def test_a_divergence_is_that_of_its_formula(loss: Loss) -> None:
-    """The target rules a token out, with log-probability -inf."""
+    """One token has the log-probability -inf in the target."""
     log_p, log_q = torch.tensor([P, Q]).log(), torch.tensor([Q, Q]).log().requires_grad_()
     found = divergence(loss, log_p, log_q)
     assert found.tolist() == pytest.approx([by_hand(loss, P, Q), 0.0], abs=1e-5)
@@ -46,7 +46,7 @@ def test_a_divergence_is_that_of_its_formula(loss: Loss) -> None:
 
 @pytest.mark.parametrize("loss", list(NAMES))
 def test_a_divergence_pulls_the_draft_to_the_target(loss: Loss) -> None:
-    """A small step against the gradient makes it smaller, for any pair of distributions."""
+    """A small step against the gradient makes the divergence smaller, for any pair of distributions."""
     logits = torch.randn(2, 50, 8, generator=torch.Generator().manual_seed(0))
     log_p, free = logits[0].log_softmax(-1), logits[1].clone().requires_grad_()
     before = divergence(loss, log_p, free.log_softmax(-1))
@@ -62,7 +62,7 @@ def test_a_place_is_overruled_where_the_likeliest_tokens_differ() -> None:
 
 
 def coupled_by_hand(p: Tensor, q: Tensor) -> float:
-    """The double sum of docs/acceptance-rules.md."""
+    """Return the double sum of docs/acceptance-rules.md."""
     found = 0.0
     for a, b in zip(p.tolist(), q.tolist(), strict=True):
         if a and b:
@@ -85,13 +85,13 @@ def test_the_acceptance_of_coupled_is_that_of_its_formula(pairs: list[tuple[floa
 
 
 def test_the_acceptance_of_coupled_is_what_shared_noise_gives() -> None:
-    """Among 40,000 draws a right figure is off by five standard deviations, 0.0125, once in two million runs."""
+    """With 40,000 draws, a right figure is off by five standard deviations, 0.0125, once in two million runs."""
     p, q = torch.tensor(P, dtype=torch.float64), torch.tensor(Q, dtype=torch.float64)
     uniform = torch.rand(40_000, len(P), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     noise = -(-uniform.log()).log()
     same = ((p.log() + noise).argmax(-1) == (q.log() + noise).argmax(-1)).double().mean().item()
     assert same == pytest.approx(coupled(p[None], q[None]).item(), abs=0.0125)
-    assert abs(same - torch.minimum(p, q).sum().item()) > 0.0125  # the bound 1 - TV would be found out
+    assert abs(same - torch.minimum(p, q).sum().item()) > 0.0125  # the bound 1 - TV would fail this test
 
 
 def test_acceptance_is_measured_row_by_row() -> None:

@@ -1,4 +1,4 @@
-"""Training of a draft: what it learns, what it writes, and that it goes on exactly where it stopped."""
+"""Training of a draft: what the draft learns, what is written, and that a stopped training resumes exactly."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def target(folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def text(target: PreTrainedModel) -> TrainingText:
-    """Random text and the target's own, which a draft can learn."""
+    """Random text, and text written by the target, which a draft can learn."""
     given, replay = (
         torch.randint(3, VOCABULARY, (32_000,), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
     )
@@ -84,8 +84,8 @@ def weights(folder: Path) -> dict[str, Tensor]:
 def test_a_draft_learns_what_its_target_says(
     target: PreTrainedModel, folder: Path, text: TrainingText, rate: float, steps: int, learns: bool
 ) -> None:
-    """Each mean is of 1,536 places: by chance, two of them are 0.1 apart in less than one run of ten million. Without a
-    learning rate they are not."""
+    """Each mean is over 1,536 places: by chance, two means are 0.1 apart in less than one run of ten million. With a
+    negligible learning rate they are not."""
     training = training_of(target, folder, text, replace(PLAN, steps=steps, rows=8, rate=rate))
     training.measure_before()
     losses = [training.step() for _ in range(steps)]
@@ -107,7 +107,7 @@ def test_a_step_follows_the_gradient_of_its_formula(target: PreTrainedModel, fol
     that counts more is i - 1, not i."""
     plan = replace(PLAN, overruled=2.0)
     training = training_of(target, folder, text, plan)
-    greedy = text.own[:2]  # of the first part, which is greedy
+    greedy = text.own[:2]  # from the first part, which is greedy
     training._learn(greedy)
     found = [parameter.grad for parameter in training._trained if parameter.grad is not None]
 
@@ -116,7 +116,7 @@ def test_a_step_follows_the_gradient_of_its_formula(target: PreTrainedModel, fol
     guess = log_q.argmax(-1)
     written = slice(PROMPT_TOKENS - 1, -1)  # places whose next token the target wrote
     chosen, next_tokens = log_p.argmax(-1)[:, written], greedy[:, PROMPT_TOKENS:]
-    goes_on = chosen != END  # while it writes, no text ends
+    goes_on = chosen != END  # where it chooses an end, it writes another token
     assert torch.equal(chosen[goes_on], next_tokens[goes_on])
     is_overruled = log_p.argmax(-1) != guess
     assert torch.equal(is_overruled[:, written][goes_on], (guess[:, written] != next_tokens)[goes_on])
@@ -302,7 +302,7 @@ def test_a_text_must_have_windows_and_known_tokens(text: TrainingText) -> None:
 
 
 def test_older_text_has_its_share_of_a_batch() -> None:
-    """Of 20,000 windows, 5,000 are expected; 370 more or fewer are six standard deviations."""
+    """5,000 of 20,000 windows are expected; a deviation by 370 is six standard deviations."""
     new, old = Windows(torch.arange(400), 10), Windows(torch.arange(1000, 1400), 10)
     mixture = Mixture(new, old, 0.25)
     batch = mixture.batch(20_000, 3, 5)
@@ -316,7 +316,7 @@ def test_older_text_has_its_share_of_a_batch() -> None:
 
 @pytest.mark.parametrize(("name", "tied"), [*((name, False) for name in ARCHITECTURES), ("llama", True), ("opt", True)])
 def test_a_written_draft_is_the_trained_one(name: str, tied: bool, tmp_path: Path) -> None:
-    """In all tested architectures, one with capped attention among them, with shared and separate output heads."""
+    """In all tested architectures, one of which has capped attention; with shared and with separate output heads."""
     directory = ModelDirectory(make(name, tmp_path / "draft", tie_word_embeddings=tied))
     model = load_draft(directory, "cpu")
     with torch.no_grad():
@@ -346,6 +346,6 @@ def test_a_draft_keeps_its_own_dtype(tmp_path: Path) -> None:
     (directory / "config.json").write_text(config.replace('"dtype": "float32"', '"torch_dtype": "bfloat16"'))
     assert dtype_of_weights(ModelDirectory(directory)) == torch.bfloat16
     (directory / "config.json").write_text(config.replace('"dtype": "float32",', ""))
-    assert dtype_of_weights(ModelDirectory(directory)) == torch.float32  # that of the weights
+    assert dtype_of_weights(ModelDirectory(directory)) == torch.float32  # the dtype of the weights
     (directory / "model.safetensors").unlink()
     assert dtype_of_weights(RandomWeights(directory)) == torch.float32

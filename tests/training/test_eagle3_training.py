@@ -1,5 +1,5 @@
-"""Training of EAGLE-3 heads: training-time test sees what guesses see in service; what it learns; that it goes on
-exactly where it stopped; and that heads made by it change no token."""
+"""Training of EAGLE-3 heads: training-time test sees what guesses see in service, the heads learn, a stopped training
+resumes exactly, and trained heads change no token."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def training_of(model: PreTrainedModel, windows: Windows, plan: Eagle3Plan = PLA
 
 
 def unsettled(training: Eagle3Training) -> Eagle3Training:
-    """Move the weights away from what would hide an error: norms of ones, and attention that hardly differs."""
+    """Move the weights away from values that would hide an error: norms of ones, and nearly uniform attention."""
     random = torch.Generator().manual_seed(1)
     for parameter in training._trained:
         parameter.data.add_(0.2 * torch.randn(parameter.shape, generator=random))
@@ -100,9 +100,9 @@ def features_in_service(engine: CpuEngine, text: list[int], layers: Sequence[int
 
 
 def chain(heads: Eagle3Heads, text: Tensor, row: int, features: Tensor, steps: int) -> list[Tensor]:
-    """Return the logits [outputs] of a chain of guesses below the text up to `row`, grown as the verifier grows trees:
-    from keys and values that are kept of the text. `features` [length, m, d]; the guesses are the tokens of the
-    text."""
+    """Return the logits [outputs] of each guess in a chain below the text up to `row`. The chain is grown as the
+    verifier grows trees, from the text's cached keys and values; its guesses are the text's next tokens. `features`:
+    [length, m, d]."""
     shape = heads.shape
     fused, positions = heads.fused(features), torch.arange(len(text))
     memory = TextMemory(len(text), shape.kv_heads, shape.width, torch.float32, torch.device("cpu"))
@@ -122,7 +122,7 @@ def chain(heads: Eagle3Heads, text: Tensor, row: int, features: Tensor, steps: i
 def test_a_row_sees_what_a_chain_of_guesses_below_its_text_sees(
     architecture: str, windows: Windows, tmp_path: Path
 ) -> None:
-    """With features from the engine that serves, by the code that serves."""
+    """The comparison is with the serving engine's features and the serving code."""
     directory = ModelDirectory(make(architecture, tmp_path / architecture))
     training = unsettled(training_of(load_target(directory, "cpu"), windows))
     engine, texts = CpuEngine(directory, capacity=256, exact=False), windows.trained[:2]
@@ -142,7 +142,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 @torch.no_grad()
 def test_a_guess_sees_nothing_of_the_text_after_it(model: PreTrainedModel, windows: Windows) -> None:
-    """Row t of step i depends on the tokens up to t + 1 + i alone."""
+    """Row t of step i depends only on the tokens up to t + 1 + i."""
     training, text, row = unsettled(training_of(model, windows)), windows.trained[:1], 6
     for step in range(PLAN.ttt_steps):
         changed = text.clone()
@@ -220,7 +220,7 @@ def test_heads_of_the_demo_target_learn_its_language(tmp_path: Path) -> None:
     shape = heads.shape
     assert shape == training.heads.shape
     for parameter in training._trained:
-        parameter.data.copy_(parameter.data.bfloat16())  # as stored
+        parameter.data.copy_(parameter.data.bfloat16())  # rounded as in the file
     features, tokens = torch.randn(9, shape.features, shape.stream), text[:9]
     with torch.no_grad():
         loaded, trained = (chain(own, tokens, 4, features, 3) for own in (heads, training.heads))
@@ -248,8 +248,8 @@ def test_what_is_rare_in_the_text_is_not_guessed(model: PreTrainedModel) -> None
     tokens = torch.tensor([5] * 30 + [9] * 20 + [200] * 14)
     few = training_of(model, Windows(tokens, 16), Eagle3Plan(length=16, ttt_steps=2, draft_vocabulary=100))
     assert few.heads.ids is not None
-    assert few.heads.ids.tolist() == [5, 9]  # the last window is held out
-    assert [sorted(within) for within in few.accuracies()] == [[1, 3, 10]] * 2  # fewer guesses than ranks
+    assert few.heads.ids.tolist() == [5, 9]  # 200 is only in the last window, which is held out
+    assert [sorted(within) for within in few.accuracies()] == [[1, 3, 10]] * 2  # with fewer guesses than ranks
 
 
 def test_heads_that_know_all_tokens_have_no_map(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_heads_that_know_all_tokens_have_no_map(model: PreTrainedModel, tmp_path
     assert training.heads.ids is None
     training.save(tmp_path)
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))
-    assert (tmp_path / STATE).exists()  # those of an unfinished training load
+    assert (tmp_path / STATE).exists()  # heads of an unfinished training load
     files = Eagle3Files.of(tmp_path, TargetShape(64, VOCABULARY, 64, 2))
     assert files.config.shape == training.heads.shape
 
@@ -313,8 +313,8 @@ def test_another_seed_begins_with_other_weights(model: PreTrainedModel, windows:
 
 @pytest.mark.verify
 async def test_trained_heads_guess_what_they_have_learned_and_change_no_token(tmp_path: Path) -> None:
-    """They learn greedy texts of a target by heart, and guess them from their beginnings. The target has logits as
-    sharp as a trained one: else no guess is likely enough to be offered."""
+    """They learn greedy texts of a target by heart, and guess them from their beginnings. The target's logits are made
+    as sharp as a trained target's, or else no guess would be likely enough to be offered."""
     weights = make("llama", target := tmp_path / "target") / "model.safetensors"
     tensors = load_file(weights)
     save_file(tensors | {"lm_head.weight": 6 * tensors["lm_head.weight"]}, weights, metadata={"format": "pt"})

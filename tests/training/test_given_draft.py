@@ -1,4 +1,4 @@
-"""The model that a draft's training begins with: what is refused, without torch."""
+"""Checks of the model that a draft's training begins with, made without torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_training_begins_where_there_is_nothing_to_lose(tmp_path: Path) -> Non
     assert is_unused(out)
     out.mkdir()
     assert is_unused(out)
-    for name in (TEXTS, f"{TEXTS}.partial", STATE):  # of one killed before it had a plan
+    for name in (TEXTS, f"{TEXTS}.partial", STATE):  # of a training killed before it had a plan
         (out / name).write_bytes(b"")
     assert is_unused(out)
     clear(out)

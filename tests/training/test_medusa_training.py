@@ -1,4 +1,4 @@
-"""Training of Medusa heads: what it learns, and that it goes on exactly where it stopped."""
+"""Training of Medusa heads: what the heads learn, and that a stopped training resumes exactly."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def tokens(model: PreTrainedModel) -> Tensor:
-    """The target's own continuations: heads can learn them."""
+    """The target's own continuations, which heads can learn."""
     begun = torch.randint(3, VOCABULARY, (200,), generator=torch.Generator().manual_seed(0))
     return continued(model, begun, 48, 64, seed=1)
 
@@ -68,7 +68,7 @@ def test_a_training_without_room_is_refused(model: PreTrainedModel, tokens: Tens
 
 @pytest.mark.parametrize("own_outputs", [False, True])
 def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path: Path) -> None:
-    """At first all heads repeat the target's own logits, which are for the token before."""
+    """At first, all heads repeat the target's own logits, which are for an earlier token."""
     directory = ModelDirectory(DEMO / "target")
     target = load(directory, torch.float32, "cpu")
     target.set_attn_implementation("sdpa")
@@ -185,7 +185,7 @@ def test_a_text_is_known_by_what_is_read_of_it(tmp_path: Path) -> None:
 
 
 def test_lines_end_where_json_lines_end(tmp_path: Path) -> None:
-    """U+2028 and U+0085 may stand in a JSON string as they are."""
+    """A JSON string may contain U+2028 and U+0085 unescaped."""
     file = tmp_path / "texts.jsonl"
     file.write_text(json.dumps({"text": "a\u2028b\u0085c"}, ensure_ascii=False) + "\n\n" + json.dumps({"text": "d"}))
     tokenizer = Tokenizer(ModelDirectory(DEMO / "target"))

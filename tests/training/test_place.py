@@ -1,4 +1,4 @@
-"""The folder that a training writes."""
+"""A training's folder is locked against other trainings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft learns from what the target chose in serving, and how likely it was: no step computes the target."""
+"""A draft learns from the tokens that the target chose in serving, and their probabilities; no step runs the target."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def test_tokens_that_the_draft_lacks_are_among_the_others() -> None:
 
 
 def test_each_token_has_the_loss_of_its_label() -> None:
-    """Chosen tokens -log q, those with log-probabilities KL, prompts, padding and the first token of a window none."""
+    """It is -log q for chosen tokens, KL for those with log-probabilities, and none for prompts, padding and the first
+    token of a window."""
     log_q = distributions(2 * 4, 8, 3).view(2, 4, 8)
     labels = ServedLabels(
         tokens=torch.tensor([1, 2, 3, 4, 5, 6, 7, 0]),
@@ -88,7 +89,7 @@ def test_each_token_has_the_loss_of_its_label() -> None:
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), half=st.integers(1, 6))
 def test_each_token_counts_once_with_what_came_before_it(lengths: list[int], half: int) -> None:
-    """But the first of a text; with all of the text before it, or half a window at least."""
+    """Except a text's first token. Each counts after all of the text before it, or at least half a window of it."""
     ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
     texts = [range(begin, end) for begin, end in itertools.pairwise(ends)]
     windows = TextWindows(texts, 2 * half)
@@ -166,7 +167,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kept(pair: Path) -> list[learning_pb2.KeptText]:
-    """Sampled texts of the target with its log-probabilities where the draft is overruled, as serving keeps them."""
+    """Texts sampled from the target, with its log-probabilities where the draft is overruled, as serving keeps them."""
     target, draft = (
         load(ModelDirectory(pair / name), "cpu") for load, name in ((load_target, "target"), (load_draft, "draft"))
     )
@@ -191,8 +192,8 @@ def kept(pair: Path) -> list[learning_pb2.KeptText]:
 
 
 def test_a_draft_learns_from_served_labels(pair: Path, kept: list[learning_pb2.KeptText], tmp_path: Path) -> None:
-    """More so with the target's log-probabilities. Each figure is of some 1,900 places: by chance, two of them are 0.1
-    apart in less than one run of ten million."""
+    """It learns more with the target's log-probabilities. Each figure is over about 1,900 places: by chance, two of
+    them are 0.1 apart in less than one run of ten million."""
     target = ModelDirectory(pair / "target")
     draft = GivenDraft.checked(pair / "draft", target, "cpu", untrained=False)
     one_hot = [learning_pb2.KeptText(tokens=text.tokens, prompt_tokens=16) for text in kept]

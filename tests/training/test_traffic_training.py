@@ -1,4 +1,4 @@
-"""A draft learns from what draft services keep: in memory alone, and it says whose texts it has learned from."""
+"""A draft learns from texts kept by draft services. They stay in memory, and the draft records whose texts they are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from specdec.v2 import learning_pb2, learning_pb2_grpc
 from tests.models import VOCABULARY, make, near
 
 PLANTED = list(range(10, 90))
-"""Tokens in a row that no other text has."""
+"""A sequence of tokens that no other text has."""
 
 
 def messages() -> list[learning_pb2.KeptText]:
@@ -52,7 +52,7 @@ def test_texts_are_joined_and_tenants_dated_by_their_oldest_text() -> None:
 
 
 def test_a_training_writes_weights_and_whose_texts_they_are_of_alone(tmp_path: Path) -> None:
-    """The draft that it begins with has learned from two tenants before."""
+    """The draft given to the training has already learned from two tenants."""
     near(make("llama", tmp_path / "target"), tmp_path / "draft", noise=0.1)
     before = LearnedFrom().with_texts({tenant_digest("b"): 50.0, tenant_digest("c"): 60.0})
     replace_json(tmp_path / "draft" / LEARNED_FROM, before.content)
@@ -88,7 +88,7 @@ def test_a_training_writes_weights_and_whose_texts_they_are_of_alone(tmp_path: P
 
 
 class Keeping(learning_pb2_grpc.LearningServiceServicer):
-    """Gives each text in an answer of its own, to any caller with the key `k`."""
+    """Sends each text in its own response, to any caller with the key `k`."""
 
     def GetTraffic(
         self, request: learning_pb2.GetTrafficRequest, context: grpc.ServicerContext
@@ -103,7 +103,7 @@ class Keeping(learning_pb2_grpc.LearningServiceServicer):
 
 
 def test_random_weights_have_learned_from_nobody(tmp_path: Path) -> None:
-    """With --untrained, the draft's directory gives a configuration, whatever its weights have learned."""
+    """With --untrained, only the configuration is taken from the draft's directory, not the weights."""
     near(make("llama", tmp_path / "target"), tmp_path / "draft", noise=0.1)
     replace_json(tmp_path / "draft" / LEARNED_FROM, LearnedFrom().with_texts({tenant_digest("a"): 50.0}).content)
     target = ModelDirectory(tmp_path / "target")

@@ -1,4 +1,4 @@
-"""`specdec train-draft` as a process: killed, stopped, out of room; and what it leaves is a draft like any other."""
+"""`specdec train-draft` as a process: killed, stopped, out of disk space. Its result is a draft like any other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def command(folder: Path, out: str, *more: str) -> list[str]:
 
 
 def test_a_killed_training_ends_with_the_same_draft(folder: Path) -> None:
-    """Killed as soon as it has written each file, it goes on; before it has a plan, it begins again."""
+    """It is killed as soon as it has written each file, and then resumes; without a plan, it begins again."""
     whole = run(folder, *command(folder, "whole"))
     assert (whole.returncode, whole.stdout) == (0, "whole\n"), whole.stderr
     assert "held-out text: acceptance " in whole.stderr
@@ -56,7 +56,7 @@ def test_a_killed_training_ends_with_the_same_draft(folder: Path) -> None:
         assert had == bool(more)
         status = stopped_when((out / name).exists, signal.SIGKILL, folder, *command(folder, "killed", *more))
         assert status == -signal.SIGKILL
-        if name == TEXTS and (out / PLAN).exists():  # killed a moment late: it goes on all the same
+        if name == TEXTS and (out / PLAN).exists():  # killed a moment late: undo the plan
             (out / PLAN).unlink()
     other = run(folder, *command(folder, "killed", "--resume", "--seed", "1"))
     assert other.returncode == ExitStatus.USAGE

@@ -1,4 +1,4 @@
-"""`specdec train-heads` as a process, for all kinds of heads: stopped and gone on with."""
+"""`specdec train-heads` as a process, for all kinds of heads: stopped and resumed."""
 
 from __future__ import annotations
 

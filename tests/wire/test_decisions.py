@@ -1,4 +1,4 @@
-"""Decisions of several parts of a text are summed, and put into words."""
+"""Decisions on several parts of a text are summed, and explained in words."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_steps_behind_its_end_brought_none_of_it() -> None:
 
 
 def test_a_number_of_steps_costs_no_memory() -> None:
-    """Even for values from a hostile peer: a list for 2^32 - 1 steps took 34 GB."""
+    """A hostile peer may send any number: a list for 2^32 - 1 steps took 34 GB."""
     tracemalloc.start()
     assert accepted_histogram([DRAFT, BONUS], 2**32 - 1) == {1: 1, 0: 2**32 - 2}
     _, peak = tracemalloc.get_traced_memory()

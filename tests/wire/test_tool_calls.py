@@ -51,7 +51,7 @@ FRAGMENTS = [
     '{"name": "f", "arguments": 5, "parameters": 5}',
     '{"name": "f", "arguments": {"a": NaN}, "parameters": {"a": 1e999}}',
 ]  # fmt: skip
-"""Text without a valid call."""
+"""Pieces of text without a valid call."""
 
 
 @st.composite
@@ -176,7 +176,7 @@ SCHEMA: dict[str, Any] = {
 )
 @pytest.mark.parametrize("tool_format", [QWEN_CODER, SEED, MINIMAX], ids=lambda each: each.name)
 def test_values_between_tags(tool_format: ToolFormat, name: str, written_value: str, value: object) -> None:
-    """Raw text for a string, JSON for all else, by the function's schema."""
+    """By the function's schema, strings are raw text and all other values are JSON."""
     text = written(tool_format, [("f", {name: written_value})])
     call = ToolCall("f", json.dumps({name: value}))
     assert read(tool_format, text, schemas={"f": SCHEMA}) == ("", [call])
@@ -225,8 +225,7 @@ LONG = [
 def test_reading_takes_time_linear_in_the_length(
     tool_format: ToolFormat, begin: str, repeated: str, length: int, cut: int
 ) -> None:
-    """Quadratic cost would take 16 times as long for four times the length: if every piece or marker caused a
-    rescan."""
+    """Rescans for every piece or marker would take quadratic time: 16 times as long for four times the length."""
 
     def seconds(length: int) -> float:
         text = begin + repeated * (length // len(repeated))
@@ -238,7 +237,7 @@ def test_reading_takes_time_linear_in_the_length(
 
 
 def test_a_megabyte_of_white_space() -> None:
-    """Takes hours if quadratic."""
+    """At quadratic cost, this would take hours."""
     started = time.process_time()
     text = "<tool_call>" + " " * (1 << 20) + '{"name": "time"}'
     assert read(HERMES, *(text[at : at + 4] for at in range(0, len(text), 4))) == ("", [TIME])
@@ -246,7 +245,7 @@ def test_a_megabyte_of_white_space() -> None:
 
 
 def test_half_a_surrogate_pair_stays_escaped() -> None:
-    """Valid in JSON but not in UTF-8: the response could not be sent."""
+    """It is valid in JSON but not in UTF-8: the response could not be sent."""
     call = '<tool_call>{"name": "f", "arguments": {"text": "\\ud83d"}}</tool_call>'
     _, (made,) = read(HERMES, call)
     assert json.loads(made.arguments) == {"text": "\ud83d"}
@@ -263,7 +262,7 @@ WEATHER_SCHEMA: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=lambda tool_format: tool_format.name)
 def test_a_call_that_was_cut_short_has_the_arguments_there_are(tool_format: ToolFormat) -> None:
-    """At any place behind its name: whatever is returned is the beginning of the whole call's arguments, and grows."""
+    """Cut anywhere after its name, it has a beginning of the whole call's arguments, never shorter for a later cut."""
     whole = written(tool_format, [("weather", {"city": "Bo\u00f6n", "days": [1, 2]})])
     name = whole.index("weather") + len("weather")
     last = ""

@@ -77,7 +77,7 @@ def _rewrite_contains(rewriter: Rewriter, part: Rewrite) -> None:
             {"anyOf": [{"prefixItems": [True] * at + [fitting], "minItems": at + 1} for at in places]}
         )
     else:
-        raise refused(place, "contains", "not with minContains or maxContains")
+        raise refused(place, "contains", "minContains or maxContains is set, too")
 
 
 def _rewrite_unique(rewriter: Rewriter, part: Rewrite, values: Sequence[Any] | None) -> None:

@@ -79,7 +79,7 @@ class TestCandidates:
         assert all(a != b and 0 <= b < 5 for a, b in zip(right, found, strict=True))
 
     def test_about_so_many(self) -> None:
-        """200 of 10,000 are five standard deviations of 40: a false alarm has probability 1e-6."""
+        """A deviation by 200 in 10,000 is five standard deviations of 40: a false alarm has probability 1e-6."""
         found = candidates([0] * 10_000, 0.8, 320, random.Random(1))
         assert abs(found.count(0) - 8000) < 200
 

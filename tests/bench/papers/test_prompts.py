@@ -141,7 +141,7 @@ def test_prompts_of_a_wheel(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_prompts_of_an_installed_package(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = PACKAGES[name]
-    monkeypatch.syspath_prepend(tmp_path)  # found before an installed one
+    monkeypatch.syspath_prepend(tmp_path)  # found before an installed package
     info = tmp_path / f"{package.name.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package.name}\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""Start times of commands: they take turns, each first with an empty cache; and their report."""
+"""Start times of commands, which take turns, each starting first with an empty cache; and the report on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM as an engine and as a separate process: its threads."""
+"""Threads of vLLM, as an engine and as a separate process."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ SHAPES = [Shape(4, 4, 16, 16), Shape(6, 2, 16, 16), Shape(4, 1, 24, 8)]
 
 
 class Pass:
-    """Two texts on scattered slots of a random memory: the rest of the long one with a branch in it, all of the short
-    one."""
+    """Two texts on scattered slots of a random memory. The step has the rest of the long text, with a branch in it, and
+    all of the short one."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, *, spread: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ class Pass:
         )
 
     def reference(self, window: int | None = None, softcap: float | None = None) -> NDArray[np.float64]:
-        """In float64, from the memory after the step."""
+        """Return the expected output in float64, from the memory after the step."""
         keys, values = (kept.double().numpy().swapaxes(0, 1).copy() for kept in (self.keys, self.values))
         keys[self.batch.slots], values[self.batch.slots] = self.new_keys.double(), self.new_values.double()
         query = self.query.double().numpy()
@@ -113,7 +113,7 @@ def test_windows_and_caps_matter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_large_scores(dtype: torch.dtype) -> None:
     """One key gets nearly all the weight, and nothing overflows. A score of 10,000 has an error of 10,000 times 2^-24
-    for each of its 16 terms, and a weight the error of its score: 0.01."""
+    for each of its 16 terms; a weight has the same error as its score, 0.01."""
     step = Pass(SHAPES[1], dtype, spread=30.0)
     np.testing.assert_allclose(step.run().numpy(), step.reference(), rtol=1e-2, atol=1e-2)
 
@@ -140,7 +140,7 @@ def test_it_writes_the_new_rows_and_nothing_else(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, softcap: float | None) -> None:
-    """Alone, with the others in memory, and in another batch."""
+    """Alone, with the other rows in memory, and in another batch."""
     step = Pass(SHAPES[1], dtype)
     whole = step.run(softcap=softcap)
     for some in ([0], [5, 30], [33, 20, 2], list(range(20, 34))):
@@ -163,7 +163,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, softcap: flo
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("what", ["query", "new_keys", "new_values"])
 def test_what_is_no_number_stays_none(what: str, broken: float) -> None:
-    """In every row that sees it, and in no other."""
+    """Every row that sees it is not finite, and no other row."""
     step = Pass(SHAPES[0], torch.float32)
     victim = 25  # in the short text, before its last rows
     getattr(step, what)[victim] = broken
@@ -232,7 +232,7 @@ def test_pieces_are_of_one_path_and_no_longer_than_they_may_be(lengths: list[int
 @pytest.mark.parametrize("window", [None, 3, 40])
 @pytest.mark.parametrize("shape", [*SHAPES, Shape(2, 2, 64, 64)], ids=lambda s: f"{s.heads}-{s.kv_heads}-{s.width}")
 def test_threads_that_share_the_rows_of_a_prompt_change_no_bit(shape: Shape, window: int | None) -> None:
-    """Nor does the grouping of rows matter: each alone, behind the same text, has the same bits."""
+    """Nor does the grouping of rows matter: each row alone, after the same text, has the same bits."""
     rows, length = 150, 400
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(shape.kv_heads, length + 1, shape.width, generator=generator)
@@ -275,9 +275,9 @@ def test_no_share_allocates_memory() -> None:
     def allocations(cuts: list[int]) -> int:
         scratch, cut = Scratch.of(len(cuts), 8, 16, 16), np.asarray(cuts)
         arguments = (query, keys, values, rows, np.zeros(8, int), rows, np.arange(9), EVERYTHING)
-        kernel(16, 16)(*arguments, np.float32(0.5), np.float32(0), out, *scratch, cut)  # compiled
+        kernel(16, 16)(*arguments, np.float32(0.5), np.float32(0), out, *scratch, cut)  # compiles it
         before = rtsys.get_allocation_stats().alloc
         kernel(16, 16)(*arguments, np.float32(0.5), np.float32(0), out, *scratch, cut)
         return int(rtsys.get_allocation_stats().alloc - before)
 
-    assert allocations([0, 4, 8, 12, 16]) == allocations([0, 16])  # those of the arguments
+    assert allocations([0, 4, 8, 12, 16]) == allocations([0, 16])  # only those for arguments

@@ -1,4 +1,4 @@
-"""Compiled closures and parts of them behave as the same functions in Python, errors included."""
+"""Compiled closures and their parts behave like the same functions in Python, errors included."""
 
 from __future__ import annotations
 

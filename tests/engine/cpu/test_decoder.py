@@ -88,7 +88,7 @@ def test_variants_are_computed_as_transformers_does(tmp_path: Path, overrides: d
 def test_compiled_or_interpreted_the_bits_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
 ) -> None:
-    """Of a prompt, of single rows behind it, and with every number of threads."""
+    """For a prompt, for single rows after it, and with every number of threads."""
     directory = ModelDirectory(make(name, tmp_path / name))
     text = np.random.default_rng(0).integers(1, directory.vocabulary, 60).tolist()
 
@@ -137,7 +137,7 @@ def test_a_layer_that_computes_otherwise_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_positions_beyond_those_first_computed(tmp_path: Path) -> None:
-    """The same bits wherever the previous table of angles ended."""
+    """Their bits are the same wherever the previous table of angles ended."""
     directory = ModelDirectory(make("llama", tmp_path / "m", max_position_embeddings=4096))
     last = 2 * FIRST_POSITIONS + 100
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not can_pack(torch.float32), reason="no packed p
 
 
 class Choking(PackedLinear):
-    """Slow beyond a maximum number of rows; `passed` holds the seconds of all."""
+    """Slow beyond a maximum number of rows; adds the seconds of each product to the shared list `passed`."""
 
     def __init__(self, outputs: int, most: int, passed: list[float]) -> None:
         super().__init__(torch.nn.Linear(8, outputs))

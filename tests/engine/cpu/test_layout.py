@@ -28,7 +28,7 @@ def test_rows_of_one_path_share_its_slots() -> None:
 
 
 def test_a_tree_is_a_path_for_each_leaf() -> None:
-    """The tip and inner nodes are rows of the first path through them, and read the same on any."""
+    """The tip and inner nodes are rows of the first path through them: they read the same slots on any path."""
     packer = RaggedPacker()
     tip, inner, left, right = (
         packer.add_row(token, position, 10 + token) for token, position in ((0, 1), (1, 2), (2, 3), (3, 3))
@@ -62,7 +62,7 @@ def test_a_batch_that_wants_nothing_is_padded_too() -> None:
     st.sampled_from([None, InvariantRowCounts((1, 2, 3)), InvariantRowCounts((6, 16))]),
 )
 def test_any_mixture_reads_what_was_put_in(texts: list[tuple[int, int]], rows: InvariantRowCounts | None) -> None:
-    """`texts`: numbers of tokens already computed, and of new ones."""
+    """`texts`: each text's numbers of tokens already computed, and of new ones."""
     packer, want, slot = RaggedPacker(rows=rows), [], 1
     for done, new in texts:
         keys = np.arange(slot, slot + done + new)[::-1].copy()

@@ -41,7 +41,7 @@ def test_every_share_is_run_once(dtype: type, cuts: list[int]) -> None:
 
 @shared_only
 def test_a_team_of_fewer_threads_runs_every_share() -> None:
-    """The runtime has a limit, set only by its environment."""
+    """The runtime's limit on threads can be set only in its environment."""
     program = (
         "import numpy as np; from tests.engine.cpu.test_openmp import scale;"
         "out, threads = np.zeros((7, 5)), np.full(7, -1);"

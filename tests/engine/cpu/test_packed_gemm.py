@@ -26,7 +26,7 @@ def computed(products: Any, number: Any) -> Any:
 pytestmark = pytest.mark.skipif(not packed_gemm.AVAILABLE, reason="this torch has not the function")
 
 SHAPES = [(32, 48, True), (48, 24, False), (32, 48, False), (48, 24, True)]
-"""Inputs, outputs, bias: two layers of two kinds."""
+"""Inputs, outputs and bias of four layers: two of each of two kinds."""
 
 
 def linears(dtype: torch.dtype) -> list[PackedLinear]:
@@ -57,7 +57,7 @@ def test_the_bits_are_torchs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
 def test_tiles_have_the_bits_of_tiles(dtype: torch.dtype) -> None:
-    """Each kind in its own tiles, one of them in a single one."""
+    """Each kind of layer has its own tiles; some have a single tile."""
     layers = linears(dtype)
     products = PackedGemm(layers, 2)
     for tiles in ([[3, 2, 2], [7]], [[40], [32, 8]], [[1], [1]], [[4, 4], [1] * 8]):
@@ -89,7 +89,7 @@ def test_only_what_is_packed_and_alike_fits() -> None:
 
 
 def test_results_are_given_back() -> None:
-    """Of a gigabyte of results, with and without living owners, less than a tenth is allocated at once."""
+    """Of a gigabyte of results, with and without living owners, less than a tenth is ever allocated together."""
     wide = PackedLinear(torch.nn.Linear(8, 4096).requires_grad_(False))
     x = torch.randn(256, 8)
     given, lasting = whole([x]), PackedGemm([wide], 1)

@@ -1,7 +1,7 @@
 """Compiles the GPU kernels to machine code, without needing a GPU: `python -m tests.engine.gpu.compile_kernels
 CAPABILITY DTYPE`, like 90 and bf16, without TRITON_INTERPRET.
 
-The interpreter accepts code that the compiler rejects: it is Python.
+The interpreter runs kernels as Python, so that it accepts code that the compiler rejects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from specdec.engine.gpu.attention import Tiling
 from specdec.engine.gpu.layout import SPLIT, TILE_ROWS
 
 WIDTH = 40
-"""Of a head: not a power of two."""
+"""Width of a head: not a power of two."""
 
 SHARED_BYTES = 99 << 10
 """Shared memory available to a block on the smallest GPUs with bfloat16 tensor cores (capability 8.6, 8.9)."""
@@ -87,7 +87,7 @@ def main(capability: int, dtype: str) -> None:
         num_warps=1,
     )
     if dtype == "fp32":
-        return  # such layers are left to cuBLAS
+        return  # layers of this dtype are left to cuBLAS
     products = {"x": stored, "weight": stored, "bias": stored, "rows": "i32", "x_row": "i32"}
     for whole, block in (
         (False, linear.MIN_ROWS),

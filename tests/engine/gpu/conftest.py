@@ -1,5 +1,5 @@
-"""Speeds up Triton's interpreter: it lists the members of its language for every function call in a kernel, a third of
-the time of these tests. Here they are listed once."""
+"""Speeds up Triton's interpreter. For every function call in a kernel, it lists the members of its language, which
+takes a third of the time of these tests. Here they are listed once."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ from specdec.engine.gpu.attention import SPLITS_AT_ONCE, SplitKvAttention, Split
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS = 600
 LONG, SHORT = SPLIT + 70, 2
-"""Tokens of two texts: one of two splits."""
+"""Tokens of two texts; the long one has two splits."""
 
 ROUNDING = {torch.float32: 1e-4, torch.float16: 2**-8, torch.bfloat16: 2**-5}
-"""Absolute, of the weights and of the output: values are around one."""
+"""Absolute rounding error of weights and output, whose values are around one."""
 
 DTYPES = list(ROUNDING)
 
@@ -52,8 +52,8 @@ SHAPES = [MANY, GROUPED, ODD, Shape(1, 1, 80, 96)]
 
 
 class Pass:
-    """Two texts on scattered slots of a random memory: some rows of the long one and a branch in it, on both sides of
-    the end of a split, and all of the short one."""
+    """Two texts on scattered slots of a random memory. The step has some rows of the long text and a branch in it, on
+    both sides of the end of a split, and all of the short text."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype = torch.float32, *, spread: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -105,7 +105,7 @@ class Pass:
         )
 
     def reference(self, window: int | None = None, softcap: float | None = None) -> NDArray[np.float64]:
-        """In float64, from the memory after the step."""
+        """Return the expected output in float64, from the memory after the step."""
         keys, values = (_double(pool).copy() for pool in (self.keys, self.values))
         keys[self.batch.slots], values[self.batch.slots] = _double(self.new_keys), _double(self.new_values)
         query = _double(self.query)
@@ -164,7 +164,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, window: int 
 
 
 def test_a_text_of_many_splits() -> None:
-    """More than are added up at once, by a row that shares none of its tiles."""
+    """The text has more splits than one iteration adds up, and its row shares none of its tiles."""
     length = (SPLITS_AT_ONCE + 1) * SPLIT + 5
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(length + 1, 1, 16, generator=generator).to(DEVICE) for _ in range(2))
@@ -188,7 +188,7 @@ def test_a_text_of_many_splits() -> None:
 
 
 def test_it_writes_the_new_rows_and_nothing_else() -> None:
-    """With any strides: in transformers, heads come before rows."""
+    """Inputs may have any strides: in transformers, heads come before rows."""
     step = Pass(ODD, torch.bfloat16)
     step.new_keys = step.new_keys.transpose(0, 1).contiguous().transpose(0, 1)
     step.query = step.query.transpose(1, 2).contiguous().transpose(1, 2)
@@ -203,9 +203,9 @@ def test_it_writes_the_new_rows_and_nothing_else() -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("what", ["query", "new_keys", "new_values"])
 @pytest.mark.parametrize("victim", [1, 5], ids=["of the long text", "of the short one"])
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, as the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from NumPy, which the interpreter uses
 def test_what_is_no_number_stays_none(what: str, broken: float, victim: int) -> None:
-    """In every row that sees it, and in no other, even if read with zero weight."""
+    """Every row that sees it is not finite, and no other row, even if it is read with zero weight."""
     step = Pass(MANY)
     getattr(step, what)[victim] = broken
     got = step.run()

@@ -31,11 +31,11 @@ DONE = WINDOW + 5
 """Tokens with keys and values in memory."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""Relative to the largest logit. bfloat16 is rounded at other places than in transformers."""
+"""Error relative to the largest logit. bfloat16 values are rounded at other places than in transformers."""
 
 
 class Step:
-    """A text with its last two tokens, and a branch of one, still to be computed."""
+    """A text whose last two tokens are still to be computed, like a branch of one token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -46,7 +46,7 @@ class Step:
 
     @torch.inference_mode()
     def own(self) -> Tensor:
-        """Logits of the three by the model's own forward pass."""
+        """Return the three tokens' logits, by the model's own forward pass."""
         self.model.set_attn_implementation("eager")
         texts = torch.tensor([self.text, [*self.text[:-1], self.branch]], device=DEVICE)
         logits = self.model(input_ids=texts, use_cache=False).logits.float()

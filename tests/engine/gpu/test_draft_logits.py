@@ -27,7 +27,7 @@ def test_equal_logits_are_in_order_and_broken_ones_first(vocabulary: int) -> Non
     got = GpuDraftLogits(torch.from_numpy(logits).to(DEVICE)).shortlists(range(6))
     want = shortlists(list(logits))
     assert got.ids.shape[1] == min(vocabulary, MAX_DRAFT_LOGITS)
-    finite = want.values > want.values[:, -1:]  # ties with the last entry: any of them may be listed
+    finite = want.values > want.values[:, -1:]  # any of the ids tied with the last entry may be listed
     np.testing.assert_array_equal(got.values, want.values)
     np.testing.assert_array_equal(got.ids[finite], want.ids[finite])
 

@@ -58,7 +58,7 @@ class Subject:
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    """One model whose layers are kernels, and one that runs its own, with windows and caps."""
+    """One model whose layers run as kernels, and one that runs its own layers, with windows and caps."""
     return Subject(request.param, tmp_path_factory.mktemp("models"))
 
 
@@ -114,7 +114,8 @@ def test_a_launched_pass_keeps_hidden_states_on_the_device(subject: Subject) -> 
 
 
 def test_features_are_the_model_s_own_beside_the_same_logits(subject: Subject) -> None:
-    """Of all rows, in the order asked for, the last states too; a launched pass keeps them on the device."""
+    """Features are of all rows, with layers in the requested order, and may include the last states. A launched pass
+    keeps them on the device."""
     engine = layer_features(subject.engine)
     layers = 1, 0, engine.layer_count()
     text = np.random.default_rng(4).integers(3, VOCABULARY, 10).tolist()
@@ -175,7 +176,7 @@ def test_a_draft_s_pass_has_the_shortlists_of_its_logits(subject: Subject) -> No
     np.testing.assert_array_equal(got.whole(rows), logits[rows])
     packer = engine.packer()
     packer.add_path(np.arange(1, 4), packer.add_rows([5, 6, 7], 0, [1, 2, 3]))
-    assert not engine.forward_shortlists(packer.pack()).whole([])  # a chunk of a prompt
+    assert not engine.forward_shortlists(packer.pack()).whole([])  # a chunk of a prompt has no logits
 
 
 def test_it_says_where_it_computes(subject: Subject) -> None:
@@ -190,8 +191,8 @@ def test_rows_do_not_depend_on_their_batch(subject: Subject) -> None:
 
 
 def test_steps_survive_new_rooms_and_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alternating steps of several sizes, each a graph if there is a GPU; larger ones need more workspace for split
-    results than before, like the check at start."""
+    """Steps of several sizes alternate, each a graph if there is a GPU. Larger ones, and the check at start, need more
+    workspace for split results than before."""
     monkeypatch.setattr(gpu_engine, "MIN_PARTIALS", 4)
     subject = Subject("llama", tmp_path)
     text = np.random.default_rng(3).integers(3, VOCABULARY, 250).tolist()
@@ -230,7 +231,7 @@ def test_a_step_that_finds_no_memory_is_a_shortage_and_harms_no_other(tmp_path: 
 
     want = logits(3)
     filler = []
-    for size in (1 << 30, 1 << 20, 1 << 12, 1 << 9):  # down to the pieces allocated by torch
+    for size in (1 << 30, 1 << 20, 1 << 12, 1 << 9):  # down to the smallest piece that torch allocates
         with contextlib.suppress(torch.OutOfMemoryError):
             while True:
                 filler.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
@@ -256,8 +257,8 @@ def test_the_second_gpu_of_a_machine(tmp_path: Path) -> None:
 
 @pytest.mark.verify
 def test_layers_whose_sums_are_cut_within_an_engine(tmp_path: Path) -> None:
-    """In place of all products of a bfloat16 model, in steps of several sizes, the longest a prompt with few wanted
-    rows; graphs, if any, against kernel by kernel, bit by bit."""
+    """They replace all products of a bfloat16 model, in steps of several sizes; the longest is a prompt with few wanted
+    rows. Steps as graphs, if any, have the same bits as kernel by kernel."""
     graphed, eager = (
         Subject("llama", tmp_path, dtype="bfloat16", exact=False, cuda_graphs=graphs) for graphs in (True, False)
     )

@@ -1,4 +1,4 @@
-"""The kernels between a layer's products against torch, and row by row in different batches."""
+"""The kernels between a layer's products, compared with torch, and row by row in different batches."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class TestLoops:
 
     @pytest.mark.parametrize("broken", [math.nan, math.inf])
     @pytest.mark.parametrize("column", [5, 50], ids=["gate", "up"])
-    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, as the interpreter
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from NumPy, which the interpreter uses
     def test_what_is_no_number_stays_none(self, dtype: torch.dtype, broken: float, column: int) -> None:
         """And the other rows are unaffected."""
         residual = random(2, 48, dtype=dtype)

@@ -16,7 +16,7 @@ from specdec.engine.row_counts import InvariantRowCounts
 
 
 def splits_of(batch: SplitKvBatch) -> list[dict[int, list[int]]]:
-    """Return for every row the slots of each of its splits; none occurs twice."""
+    """Return the slots of each split of every row; check that no split occurs twice."""
     found: list[dict[int, list[int]]] = [{} for _ in batch.tokens]
     for tile, count in enumerate(batch.tile_counts):
         split = int(batch.tile_splits[tile])
@@ -65,8 +65,8 @@ def add_text(packer: SplitKvPacker, slots: Slots, new: int) -> range:
 
 
 def add_tree(packer: SplitKvPacker, prefix: Slots, parents: Sequence[int | None], first_slot: int) -> list[list[int]]:
-    """Add the tip of a text and a tree below it, as the verifier does: a branch for each leaf, and rows on the first
-    path through them. Return the slots to be read by each row, in order of rows."""
+    """Add the tip of a text and a tree below it, as the verifier does: a branch for each leaf, each row on the first
+    path through it. Return the slots to be read by each row, in order of rows."""
     tip = packer.add_row(0, len(prefix) - 1, int(prefix[-1]))
     texts: list[Slots] = []
     rows, want = [], [prefix.tolist()]
@@ -111,7 +111,7 @@ def test_rows_of_one_path_share_tiles() -> None:
 
 
 def test_leaves_read_what_they_share_once() -> None:
-    """The split with their differences is read by each separately."""
+    """Each leaf separately reads the split in which they differ."""
     packer = SplitKvPacker(tile_rows=16)
     prefix = np.arange(1, 1 + 3 * SPLIT + 100)
     want = add_tree(packer, prefix, [None, 0, 0, None, 3], 5000)
@@ -123,7 +123,7 @@ def test_leaves_read_what_they_share_once() -> None:
 
 
 def test_sessions_read_a_shared_prefix_once() -> None:
-    """Wherever in the batch they are."""
+    """Wherever in the batch these sessions are."""
     packer = SplitKvPacker(tile_rows=16)
     common = np.arange(1, 1 + 2 * SPLIT)
     for first in (2000, 4000, 6000):
@@ -177,7 +177,7 @@ LENGTHS = st.one_of(st.integers(1, 20), st.integers(SPLIT - 4, SPLIT + 4), st.in
 def test_any_mixture_reads_what_was_put_in(
     texts: list[tuple[int, list[int | None] | int, int]], tile_rows: int, rows: InvariantRowCounts | None
 ) -> None:
-    """Prompts and trees, some behind the beginning of the previous text."""
+    """Prompts and trees; some share the beginning of the previous text."""
     packer = SplitKvPacker(rows=rows, tile_rows=tile_rows)
     before, slot, want = np.arange(0), 1, []
     for length, what, shared in [(5, 2, 0), *texts]:

@@ -1,4 +1,4 @@
-"""Layers whose split-K depends on their shape alone: their results, and rows independent of the batch size."""
+"""Layers whose split-K depends on their shape alone: results are right, and rows do not depend on the batch size."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_parts_added_in_memory_and_at_once_are_the_same_sum(monkeypatch: pytest.
         whole = own(x)
     if ON_GPU:
         assert torch.equal(apart, whole)
-    else:  # the interpreter multiplies by numpy, in the same order; numpy does not promise the same bits
+    else:  # the interpreter multiplies with numpy, in the same order; numpy does not promise the same bits
         torch.testing.assert_close(apart, whole)
 
 

@@ -148,7 +148,7 @@ def test_typical_candidates_are_accepted_by_whole_rows() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 80), st.sampled_from([3, 50, 400]), st.sampled_from([0.3, 8.0]), st.integers(0, 99))
 def test_log_probabilities_are_those_in_memory(count: int, vocabulary: int, scale: float, seed: int) -> None:
-    """Ranked alike among equal logits; sums may differ in their last bits."""
+    """Equal logits are ranked alike; sums may differ in their last bits."""
     random = np.random.default_rng(seed)
     logits = np.round(random.normal(size=(80, vocabulary)) * scale).astype(np.float32)
     logits[:, 0] = -0.0
@@ -179,7 +179,7 @@ def of_all_kinds() -> tuple[torch.Tensor, list[SamplingQuery]]:
 
 
 def test_a_step_is_fetched_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows of all kinds known in advance."""
+    """All rows, of all kinds, are known in advance."""
     fetched: list[int] = []
     cpu = torch.Tensor.cpu
 
@@ -198,10 +198,10 @@ def test_a_step_is_fetched_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.gpu
 def test_a_step_waits_once() -> None:
-    """All other device work is queued while it still computes the logits."""
+    """All other work is queued while the device still computes the logits."""
     logits, queries = of_all_kinds()
     GpuLogits(logits, dict(enumerate(queries)))  # triggers lazy loading
-    with warnings.catch_warnings(record=True) as told:  # also about the mode itself: that it is a prototype
+    with warnings.catch_warnings(record=True) as told:  # torch also warns that this mode is a prototype
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:

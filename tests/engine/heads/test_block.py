@@ -1,4 +1,4 @@
-"""Block drafts: what they compute, against the formulas, from all layouts of files; and what is refused by name."""
+"""Block drafts compute the formulas, from all layouts of files; parts that do not fit are refused by name."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def target_output(states: Tensor) -> Tensor:
 
 
 class Reference:
-    """A block draft written from the formulas, a row at a time, in float64."""
+    """A block draft written from the formulas: one row at a time, in float64."""
 
     def __init__(self, sizes: RandomBlock) -> None:
         self.sizes = sizes
@@ -99,7 +99,7 @@ class Reference:
         return [self.rotated(self.norm(head, f"layers.{layer}.self_attn.{name}_norm"), position) for head in heads]
 
     def states(self, context: list[tuple[Numbers, int]], anchor: int, position: int) -> Numbers:
-        """Return h [guesses, d'] behind a context, of c and a position each."""
+        """Return h [guesses, d'] after a context, whose rows each have c and a position."""
         sizes = self.sizes
         rows = [self.weight("embed_tokens")[token] for token in [anchor] + [sizes.mask] * (sizes.rows - 1)]
         for layer in range(sizes.own_layers):
@@ -165,7 +165,7 @@ def memory_for(sizes: RandomBlock) -> TextMemory:
 @pytest.mark.parametrize("layout", ["authors", "speculators"])
 @pytest.mark.parametrize("sizes", VARIANTS.values(), ids=list(VARIANTS))
 def test_they_compute_the_formulas(tmp_path: Path, sizes: RandomBlock, layout: str) -> None:
-    """Two texts of different lengths, read in any order into any slots, and a block behind each."""
+    """Two texts of different lengths, read in any order into any slots, and a block after each."""
     if layout == "speculators":
         written(tmp_path, sizes.tensors(), sizes.speculators())
     elif sizes.outputs < TOKENS:
@@ -210,7 +210,7 @@ def test_the_first_row_guesses_where_the_file_says_so(
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_a_markov_head_reads_the_guesses_before(tmp_path: Path, kind: str) -> None:
-    """Two levels of two guesses each, whose parents cross."""
+    """Two levels of two guesses each; parents are in the opposite order."""
     sizes = replace(DSPARK, markov=kind)
     draft, reference = loaded(make_block(tmp_path, sizes)), Reference(sizes)
     states = np.random.default_rng(4).normal(size=(2, 1, STREAM))
@@ -328,7 +328,7 @@ def test_without_a_configuration_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_start_without_room_for_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, and keys and values of all layers of as many tokens as the target has room for."""
+    """Room for the weights, and for keys and values of all layers for every token that the target has room for."""
     target, sizes = make("llama", tmp_path / "target"), RandomBlock()
     draft = make_block(tmp_path / "block", sizes)
     wanted = Wanted(target, Placement(kv_tokens=700))

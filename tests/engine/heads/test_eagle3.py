@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: what they compute, against the formulas, from both layouts of files; and what is refused by name."""
+"""EAGLE-3 heads compute the formulas, from both layouts of files; parts that do not fit are refused by name."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def target_output(states: Tensor) -> Tensor:
 
 
 class Reference:
-    """EAGLE-3 heads written from the formulas, a row at a time, in float64."""
+    """EAGLE-3 heads written from the formulas: one row at a time, in float64."""
 
     def __init__(self, sizes: RandomEagle3) -> None:
         self.sizes = sizes
@@ -106,7 +106,7 @@ class Reference:
         return np.concatenate([turned.real, turned.imag])
 
     def state(self, rows: list[tuple[int, Numbers, int]]) -> Numbers:
-        """Return s of the last of rows that each see the ones before: a token, g and a position each."""
+        """Return s of the last row. Each row has a token, g and a position, and sees the rows before it."""
         sizes, keys, values = self.sizes, [], []
         for token, g, position in rows:
             e = self.norm(self.weight("embed_tokens")[token], "midlayer.input_layernorm")
@@ -155,7 +155,7 @@ def test_they_compute_the_formulas(tmp_path: Path, sizes: RandomEagle3, layout: 
     heads, reference, random = loaded(tmp_path), Reference(sizes), np.random.default_rng(3)
     memory = TextMemory(200, sizes.kv_heads, sizes.head_dim, torch.float32, torch.device("cpu"))
     count = 3 if sizes.layers is None else len(sizes.layers)
-    texts: list[list[tuple[int, Numbers, int]]] = []  # rows of each text, as of the reference
+    texts: list[list[tuple[int, Numbers, int]]] = []  # rows of each text, as the reference takes them
     slots: list[NDArray[np.int64]] = []
     for length, first in ((5, 40), (2, 7)):
         features = random.normal(size=(length, count, STREAM))
@@ -205,7 +205,7 @@ def test_their_outputs_have_the_ids_of_the_map(tmp_path: Path) -> None:
 
 
 def test_they_see_as_many_rows_as_they_are_trained_for(tmp_path: Path) -> None:
-    """Those that say nothing are trained for Llama's usual 2,048, and none sees more than the verifier's limit."""
+    """Without this field, heads count as trained for Llama's usual 2,048. None see more than the verifier's limit."""
     target = ModelDirectory(make("llama", tmp_path / "target"))
     engine = CpuEngine(target, capacity=256, exact=False)
 
@@ -367,7 +367,7 @@ def test_the_kind_of_heads_is_found_by_their_tensors(tmp_path: Path) -> None:
 
 
 def test_a_start_without_room_for_them_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, and keys and values of as many tokens as the target has room for."""
+    """Room for the weights, and for keys and values of every token that the target has room for."""
     target, sizes = make("llama", tmp_path / "target"), RandomEagle3()
     heads = make_eagle3(tmp_path / "heads", sizes)
     wanted = Wanted(target, Placement(kv_tokens=700))
@@ -382,7 +382,7 @@ def test_a_start_without_room_for_them_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_the_cache_leaves_them_room(tmp_path: Path) -> None:
-    """They are loaded after the target's KV cache, which takes a share of what is free."""
+    """They are loaded after the target's KV cache, which takes a share of the free memory."""
     target = ModelDirectory(make("llama", tmp_path / "target"))
     needed = memory_of_heads(make_eagle3(tmp_path / "heads", RandomEagle3()), None, target, "float32")
     assert needed.owed == (needed.weights + needed.working, 4 * 48)

@@ -49,7 +49,7 @@ def test_it_is_what_the_heads_read(tmp_path: Path, name: str) -> None:
 
 
 def changed(heads: RandomEagle3 | RandomBlock, path: Path, name: str) -> Path:
-    """Write heads with one tensor that is another."""
+    """Write heads with one changed tensor."""
     tensors = heads.tensors()
     tensors[name] = tensors[name] + 1.0
     return written(path, tensors, heads.eagle() if isinstance(heads, RandomEagle3) else heads.z_lab())

@@ -240,7 +240,7 @@ def test_a_start_without_room_for_heads_is_refused(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_targets_output_head_takes_any_number_of_states(tmp_path: Path, exact: bool) -> None:
-    """Its products run at some numbers of rows only."""
+    """Its products run only at some numbers of rows."""
     engine = CpuEngine(ModelDirectory(make("llama", tmp_path / "target")), capacity=512, exact=exact)
     if exact:
         engine.tile(ShapeRowCounts.alike((4, 8, 16), [(64, 320)]))

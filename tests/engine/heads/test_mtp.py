@@ -1,5 +1,5 @@
-"""MTP layers: what they compute, against transformers' own layers and its own MTP models, from both layouts of files;
-and what is refused by name."""
+"""MTP layers compute the same as transformers' own layers and MTP models, from both layouts of files; parts that do not
+fit are refused by name."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def checkpoint_of(folder: Path, target: Path, heads: Path, more: Tensors | None 
 
 
 class Reference:
-    """An MTP layer over whole texts, computed anew for each: by transformers' layer and the formulas."""
+    """An MTP layer by transformers' layer and the formulas: every text is computed from its beginning."""
 
     def __init__(self, target: Path, folder: Path) -> None:
         whole: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
@@ -126,7 +126,7 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, text: list[int], guesses: list[int]) -> Tensor:
-        """Return the logits after each of a text's last token and guesses that follow it: [1 + guesses, ids]."""
+        """Return the logits [1 + guesses, ids] after a text's last token, and after each guess that follows it."""
         states, found = self.states(text[:-1]), list[Tensor]()
         for end in range(len(guesses) + 1):
             tokens = torch.tensor([*text[1:], *guesses[:end]])
@@ -196,12 +196,12 @@ def test_it_computes_the_formulas(tmp_path: Path, name: str, layout: str) -> Non
 @pytest.mark.parametrize(("name", "layout"), [("glm4_moe", "model"), ("mellum", "mtp")])
 @torch.inference_mode()
 def test_it_guesses_as_transformers_does(tmp_path: Path, name: str, layout: str) -> None:
-    """The first guesses of transformers' MTP model, which reads the same files in its own way."""
+    """The first guesses equal those of transformers' MTP model, which reads the same files in its own way."""
     target = target_of(name, tmp_path / "target")
     both = checkpoint_of(tmp_path / "both", target, make_mtp(tmp_path / "heads", target, layout=layout))
     model: Any = AutoModelForCausalLM.from_pretrained(both, dtype=torch.float32).eval()
     if name == "glm4_moe":
-        model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\."]  # it knows the published models' numbers
+        model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\."]  # its own is for published models' layers
     theirs = MtpModel.from_pretrained(model).eval()
     heads, text = loaded(both, both), text_of(20, 4)
     states = model.model(input_ids=torch.tensor([text]), use_cache=False).last_hidden_state
@@ -218,7 +218,7 @@ def test_it_guesses_as_transformers_does(tmp_path: Path, name: str, layout: str)
 
 
 def test_the_verifier_s_part_is_the_half_for_its_states(tmp_path: Path) -> None:
-    """What a verifier computes without the layer is what the heads read, as near as bfloat16 on the wire."""
+    """A verifier without the layer computes what the heads read, up to rounding to bfloat16 on the wire."""
     target = target_of("qwen3", tmp_path / "target")
     folder = make_mtp(tmp_path / "heads", target)
     heads, files = loaded(folder, target), feature_heads_in(folder, TargetShape.of(ModelDirectory(target)))
@@ -248,7 +248,7 @@ def test_a_layer_with_a_sliding_window_sees_no_more(tmp_path: Path) -> None:
 
 
 def test_copies_of_the_ends_are_not_read(tmp_path: Path) -> None:
-    """Neither as weights of the layer nor as those of the target."""
+    """They are weights neither of the layer nor of the target."""
     target = target_of("llama", tmp_path / "target")
     folder = make_mtp(tmp_path / "heads", target)
     names = "model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"

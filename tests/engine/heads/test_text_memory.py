@@ -20,7 +20,7 @@ def test_the_slots_of_a_text_follow_it_without_gaps() -> None:
     assert text.last(500).tolist() == [*first, *second]
     other.take(0, 64)
     assert memory.pool.used == 128 + 64
-    text.take(90, 1)  # a gap: what is before it is given back
+    text.take(90, 1)  # a gap: slots before it are freed
     assert (text.first, text.end, len(text.last(9))) == (90, 91, 1)
     assert memory.pool.used == 64 + 64
     with pytest.raises(PoolFullError):

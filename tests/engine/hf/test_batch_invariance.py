@@ -26,7 +26,7 @@ from tests.verifier_service.fakes import BAD, TextEngine, ThreadedTextEngine
 
 
 class Fickle(torch.nn.Linear):
-    """A layer whose bits depend on the number of rows, by kind."""
+    """A layer whose bits depend on a function of the number of rows."""
 
     def __init__(self, kind: Callable[[int], int], inputs: int = 8, outputs: int = 4) -> None:
         super().__init__(inputs, outputs)
@@ -68,7 +68,7 @@ class TestFind:
     def test_a_class_may_have_gaps(self) -> None:
         classes = found(Fickle(lambda rows: int(rows in (1, 7, 9))))
         assert own(classes) == members(lambda rows: rows not in (1, 7, 9))
-        assert classes.batch == classes.products[8, 4]  # 7 = 6 and a remainder
+        assert classes.batch == classes.products[8, 4]  # 7 = 6 and a remainder that is no such count
 
     def test_every_shape_has_its_own(self) -> None:
         """One shape lacks small row counts, the other large ones and composes them from several products."""
@@ -104,7 +104,7 @@ class TestFind:
         assert ShapeRowCounts.made_up_of(find([large, small], "cpu", [1])) is None
 
     def test_real_layers(self) -> None:
-        """Whatever the invariant row counts of this machine: at them all rows have equal bits."""
+        """At the invariant row counts of this machine, whatever they are, all rows have equal bits."""
         torch.manual_seed(0)
         layer = torch.nn.Linear(64, 96)
         (rows,) = find([layer], "cpu", [1]).values()
@@ -130,7 +130,7 @@ class TestFind:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_real_layers_with_any_number_of_threads(self, dtype: torch.dtype) -> None:
-        """Tall and wide, packed as in the engine: a row has the same bits in every batch."""
+        """In tall and wide layers, packed as in the engine, a row has the same bits in every batch."""
         if not can_pack(dtype):
             pytest.skip(f"no packed products of {dtype} here")
         torch.manual_seed(0)

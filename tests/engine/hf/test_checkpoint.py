@@ -114,7 +114,7 @@ def test_a_pickle_alone_is_refused(folder: Path, tmp_path: Path, index: bool) ->
     trace = tmp_path / "executed"
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Executed(trace)))
-    if index:  # under a safetensors name
+    if index:  # listed in an index of safetensors files
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": "pytorch_model.bin"}}))
     said = (
         "must have names of safetensors files" if index else "pytorch_model.bin has another format: save the model as"

@@ -87,7 +87,7 @@ def test_quantised_weights_are_widened(model: ModelDirectory, tmp_path: Path) ->
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     name = "model.layers.0.self_attn.q_proj.weight"
     exact = load_file(model.path / "model.safetensors")[name]
-    step = exact.abs().max() / 127  # of the largest block
+    step = exact.abs().max() / 127  # rounding step of the largest block
     assert 0 < (weights[name].float() - exact).abs().max() < step
     assert json.loads((tmp_path / "out" / "gguf.json").read_text())["types"].keys() == {"F32", "Q8_0"}
 
@@ -173,7 +173,7 @@ def test_a_failed_conversion_names_the_file(tmp_path: Path, monkeypatch: Any, ca
 
 
 def test_files_beside_it_are_not_read(file: Path, converted: ModelDirectory, tmp_path: Path) -> None:
-    """A folder of several models: the tokenizer of another one is none of this file's."""
+    """In a folder of several models, another model's tokenizer has nothing to do with this file."""
     (tmp_path / "own.gguf").write_bytes(file.read_bytes())
     other = json.loads((converted.path / "tokenizer.json").read_text())
     other["model"]["vocab"] = {"x": 0, "y": 1}
@@ -185,7 +185,7 @@ def test_files_beside_it_are_not_read(file: Path, converted: ModelDirectory, tmp
 
 
 def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
-    """Such as the factors of Phi 3's long rotary embeddings: without them, its logits would be others."""
+    """Such as the factors of Phi 3's long rotary embeddings, without which the model's logits would differ."""
     original = make("llama", tmp_path / "model", attention_bias=False)
     to_gguf(original, tmp_path / "own.gguf", extra={"rope_factors_long.weight": np.ones(8, np.float32)})
     said = refused(tmp_path / "own.gguf", tmp_path / "out")
@@ -194,7 +194,7 @@ def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.verify
 def test_an_edited_file_is_converted_again(file: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Tools change fields without changing the size, so its time counts."""
+    """Tools change fields without changing the file's size, so its modification time counts."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     copy = tmp_path / "own.gguf"
     copy.write_bytes(file.read_bytes())

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FEW, MANY = 2, 20
-"""Passes of a start with cached results (reference check and one prompt), and at least those of one without."""
+"""Maximum passes of a start with cached results (reference check and one prompt), and minimum of one without."""
 
 
 class Counting(CpuEngine):

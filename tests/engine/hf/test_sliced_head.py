@@ -36,7 +36,7 @@ def test_slices_give_the_same_logits(dtype: torch.dtype, bias: bool) -> None:
 
 
 def test_a_slice_is_freed_once_it_is_laid_out() -> None:
-    """All of them together would take the memory of a second head."""
+    """All slices together would take the memory of a second head."""
     if not can_pack(torch.float32):
         pytest.skip("this torch has no prepacked products")
     sliced = SlicedHead(head(torch.bfloat16, bias=False))

@@ -1,4 +1,4 @@
-"""Texts in pieces, and the trees of a block pool as tests look at them."""
+"""Helpers: texts made of pieces, and checks of a block pool's trees."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def filled(pool: BlockPool, tokens: list[int], scope: bytes = b"") -> BlockTable
 
 
 def known(pool: BlockPool, tokens: list[int], scope: bytes = b"") -> int:
-    """Return the number of leading tokens cached in whole blocks, from the tree, without counting as a use."""
+    """Return the number of leading tokens cached in whole blocks, read from the tree so that it counts as no use."""
     node, count = pool._roots.get(scope), 0
     while node is not None:
         key = np.asarray(tokens[count : count + BLOCK], dtype=np.uint32).tobytes()

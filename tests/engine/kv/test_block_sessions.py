@@ -1,9 +1,9 @@
 """Block tables never mix up texts, scopes or owners, and the cache evicts in the right order.
 
 A state machine lets many sessions of two scopes open, compute, speculate, trim, fail and close in a tiny pool. Two
-oracles check it. The *memory* is that of a simulated engine: each slot records the text before its token, so a table
-with slots of another text is found at once. The *register* is the plain specification of the cache: a dictionary of
-whole prefixes with holders and time of last use.
+oracles check it. The *memory* is that of a simulated engine: each slot records the text before its token, so that a
+table with slots of another text shows immediately. The *register* is the plain specification of the cache: a dictionary
+of whole prefixes with holders and time of last use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOTHING, GUESS = -1, -2  # contents of the memory besides texts
 
 
 class Memory:
-    """The engine's rows. Two tokens are the same row only if scope and text up to them are the same."""
+    """The engine's rows. Two tokens have equal rows only if their scopes and the texts up to them are equal."""
 
     def __init__(self, blocks: int) -> None:
         self.rows = np.full(blocks * BLOCK, NOTHING)
@@ -69,7 +69,7 @@ class Session:
     computed: int
     origin: Entry | None
     chain: list[Entry] = field(default_factory=list)
-    twins: bool = False  # publishes no more before it closes
+    twins: bool = False  # True: publishes no more until it closes
     filled: int = 0
     blocks: int = 0
 
@@ -152,7 +152,7 @@ class Register:
 
     def close(self, session: Session, wipe: bool) -> None:
         if wipe or session.lost:
-            # Unless evicted already, with another session's newer prefix under that name.
+            # Not if it was evicted: another session's newer prefix may be under that name.
             known = session.chain and self.entries.get(session.prefix(0)) is session.chain[0]
             for key, entry in list(self.entries.items()):
                 if known and key[0] == session.scope and key[1][:BLOCK] == tuple(session.tokens[:BLOCK]):
@@ -221,7 +221,7 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(pieces=TEXTS, scope=SCOPES, stay=st.booleans())
     def visit(self, pieces: list[tuple[int, int]], scope: bytes, stay: bool) -> None:
-        """Compute a session's whole prompt at once, and optionally close it."""
+        """Open a session, compute its whole prompt, and optionally close it."""
         self.open(pieces, scope)
         session = self.sessions[-1]
         self.make_room(session, len(session.tokens))

@@ -125,7 +125,7 @@ def test_slots_are_contiguous_where_they_can_be() -> None:
     hole.close()
     third, _, _ = pool.open([])
     third.reserve(3 * BLOCK)  # not in the hole
-    first.reserve(2 * BLOCK)  # right behind itself
+    first.reserve(2 * BLOCK)  # directly after its first block
     third.reserve(5 * BLOCK)
     for table, block in (first, 1), (second, 3), (third, 5):
         assert table.slots.tolist() == list(range(block * BLOCK, block * BLOCK + len(table.slots)))
@@ -165,7 +165,7 @@ def test_an_empty_table_does_not_start_in_a_hole() -> None:
 
 
 def test_two_sessions_with_the_same_prompt() -> None:
-    """Each computes it; while open the second keeps its own copy, afterwards one copy stays and both continuations."""
+    """Each computes it. While open, the second keeps its own copy; afterwards one copy and both continuations stay."""
     pool = BlockPool(12)
     prompt = text((1, 2 * BLOCK))
     tables = [pool.open(prompt)[0] for _ in range(2)]
@@ -252,7 +252,7 @@ def test_wiping_forgets_the_prefix_and_its_continuations_for_everyone() -> None:
 
     holder.reserve(5 * BLOCK)
     tokens = prompt + text((3, 3 * BLOCK))
-    holder.publish(tokens, len(tokens))  # it cannot be found
+    holder.publish(tokens, len(tokens))  # its prefix cannot be found
     assert known(pool, tokens) == 0
     spoiled = set(holder.close().tolist())
     assert len(spoiled) == 4 * BLOCK - BLOCK + BLOCK  # all of its own except the block still held by the copier
@@ -283,7 +283,7 @@ def test_after_a_plain_close_there_is_nothing_to_overwrite() -> None:
 
 
 def test_nothing_grows_over_many_sessions() -> None:
-    """With ever new scopes and texts, some wiped."""
+    """Sessions have ever new scopes and texts; some are wiped."""
     pool = BlockPool(9)
     for number in range(10_000):
         tokens = [number] * (BLOCK * (1 + number % 3) + 1)

@@ -34,7 +34,7 @@ from specdec.engine.placement import Placement
 from tests.models import VOCABULARY, make, save
 
 HALF_TOLERANCE = 0.03
-"""Relative to the largest logit; float16 has 11 bits, and 0.005 was seen."""
+"""Error relative to the largest logit: float16 has 11 bits, and 0.005 was measured."""
 
 
 def has_driver() -> bool:
@@ -50,7 +50,7 @@ without_cuda = pytest.mark.skipif(HAS_PROVIDER, reason="this onnxruntime has a C
 with_cuda = pytest.mark.skipif(
     not (HAS_PROVIDER and has_driver()), reason="needs onnxruntime-gpu and a GPU: no CUDA provider here"
 )
-"""Not marked `gpu`, which asks torch: ONNX Runtime needs a GPU, but no CUDA build of torch."""
+"""Used instead of the mark `gpu`, which asks torch: ONNX Runtime needs a GPU, but no CUDA build of torch."""
 
 TEXT = [int(token) for token in np.random.default_rng(1).integers(3, 320, 60)]
 
@@ -62,7 +62,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def half(llama: Path) -> Path:
-    """Exported in float16."""
+    """The model exported in float16."""
     target = llama.with_name("half")
     export(ModelDirectory(llama), target, "float16")
     return target
@@ -127,7 +127,7 @@ class TestWithoutCuda:
 
 class TestFloat16:
     def test_logits_after_chunks_and_a_copy(self, llama: Path, half: Path) -> None:
-        """On the CPU, where onnxruntime computes most of it in float32, between rounded inputs and outputs."""
+        """On the CPU, onnxruntime computes most operations in float32, with rounded inputs and outputs."""
         engine = load_engine(ModelDirectory(half), Placement("onnx", kv_tokens=256), threads=(1,))
         check_text(engine, llama)
         assert "/CPUExecutionProvider/" in engine.numerics
@@ -142,7 +142,7 @@ class TestFloat16:
             load_engine(ModelDirectory(half), Placement("onnx", "bfloat16", kv_tokens=64), threads=(1,))
 
     def test_a_model_that_overflows_is_refused(self, llama: Path, tmp_path: Path) -> None:
-        """Typical of models trained in bfloat16, with float32's range."""
+        """This is typical of models trained in bfloat16, which has float32's range."""
         model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
         with torch.no_grad():
             model.model.layers[0].mlp.down_proj.weight *= 1e6
@@ -175,7 +175,7 @@ class TestCuda:
 
 
 def check_text(engine: Any, directory: Path) -> None:
-    """Check a prompt in two chunks, moved by one slot, then one more token, against the model's own forward pass."""
+    """Compare with the model's own forward pass: a prompt in two chunks, then, moved by one slot, one more token."""
     pool = KVPool(256)
     slots = pool.take(len(TEXT) + 1)
     for start, end in ((0, 31), (31, 59)):

@@ -25,7 +25,7 @@ def test_they_are_those_of_rows_in_memory(vocabulary: int) -> None:
     got, rows = OnnxDraftLogits(ort.OrtValue.ortvalue_from_numpy(logits), finding), [6, 5, 4, 3, 2, 1, 0]
     want = shortlists(list(logits[rows]))
     assert got.shortlists(rows).ids.shape[1] == min(vocabulary, MAX_DRAFT_LOGITS)
-    finite = want.values > want.values[:, -1:]  # ties with the last entry: any of them may be listed
+    finite = want.values > want.values[:, -1:]  # any of the ids tied with the last entry may be listed
     np.testing.assert_array_equal(got.shortlists(rows).values, want.values)
     np.testing.assert_array_equal(got.shortlists(rows).ids[finite], want.ids[finite])
     np.testing.assert_array_equal(got.whole(rows), logits[rows])

@@ -1,9 +1,8 @@
 """A packed batch represents its input, in the layout that exactness relies on.
 
-Every lane is read back through `rows`, `keys`, `visible` and `place` and compared with the tokens each may see: its own
-text up to itself, or its mask, and within the sliding window. Keys are padded to a length that depends on the positions
-of the rows alone, lanes to at least four rows; padding reads PADDING_SLOT, is masked, and never becomes a token's
-result.
+Every lane is read back through `rows`, `keys`, `visible` and `place`: a token must see its own text up to itself, or
+its mask, within the sliding window. Keys are padded to a length that depends on the positions of the rows alone, lanes
+to at least four rows. Padding reads PADDING_SLOT, is masked, and never becomes a token's result.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from specdec.engine.kv.slots import PADDING_SLOT, Slots
 from specdec.engine.padded.layout import KEY_BUCKET, MIN_ROWS, PaddedBatch, PaddedPacker
 
 Seen = dict[int, set[int]]
-"""Token index to the slots it sees."""
+"""Slots seen by each token, by the token's index."""
 
 
 def slots_from(first: int, count: int) -> Slots:
@@ -27,7 +26,7 @@ def slots_from(first: int, count: int) -> Slots:
 
 
 def read(batch: PaddedBatch, *, windowed: bool = False) -> Seen:
-    """Return the slots seen by each token, as attention finds them: by its place among the rows of all groups."""
+    """Return the slots seen by each token, as attention finds them: by the token's place in the rows of all groups."""
     rows: list[int] = []
     seen: list[set[int]] = []
     for group in batch.groups:

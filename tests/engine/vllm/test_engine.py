@@ -34,7 +34,7 @@ def test_processes_that_are_started_have_variables_of_their_own(monkeypatch: pyt
 
 
 def test_memory_is_left_for_the_weights(tmp_path: Path) -> None:
-    """They are not loaded yet: a file with a header and no content stands in."""
+    """Weights are not loaded yet: a file with a header and no content stands in for them."""
     directory = ModelDirectory(make("llama", tmp_path))
     assert memory_options(directory, None, "float32", "cpu", {})["max_model_len"] == CONTEXT
     numbers = 2 * free_bytes("cpu") // BYTES["float32"]  # more than all memory
@@ -49,14 +49,14 @@ def test_memory_is_left_for_the_weights(tmp_path: Path) -> None:
 
 
 def test_a_gpu_whose_blocks_are_counted_is_not_profiled(tmp_path: Path) -> None:
-    """vLLM would try graphs with another KV cache, of up to 32,768 tokens."""
+    """For profiling, vLLM would try graphs with another KV cache, of up to 32,768 tokens."""
     directory = ModelDirectory(make("llama", tmp_path))
     assert memory_options(directory, 16 * BLOCK, "float32", "cuda", {})["kv_cache_memory_bytes"] > 0
     assert memory_options(directory, None, "float32", "cuda", {}) == {"max_model_len": -1}
 
 
 class FailedPass(SamplingVllmEngine):
-    """An engine with failing passes, in this process."""
+    """An engine in this process whose passes fail."""
 
     def __init__(self) -> None:
         self.called: list[str] = []

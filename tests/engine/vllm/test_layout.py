@@ -15,7 +15,7 @@ from specdec.engine.vllm.layout import BlockPacker
 from tests.paged import slots_of
 
 SEQUENCES = st.lists(st.tuples(st.integers(0, 3 * BLOCK), st.integers(1, 2 * BLOCK)), min_size=1, max_size=6)
-"""Tokens before the rows, and rows."""
+"""For each sequence, the number of tokens before its rows, and of rows."""
 
 
 def keys_of(number: int, length: int) -> Slots:

@@ -1,4 +1,4 @@
-"""Penalty states go to vLLM's workers with each step: sent as a text's tokens, not as a vector over the vocabulary."""
+"""Penalty states go to vLLM's workers with each step, as a text's tokens instead of a vector over the vocabulary."""
 
 from __future__ import annotations
 

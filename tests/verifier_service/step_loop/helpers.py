@@ -50,7 +50,7 @@ def client(loop: StepLoop, length: int = 5, seed: int = 0, max_tokens: int = 20,
 
 
 class NoGrowth(TextLengths):
-    """Expects every text to end at once."""
+    """Expects every text to end immediately."""
 
     def expected(self, generated: NDArray[np.int64]) -> NDArray[np.int64]:
         return generated

@@ -42,7 +42,7 @@ from verifier_service.step_loop import StepLoop
 
 @dataclass(frozen=True)
 class FailingPass:
-    """A pass that fails on the device: the host knows when it waits."""
+    """A pass that fails on the device: the host learns of it when it waits."""
 
     error: Exception
 
@@ -51,8 +51,8 @@ class FailingPass:
 
 
 class Queued(QueuedTextEngine):
-    """Counts rows of texts that have ended. The next pass fails with `failure`, of a plain text engine, at its launch;
-    with `device_failure` when waited for."""
+    """Counts rows of texts that have ended. The next pass fails with the inherited `failure` when launched, or with
+    `device_failure` when waited for."""
 
     ended_rows = 0
     device_failure: Exception | None = None
@@ -65,7 +65,7 @@ class Queued(QueuedTextEngine):
 
 
 class Alternates:
-    """A grammar of even and odd tokens in turn."""
+    """A grammar that allows even and odd tokens in turn."""
 
     def __init__(self) -> None:
         self._length = 0
@@ -93,7 +93,7 @@ def begun(blocks: int = 30, **options: Any) -> tuple[StepLoop, Queued]:
 
 
 def decoding(loop: StepLoop, *clients: Client) -> None:
-    """Turn until all have generated two tokens, sent or not."""
+    """Turn the loop until all clients have generated two tokens, sent or not."""
     while not all(each.session.generated > 1 for each in clients):
         turns(loop, 1)
 
@@ -192,7 +192,7 @@ def test_a_pass_whose_texts_have_all_left_is_dropped() -> None:
 
 
 def test_memory_of_a_text_that_left_serves_another_one() -> None:
-    """The pass in progress still writes a slot of it."""
+    """The pass in progress still writes one of its slots."""
     loop, engine = begun(4)
     expect_no_growth(loop)
     one = client(loop, BLOCK - 3, 1, 120)
@@ -226,7 +226,7 @@ def test_no_pass_is_launched_early_while_texts_wait_for_memory() -> None:
 
 
 def test_tenants_that_share_all_steps_share_early_ones() -> None:
-    """Except for those that measure one tenant's rows alone."""
+    """Except for steps that measure one tenant's rows alone: they are not launched early."""
     loop, engine = begun()
     clients = [client(loop, 5, 1, 60, tenant=tenant) for tenant in "ab"]
     decoding(loop, *clients)
@@ -290,7 +290,7 @@ def test_a_grammar_is_asked_after_the_commit() -> None:
 
 
 def test_the_price_of_candidates_is_that_of_steps_that_are_due() -> None:
-    """Early steps and others observe the same break-even, or drafts would be judged by who else is there."""
+    """Early steps and others observe the same break-even: otherwise it would depend on which other sessions exist."""
     found = []
     for engine in (Queued(30), DeviceTextEngine(30)):
         loop = step_loop(engine, Unsure((1, 256), [1.0, 256.0]), controller=Decided(Mode.OFF))

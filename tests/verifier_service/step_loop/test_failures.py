@@ -221,7 +221,7 @@ class TestFailures:
         assert again.mail.times[0].cached == BLOCK
 
     def test_a_row_of_which_a_grammar_says_nothing_at_first_is_chosen_by_it_when_it_does(self) -> None:
-        """The row is not answered in advance on a GPU."""
+        """On a GPU, this row's token is not chosen in advance."""
         loop = step_loop(OnDemand(20))
         bound = client(loop, 100, 1, 5)
         bound.session.grammar = Hesitates()  # type: ignore[assignment]
@@ -300,7 +300,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("offered", [0, 4])
     def test_logits_that_are_no_numbers_end_one_session(self, offered: int) -> None:
-        """At the tip or below it; other sessions of the step get their tokens, and no NaN stays in memory."""
+        """NaN logits may be at the tip or below it. Other sessions get their tokens, and no NaN stays in memory."""
         engine = TextEngine(20)
         loop = step_loop(engine)
         to_bad = Sampling(logit_bias={BAD: 100.0})
@@ -320,7 +320,7 @@ class TestFailures:
         check_over(loop, engine, good, again)
 
     def test_a_prompt_of_no_numbers(self) -> None:
-        """Computed in chunks: NaN shows only at its end, and until then nobody shares the prefix."""
+        """The prompt is computed in chunks: NaN shows only at its end. Until then, no session shares the prefix."""
         engine = TextEngine(20)
         loop = step_loop(engine, step_rows=64)
         good = client(loop, 10, 1, 20)

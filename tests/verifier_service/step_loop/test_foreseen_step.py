@@ -73,7 +73,7 @@ def begun(engine: Watched) -> StepLoop:
 
 
 def decoding(loop: StepLoop, *clients: Client) -> None:
-    """Turn until all have a token."""
+    """Turn the loop until all clients have a token or are over."""
     while not all(each.tokens or each.over for each in clients):
         turns(loop, 1)
         for each in clients:
@@ -193,7 +193,7 @@ def test_nothing_is_kept_of_texts_that_have_left() -> None:
 
 
 class Memory:
-    """The part of a run queue with enough memory that a foreseen step reads."""
+    """The part of a run queue that a foreseen step reads; it always has enough memory."""
 
     def reserve_ahead(self, session: VerifierSession, length: int) -> bool:
         assert session.table is not None

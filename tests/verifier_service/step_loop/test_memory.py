@@ -45,7 +45,7 @@ class TestPrompts:
         check_over(loop, engine, *clients)
 
     def test_those_who_decode_go_on(self) -> None:
-        """Each step of a long prompt brings them a token; chunks are short where rows are expensive."""
+        """Each step of a long prompt brings decoding texts a token; chunks are short where rows are expensive."""
         engine = TextEngine(30)
         loop = step_loop(engine, DEAR, step_rows=64)
         decoding = client(loop, 10, 1, 60)
@@ -208,11 +208,11 @@ class TestMemory:
                     order.append(each)
             clients[0].read()
             assert loop.turn() == 0.0
-        assert order == [clients[1], clients[2], new] or order == [clients[1], new]  # the last may run unobserved
+        assert order == [clients[1], clients[2], new] or order == [clients[1], new]  # one may run unobserved
         check_over(loop, engine, *clients, new)
 
     def test_room_to_grow_stays_for_those_who_run(self) -> None:
-        """Four prompts fit into four blocks, but not three texts."""
+        """Four blocks hold four prompts, but not three whole texts."""
         engine = TextEngine(5)
         loop = step_loop(engine)
         clients = [client(loop, 60, seed, 20) for seed in range(4)]
@@ -251,7 +251,7 @@ class TestMemory:
         assert answers[0] == answers[1]
 
     def test_preemption_keeps_what_was_computed_where_it_can(self) -> None:
-        """A preempted session finds its blocks again if nobody took them."""
+        """A preempted session finds its blocks again if no other session took them."""
         engine = TextEngine(5)
         loop = step_loop(engine)
         expect_no_growth(loop)

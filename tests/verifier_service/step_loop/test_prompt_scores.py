@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: every position once, whatever else the steps compute, and whatever is cached."""
+"""Log-probabilities of prompts are sent once for every position, whatever steps compute and whatever is cached."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_loop_without_speculation_scores_the_same() -> None:
 
 
 def test_a_cached_prefix_is_computed_again() -> None:
-    """Also beside a session that holds the prefix, and a resumed one needs only what is missing."""
+    """Even beside a session that holds the prefix. A resumed session computes only the positions not scored yet."""
     engine = TextEngine(30)
     loop = step_loop(engine)
     cached = client(loop, 200, 1, 5)
@@ -63,7 +63,7 @@ def test_a_cached_prefix_is_computed_again() -> None:
     scored = client(loop, 200, 1, 5, prompt_logprobs=0)
     resumed = client(loop, 200, 1, 5, prompt_logprobs=0, scored_tokens=150)
     turns(loop, 1)
-    assert holds.session.cached_tokens == 0  # sent
+    assert holds.session.cached_tokens == 0  # already reported
     assert engine.steps[-1] == 1 + 200 + 51
     run(loop, scored, resumed, holds)
     check_scores(scored)
@@ -72,7 +72,7 @@ def test_a_cached_prefix_is_computed_again() -> None:
 
 
 def test_two_prompts_share_the_memory_for_logits_with_candidates() -> None:
-    """A step has at most MAX_STEP_CANDIDATES rows with logits besides one a session; other prompts are not cut."""
+    """A step has at most MAX_STEP_CANDIDATES rows with logits besides one per session; other prompts are not cut."""
     engine = TextEngine(60)
     wanted: list[int] = []
     forward = engine.forward

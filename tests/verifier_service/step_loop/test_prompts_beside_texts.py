@@ -17,7 +17,7 @@ from verifier_service.settings.tuning import DEFAULTS
 
 
 def test_prompts_share_a_step_by_tenant() -> None:
-    """Twenty prompts of one tenant progress no faster than one of another."""
+    """Twenty prompts of one tenant progress no faster than a single prompt of another."""
     engine = TextEngine(200)
     loop = step_loop(engine, step_rows=64)
     flood = [client(loop, 3 * BLOCK, seed, 2, tenant="flood") for seed in range(20)]
@@ -71,7 +71,7 @@ def test_texts_of_a_flood_sit_out_a_step_with_a_prompt_of_another_if_it_is_short
 
 
 def test_prompt_after_prompt_does_not_stop_a_flood() -> None:
-    """The flood's texts sit out steps only while the other tenant has been served no more than it."""
+    """The flood's texts sit out steps only while the other tenant has been served no more than the flood."""
     engine = TextEngine(200)
     loop = step_loop(engine, latency=DEAR)
     flood = [client(loop, 5, seed, 1000, tenant="flood") for seed in range(12)]
@@ -104,7 +104,7 @@ def test_texts_of_a_third_tenant_go_on_beside_a_prompt_that_others_yield_to() ->
     prompt = client(loop, BLOCK, 9, 2, tenant="other")
     turns(loop, 1)
     assert len(third.tokens) == before + 1
-    assert sum(len(each.tokens) for each in flood) <= sum(had) + 1  # at most one text, its tenant's part
+    assert sum(len(each.tokens) for each in flood) <= sum(had) + 1  # the tenant's part is at most one text
     assert prompt.tokens
     for each in (*flood, third, prompt):
         each.cancel()

@@ -1,5 +1,5 @@
-"""Sessions that need a draft (CONTRASTIVE) get from partial distributions and queries the tokens of whole ones, beside
-other sessions, and no slot is wrong."""
+"""With partial distributions and queries, sessions that need a draft (CONTRASTIVE) get the same tokens as with whole
+distributions, even beside other sessions, and no slot is wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKENS = 40
 
 
 class Mail(Mailbox):
-    """Keeps queries too, each with the length of the text as committed before it."""
+    """Keeps queries too, each with the length of the committed text when it was sent."""
 
     def __init__(self, prompt: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Contrasted:
         request = VerifierSessionRequest(prompt, [], self.sampler, frozenset(), TOKENS, None, loop.context)
         self.session = VerifierSession(request, Policy(REMOTE, 8, 0.0), 64, VOCABULARY)
         self.mail = Mail(len(prompt))
-        self.answered = 0  # queries
+        self.answered = 0  # number of queries
         self.want = list(prompt)
         for _ in range(TOKENS):
             self.want.append(self.choice(self.want))
@@ -114,8 +114,8 @@ def test_partial_distributions_change_no_token_and_no_slot(contrast: Contrast) -
         assert [token for result in own.mail.results for token in result.tokens] == own.want[5:]
         assert own.mail.queries
         assert all(committed == query.base for committed, query in own.mail.queries)
-        assert len({query.base for _, query in own.mail.queries}) == len(own.mail.queries)  # one about each text
-        # With the small alpha most tokens are plausible, and hardly any row is decided by what was sent ahead.
+        assert len({query.base for _, query in own.mail.queries}) == len(own.mail.queries)  # never two about one text
+        # With the small alpha, most tokens are plausible: distributions sent ahead decide hardly any row.
         assert sum(result.accepted for result in own.mail.results) or contrast.alpha < 0.1
         for result in own.mail.results:  # as the orchestrator checks
             ends_with_candidate = bool(result.finish) and result.sources[-1] == REMOTE_DRAFT

@@ -21,7 +21,7 @@ class TestReaders:
         run(loop, eager)
         assert loop.turn() is None
         assert len(lazy.tokens) == 7
-        assert lazy.has_memory  # nobody else needs the memory
+        assert lazy.has_memory  # no other session needs the memory
         lazy.read()
         turns(loop, 1)
         assert len(lazy.tokens) == 8
@@ -30,7 +30,7 @@ class TestReaders:
         check_over(loop, engine, lazy, eager)
 
     def test_it_gives_up_its_memory_to_who_waits(self) -> None:
-        """Even the oldest session; it is readmitted once its reader has caught up."""
+        """This holds even for the oldest session. It is readmitted once its reader has caught up."""
         engine = TextEngine(3)
         loop = step_loop(engine, max_unread_tokens=6)
         lazy = client(loop, 70, 1, 30)
@@ -64,7 +64,7 @@ class TestReaders:
         check_over(loop, engine, lazy, large, young)
 
     def test_an_old_one_that_does_not_read_stops_nobody_who_grows(self) -> None:
-        """The young one is preempted for lack of memory, then gets the memory of the old one."""
+        """The young session is preempted for lack of memory, then gets the memory of the old one."""
         engine = TextEngine(3)
         loop = step_loop(engine, max_unread_tokens=6)
         expect_no_growth(loop)
@@ -93,7 +93,7 @@ class TestReaders:
 
 class TestCancel:
     def test_in_every_state(self) -> None:
-        """Waiting, in the prompt, decoding, with candidates, throttled, preempted, over: the others go on."""
+        """Cancelled while waiting, in prefill, decoding, with candidates, throttled, preempted, over; others go on."""
         engine = TextEngine(8)
         loop = step_loop(engine, max_unread_tokens=10, step_rows=64)
 

@@ -16,11 +16,11 @@ from verifier_service.scheduling.shares import BURST, REMEMBERED
 from verifier_service.step_loop import StepLoop
 
 SHORT, LONG = 40, 70
-"""Prompt lengths in tokens: within one block, and two."""
+"""Prompt lengths in tokens, of one block and of two."""
 
 
 def order_of(loop: StepLoop, clients: list[Client]) -> list[Client]:
-    """Turn until all are over; return the clients in the order of their first admission."""
+    """Turn the loop until all clients are over; return them in the order of their first admission."""
     order: list[Client] = []
     while not all(each.over for each in clients):
         for each in clients:
@@ -32,8 +32,8 @@ def order_of(loop: StepLoop, clients: list[Client]) -> list[Client]:
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
 def test_turns_go_by_weight(weight: float) -> None:
-    """One text fits at a time, and one tenant queued all of its own first: the other is next nevertheless, then gets
-    its share of the turns."""
+    """One text fits at a time, and one tenant queued all of its texts first. The other is next nevertheless, and then
+    gets its share of the turns."""
     engine = TextEngine(3)
     loop = step_loop(engine)
     flood = [client(loop, LONG, seed, 30, tenant="flood") for seed in range(24)]
@@ -81,9 +81,9 @@ def test_what_a_tenant_had_while_nobody_wanted_any_is_not_held_against_it() -> N
 
 @pytest.mark.parametrize("read", [False, True], ids=["not read", "read at last"])
 def test_a_session_that_is_left_open_saves_nothing_up(read: bool) -> None:
-    """The tenant has all it wants, and wants more later: it took nothing from others meanwhile. A third tenant,
-    whose only competitor is this one, does not start with that credit either. The idle session has lost its memory
-    and may want it back."""
+    """The idle tenant needs nothing for a while, then more: it saves up no credit meanwhile. A third tenant, whose only
+    competitor is this one, does not start with such credit either. The idle session has lost its memory and may need
+    it again."""
     engine = TextEngine(4)
     loop = step_loop(engine, max_unread_tokens=20)
     idle = client(loop, 5, 1, 50, tenant="idle")
@@ -155,7 +155,7 @@ def test_what_is_not_computed_of_a_prompt_is_not_charged() -> None:
 
 
 def test_tenants_that_are_gone_are_forgotten_in_time() -> None:
-    """The most recent ones keep their counters: leaving with a high counter and returning at once does not reset it."""
+    """The most recent tenants keep their counters: leaving and returning immediately does not reset a high counter."""
     loop = step_loop(TextEngine(8))
     shares = loop._queue.memory_shares
     early = client(loop, 5, 0, 1, tenant="early")
@@ -177,7 +177,7 @@ def test_tenants_that_are_gone_are_forgotten_in_time() -> None:
     ),
 )
 def test_everyone_gets_its_tokens(blocks: int, asked: list[tuple[str, int, int, float]]) -> None:
-    """With little memory and uneven weights: no session starves, and no token differs."""
+    """Even with little memory and uneven weights, no session starves, and no token differs."""
     engine = TextEngine(blocks + 2)
     loop = step_loop(engine)
     weights = {tenant: weight for tenant, _, _, weight in asked}

@@ -1,4 +1,4 @@
-"""Tenants share KV memory by weight: one with too much gives some to one with less, and nothing else preempts."""
+"""Tenants share KV memory by weight: a tenant with too much gives some to one with less. Nothing else preempts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.verifier_service.step_loop.helpers import NO_BAD, check_over, client,
 from verifier_service.scheduling.shares import competing_sessions, held, youngest_beyond, youngest_of_largest
 
 SHORT, LONG = 40, 70
-"""Prompt lengths in tokens: within one block, and two."""
+"""Prompt lengths in tokens, of one block and of two."""
 
 
 def test_a_tenant_with_too_much_memory_gives_some_to_one_with_less() -> None:
-    """At once, without waiting for its texts to end; its oldest text keeps its memory."""
+    """Immediately, without waiting for the tenant's texts to end; the oldest one keeps its memory."""
     engine = TextEngine(5)
     loop = step_loop(engine)
     expect_no_growth(loop)
@@ -31,7 +31,7 @@ def test_a_tenant_with_too_much_memory_gives_some_to_one_with_less() -> None:
 
 
 def test_texts_that_would_give_way_do_not_count() -> None:
-    """For a tenant with a quarter more memory: all its texts but the oldest, which is never preempted for others."""
+    """A tenant with a quarter more memory would give up all its texts but the oldest, never preempted for others."""
     engine = TextEngine(30)
     loop = step_loop(engine)
     flood = [client(loop, SHORT, seed, 20, tenant="flood") for seed in range(4)]

@@ -1,5 +1,4 @@
-"""Step time is shared by tenants: the effect of one tenant's rows, candidates, windows, grammars and prompts on
-another.
+"""Step time is shared among tenants: how one tenant's rows, candidates, windows, grammars and prompts affect another.
 
 Steps take virtual time, computed from their rows, so a text's duration alone and beside others is exact.
 """
@@ -93,7 +92,7 @@ class Site:
         self.others.append(made)
 
     def prompt(self) -> None:
-        """Keep one request of the other tenant present: a long prompt and one token."""
+        """Add a request of the other tenant: a long prompt, and one token to generate."""
         self.prompts += 1
         self.others.append(Client(self.loop, text(600, self.prompts), 1, tenant="other", policy=PLAIN, sampling=NO_BAD))
 
@@ -143,7 +142,7 @@ CROWDS: Mapping[str, Callable[[Site], None]] = {
 }
 
 CPU, LINEAR, GPU = (0.001, 0.0003), (0.0, 0.002), (0.010, 0.0)
-"""Seconds per pass, and per row: on a CPU, with rows all equally expensive, and with free additional rows."""
+"""Seconds per pass and per row: on a CPU, with rows as the only cost, and with free additional rows."""
 
 
 @pytest.mark.parametrize("cost", [CPU, LINEAR], ids=["cpu", "linear"])

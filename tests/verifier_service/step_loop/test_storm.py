@@ -77,7 +77,7 @@ class ManySessions(RuleBasedStateMachine):
         if not foreseen:
             expect_no_growth(self.loop)
         self.clients: list[Client] = []
-        self.failed = False  # for some session, cancelled later or not
+        self.failed = False  # some session has failed, even if it was cancelled later
 
     @property
     def alive(self) -> list[Client]:
@@ -151,7 +151,7 @@ class ManySessions(RuleBasedStateMachine):
         self.check_tokens(each)
 
     def check_tokens(self, each: Client) -> None:
-        """Check tokens against the reference: a prefix of it while running, all of it at the end, or up to a BAD one
+        """Check tokens against the reference: a prefix of it while running, all of it at the end, or up to a BAD token
         on error."""
         assert each.tokens == each.want[: len(each.tokens)]
         if each.mail.error is not None:
@@ -192,7 +192,7 @@ TestManySessions.settings = settings(max_examples=30, stateful_step_count=40)
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_storm(seed: int) -> None:
-    """The same, with far more sessions than memory."""
+    """The same operations, with far more sessions than fit into memory."""
     dice = Random(seed)
     clients = ManySessions()
     clients.start(

@@ -57,7 +57,7 @@ class TestTokens:
     @pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 6, 16))], ids=["any-rows", "row-class"])
     @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "warm", "penalised", "banned"])
     def test_many_get_what_each_would_get_alone(self, sampling: Sampling, rows: InvariantRowCounts | None) -> None:
-        """With good, bad and no drafts; by engines with and without padding."""
+        """With good, bad and no drafts; on engines with and without padding."""
         engine = TextEngine(30, rows=rows)
         loop = step_loop(engine)
         clients = [client(loop, 30 * i + 1, i, 40, sampling=sampling) for i in range(5)]
@@ -100,7 +100,7 @@ class TestTokens:
 
     @pytest.mark.parametrize("asked", [False, True])
     def test_rejected_candidates_are_reported(self, asked: bool) -> None:
-        """In preorder, of side branches and past the last accepted candidate; and only if asked for."""
+        """In preorder: those on side branches, and those below the last accepted candidate. Only if asked for."""
         loop = step_loop(TextEngine(8), controller=Decided(Mode.REMOTE_DRAFT))
         one = client(loop, 10, 1, 12, rejected_candidates=asked)
         turns(loop, 1)
@@ -132,7 +132,7 @@ class TestTokens:
         assert {times.outlook.drafting_wanted for times in one.mail.times[1:]} == {always}
 
     def test_a_draft_hears_at_once_that_it_may_pause(self) -> None:
-        """Without a message, the draft would work for nothing, next to a step that wants its core."""
+        """Without a message, the draft would work for nothing, on a core that the step needs."""
         controller = Decided(Mode.REMOTE_DRAFT)
         loop = step_loop(TextEngine(8), controller=controller)
         one = client(loop, 10, 1, 12)
@@ -158,7 +158,7 @@ class TestTokens:
         assert engine.used == 1
         clients = [client(loop, 40, seed, 50) for seed in (2, 3)]
         turns(loop, 1)
-        assert not first.mail.times[-1].outlook.drafting_wanted  # how long it keeps its core: test_cpu_threads.py
+        assert not first.mail.times[-1].outlook.drafting_wanted  # test_cpu_threads.py: how long it keeps its core
         while any(each.session.remaining_prompt for each in clients):
             turns(loop, 1)
         turns(loop, 1)
@@ -321,7 +321,7 @@ class TestTokens:
 
 class TestLogprobs:
     def test_they_are_those_of_each_token(self) -> None:
-        """In a step with accepted candidates, among sessions that want other numbers of logprobs or none."""
+        """In a step with accepted candidates, among sessions that ask for other numbers of logprobs, or none."""
         engine = TextEngine(12)
         loop = step_loop(engine)
         wants = (3, None, 0, 11)

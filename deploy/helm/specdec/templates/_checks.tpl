@@ -1,5 +1,5 @@
-{{/* Refuses values that do not fit together, each in one line that names the value. What one value alone may be is the
-affair of values.schema.json. Takes a list: root, the workloads. */}}
+{{/* Refuses inconsistent values, with a one-line error that names the value. values.schema.json checks each value by
+itself. Takes a list: root, the workloads. */}}
 {{- define "specdec.checks" -}}
 {{- $root := index . 0 }}
 {{- $values := $root.Values }}
@@ -20,7 +20,7 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- include "specdec.checkRoutes" $values }}
 {{- end }}
 
-{{/* Checks what is served, and by which pools. Takes the values. */}}
+{{/* Checks the models, their revisions and their pools. Takes the values. */}}
 {{- define "specdec.checkModels" -}}
 {{- $all := . }}
 {{- if not (or .models (include "specdec.draftsAlone" .)) }}
@@ -111,8 +111,8 @@ affair of values.schema.json. Takes a list: root, the workloads. */}}
 {{- end }}
 {{- end }}
 
-{{/* Checks that an image is asked for somewhere: without a registry, a container engine would take what somebody else
-has published under the name. Takes a list: where it stands, the values of `image`. */}}
+{{/* Checks that an image has a registry: without one, a container engine would pull a stranger's image of that name.
+Takes a list: the path of the values, for errors; the values of `image`. */}}
 {{- define "specdec.checkImage" -}}
 {{- $image := index . 1 }}
 {{- if not (or $image.registry (include "specdec.namesRegistry" $image.repository)) }}
@@ -131,7 +131,7 @@ has published under the name. Takes a list: where it stands, the values of `imag
 {{- end }}
 {{- end }}
 
-{{/* Checks a volume of models. Takes a list: where it stands, its values. */}}
+{{/* Checks a volume of models. Takes a list: the path of its values, for errors; the values. */}}
 {{- define "specdec.checkModelVolume" -}}
 {{- if gt (len (index . 1)) 1 }}
 {{- fail (printf "%s: has %s, should have one of them" (index . 0) (keys (index . 1) | sortAlpha | join " and ")) }}
@@ -141,7 +141,7 @@ has published under the name. Takes a list: where it stands, the values of `imag
 {{- end }}
 {{- end }}
 
-{{/* Checks that certificates come from somewhere. Takes the values. */}}
+{{/* Checks that all certificates and client names are given. Takes the values. */}}
 {{- define "specdec.checkTls" -}}
 {{- $values := . }}
 {{- $alone := include "specdec.draftsAlone" . }}
@@ -160,7 +160,7 @@ has published under the name. Takes a list: where it stands, the values of `imag
 {{- end }}
 {{- end }}
 
-{{/* Checks that ways from outside lead somewhere. Takes the values. */}}
+{{/* Checks that routes from outside lead to services that exist and may be called. Takes the values. */}}
 {{- define "specdec.checkRoutes" -}}
 {{- $openai := .openai }}
 {{- if include "specdec.draftsAlone" . }}

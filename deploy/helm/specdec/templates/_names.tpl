@@ -12,7 +12,7 @@
 {{- $name }}
 {{- end }}
 
-{{/* The labels by which pods are selected; they never change. Takes a list: root, component, pool or "". */}}
+{{/* The labels that select pods; they never change. Takes a list: root, component, pool or "". */}}
 {{- define "specdec.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: specdec
@@ -36,14 +36,14 @@ labels:
   helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
 {{- end }}
 
-{{/* The name in DNS of a Service. Takes what "specdec.name" takes. The orchestrator has two: with the pool "pods" it is
-the headless one. */}}
+{{/* The DNS name of a Service. Takes the arguments of "specdec.name". The orchestrator has two Services; the pool
+"pods" selects the headless one. */}}
 {{- define "specdec.host" -}}
 {{- $root := index . 0 -}}
 {{ include "specdec.name" . }}.{{ $root.Release.Namespace }}.svc.{{ $root.Values.clusterDomain }}
 {{- end }}
 
-{{/* The address of all pods behind a Service. Takes what "specdec.name" takes, where the word is a role. */}}
+{{/* The address of all pods behind a Service. Takes the arguments of "specdec.name", with a role as the word. */}}
 {{- define "specdec.address" -}}
 dns:///{{ include "specdec.host" . }}:{{ include "specdec.port" (index . 1) }}
 {{- end }}
@@ -53,7 +53,7 @@ dns:///{{ include "specdec.host" . }}:{{ include "specdec.port" (index . 1) }}
 {{ get (dict "verifier" 50051 "draft" 50052 "orchestrator" 50050 "openai" 8000) . }}
 {{- end }}
 
-{{/* An image. Takes a list: root, the values of `image`, the GPUs that it is to use. */}}
+{{/* An image. Takes a list: root, the values of `image`, the number of GPUs. */}}
 {{- define "specdec.image" -}}
 {{- $root := index . 0 }}{{ $image := index . 1 }}
 {{- $repository := $image.repository }}
@@ -68,7 +68,7 @@ dns:///{{ include "specdec.host" . }}:{{ include "specdec.port" (index . 1) }}
 {{- end }}
 {{- end }}
 
-{{/* Whether the name of an image begins with a registry, as container engines tell it: "true" or nothing. */}}
+{{/* Whether an image name begins with a registry, by the rule of container engines: "true" or nothing. */}}
 {{- define "specdec.namesRegistry" -}}
 {{- $first := splitList "/" . | first }}
 {{- if and (contains "/" .) (or (contains "." $first) (contains ":" $first) (eq $first "localhost")) }}true{{ end }}

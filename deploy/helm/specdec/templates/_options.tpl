@@ -1,4 +1,4 @@
-{{/* What services are told: the file of models, and each one's file of options. */}}
+{{/* Configuration: the file of models, and a file of options for each workload. */}}
 
 {{/* The file of models for the orchestrator: each revision with the headless Services of its pools. */}}
 {{- define "specdec.models" -}}
@@ -63,7 +63,7 @@
 {{- define "specdec.tlsOptions" -}}
 {{- $root := index . 0 }}{{ $w := index . 1 }}{{ $options := index . 2 }}
 {{- $cert := "/etc/specdec/tls/tls.crt" }}{{ $key := "/etc/specdec/tls/tls.key" }}{{ $ca := "/etc/specdec/tls/ca.crt" }}
-{{- /* What it calls others with; verifiers and drafts call nobody. */}}
+{{- /* Prefix of the options for its own calls; verifiers and drafts make none. */}}
 {{- $towards := get (dict "orchestrator" "peer" "openai" "orchestrator") $w.role }}
 {{- with $towards }}
 {{- $_ := set $options (printf "%s-tls-ca" .) $ca }}

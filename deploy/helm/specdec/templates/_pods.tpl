@@ -1,4 +1,4 @@
-{{/* Pods: what runs in them, with which volumes, and how Kubernetes asks whether it is well. */}}
+{{/* Pods: containers, volumes and probes. */}}
 
 {{/* The template of a workload's pods. Takes a list: root, the workload. */}}
 {{- define "specdec.pod" -}}
@@ -40,10 +40,10 @@ spec:
       imagePullPolicy: {{ $w.image.pullPolicy }}
       args: [{{ $w.role }}, --config, /etc/specdec/config/config.yaml]    # of the image's entrypoint, `specdec`
       env:
-        # The root file system is read-only, and libraries look for a folder of their user.
+        # Libraries need a home folder, and the root file system is read-only.
         - {name: HOME, value: /tmp}
         {{- if $caches }}
-        # A folder that the service makes for itself: it uses none that others may write to.
+        # The service creates this folder itself, since it uses none that others may write to.
         - {name: SPECDEC_CACHE_DIR, value: /var/cache/specdec/own}
         {{- end }}
         {{- with $w.env }}{{ toYaml . | nindent 8 }}{{ end }}
@@ -83,9 +83,9 @@ spec:
   {{- end }}
 {{- end }}
 
-{{/* Probes. Health is readiness, never liveness: to restart an orchestrator brings no verifier back. Whether a process
-lives is told by its event loop, which answers as `live` while it runs. The port of health checks opens when the service
-has loaded, and has no TLS, since probes know none. Takes a list: root, the workload. */}}
+{{/* Probes. Health decides readiness, never liveness: restarting an orchestrator brings no verifier back. Liveness
+probes ask for the name `live`, which the event loop answers while it runs. The health port opens when the service has
+loaded, and has no TLS, since probes do not support it. Takes a list: root, the workload. */}}
 {{- define "specdec.probes" -}}
 {{- $root := index . 0 }}{{ $w := index . 1 }}
 {{- $service := get (dict "verifier" "Verifier" "draft" "Draft" "orchestrator" "Generation") $w.role }}
@@ -98,7 +98,7 @@ startupProbe:
   {{- if has $w.role (list "verifier" "draft") }}
   {{ $health }}
   {{- else }}
-  # Its health waits for others, which take longer to start than it does.
+  # Its health depends on other services, which take longer to start.
   tcpSocket: {port: main}
   {{- end }}
   periodSeconds: 5
@@ -111,7 +111,7 @@ readinessProbe:
   failureThreshold: 2
 livenessProbe:
   {{- if eq $w.role "openai" }}
-  # Refused while the event loop does nothing; /health would tell of the orchestrators instead.
+  # Fails while the event loop is stuck; /health would report on the orchestrators instead.
   httpGet: {path: /metrics, port: metrics}
   {{- else }}
   grpc: {port: 8086, service: live}
@@ -121,15 +121,15 @@ livenessProbe:
   failureThreshold: 6
 {{- end }}
 
-{{/* Volumes and where they are mounted, as YAML with the list `all` of {name, at, readOnly, source}. Takes a list:
-root, the workload. */}}
+{{/* Volumes and their mount points, as YAML with the list `all` of {name, at, readOnly, source}. Takes a list: root,
+the workload. */}}
 {{- define "specdec.storage" -}}
 {{- $root := index . 0 }}{{ $w := index . 1 }}
 all:
   - {name: config, at: /etc/specdec/config, readOnly: true, source: {configMap: {name: {{ $w.name }}}}}
   - {name: tmp, at: /tmp, source: {emptyDir: {sizeLimit: {{ $w.tmpSize | quote }}}}}
   {{- if eq $w.role "orchestrator" }}
-  # Folders, so that changes arrive: a file mounted by subPath stays as it was at the start.
+  # Mounted as folders, so that changes arrive: a file mounted by subPath never changes.
   - name: models-file
     at: /etc/specdec/models
     readOnly: true

@@ -1,6 +1,6 @@
-{{/* What pods may take of a node: memory by the size of their model, and disk by the folders that they write to. */}}
+{{/* Resources of pods: memory by the size of their model, and disk by the folders that they write to. */}}
 
-{{/* A quantity of Kubernetes in MiB, rounded up. Takes it. */}}
+{{/* A Kubernetes quantity in MiB, rounded up. Takes the quantity. */}}
 {{- define "specdec.mib" -}}
 {{- $number := regexFind "^[0-9.]+" (toString .) }}
 {{- $unit := trimPrefix $number (toString .) }}
@@ -9,15 +9,15 @@
 {{- divf (mulf (float64 $number) (float64 (get $bytes $unit))) 1048576.0 | ceil | int64 }}
 {{- end }}
 
-{{/* Memory in MiB for weights of so many GiB: these times a factor, and 4 GiB for the process: Python, torch, compiled
-code, buffers of a step. Takes a list: the GiB, the factor. */}}
+{{/* Memory in MiB of a process with a model: the GiB of its weights times a factor, and 4 GiB for Python, torch,
+compiled code and buffers of a step. Takes a list: the GiB, the factor. */}}
 {{- define "specdec.memoryFor" -}}
 {{- add (mulf 1024.0 (float64 (index . 0)) (float64 (index . 1)) | ceil | int64) 4096 }}
 {{- end }}
 
-{{/* The resources of a workload's container, as YAML: what its values say, over what follows from the others. A verifier
-or draft has its weights, and half of them again, for keys and values and for what a start holds for a while. Takes a
-list: root, the workload. */}}
+{{/* The resources of a workload's container, as YAML: its values, laid over computed ones. A verifier or draft gets 1.5
+times the size of its weights, for keys and values and for temporary memory at start. Takes a list: root, the
+workload. */}}
 {{- define "specdec.resources" -}}
 {{- $w := index . 1 }}
 {{- $resources := dict "requests" dict "limits" dict }}
@@ -28,7 +28,7 @@ list: root, the workload. */}}
 {{- $_ := set (get $resources $part) "memory" (printf "%dMi" $memory) }}
 {{- end }}
 {{- end }}
-{{- /* Logs and what else the kubelet counts, and each folder in its node's disk. */}}
+{{- /* For logs and the rest that the kubelet counts, and for each folder on the node's disk. */}}
 {{- $disk := add 1024 (include "specdec.mib" $w.tmpSize | int64) }}
 {{- if and (dig "cache" "enabled" false $w) (not $w.cache.persistentVolumeClaim) }}
 {{- $disk = add $disk (include "specdec.mib" $w.cache.sizeLimit | int64) }}
@@ -59,8 +59,8 @@ values. */}}
 {{- toYaml $resources }}
 {{- end }}
 
-{{/* Checks that memory has a limit. Takes a list: where the values stand, their resources, their modelGiB, whether that
-is one of the values. */}}
+{{/* Checks that memory has a limit. Takes a list: the path of the values, for errors; their resources; their modelGiB;
+whether they may have a modelGiB. */}}
 {{- define "specdec.checkMemory" -}}
 {{- $key := index . 0 }}
 {{- if not (or (dig "limits" "memory" "" (default dict (index . 1))) (index . 2)) }}

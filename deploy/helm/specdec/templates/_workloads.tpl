@@ -1,6 +1,6 @@
-{{/* Workloads: what values say of each pool, of the orchestrator and of openai, all in one form. */}}
+{{/* Workloads: the values of each pool, of the orchestrator and of openai, in one form. */}}
 
-{{/* All workloads, as YAML with the list `all`, once the values are known to fit together. */}}
+{{/* All workloads, as YAML with the list `all`. Fails if values are inconsistent. */}}
 {{- define "specdec.workloads" -}}
 {{- $root := . }}
 {{- $all := list }}
@@ -22,18 +22,17 @@
 {{- toYaml (dict "all" $all) }}
 {{- end }}
 
-{{/* Whether drafts alone are installed, for whoever calls them without an orchestrator: "true" or nothing. Takes the
-values. */}}
+{{/* Whether only drafts are installed, for callers without an orchestrator: "true" or nothing. Takes the values. */}}
 {{- define "specdec.draftsAlone" -}}
 {{- if and .drafts (not .verifiers) (not .models) }}true{{ end }}
 {{- end }}
 
-{{/* One workload as YAML: its values over their defaults, and what follows from them:
+{{/* One workload as YAML: its values, laid over their defaults, and these:
 
-    role, pool, name    what it is, and what its objects are called
-    key                 where its values stand, for messages
-    directory           the model that it serves
-    onVllm              whether vLLM runs its model; the GPUs of a pod are then vLLM's affair
+    role, pool, name    its role, its pool, and the name of its objects
+    key                 the path of its values, for errors
+    directory           the directory of its model
+    onVllm              whether vLLM runs its model; vLLM then manages the GPUs of a pod
 
 Takes a dict: root, role, pool, key, layers (lowest first). */}}
 {{- define "specdec.workload" -}}
@@ -50,8 +49,8 @@ Takes a dict: root, role, pool, key, layers (lowest first). */}}
 {{- toYaml $w }}
 {{- end }}
 
-{{/* Lays values over others, in place. Takes a list: the ones below, the ones above. Unlike mergeOverwrite it takes
-what is empty or false too. */}}
+{{/* Lays values over others, in place. Takes a list: the lower values, the upper ones. Unlike mergeOverwrite, it also
+takes empty and false values. */}}
 {{- define "specdec.lay" -}}
 {{- $below := index . 0 }}
 {{- range $key, $value := index . 1 }}
