@@ -1,4 +1,4 @@
-# The orchestrator and, with the command `openai`, OpenAI's HTTP API in front of orchestrators. One image serves for both:
+# The orchestrator and, with the command `openai`, OpenAI's HTTP API in front of orchestrators. One image serves both:
 # neither needs weights or torch, and the API needs only two small packages more.
 #
 #   docker build -f deploy/images/orchestrator.Dockerfile -t specdec-orchestrator:0.1.0 .

@@ -31,19 +31,19 @@ class _DraftVersionStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapp
     DRAFT_VERSION_STATE_WAITING: _DraftVersionState.ValueType  # 1
     """It waits for its trial."""
     DRAFT_VERSION_STATE_LOADING: _DraftVersionState.ValueType  # 2
-    """It is checked, exported and loaded."""
+    """It is being checked, exported or loaded."""
     DRAFT_VERSION_STATE_CANARY: _DraftVersionState.ValueType  # 3
     """On trial: it drafts for a share of new sessions."""
     DRAFT_VERSION_STATE_SERVING: _DraftVersionState.ValueType  # 4
     """It drafts for new sessions."""
     DRAFT_VERSION_STATE_RETIRED: _DraftVersionState.ValueType  # 5
-    """A newer one was promoted; it drafts for the sessions that it has."""
+    """A newer version was promoted; this one drafts for its open sessions only."""
     DRAFT_VERSION_STATE_ENDED: _DraftVersionState.ValueType  # 6
-    """Replaced, without sessions and memory."""
+    """Replaced; it has no sessions and no memory left."""
     DRAFT_VERSION_STATE_REFUSED: _DraftVersionState.ValueType  # 7
-    """Never served: it cannot be, or is too slow."""
+    """Never served: it cannot be served, or is too slow."""
     DRAFT_VERSION_STATE_WORSE: _DraftVersionState.ValueType  # 8
-    """Rolled back: its tokens come true less often."""
+    """Rolled back: its guesses are right less often."""
     DRAFT_VERSION_STATE_SLOW: _DraftVersionState.ValueType  # 9
     """Rolled back: its passes take too long."""
     DRAFT_VERSION_STATE_FAILED: _DraftVersionState.ValueType  # 10
@@ -53,7 +53,7 @@ class _DraftVersionStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapp
     DRAFT_VERSION_STATE_REMOVED: _DraftVersionState.ValueType  # 12
     """Rolled back: its directory was removed."""
     DRAFT_VERSION_STATE_FORGOTTEN: _DraftVersionState.ValueType  # 13
-    """Never served or rolled back: it has learned from the texts of a tenant that was forgotten."""
+    """Never served, or rolled back: it has learned from the texts of a forgotten tenant."""
 
 class DraftVersionState(_DraftVersionState, metaclass=_DraftVersionStateEnumTypeWrapper):
     """The state of a version."""
@@ -63,19 +63,19 @@ DRAFT_VERSION_STATE_UNSPECIFIED: DraftVersionState.ValueType  # 0
 DRAFT_VERSION_STATE_WAITING: DraftVersionState.ValueType  # 1
 """It waits for its trial."""
 DRAFT_VERSION_STATE_LOADING: DraftVersionState.ValueType  # 2
-"""It is checked, exported and loaded."""
+"""It is being checked, exported or loaded."""
 DRAFT_VERSION_STATE_CANARY: DraftVersionState.ValueType  # 3
 """On trial: it drafts for a share of new sessions."""
 DRAFT_VERSION_STATE_SERVING: DraftVersionState.ValueType  # 4
 """It drafts for new sessions."""
 DRAFT_VERSION_STATE_RETIRED: DraftVersionState.ValueType  # 5
-"""A newer one was promoted; it drafts for the sessions that it has."""
+"""A newer version was promoted; this one drafts for its open sessions only."""
 DRAFT_VERSION_STATE_ENDED: DraftVersionState.ValueType  # 6
-"""Replaced, without sessions and memory."""
+"""Replaced; it has no sessions and no memory left."""
 DRAFT_VERSION_STATE_REFUSED: DraftVersionState.ValueType  # 7
-"""Never served: it cannot be, or is too slow."""
+"""Never served: it cannot be served, or is too slow."""
 DRAFT_VERSION_STATE_WORSE: DraftVersionState.ValueType  # 8
-"""Rolled back: its tokens come true less often."""
+"""Rolled back: its guesses are right less often."""
 DRAFT_VERSION_STATE_SLOW: DraftVersionState.ValueType  # 9
 """Rolled back: its passes take too long."""
 DRAFT_VERSION_STATE_FAILED: DraftVersionState.ValueType  # 10
@@ -85,7 +85,7 @@ DRAFT_VERSION_STATE_UNDECIDED: DraftVersionState.ValueType  # 11
 DRAFT_VERSION_STATE_REMOVED: DraftVersionState.ValueType  # 12
 """Rolled back: its directory was removed."""
 DRAFT_VERSION_STATE_FORGOTTEN: DraftVersionState.ValueType  # 13
-"""Never served or rolled back: it has learned from the texts of a tenant that was forgotten."""
+"""Never served, or rolled back: it has learned from the texts of a forgotten tenant."""
 global___DraftVersionState = DraftVersionState
 
 @typing.final
@@ -161,7 +161,7 @@ class DraftResponse(google.protobuf.message.Message):
 
     @property
     def heartbeat(self) -> specdec.v2.model_pb2.Heartbeat:
-        """Sent after 250 ms of silence, and every second or so."""
+        """Sent after 250 ms without a message, and otherwise about every second."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class DraftOpen(google.protobuf.message.Message):
     min_tokens: builtins.int
     """Minimum generated tokens before an end token may be chosen."""
     vocabulary_size: builtins.int
-    """Number of the target's token ids: larger ids are not proposed. 0: the draft's number."""
+    """Number of the target's token ids; ids beyond them are not proposed. 0: the draft's number."""
     tenant: builtins.str
     """Tenant of the text. Calibration statistics and compiled grammars are not shared between tenants. At most 256
     characters; the empty name is a tenant too.
@@ -214,7 +214,7 @@ class DraftOpen(google.protobuf.message.Message):
     learn: builtins.bool
     """The text may be kept to learn from it."""
     age_us: builtins.int
-    """Time since the request came, microseconds: a session may be opened again at another pod, long after its text began."""
+    """Time since the request arrived, microseconds. A text may open another session long after it began."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -286,18 +286,18 @@ class DraftOpened(google.protobuf.message.Message):
     limit. 0: not reported.
     """
     max_branches: builtins.int
-    """Maximum children of a node, likewise limited by policy and pod."""
+    """Maximum children of a node, limited in the same way."""
     max_nodes: builtins.int
-    """Maximum live nodes, likewise limited by policy and pod."""
+    """Maximum live nodes, limited in the same way."""
     version: builtins.str
-    """Version of the model that drafts for the session at first, of a pod that tries new versions (`DraftVersion`). Empty:
-    it has no versions, or the session has no memory yet.
+    """Version of the model (`DraftVersion`) that the session begins with, if the pod tries new versions. Empty: it has
+    none, or the session has no memory yet.
     """
     keeps_text: builtins.bool
-    """Whether the text is kept to learn from it, once the session ends."""
+    """Whether the text will be kept for learning when the session ends."""
     overruled_logprobs: builtins.int
     """With `keeps_text`: number of the target's likeliest tokens to send, with their log-probabilities, for each place
-    where it overruled the draft (`Committed.overruled`). At most 64; 0: none.
+    where the target overruled the draft (`Committed.overruled`). At most 64; 0: none.
     """
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
@@ -365,8 +365,8 @@ class DraftPolicy(google.protobuf.message.Message):
     max_nodes: builtins.int
     """Maximum live nodes sent (the credit granted by the verifier), and maximum live nodes computed."""
     max_depth: builtins.int
-    """Maximum tokens that a step verifies ahead of the last committed one, up to 128. The draft goes on for as many more,
-    and one: the next commit moves the root that far at most.
+    """Maximum tokens that a step verifies ahead of the last committed one, up to 128. The draft expands `max_depth` + 1
+    levels more, since the next commit may move the root that far.
     """
     max_branches: builtins.int
     """Maximum children of a node, up to 16."""
@@ -375,8 +375,8 @@ class DraftPolicy(google.protobuf.message.Message):
     extend_interval_us: builtins.int
     """Minimum time between two Extend messages, microseconds, unless the verifier has nothing to verify."""
     round_trip_us: builtins.int
-    """Round trip from a commit to the draft and back to the verifier as candidates, microseconds; 0: unknown. With one
-    message per step of the verifier, the message is sent this long before the next step can begin.
+    """Round trip from a commit to the draft and back to the verifier as candidates, microseconds; 0: unknown. If one
+    message is sent per verifier step, it is sent this long before the next step can begin.
     """
     paused: builtins.bool
     """Propose nothing; compute committed tokens with a bounded lag."""
@@ -384,11 +384,11 @@ class DraftPolicy(google.protobuf.message.Message):
     """How to score candidates."""
     partial_distributions: builtins.bool
     """CONTRASTIVE: send log-probabilities of the likeliest tokens only; a `DraftQuery` asks for more. False: of the whole
-    vocabulary, for a verifier that knows nothing else.
+    vocabulary, for a verifier that takes no partial distributions.
     """
     @property
     def expansion(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """As in Speculation. `min_path_probability` does not apply then."""
+        """As in Speculation. If set, `min_path_probability` does not apply."""
 
     def __init__(
         self,
@@ -504,7 +504,7 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
     kept_tokens: builtins.int
     """Their tokens."""
     kept_age_us: builtins.int
-    """Time since the oldest was kept, microseconds."""
+    """Age of the oldest kept text, microseconds."""
     kept_logprob_bytes: builtins.int
     """Bytes of the target's log-probabilities kept with them."""
     @property
@@ -525,8 +525,8 @@ class DraftServiceGetStatsResponse(google.protobuf.message.Message):
 
     @property
     def version_outcomes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Counter: ended trials of versions, and refused versions, by the name of the state without its prefix, in lower case.
-        A promoted version counts as "promoted".
+        """Counter: ended trials of versions, and refused versions, by state (its name in lower case without prefix). A
+        promoted version counts as "promoted".
         """
 
     def __init__(

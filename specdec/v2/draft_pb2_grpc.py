@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub(object):
-    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long.
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives as long as the stream.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class DraftServiceStub(object):
 
 
 class DraftServiceServicer(object):
-    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long.
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives as long as the stream.
     """
 
     def Draft(self, request_iterator, context):
@@ -87,7 +87,7 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService(object):
-    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long.
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives as long as the stream.
     """
 
     @staticmethod

@@ -18,7 +18,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class DraftServiceStub:
-    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long."""
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives as long as the stream."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Draft: grpc.StreamStreamMultiCallable[
@@ -34,7 +34,7 @@ class DraftServiceStub:
     """Load statistics of this pod."""
 
 class DraftServiceAsyncStub:
-    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long."""
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives as long as the stream."""
 
     Draft: grpc.aio.StreamStreamMultiCallable[
         specdec.v2.draft_pb2.DraftRequest,
@@ -49,7 +49,7 @@ class DraftServiceAsyncStub:
     """Load statistics of this pod."""
 
 class DraftServiceServicer(metaclass=abc.ABCMeta):
-    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives exactly as long."""
+    """Proposes candidates for the target's next tokens. A session is a stream; its KV cache lives as long as the stream."""
 
     @abc.abstractmethod
     def Draft(

@@ -31,7 +31,7 @@ class _BreakerState:
 class _BreakerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BreakerState.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     BREAKER_STATE_UNSPECIFIED: _BreakerState.ValueType  # 0
-    """Not said."""
+    """Not reported."""
     BREAKER_STATE_CLOSED: _BreakerState.ValueType  # 1
     """The pod is used: no recent failure."""
     BREAKER_STATE_OPEN: _BreakerState.ValueType  # 2
@@ -43,7 +43,7 @@ class BreakerState(_BreakerState, metaclass=_BreakerStateEnumTypeWrapper):
     """State of a pod's circuit breaker."""
 
 BREAKER_STATE_UNSPECIFIED: BreakerState.ValueType  # 0
-"""Not said."""
+"""Not reported."""
 BREAKER_STATE_CLOSED: BreakerState.ValueType  # 1
 """The pod is used: no recent failure."""
 BREAKER_STATE_OPEN: BreakerState.ValueType  # 2
@@ -127,8 +127,8 @@ class GenerateRequest(google.protobuf.message.Message):
     reason PROMPT_CHANGED. Empty: not checked.
     """
     ignore_generation_config: builtins.bool
-    """Ignore the defaults in the model's generation_config.json: parameters left open are then greedy and otherwise off.
-    The model's end tokens still apply.
+    """Ignore the defaults in the model's generation_config.json: an unset temperature is then greedy, other unset
+    parameters are off. The model's end tokens still apply.
     """
     fallback_temperature: builtins.float
     """Temperature if neither this request nor the model's generation_config.json sets one; not under the CONTRASTIVE
@@ -137,30 +137,30 @@ class GenerateRequest(google.protobuf.message.Message):
     priority: builtins.int
     """Order among requests of the same tenant waiting for memory: lower goes first. Between tenants, weights decide."""
     prompt_logprobs: builtins.int
-    """Return the tokens of the prompt, with the log-probability of each but the first and of this many of the most
-    probable ones in its place, 0 to 20. They are computed without the prefix cache.
+    """Return the tokens of the prompt, and for each but the first its log-probability and those of this many of the most
+    probable tokens at its position, 0 to 20. They are computed without the prefix cache.
     """
     rejected_candidates: builtins.bool
     """Return the candidates that were verified and rejected."""
     show_special_tokens: builtins.bool
-    """Spell special tokens out in the text, all but the end token. Marks of reasoning are never spelt."""
+    """Spell out special tokens in the text, except the end token and marks of reasoning."""
     include_stop: builtins.bool
-    """Include what ended the text in it: the stop string, or the text of the end token unless that is a special token
-    that is not shown.
+    """Include in the text what ended it: the stop string, or the end token's text (of a special token only if special
+    tokens are shown).
     """
     return_prompt_token_ids: builtins.bool
     """Return the prompt's token ids with the first response."""
     truncate_prompt_tokens: builtins.int
-    """Keep only this many of the prompt's last tokens, with the special tokens around plain text; 0: all. The prompt may
-    then have 4 times the tokens of the context before it is truncated.
+    """Truncate the prompt to this many tokens, by dropping its first ones; 0: keep all. Special tokens around plain text
+    count, and are kept. The prompt may have 4 times the tokens of the context before truncation.
     """
     cache_salt: builtins.str
-    """Share cached prefixes only with requests of the tenant with the same salt, and no finished texts. At most 256
-    characters; empty: with those that have none. It changes no token.
+    """Share cached prefixes only with requests of the tenant with the same salt, and share no finished texts. At most 256
+    characters; empty: share with requests without a salt. It changes no token.
     """
     learn: builtins.bool
-    """Permits draft services to keep this text, prompt included, and to learn from it: Finish.kept_for_learning. Refused
-    where tenants have keys and the tenant's entry does not permit it too.
+    """Permits draft services to keep this text, prompt included, and to learn from it (Finish.kept_for_learning). Refused
+    if tenants have keys and the tenant's entry does not permit it too.
     """
     @property
     def tokens(self) -> global___TokenPrompt:
@@ -177,8 +177,8 @@ class GenerateRequest(google.protobuf.message.Message):
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Stop strings: the text ends before the first one. At most 16, none empty. A string equal to the text of a special
-        token or of a reasoning mark is also a stop token. Special tokens do not appear in texts: a string that contains
-        the text of one is matched against the text with special tokens spelt out.
+        token or of a reasoning mark is also a stop token. Special tokens do not appear in texts: a string that contains a
+        special token's text is matched against the text with special tokens spelt out.
         """
 
     @property
@@ -203,8 +203,8 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def reasoning(self) -> global___Reasoning:
-        """Position of the text's reasoning. Unset: for chats from the model's template and the end of the prompt, otherwise
-        none. To resume a text, send the value of `resolved`.
+        """Position of the text's reasoning. Unset: for chats derived from the model's template and the end of the prompt,
+        otherwise none. To resume a text, send the value of `resolved`.
         """
 
     @property
@@ -520,8 +520,8 @@ class SamplingParameters(google.protobuf.message.Message):
     min_p: builtins.float
     """In [0, 1]."""
     typical_p: builtins.float
-    """Of the tokens left by the others, keep those whose surprisal is closest to the entropy, until their probabilities
-    sum to this. In (0, 1].
+    """Of the tokens left by the other filters, keep those whose surprisal is closest to the entropy, until their
+    probabilities sum to this. In (0, 1].
     """
     repetition_penalty: builtins.float
     """In [0.01, 100]; 1 is off."""
@@ -541,13 +541,15 @@ class SamplingParameters(google.protobuf.message.Message):
 
     @property
     def allowed_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The only token ids that may be chosen, end tokens included; empty: all. A grammar that permits none of them wins."""
+        """The only token ids that may be chosen, end tokens included; empty: all. A grammar that permits none of them takes
+        precedence.
+        """
 
     @property
     def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Words, or other texts, that are not generated: the last token of each, as tokenized alone and after a space, is
-        never chosen where the text, prompt included, ends with its other tokens. At most 256, of 256 characters and 64
-        tokens each.
+        """Words, or other texts, that are not generated. Each is tokenized alone and after a space; its last token is never
+        chosen if the text, prompt included, ends with its other tokens. At most 256, each of at most 256 characters and 64
+        tokens.
         """
 
     def __init__(
@@ -613,12 +615,12 @@ class Speculation(google.protobuf.message.Message):
     forced: builtins.bool
     """Speculate even if it does not pay."""
     max_candidates: builtins.int
-    """Maximum candidates verified in one step, up to 128; 0: the default. A pod may grant less of this, of the next two
-    limits and of `max_nodes`: SpeculationStatistics.granted.
+    """Maximum candidates verified in one step, up to 128; 0: the default. A pod may grant less of this limit, the next
+    two and `max_nodes` (SpeculationStatistics.granted).
     """
     max_depth: builtins.int
-    """Maximum tokens verified ahead of the last committed one, up to 128; 0: the default. Drafts go on beyond it for the
-    commit that is under way.
+    """Maximum tokens verified ahead of the last committed one, up to 128; 0: the default. Drafts go further, to allow for
+    the commit that is under way.
     """
     max_branches: builtins.int
     """Maximum alternatives at one position, up to 16; 0: the default."""
@@ -638,14 +640,15 @@ class Speculation(google.protobuf.message.Message):
 
     @property
     def lookahead(self) -> specdec.v2.model_pb2.Lookahead:
-        """With LOOKAHEAD: size of the window, even if it does not pay. Unset: a size that pays, if any. Under REJECTION it
-        excludes REMOTE, and `drafters` left empty are the verifier's own.
+        """With LOOKAHEAD: size of the window, which is used even if it does not pay. Unset: a size that pays, if any. Under
+        REJECTION a window excludes REMOTE, and empty `drafters` mean the verifier's own.
         """
 
     @property
     def expansion(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Fixed widths of a draft service's token tree, as in SpecInfer: number of children of a node by its depth, the root's
-        first; each 1 to 16, together at most 256 nodes. Excludes `max_depth`, `max_branches` and `min_path_probability`.
+        """Fixed widths of a draft service's token tree, as in SpecInfer: number of children of a node at each depth,
+        beginning at the root; each 1 to 16, together at most 256 nodes. Excludes `max_depth`, `max_branches` and
+        `min_path_probability`.
         """
 
     def __init__(
@@ -704,10 +707,10 @@ class GenerateResponse(google.protobuf.message.Message):
     steps: builtins.int
     """Target steps that produced these tokens."""
     offered: builtins.int
-    """Candidates verified in them."""
+    """Candidates verified in these steps."""
     reasoning: builtins.str
     """New reasoning, without its marks, white space around the opening mark, and white space after the closing mark. Stop
-    strings do not match in it, but a stop string that is a token ends the text here too.
+    strings do not match in it, but a stop string that is a token ends the text in it too.
     """
     reasoning_tokens: builtins.int
     """Number of leading tokens that belong to the reasoning, including its marks and the white space before it."""
@@ -733,7 +736,7 @@ class GenerateResponse(google.protobuf.message.Message):
 
     @property
     def token_texts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """The piece of `reasoning`, then of `text`, that each token added, one entry per token; joined they give both."""
+        """What each token added to `reasoning` or `text`, one entry per token. Joined, they give `reasoning`, then `text`."""
 
     @property
     def resolved(self) -> global___ResolvedRequest:
@@ -812,8 +815,8 @@ global___PromptToken = PromptToken
 
 @typing.final
 class ResolvedRequest(google.protobuf.message.Message):
-    """The resolved request, including defaults for what it left open. To resume the text, send all of this explicitly, so
-    that another orchestrator cannot resolve it differently.
+    """The resolved request: unset fields have their defaults. To resume the text, send all of this explicitly, so that
+    another orchestrator cannot resolve it differently.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -920,17 +923,16 @@ class Finish(google.protobuf.message.Message):
     numerics_fingerprint: builtins.str
     """Numerics fingerprint of the verifier."""
     reproducible: builtins.bool
-    """Whether the same request gives the same tokens again: false if the text moved between pods with different numerics,
-    and under rules with tokens that depend on the draft (CONTRASTIVE, and with temperature
-    REJECTION and TYPICAL).
+    """Whether the same request gives the same tokens again. False if the text moved between pods with different numerics,
+    and if its tokens depend on the draft (under CONTRASTIVE, and with temperature under REJECTION and TYPICAL).
     """
     numerics_mode: specdec.v2.model_pb2.NumericsMode.ValueType
     """Whether the tokens may depend on the other sessions in the steps."""
     preemptions: builtins.int
     """Preemptions of the text; each recomputes it."""
     kept_for_learning: builtins.bool
-    """Whether a draft service keeps the text to learn from it: the request permits it, and a draft that collects texts had
-    a part in it.
+    """Whether a draft service keeps the text to learn from it: the request permits this, and a draft that collects texts
+    drafted for it.
     """
     @property
     def usage(self) -> global___Usage:
@@ -942,8 +944,8 @@ class Finish(google.protobuf.message.Message):
 
     @property
     def schema_check(self) -> global___SchemaCheck:
-        """Check of the finished text for what no grammar enforces of its JSON schema: `uniqueItems` of open values. Unset: the
-        grammar enforces all of the schema, or there is none.
+        """Check of the finished text for the part of its JSON schema that no grammar enforces: `uniqueItems` of open values.
+        Unset: the grammar enforces the whole schema, or there is no schema.
         """
 
     def __init__(
@@ -975,11 +977,13 @@ class SchemaCheck(google.protobuf.message.Message):
     PATH_FIELD_NUMBER: builtins.int
     KEYWORD_FIELD_NUMBER: builtins.int
     ok: builtins.bool
-    """Whether the text is valid. Unset: it is no whole JSON value, as one that is cut short, or too large to check."""
+    """Whether the text is valid. Unset: it is not a whole JSON value (it was cut short, for example), or too large to
+    check.
+    """
     path: builtins.str
-    """The part of the value that is not valid, a JSON pointer, as in "/tags/3"."""
+    """JSON pointer to the invalid part of the value, as in "/tags/3"."""
     keyword: builtins.str
-    """The keyword that it breaks."""
+    """The violated keyword."""
     def __init__(
         self,
         *,
@@ -1105,8 +1109,8 @@ class SpeculationStatistics(google.protobuf.message.Message):
 
     @property
     def granted(self) -> global___SpeculationLimits:
-        """Granted limits out of those set by the request: the minimum over all pods that served the text. Limits that the
-        request left open are unset.
+        """Granted values of the limits that the request set: the minimum over all pods that served the text. Limits that the
+        request left unset are unset.
         """
 
     @property
@@ -1367,7 +1371,7 @@ class ServedModel(google.protobuf.message.Message):
 
     @property
     def aliases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Further names, each as good as `name` in requests."""
+        """Further names that requests may use in place of `name`."""
 
     def __init__(
         self,
@@ -1653,15 +1657,15 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
 
     @property
     def sources(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Counter: their tokens by source, as in SpeculationStatistics.sources."""
+        """Counter: tokens of ended samples by source, as in SpeculationStatistics.sources."""
 
     @property
     def decisions(self) -> specdec.v2.model_pb2.SpeculationDecisions:
-        """What decided how many candidates their steps had: counters, and means of all of them."""
+        """What decided how many candidates the steps of ended samples had: counters, and means over all these steps."""
 
     @property
     def all_samples(self) -> global___SampleCounts:
-        """Counters of all samples, ended or not: rates of these are live."""
+        """Counters of all samples, ended or not, for live rates."""
 
     def __init__(
         self,
@@ -1760,7 +1764,7 @@ class RevisionView(google.protobuf.message.Message):
     model: builtins.str
     """The model's name."""
     revision: builtins.str
-    """Its name; empty if the model has a single, unnamed revision."""
+    """The revision's name; empty if the model has a single, unnamed revision."""
     share: builtins.float
     """Its share of the model's requests, relative to the model's other revisions; 0: only requests that name it."""
     serving: builtins.bool
@@ -1772,7 +1776,7 @@ class RevisionView(google.protobuf.message.Message):
     generated_tokens: builtins.int
     """Counter: tokens generated in ended samples."""
     leaving: builtins.bool
-    """It is removed, and its last requests are running."""
+    """It was removed, and its last requests are still running."""
     @property
     def failed_requests(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Counter: of these, requests that ended with an error, by reason."""

@@ -58,7 +58,7 @@ class KeptText(google.protobuf.message.Message):
     AGE_US_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     tenant_digest: builtins.str
-    """SHA-256 of the tenant's name, hex: versions of a draft name the tenants that they learned from."""
+    """SHA-256 of the tenant's name, hex. Versions of a draft record the tenants that they learned from."""
     prompt_tokens: builtins.int
     """Tokens of the prompt."""
     age_us: builtins.int
@@ -73,8 +73,8 @@ class KeptText(google.protobuf.message.Message):
 
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[specdec.v2.model_pb2.TargetLogprobs]:
-        """The target's log-probabilities at places where it overruled the draft, ascending: not at all of them. Positions count
-        from the first of `tokens`.
+        """The target's log-probabilities at some of the `overruled` places, ascending. Positions count from the first of
+        `tokens`.
         """
 
     def __init__(
@@ -124,8 +124,8 @@ class ForgetResponse(google.protobuf.message.Message):
     tokens: builtins.int
     """Number of their tokens."""
     first_learned: builtins.bool
-    """The model that the pod began with has learned from them. It drafts, unless a version serves, until the pod is
-    restarted with another model.
+    """The model that the pod began with has learned from them. Unless a version serves, this model drafts until the pod
+    is restarted with another one.
     """
     @property
     def versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:

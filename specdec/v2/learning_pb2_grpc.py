@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class LearningServiceStub(object):
-    """What a draft service keeps to learn from, for its trainer. Open to callers with the key of `--learn-key-file` alone.
+    """The texts that a draft service keeps to learn from, for its trainer. Serves only callers with the key of
+    `--learn-key-file`.
     """
 
     def __init__(self, channel):
@@ -48,7 +49,8 @@ class LearningServiceStub(object):
 
 
 class LearningServiceServicer(object):
-    """What a draft service keeps to learn from, for its trainer. Open to callers with the key of `--learn-key-file` alone.
+    """The texts that a draft service keeps to learn from, for its trainer. Serves only callers with the key of
+    `--learn-key-file`.
     """
 
     def GetTraffic(self, request, context):
@@ -59,9 +61,9 @@ class LearningServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Forget(self, request, context):
-        """Deletes what is kept of a tenant, keeps nothing of its running texts, and refuses versions of the draft that have
-        learned from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all that is done, but a restart of the pod
-        ends the refusal, since its folder of versions cannot be written.
+        """Deletes a tenant's kept texts, keeps none of its running ones, and refuses versions of the draft that have learned
+        from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all this is done, but the refusal ends when the
+        pod restarts, since its folder of versions cannot be written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,7 +91,8 @@ def add_LearningServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LearningService(object):
-    """What a draft service keeps to learn from, for its trainer. Open to callers with the key of `--learn-key-file` alone.
+    """The texts that a draft service keeps to learn from, for its trainer. Serves only callers with the key of
+    `--learn-key-file`.
     """
 
     @staticmethod

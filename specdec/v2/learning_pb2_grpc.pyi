@@ -18,7 +18,9 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class LearningServiceStub:
-    """What a draft service keeps to learn from, for its trainer. Open to callers with the key of `--learn-key-file` alone."""
+    """The texts that a draft service keeps to learn from, for its trainer. Serves only callers with the key of
+    `--learn-key-file`.
+    """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     GetTraffic: grpc.UnaryStreamMultiCallable[
@@ -31,13 +33,15 @@ class LearningServiceStub:
         specdec.v2.learning_pb2.ForgetRequest,
         specdec.v2.learning_pb2.ForgetResponse,
     ]
-    """Deletes what is kept of a tenant, keeps nothing of its running texts, and refuses versions of the draft that have
-    learned from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all that is done, but a restart of the pod
-    ends the refusal, since its folder of versions cannot be written.
+    """Deletes a tenant's kept texts, keeps none of its running ones, and refuses versions of the draft that have learned
+    from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all this is done, but the refusal ends when the
+    pod restarts, since its folder of versions cannot be written.
     """
 
 class LearningServiceAsyncStub:
-    """What a draft service keeps to learn from, for its trainer. Open to callers with the key of `--learn-key-file` alone."""
+    """The texts that a draft service keeps to learn from, for its trainer. Serves only callers with the key of
+    `--learn-key-file`.
+    """
 
     GetTraffic: grpc.aio.UnaryStreamMultiCallable[
         specdec.v2.learning_pb2.GetTrafficRequest,
@@ -49,13 +53,15 @@ class LearningServiceAsyncStub:
         specdec.v2.learning_pb2.ForgetRequest,
         specdec.v2.learning_pb2.ForgetResponse,
     ]
-    """Deletes what is kept of a tenant, keeps nothing of its running texts, and refuses versions of the draft that have
-    learned from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all that is done, but a restart of the pod
-    ends the refusal, since its folder of versions cannot be written.
+    """Deletes a tenant's kept texts, keeps none of its running ones, and refuses versions of the draft that have learned
+    from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all this is done, but the refusal ends when the
+    pod restarts, since its folder of versions cannot be written.
     """
 
 class LearningServiceServicer(metaclass=abc.ABCMeta):
-    """What a draft service keeps to learn from, for its trainer. Open to callers with the key of `--learn-key-file` alone."""
+    """The texts that a draft service keeps to learn from, for its trainer. Serves only callers with the key of
+    `--learn-key-file`.
+    """
 
     @abc.abstractmethod
     def GetTraffic(
@@ -71,9 +77,9 @@ class LearningServiceServicer(metaclass=abc.ABCMeta):
         request: specdec.v2.learning_pb2.ForgetRequest,
         context: _ServicerContext,
     ) -> typing.Union[specdec.v2.learning_pb2.ForgetResponse, collections.abc.Awaitable[specdec.v2.learning_pb2.ForgetResponse]]:
-        """Deletes what is kept of a tenant, keeps nothing of its running texts, and refuses versions of the draft that have
-        learned from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all that is done, but a restart of the pod
-        ends the refusal, since its folder of versions cannot be written.
+        """Deletes a tenant's kept texts, keeps none of its running ones, and refuses versions of the draft that have learned
+        from its texts so far. FAILED_PRECONDITION, reason NOT_REMEMBERED: all this is done, but the refusal ends when the
+        pod restarts, since its folder of versions cannot be written.
         """
 
 def add_LearningServiceServicer_to_server(servicer: LearningServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -26,21 +26,21 @@ class _NumericsMode:
 class _NumericsModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_NumericsMode.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     NUMERICS_MODE_UNSPECIFIED: _NumericsMode.ValueType  # 0
-    """Not said."""
+    """Not reported."""
     NUMERICS_MODE_EXACT: _NumericsMode.ValueType  # 1
     """They do not, as verified by a check at start-up."""
     NUMERICS_MODE_FAST: _NumericsMode.ValueType  # 2
-    """They may, in their last bits; if two tokens are that close, the choice may too."""
+    """They may, in their last bits; the choice may too, if two tokens are that close."""
 
 class NumericsMode(_NumericsMode, metaclass=_NumericsModeEnumTypeWrapper):
     """Whether the bits of a text's logits depend on the batch they are computed in."""
 
 NUMERICS_MODE_UNSPECIFIED: NumericsMode.ValueType  # 0
-"""Not said."""
+"""Not reported."""
 NUMERICS_MODE_EXACT: NumericsMode.ValueType  # 1
 """They do not, as verified by a check at start-up."""
 NUMERICS_MODE_FAST: NumericsMode.ValueType  # 2
-"""They may, in their last bits; if two tokens are that close, the choice may too."""
+"""They may, in their last bits; the choice may too, if two tokens are that close."""
 global___NumericsMode = NumericsMode
 
 class _AcceptanceRule:
@@ -60,8 +60,8 @@ class _AcceptanceRuleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     ACCEPTANCE_RULE_CONTRASTIVE: _AcceptanceRule.ValueType  # 3
     """Maximise log p - log q among tokens plausible to the target (Li et al. 2023)."""
     ACCEPTANCE_RULE_TYPICAL: _AcceptanceRule.ValueType  # 4
-    """Accept what the target finds typical, else take its own choice (Medusa's typical acceptance, Cai et al. 2024). The
-    text does not follow the target's distribution.
+    """Accept candidates that are typical of the target, else take the target's own choice (Medusa's typical acceptance,
+    Cai et al. 2024). The text does not follow the target's distribution.
     """
 
 class AcceptanceRule(_AcceptanceRule, metaclass=_AcceptanceRuleEnumTypeWrapper):
@@ -78,8 +78,8 @@ ACCEPTANCE_RULE_REJECTION: AcceptanceRule.ValueType  # 2
 ACCEPTANCE_RULE_CONTRASTIVE: AcceptanceRule.ValueType  # 3
 """Maximise log p - log q among tokens plausible to the target (Li et al. 2023)."""
 ACCEPTANCE_RULE_TYPICAL: AcceptanceRule.ValueType  # 4
-"""Accept what the target finds typical, else take its own choice (Medusa's typical acceptance, Cai et al. 2024). The
-text does not follow the target's distribution.
+"""Accept candidates that are typical of the target, else take the target's own choice (Medusa's typical acceptance,
+Cai et al. 2024). The text does not follow the target's distribution.
 """
 global___AcceptanceRule = AcceptanceRule
 
@@ -225,7 +225,7 @@ global___FinishReason = FinishReason
 
 @typing.final
 class ModelIdentity(google.protobuf.message.Message):
-    """What a pod serves. Peers compare it at every handshake; names alone pair nothing."""
+    """What a pod serves. Peers compare it at every handshake; equal names are not enough."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -248,10 +248,10 @@ class ModelIdentity(google.protobuf.message.Message):
     it, but of ServedModel.text_fingerprint.
     """
     model_fingerprint: builtins.str
-    """SHA-256 over config and weights, hex. A session resumes only on a pod with the same one."""
+    """SHA-256 over config and weights, hex. A session resumes only on a pod with the same fingerprint."""
     numerics_fingerprint: builtins.str
-    """Engine, versions, dtype and device kind, readable, as in "torch-2.13.0/cpu/float32/threads-1". Equal fingerprints
-    give equal bits; a session that moved between different ones is not reproducible.
+    """Engine, versions, dtype and device kind, human-readable, as in "torch-2.13.0/cpu/float32/threads-1". Equal
+    fingerprints give equal bits; a session that moved between different ones is not reproducible.
     """
     context_tokens: builtins.int
     """Longest text, in tokens, prompt included."""
@@ -348,7 +348,7 @@ class Lookahead(google.protobuf.message.Message):
     ngram: builtins.int
     """Length N of the n-grams from the window; at least 2, which is Jacobi decoding."""
     guesses: builtins.int
-    """n-grams kept, and verified, for each first token, G; 1 to 64. Without effect for Jacobi decoding."""
+    """n-grams kept and verified for each first token, G; 1 to 64. No effect in Jacobi decoding."""
     def __init__(
         self,
         *,
@@ -395,7 +395,7 @@ class Sampling(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     BANNED_SEQUENCES_FIELD_NUMBER: builtins.int
     repetition_penalty: builtins.float
-    """In [0.01, 100]; 1 is off. Logits of tokens in prompt or output are divided (positive) or multiplied by it."""
+    """In [0.01, 100]; 1 is off. Divides positive logits of tokens in prompt or output, and multiplies negative ones."""
     frequency_penalty: builtins.float
     """Subtracted once for each occurrence in the output. 0 is off."""
     presence_penalty: builtins.float
@@ -409,14 +409,14 @@ class Sampling(google.protobuf.message.Message):
     min_p: builtins.float
     """Keep tokens at least this probable relative to the most probable one. In [0, 1]; 0 keeps all."""
     typical_p: builtins.float
-    """Then keep the smallest set of tokens whose probability reaches this, those first whose surprisal is closest to the
-    entropy (locally typical sampling). In (0, 1]; 1 keeps all.
+    """Then take tokens in order of the distance of their surprisal from the entropy, and keep the fewest whose
+    probability reaches this (locally typical sampling). In (0, 1]; 1 keeps all.
     """
     seed: builtins.int
     """Seed of the noise. The same request with the same seed gives the same tokens."""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
-        """Added to the logits of the given token ids, 4096 at most."""
+        """Added to the logits of the given token ids; at most 4096."""
 
     @property
     def banned_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -424,8 +424,8 @@ class Sampling(google.protobuf.message.Message):
 
     @property
     def banned_sequences(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenSequence]:
-        """The last token of a sequence is never chosen where the text, prompt included, ends with the others. At most 512, of
-        2 to 64 tokens each. Applied with `banned_tokens`.
+        """The last token of a sequence is never chosen if the text, prompt included, ends with the sequence's other tokens.
+        At most 512 sequences of 2 to 64 tokens each. Applied together with `banned_tokens`.
         """
 
     def __init__(
@@ -555,13 +555,13 @@ class RejectedCandidate(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     position: builtins.int
-    """Generated tokens of the text before it."""
+    """Number of generated tokens before it."""
     depth: builtins.int
-    """Rejected candidates above it; 0: another token was committed in its place."""
+    """Number of rejected candidates above it in the tree; 0: another token was committed in its place."""
     token: builtins.int
     """The candidate."""
     source: global___TokenSource.ValueType
-    """Who proposed it: the source of its token, had it been accepted."""
+    """The source that its token would have had if accepted."""
     bytes: builtins.bytes
     """Its bytes, as in TokenPiece. Set by the orchestrator, which has the tokenizer; a verifier's value is dropped."""
     def __init__(
@@ -638,11 +638,13 @@ class SpeculationDecisions(google.protobuf.message.Message):
     BEST_CANDIDATE_FIELD_NUMBER: builtins.int
     MODE_RATES_FIELD_NUMBER: builtins.int
     row_us: builtins.float
-    """Means over the steps counted as "row_cost". The time by which one more row lengthens the step, microseconds."""
+    """The next three are means over the steps counted as "row_cost". Time by which one more row lengthens the step,
+    microseconds.
+    """
     break_even: builtins.float
-    """The tokens that this row must bring to pay: the break-even probability, 0 to 1."""
+    """Tokens that this row must bring to pay: the break-even probability, 0 to 1."""
     best_candidate: builtins.float
-    """The tokens that the best candidate was expected to bring: its probability, 0 to 1."""
+    """Tokens that the best candidate was expected to bring: its probability, 0 to 1."""
     @property
     def modes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Steps by mode of adaptive speculation: "off", "ngram", "local_draft", "heads", "remote_draft"; "forced" for a text
@@ -651,20 +653,26 @@ class SpeculationDecisions(google.protobuf.message.Message):
 
     @property
     def without(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """Steps without candidates, by reason. "off", "off_by_default": the request, or the verifier's default, permits no
-        drafter; "no_draft_service": only draft services are permitted, and none is there; "no_drafter": a verifier was
-        told of no drafter; "heads_not_loaded", "heads_failed", "heads_slower": the request permits heads alone, and they
-        are not there, failed, or were measured to be no faster than plain decoding; "local_model_...": the same of a local
-        draft; "plain_faster": plain decoding was measured to be as fast; "probed": tried without candidates, to measure
-        that; "row_cost": no candidate was worth its row; "no_room": one was, but the step had no room for it;
-        "nothing_proposed": there was no candidate; "draft_gains_nothing": the draft brings this text next to nothing, and
-        is tried again later; "prompts_first": the draft pauses while prompts take the CPU cores; "prompt": the step also
-        ended a prompt.
+        """Steps without candidates, by reason:
+        - "off", "off_by_default": the request, or the verifier's default, permits no drafter
+        - "no_draft_service": only draft services are permitted, and none is available
+        - "no_drafter": the verifier was given no drafter
+        - "heads_not_loaded", "heads_failed", "heads_slower": only heads are permitted, and they are not loaded, have
+          failed, or were measured to be no faster than plain decoding
+        - "local_model_...": the same for a local draft
+        - "plain_faster": plain decoding was measured to be as fast
+        - "probed": a measurement excluded the candidates
+        - "row_cost": no candidate was worth its row
+        - "no_room": a candidate was worth its row, but the step had no room for it
+        - "nothing_proposed": there was no candidate
+        - "draft_gains_nothing": the text gains almost nothing from the draft, which is tried again later
+        - "prompts_first": the draft is paused while prompts use the CPU cores
+        - "prompt": the step also computed the end of a prompt
         """
 
     @property
     def mode_rates(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """Tokens a second of the steps that the mode governs, by mode, as far as measured lately."""
+        """Tokens per second by mode, as last measured in the steps that the mode governs."""
 
     def __init__(
         self,
@@ -682,8 +690,8 @@ global___SpeculationDecisions = SpeculationDecisions
 
 @typing.final
 class Features(google.protobuf.message.Message):
-    """What heads make of the target's features at consecutive positions of a text: the input of a draft service that runs
-    such heads.
+    """The target's features at consecutive positions of a text, fused by the heads' first matrix product: the input of a
+    draft service that runs these heads.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -692,11 +700,11 @@ class Features(google.protobuf.message.Message):
     VALUES_FIELD_NUMBER: builtins.int
     SESSION_FIELD_NUMBER: builtins.int
     first: builtins.int
-    """Position of the first row; 0 is that of the first token of the prompt."""
+    """Position of the first row; 0 is the first token of the prompt."""
     values: builtins.bytes
     """Fused features, row by row: bfloat16, little-endian. At most 512 KiB."""
     session: builtins.int
-    """From a verifier: `VerifyPolicy.features_session`, the draft session that they are for."""
+    """From a verifier: the draft session to send them to, as in `VerifyPolicy.features_session`."""
     def __init__(
         self,
         *,
@@ -738,9 +746,7 @@ class Extend(google.protobuf.message.Message):
 
     @property
     def distributions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___DraftDistribution]:
-        """The draft's distribution over the children of a prefix, where the rule needs it (REJECTION,
-        CONTRASTIVE).
-        """
+        """The draft's distributions after prefixes, if the rule needs them (REJECTION, CONTRASTIVE)."""
 
     def __init__(
         self,
@@ -778,15 +784,16 @@ class DraftDistribution(google.protobuf.message.Message):
     vocabulary_size: builtins.int
     """With `id_gaps`: number of the draft's token ids."""
     answer: builtins.bool
-    """It answers the last `DraftQuery`: it has the log-probability of every id asked for, and no other."""
+    """Answers the last `DraftQuery`, with the log-probabilities of exactly the requested ids."""
     @property
     def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """REJECTION: token ids of the values."""
 
     @property
     def id_gaps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """CONTRASTIVE: token ids of the values, ascending, as gaps: the first id, then each one's difference from the id
-        before it. At most 4096. Empty: `values` covers the vocabulary. Only if `DraftPolicy.partial_distributions` is set.
+        """CONTRASTIVE: token ids of the values, ascending, as gaps: the first id, then the difference of each id from the
+        previous one. At most 4096. Empty: `values` covers the vocabulary. Only if `DraftPolicy.partial_distributions` is
+        set.
         """
 
     def __init__(
@@ -805,8 +812,8 @@ global___DraftDistribution = DraftDistribution
 
 @typing.final
 class DraftQuery(google.protobuf.message.Message):
-    """Asks a draft for log-probabilities of tokens after the committed text (CONTRASTIVE): those that the target finds
-    plausible, where the draft has sent too few of them.
+    """Asks a draft for more log-probabilities after the committed text (CONTRASTIVE): those it sent cover too few of the
+    tokens that are plausible to the target.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -846,7 +853,7 @@ class Committed(google.protobuf.message.Message):
 
     @property
     def overruled(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TargetLogprobs]:
-        """The target's log-probabilities at the places of these tokens where it overruled the draft, in order, if the session's
+        """The target's log-probabilities where it overruled the draft in choosing these tokens, in order, if the session's
         policy asks for them (`VerifyPolicy.overruled_logprobs`) or a draft keeps them (`DraftOpened.overruled_logprobs`).
         """
 
@@ -863,7 +870,7 @@ global___Committed = Committed
 
 @typing.final
 class TargetLogprobs(google.protobuf.message.Message):
-    """The target's likeliest tokens at one place, of its distribution before temperature and truncation."""
+    """The target's likeliest tokens at one position, in its distribution before temperature and truncation."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -871,7 +878,7 @@ class TargetLogprobs(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     position: builtins.int
-    """Position in the text of the token that the target chose there, counted from 0, the prompt included."""
+    """Position of the token that the target chose, counted from 0 at the start of the prompt."""
     logprobs: builtins.bytes
     """Their log-probabilities, float16 in nats, little-endian: 2 bytes each."""
     @property

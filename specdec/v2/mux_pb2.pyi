@@ -70,7 +70,7 @@ class Frame(google.protobuf.message.Message):
     message: builtins.bytes
     """A message of the method's type, serialized."""
     credit: builtins.int
-    """Flow control: the receiver has read this many more bytes, plus 64 for each message, and the sender may send as
+    """Flow control: the receiver has read this many more bytes (with 64 added per message), so the sender may send this
     many more.
     """
     @property

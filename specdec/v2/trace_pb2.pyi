@@ -47,7 +47,7 @@ class GetTraceResponse(google.protobuf.message.Message):
 
     @property
     def missing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MissingPart]:
-        """Pods used by the request, with their part missing."""
+        """Pods that the request used and whose part is missing."""
 
     def __init__(
         self,

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class TraceServiceStub(object):
-    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
-    only its own part.
+    """Timelines of requests. Every service offers it. An orchestrator also queries the pods that the request used; a pod
+    returns only its own part.
     """
 
     def __init__(self, channel):
@@ -44,8 +44,8 @@ class TraceServiceStub(object):
 
 
 class TraceServiceServicer(object):
-    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
-    only its own part.
+    """Timelines of requests. Every service offers it. An orchestrator also queries the pods that the request used; a pod
+    returns only its own part.
     """
 
     def GetTrace(self, request, context):
@@ -73,8 +73,8 @@ def add_TraceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TraceService(object):
-    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
-    only its own part.
+    """Timelines of requests. Every service offers it. An orchestrator also queries the pods that the request used; a pod
+    returns only its own part.
     """
 
     @staticmethod

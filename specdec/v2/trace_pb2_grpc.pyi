@@ -18,8 +18,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class TraceServiceStub:
-    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
-    only its own part.
+    """Timelines of requests. Every service offers it. An orchestrator also queries the pods that the request used; a pod
+    returns only its own part.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -32,8 +32,8 @@ class TraceServiceStub:
     """
 
 class TraceServiceAsyncStub:
-    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
-    only its own part.
+    """Timelines of requests. Every service offers it. An orchestrator also queries the pods that the request used; a pod
+    returns only its own part.
     """
 
     GetTrace: grpc.aio.UnaryUnaryMultiCallable[
@@ -45,8 +45,8 @@ class TraceServiceAsyncStub:
     """
 
 class TraceServiceServicer(metaclass=abc.ABCMeta):
-    """Timelines of requests. Every service has it: an orchestrator also queries the pods used by the request; a pod returns
-    only its own part.
+    """Timelines of requests. Every service offers it. An orchestrator also queries the pods that the request used; a pod
+    returns only its own part.
     """
 
     @abc.abstractmethod

@@ -37,7 +37,7 @@ class VerifyRequest(google.protobuf.message.Message):
 
     @property
     def consumed(self) -> global___Consumed:
-        """Read progress of the client."""
+        """How far the client has read."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class VerifyResponse(google.protobuf.message.Message):
 
     @property
     def heartbeat(self) -> specdec.v2.model_pb2.Heartbeat:
-        """Sent after 250 ms of silence, and every second or so."""
+        """Sent after 250 ms without a message, and otherwise about every second."""
 
     @property
     def prompt_logprobs(self) -> global___PromptLogprobs:
@@ -83,11 +83,11 @@ class VerifyResponse(google.protobuf.message.Message):
 
     @property
     def query(self) -> specdec.v2.model_pb2.DraftQuery:
-        """For the draft: no token can be chosen without these log-probabilities. After the commits up to its `base`."""
+        """For the draft: no token can be chosen without these log-probabilities. Sent after the commits up to its `base`."""
 
     @property
     def features(self) -> specdec.v2.model_pb2.Features:
-        """Features of the text for its draft, if the policy asks for them. Before the commit of the token after them."""
+        """Features of the text for its draft, if the policy asks for them. Sent before the commit of the token after them."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class VerifyOpen(google.protobuf.message.Message):
     checksum: builtins.int
     """CRC-32 (ISO 3309) of this message without this field, serialized with its fields in order. Unset: not checked."""
     coalesce_commits: builtins.bool
-    """The client does not need every token at once: the tokens of several steps may be sent in one commit, up to 250 ms."""
+    """The client does not need every token immediately: a commit may collect tokens of several steps for up to 250 ms."""
     tenant_weight: builtins.float
     """Weight of the tenant relative to others that compete for the pod, 0.01 to 100; 0 means 1."""
     priority: builtins.int
@@ -169,7 +169,7 @@ class VerifyOpen(google.protobuf.message.Message):
     """Report the candidates that were verified and rejected."""
     cache_salt: builtins.str
     """The text shares the prefix cache only with texts of its tenant with the same salt. At most 256 characters; empty:
-    with those that have none.
+    with texts without a salt.
     """
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -270,25 +270,31 @@ class VerifyOpened(google.protobuf.message.Message):
     max_candidates: builtins.int
     """Maximum candidates of this session per step: the smaller of its policy's and this pod's limit. 0: not reported."""
     follows_grammar: builtins.bool
-    """Whether it follows the `grammar` of VerifyOpen. False from a verifier that does not know the field."""
+    """Whether the verifier follows the `grammar` of VerifyOpen. False from a verifier that does not know the field."""
     max_branches: builtins.int
     """Maximum candidates per position in a step: 1 if the engine verifies chains only. 0: no limit."""
     checksum: builtins.int
     """CRC-32 (ISO 3309) of this message without this field, serialized with its fields in order. Unset: not checked."""
     scores_prompt: builtins.bool
-    """Whether it returns the `prompt_logprobs` of VerifyOpen. False from a verifier that does not know the field."""
-    bans_sequences: builtins.bool
-    """Whether it follows the `banned_sequences` of VerifyOpen's sampling. False from a verifier that does not know the
+    """Whether the verifier returns the `prompt_logprobs` of VerifyOpen. False from a verifier that does not know the
     field.
     """
+    bans_sequences: builtins.bool
+    """Whether the verifier follows the `banned_sequences` of VerifyOpen's sampling. False from a verifier that does not
+    know the field.
+    """
     salts_cache: builtins.bool
-    """Whether it follows the `cache_salt` of VerifyOpen. False from a verifier that does not know the field."""
+    """Whether the verifier follows the `cache_salt` of VerifyOpen. False from a verifier that does not know the field."""
     takes_partial_distributions: builtins.bool
-    """Whether it takes CONTRASTIVE distributions over part of the vocabulary, and sends a `DraftQuery` for the rest."""
+    """Whether the verifier takes CONTRASTIVE distributions over part of the vocabulary, and sends a `DraftQuery` for the
+    rest.
+    """
     applies_typical_p: builtins.bool
-    """Whether it applies the `typical_p` of VerifyOpen's sampling. False from a verifier that does not know the field."""
+    """Whether the verifier applies the `typical_p` of VerifyOpen's sampling. False from a verifier that does not know the
+    field.
+    """
     features_fingerprint: builtins.str
-    """Fingerprint of the features that it can send, as in FeatureFormat. Empty: none."""
+    """Fingerprint of the features that the verifier can send, as in FeatureFormat. Empty: none."""
     @property
     def identity(self) -> specdec.v2.model_pb2.ModelIdentity:
         """What this pod serves."""
@@ -347,16 +353,16 @@ class VerifyPolicy(google.protobuf.message.Message):
     jacobi: builtins.bool
     """With LOOKAHEAD: as in Speculation."""
     unspecified: builtins.bool
-    """The request names neither drafters nor a window: the pod may have a default that leaves out some of `drafters`."""
+    """The request names neither drafters nor a window: the pod's default may exclude some of `drafters`."""
     max_depth: builtins.int
     """Maximum tokens verified ahead of the last committed one, up to 128; deeper candidates wait. 0: no limit."""
     overruled_logprobs: builtins.int
-    """Number of likeliest tokens to return, with their log-probabilities, for each place where the target chose another
-    token than the likeliest of a draft service (`Committed.overruled`). At most 64; 0: none.
+    """Number of likeliest tokens to return, with their log-probabilities, for each place where the target did not choose
+    the likeliest token of a draft service (`Committed.overruled`). At most 64; 0: none.
     """
     features_session: builtins.int
-    """Number of the draft session to send features to, from the oldest that the pod keeps: a new number asks for all of
-    them again. 0: send none.
+    """Number of the draft session to send features to, beginning with the oldest that the pod keeps. A new number asks
+    for all of them again. 0: send none.
     """
     @property
     def drafters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[specdec.v2.model_pb2.Drafter.ValueType]:
@@ -387,7 +393,7 @@ global___VerifyPolicy = VerifyPolicy
 
 @typing.final
 class Consumed(google.protobuf.message.Message):
-    """Read progress of the client: backpressure, so that a session does not run far ahead of it."""
+    """How far the client has read: backpressure, so that a session does not run far ahead of its client."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -455,10 +461,10 @@ class Commit(google.protobuf.message.Message):
     min_candidate_probability: builtins.float
     """The break-even probability at the pod's current load: a less probable candidate is not worth its row."""
     drafted_sessions: builtins.int
-    """Sessions of this pod with a draft. The more of them, the fewer messages of candidates it can take from each."""
+    """Sessions of this pod with a draft. With more of them, the pod can take fewer candidate messages from each."""
     checksum: builtins.int
-    """The CRC-32 of VerifyOpen continued: over all tokens committed since, each as 4 bytes, little-endian, and the finish
-    reason as one token more.
+    """The CRC-32 of VerifyOpen, continued over all tokens committed since, each as 4 bytes, little-endian, and over the
+    finish reason as one more token.
     """
     queued_us: builtins.int
     """Time this session waited for memory since its last commit, microseconds."""
@@ -520,7 +526,7 @@ global___Commit = Commit
 
 @typing.final
 class TokenLogprobs(google.protobuf.message.Message):
-    """Log-probabilities at one position, of the target's distribution before temperature and truncation."""
+    """Log-probabilities at one position, in the target's distribution before temperature and truncation."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -531,13 +537,13 @@ class TokenLogprobs(google.protobuf.message.Message):
     TOP_BYTES_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     chosen: builtins.float
-    """The chosen token's."""
+    """Log-probability of the chosen token."""
     chosen_bytes: builtins.bytes
     """Bytes of the chosen token, as in TokenPiece. Set by the orchestrator, which has the tokenizer; a verifier's value
     is dropped.
     """
     rank: builtins.int
-    """For a token of a prompt its rank: 1 plus the number of more probable tokens."""
+    """For a prompt token, its rank: 1 plus the number of more probable tokens."""
     @property
     def top_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids of the most probable tokens, best first."""
@@ -597,10 +603,10 @@ class FindPrefixRequest(google.protobuf.message.Message):
     BLOCK_HASHES_FIELD_NUMBER: builtins.int
     @property
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Block hashes of the text, first to last: of every 64 tokens, as far as they are full. The hash of a block is the
-        8-byte BLAKE2b digest, as a little-endian number, of the hash before it (8 bytes, little-endian) and the block's
-        tokens (4 bytes each, little-endian); the first block continues the digest of the tenant's name in UTF-8, followed,
-        for a text with a `cache_salt`, by the byte 255 and the salt in UTF-8.
+        """Hashes of the text's full blocks of 64 tokens, first to last. The hash of a block is the 8-byte BLAKE2b digest, as
+        a little-endian number, of the previous hash (8 bytes, little-endian) and the block's tokens (4 bytes each,
+        little-endian). The first block continues the digest of the tenant's name in UTF-8, followed, for a text with a
+        `cache_salt`, by the byte 255 and the salt in UTF-8.
         """
 
     def __init__(
@@ -733,7 +739,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     refused_extends: builtins.int
     """Counter: invalid messages of candidates, dropped."""
     drafted_steps: builtins.int
-    """Counter: steps with a remote draft, counted per session, except a text's last."""
+    """Counter: steps with a remote draft, counted per session, without the last step of each text."""
     draft_ready_steps: builtins.int
     """Counter: of these, steps that ended with the next candidates already received."""
     sessions: builtins.int

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class VerifierServiceStub(object):
-    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long.
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives as long as the stream.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class VerifierServiceStub(object):
 
 
 class VerifierServiceServicer(object):
-    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long.
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives as long as the stream.
     """
 
     def Verify(self, request_iterator, context):
@@ -105,7 +105,7 @@ def add_VerifierServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifierService(object):
-    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long.
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives as long as the stream.
     """
 
     @staticmethod

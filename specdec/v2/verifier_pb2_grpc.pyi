@@ -18,7 +18,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class VerifierServiceStub:
-    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long."""
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives as long as the stream."""
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Verify: grpc.StreamStreamMultiCallable[
@@ -42,7 +42,7 @@ class VerifierServiceStub:
     """Load statistics of this pod."""
 
 class VerifierServiceAsyncStub:
-    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long."""
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives as long as the stream."""
 
     Verify: grpc.aio.StreamStreamMultiCallable[
         specdec.v2.verifier_pb2.VerifyRequest,
@@ -65,7 +65,7 @@ class VerifierServiceAsyncStub:
     """Load statistics of this pod."""
 
 class VerifierServiceServicer(metaclass=abc.ABCMeta):
-    """Runs the target model and decides every token. A session is a stream; its KV cache lives exactly as long."""
+    """Runs the target model and decides every token. A session is a stream; its KV cache lives as long as the stream."""
 
     @abc.abstractmethod
     def Verify(

@@ -1,4 +1,4 @@
-"""`specdec up` accepts every option of the three services and passes each to its service."""
+"""`specdec up` accepts every option of its services and passes each to its service."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The choice rule as a slow reference in plain Python, and inputs for comparisons with it.
 
-It uses float32 where the design specifies float32 (by rounding every operation), float64 for top-p's sums and the noise.
+It uses float32 where the design specifies float32 (by rounding every operation), float64 for top-p's sums and noise.
 Vocabularies are small and logits lie on a coarse grid, so that ties occur at every step.
 """
 

@@ -76,8 +76,8 @@ class TestNetwork:
         assert self.reaches(things, labels(templates(things)[caller]), NAMESPACE, callee, port) is may
 
     def leaves(self, things: list[Object], name: str, peer: Object, port: int, protocol: str = "TCP") -> bool:
-        """Return whether a pod may call a peer: pods of its own namespace (by labels), a namespace or an address, in the
-        form of a NetworkPolicy rule."""
+        """Return whether a pod may call a peer: pods of its own namespace (by labels), a namespace or an address, in
+        the form of a NetworkPolicy rule."""
         caller, isolated = labels(templates(things)[name]), False
         for each in of_kind(things, "NetworkPolicy").values():
             if not selects(each["spec"]["podSelector"], caller) or "Egress" not in each["spec"]["policyTypes"]:

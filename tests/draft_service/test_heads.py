@@ -276,7 +276,7 @@ class Shortsighted(FakeBlock):
 
 
 def test_a_candidate_that_the_text_followed_gets_children_from_its_own_row() -> None:
-    """The step had no row for it: the target's own choice led there, and its children were guessed from earlier rows."""
+    """The step had no row for it: the target's choice led there, and its children were guessed from earlier rows."""
     pod = Pod("block", heads=Shortsighted())
     text = pod.text()
     for _ in range(12):

@@ -87,7 +87,7 @@ class Followed:
         self.follower = VersionFollower(watched, self.loader, self.actions, self.service.drafter, self.first)
 
     def add(self, name: str, what: str = "", at: int = 100, tenant: str = "") -> None:
-        """Add a version of a kind that the loader knows; if a tenant is given, it has learned from that tenant's text."""
+        """Add a version of a kind that the loader knows; if a tenant is named, it has learned from a text of theirs."""
         directory = version(self.folder, name, at)
         if tenant:
             learned_from = LearnedFrom().with_texts({tenant_digest(tenant): 1.0})

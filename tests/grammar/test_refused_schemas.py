@@ -1,4 +1,4 @@
-"""Schemas without an equivalent for llguidance are refused, naming the place. Invalid and large ones take bounded time."""
+"""Schemas without an equivalent for llguidance are refused, naming the place. Invalid or large ones end in time."""
 
 from __future__ import annotations
 

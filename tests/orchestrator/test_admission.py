@@ -1,4 +1,4 @@
-"""While free capacity is unknown, one request at a time tries; once a verifier is full, none does."""
+"""While free capacity is unknown, one request at a time tries a verifier; once that is full, none does."""
 
 from __future__ import annotations
 

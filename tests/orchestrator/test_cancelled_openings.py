@@ -1,4 +1,4 @@
-"""A tenant that cancels sessions while they open loses places for it, while other tenants compete."""
+"""A tenant that cancels sessions while they open has fewer places while other tenants compete."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Clock:
 
 
 def storm(cancelled: CancelledOpenings, clock: Clock, seconds: float, a_second: int) -> int:
-    """Open and cancel at once, as often as admitted; return how often."""
+    """Open sessions and cancel them immediately, as often as admitted; return how often."""
     opened = 0
     for _ in range(int(seconds * a_second)):
         clock.now += 1 / a_second
@@ -136,7 +136,7 @@ async def test_requests_wait_for_a_place_and_those_of_others_do_not() -> None:
         assert isinstance(admission.refusal("storm"), TenantLimitError)
         assert admission.refusal("other") is None
         clock.now += CANCELLED_SECONDS
-        await enter("other")  # its end wakes the waiting ones
+        await enter("other")  # when it leaves, waiting requests wake
         await asyncio.gather(*waiting)
     assert not admission._waiting
 

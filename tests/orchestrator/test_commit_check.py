@@ -221,7 +221,7 @@ def test_log_probabilities_that_were_not_asked_for(wrong: list[Any]) -> None:
 
 
 LONG = list(range(1, 31))
-"""A prompt with log-probabilities to come."""
+"""A prompt whose log-probabilities are still to come."""
 
 
 def scores(first: int, count: int, top: int = 2, **fields: Any) -> Any:

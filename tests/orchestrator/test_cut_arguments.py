@@ -1,4 +1,4 @@
-"""Arguments of a call that were cut anywhere are an object again, with nothing in it that was not written."""
+"""A call's arguments that were cut at any place become an object again, with nothing that was not written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = st.recursive(
 
 
 def begins(part: Any, whole: Any) -> bool:
-    """Return True if a value has nothing that another one lacks."""
+    """Return True if the first value has nothing that the second one lacks."""
     match part, whole:
         case dict(), dict():
             return all(name in whole and begins(value, whole[name]) for name, value in part.items())
@@ -46,7 +46,7 @@ def test_a_cut_object_begins_the_whole_one(whole: dict[str, Any], ascii_alone: b
     found = read(text[: data.draw(st.integers(1, len(text)))])
     assert found is not None
     assert begins(found, whole)
-    json.dumps(found, ensure_ascii=False).encode()  # no half of a character
+    json.dumps(found, ensure_ascii=False).encode()  # raises if a character is cut in half
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_it_pauses_while_nothing_pays_and_hears_of_many_tokens_together() -> Non
 
 
 def test_what_the_target_found_likely_is_for_a_draft_that_learns() -> None:
-    """It comes with its tokens, also after a pause."""
+    """It comes with the tokens of its commit, even after a pause."""
     for learns in (True, False):
         draft_control, text = DraftControl(draft_pb2.DraftPolicy(paused=True), needed=False), Text()
         told: list[draft_pb2.DraftRequest] = []
@@ -108,7 +108,7 @@ def test_a_draft_is_told_the_round_trip_when_it_changes() -> None:
         return kinds(list(draft_control.messages(text.commit(0.5, step_us=40_000, round_trip_us=round_trip_us))))
 
     assert told(0) == ["policy", "committed"]
-    assert told(1000) == ["committed"]  # small against 40,000
+    assert told(1000) == ["committed"]  # small compared with 40,000
     assert told(9000) == ["policy", "committed"]
     assert told(9500) == ["committed"]
     policy, _ = draft_control.messages(text.commit(0.5, step_us=40_000, round_trip_us=20_000))
@@ -124,7 +124,7 @@ def test_another_verifier_is_told_all_candidates_anew() -> None:
 
 
 def test_a_draft_sends_whole_rows_to_a_verifier_that_takes_no_others() -> None:
-    """A text moves from a verifier of this version to one of the last, and back."""
+    """A text moves from a verifier of this version to one of the previous version, and back."""
     state = SpeculationState(True, 64, partial_distributions=True)
     draft_control = DraftControl(state.draft_policy(sample(rule=Rule.CONTRASTIVE)), needed=True)
     assert kinds(list(draft_control.another_verifier(state))) == ["resend"]

@@ -48,7 +48,7 @@ class Stream:
         self.overruled_logprobs = 0
         self.sent: list[draft_pb2.DraftRequest] = []
         self.aborted_by: Exception | None = None
-        self.starves = False  # it reads features, and gets none
+        self.starves = False  # the draft reads features but gets none
 
     def unfed(self, fingerprint: str) -> None:
         return None
@@ -117,7 +117,7 @@ def test_steps_in_which_a_text_leaves_its_draft_alone_do_not_count() -> None:
 async def test_only_a_draft_that_sends_nothing_to_anybody_is_left_alone_by_all(
     others_have_some: bool, starves: bool
 ) -> None:
-    """Unless its verifier keeps from it what it reads."""
+    """Unless its verifier does not send it the features that it reads."""
     streams = [Stream(at_work=False) for _ in range(FAILURES)]
     pod = streams[0].pod
     for stream in streams:
@@ -166,7 +166,7 @@ def test_a_verifier_that_wants_no_candidates_says_nothing_of_a_drafts_pod() -> N
 @pytest.mark.parametrize(
     ("stream", "fields", "rule"),
     [
-        (Stream(at_work=False), {}, Rule.COUPLED),  # it has not begun
+        (Stream(at_work=False), {}, Rule.COUPLED),  # the draft has not begun
         (Stream(), {"drafting_wanted": False}, Rule.COUPLED),
         (Stream(), {}, Rule.CONTRASTIVE),  # its distributions are used even if nothing is accepted
     ],
@@ -238,7 +238,7 @@ def contrasted(stream: Stream, *asked: int) -> DraftSession:
 
 def test_a_draft_answers_what_it_was_asked() -> None:
     session = contrasted(Stream(), 3, 9)
-    session.check(partial([4, 5], answer=False))  # sent before it had the query
+    session.check(partial([4, 5], answer=False))  # sent before the query arrived
     session.check(partial([3, 9]))
     session.check(partial([4, 5], answer=False))
     whole = contrasted(Stream())
@@ -269,7 +269,7 @@ def test_a_draft_with_invalid_rows_is_given_up(message: model_pb2.Extend, why: s
 
 
 def test_an_answer_for_another_verifier_is_a_row_like_others() -> None:
-    """It may be under way when the text moves, and arrive after the query of the next verifier."""
+    """It may be in flight when the text moves, and arrive after the query of the next verifier."""
     stream = Stream()
     session = contrasted(stream, 3, 9)
     session.on_opened(STATE)
@@ -281,7 +281,7 @@ def test_an_answer_for_another_verifier_is_a_row_like_others() -> None:
 
 
 def test_an_answer_about_an_earlier_text_is_a_row_like_others() -> None:
-    """The text goes on if a row that the draft resent is enough, while its answer is under way."""
+    """The text goes on if a row that the draft resent suffices, while the draft's answer is in flight."""
     session = contrasted(Stream(), 3, 9)
     session.on_commit(verifier_pb2.Commit(committed=model_pb2.Committed(base=3, tokens=[5])))
     session.on_query(query_message(DraftQuery(4, np.array([2, 8]))))
@@ -314,7 +314,7 @@ def rows(count: int, width: int = 4, **fields: Any) -> model_pb2.Features:
 
 
 def reading(width: int) -> DraftStream:
-    """Return a stream to a draft that reads features, and nothing yet."""
+    """Return a stream, without messages yet, to a draft that reads features."""
     stream = DraftStream(Pod("draft", SimpleNamespace()), context())  # type: ignore[arg-type]
     stream.features = draft_pb2.FeatureFormat(fingerprint="f", width=width)
     return stream
@@ -353,5 +353,5 @@ def test_a_draft_that_does_not_read_gets_no_more_features() -> None:
         stream.send_features(rows(4, 1 << 15, first=4 * first))
     kept = queued(stream)
     assert sum(len(message.features.values) for message in kept) == MAX_UNWRITTEN_FEATURES
-    stream.send(draft_pb2.DraftRequest(resend=draft_pb2.Resend()))  # other messages still do
+    stream.send(draft_pb2.DraftRequest(resend=draft_pb2.Resend()))  # other messages are still sent
     assert len(queued(stream)) == 1

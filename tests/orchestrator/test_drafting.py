@@ -82,9 +82,9 @@ async def test_the_time_without_a_draft_that_cannot_be_had_is_counted() -> None:
     async with Drafting(text, sink) as drafting:
         drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True))
         async with asyncio.timeout(20):
-            while not sink.policies:  # which take the draft out
+            while not sink.policies:  # those without the draft
                 await asyncio.sleep(0.01)
-        drafting.on_commit(commit())  # before the first commit, the text is computed
+        drafting.on_commit(commit())  # until the first commit, the text is in prefill
         assert not text.fallback_seconds
         drafting.on_commit(commit())
         drafting.on_commit(commit())
@@ -169,7 +169,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def test_a_lost_draft_is_replaced_when_one_is_wanted() -> None:
-    """Not while its candidates would go unused, even after repeated lookups."""
+    """It is not replaced while candidates would go unused, even after repeated lookups."""
     draft, sink = Leaving(), PatientSink()
     async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft) as found:
         peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel))
@@ -177,7 +177,7 @@ async def test_a_lost_draft_is_replaced_when_one_is_wanted() -> None:
         async with Drafting(text, sink) as drafting:
             drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True))
             await until(lambda: sink.extends)
-            drafting.on_commit(commit())  # which wants no draft
+            drafting.on_commit(commit())  # a commit that wants no draft
             draft.leave.set()
             await until(lambda: text.events.counts["draft_lost"])
             await until(lambda: drafting._session is None)
@@ -235,7 +235,7 @@ async def test_contrast_waits_no_longer_for_several_useless_drafts_than_for_one(
 
 
 async def test_undrafted_tokens_have_a_reason_whatever_the_request_leaves_open() -> None:
-    """As by default: the verifier decides which steps are drafted."""
+    """By default, the verifier decides which steps are drafted."""
     peers = Peers(Pods(), Pods(["127.0.0.1:1"]))
     async with Drafting(context(peers), Sink()) as drafting:
         drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8))
@@ -247,7 +247,7 @@ async def test_undrafted_tokens_have_a_reason_whatever_the_request_leaves_open()
 
 
 class Curious(Mute):
-    """A draft that asks for log-probabilities of the target, and notes the commits that it gets."""
+    """A draft that asks for log-probabilities of the target, and records the commits that it gets."""
 
     def __init__(self, keeps: bool, asks: int) -> None:
         super().__init__()
@@ -284,11 +284,11 @@ async def test_a_draft_gets_log_probabilities_of_texts_that_it_keeps_with_permis
 
 
 class Hungry(Leaving):
-    """A draft that reads features, and notes those that it gets."""
+    """A draft that reads features, and records those that it gets."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fed: list[int] = []  # first positions
+        self.fed: list[int] = []  # first positions of messages
 
     async def begin(self, context: Any, **fields: Any) -> None:
         await super().begin(context, features=draft_pb2.FeatureFormat(fingerprint="f", width=2))
@@ -312,7 +312,7 @@ def rows(session: int, first: int) -> model_pb2.Features:
 
 
 async def test_a_draft_gets_the_features_that_its_session_asked_for() -> None:
-    """Those of an earlier session may still be on their way: a draft that reads them takes what follows for known."""
+    """Features for an earlier session may be in flight: a draft that read them would treat the next ones as known."""
     draft, sink = Hungry(), PatientSink()
     async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft) as found:
         peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel))
@@ -333,7 +333,7 @@ async def test_a_draft_gets_the_features_that_its_session_asked_for() -> None:
 
 @pytest.mark.parametrize("at_once", [True, False])
 async def test_a_draft_that_reads_other_features_is_left_alone_by_this_text(at_once: bool) -> None:
-    """Whether its verifier never sent them, or another one that took over does not."""
+    """This holds whether its verifier never sent them or a verifier that took over does not."""
     draft, sink = Hungry(), PatientSink()
     other = verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True, features_fingerprint="g")
     async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, draft) as found:

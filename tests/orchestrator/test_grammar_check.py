@@ -1,5 +1,5 @@
-"""After a pod has died under a grammar, the grammar is replayed along its text before another pod gets it, and
-quarantined if pods keep dying."""
+"""After a pod has died under a grammar, the grammar is replayed along its text before another pod gets the text. The
+grammar is quarantined if pods keep dying."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def pod(address: str = "a", sessions: int = 0) -> Pod:
 
 
 def lose(given: SampleContext, lost: Pod, *, verifier: bool = True) -> None:
-    """Lose a text's session at a pod, which died."""
+    """Lose a text's session because its pod died."""
     given.peers.verifiers.died(lost)
     watch_of(given).lost(lost, DIED, verifier=verifier)
 
@@ -184,7 +184,7 @@ async def test_a_machine_too_busy_to_try_ends_no_text() -> None:
 
 
 async def test_a_text_that_grows_is_not_blamed_for_one_pod_after_another() -> None:
-    """With many users of one grammar on crowded pods, deaths are not its fault."""
+    """With many users of one grammar on crowded pods, deaths are not the grammar's fault."""
     check, _ = checking("")
     texts = [watched(check) for _ in range(10)]
     for number in range(10):
@@ -228,7 +228,7 @@ async def test_a_pod_that_goes_without_a_word_has_died(last_words: ServiceError 
 
 @pytest.mark.parametrize("others", [False, True])
 async def test_pods_that_die_without_a_grammar_too_speak_for_it(others: bool) -> None:
-    """If something else kills pods, a text may lose several before it grows. Those pods may be gone for good."""
+    """If something else kills pods, a text may lose several pods before it grows. They may be gone for good."""
     pods = Pods()
     check, _ = checking("")
     given = watched(check, Peers(pods))

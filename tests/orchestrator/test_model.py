@@ -57,7 +57,7 @@ def test_a_copy_has_the_same_fingerprint(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [normalised, another_begin, another_template, another_end])
 def test_what_else_a_request_depends_on_shows(source: Path, tmp_path: Path, change: Callable[[Path], None]) -> None:
-    """While the tokenizer fingerprint is equal in all of them: draft and target may be paired."""
+    """The tokenizer fingerprint stays equal: draft and target may be paired."""
     copy = shutil.copytree(source, tmp_path / "m")
     change(copy)
     before, after = ServedModel.of(ModelDirectory(source)), ServedModel.of(ModelDirectory(copy))

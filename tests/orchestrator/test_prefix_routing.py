@@ -79,7 +79,7 @@ async def asking(*verifiers: Holding) -> AsyncIterator[list[Pod]]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine an answer may exceed the time a request would wait for it."""
+    """On a busy machine, an answer may take longer than a request would wait for it."""
     monkeypatch.setattr(prefix_routing, "ASK_SECONDS", 5.0)
 
 

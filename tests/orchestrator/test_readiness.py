@@ -97,7 +97,7 @@ async def test_ready_at_once_where_a_verifier_is_there() -> None:
 async def test_not_ready_before_the_first_verifier_however_long_that_takes() -> None:
     clock, verifier = Clock(), Verifier()
     async with serving(verifier) as address:
-        pass  # it has gone
+        pass  # the verifier has gone
     with captured_logs() as logs:
         async with readiness(Pods([address]), clock) as found:
             assert not found.ready

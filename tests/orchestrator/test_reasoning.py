@@ -1,5 +1,5 @@
-"""Reasoning support is detected from the chat template, and whether an answer starts in reasoning from the end of
-the prompt."""
+"""Reasoning support is detected from the chat template; the end of the prompt shows whether an answer starts in
+reasoning."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_only_chats_are_split(model: ServedModel) -> None:
 
 
 def test_a_grammar_is_about_the_answer(model: ServedModel) -> None:
-    """Unless the request sets where reasoning is."""
+    """Unless the request itself sets the token after which the grammar applies."""
     grammar = model_pb2.Grammar(regex="a+")
     for arguments, expected in (
         ({}, model_pb2.Grammar(regex="a+", after_token=CLOSE, opening_token=OPEN)),

@@ -89,7 +89,7 @@ def with_argument(value: str | float) -> generation_pb2.ChatPrompt:
     ],
 )
 def test_what_cannot_fit_is_refused_unread(field: str, fields: dict[str, Any]) -> None:
-    """By its size alone: nothing of it is encoded, rendered or compared."""
+    """Its size alone decides: nothing of it is encoded, rendered or compared."""
     model = ServedModel("m", Untouched(), "", CONTEXT, VOCABULARY, frozenset())
     ((found, problem),) = violations(model, **fields)
     assert found == field
@@ -98,7 +98,7 @@ def test_what_cannot_fit_is_refused_unread(field: str, fields: dict[str, Any]) -
 
 
 def test_the_first_of_many_wrong_values_is_named(model: ServedModel) -> None:
-    """With all of 300 named, the error exceeded gRPC's limit; 1 MB of values gave 13 MB of log."""
+    """With all 300 named, the error exceeded gRPC's limit; 1 MB of values gave 13 MB of log."""
     biases = dict.fromkeys(range(300), math.nan)
     ((field, problem),) = violations(model, sampling=sampling(logit_bias=biases))
     assert field.startswith("sampling.logit_bias[")
@@ -257,7 +257,7 @@ def asked(model: ServedModel, speculation: generation_pb2.Speculation, **fields:
 
 
 def test_a_window_under_rejection_takes_the_place_of_the_draft(model: ServedModel) -> None:
-    """Both would put a token in the one place of a draw. Who names the draft too is told so."""
+    """Both would put a token in the one place of a draw. A request that names the draft too is refused."""
     window = generation_pb2.Speculation(lookahead=WINDOW)
     assert asked(model, window, **REJECTION).drafters == OWN_DRAFTERS
     assert asked(model, window).drafters == ALL_DRAFTERS
@@ -285,7 +285,7 @@ def test_only_who_names_neither_drafters_nor_a_window_leaves_them_to_the_verifie
     [
         ("COUPLED", {"sampling": sampling(temperature=1)}, False),
         ("REJECTION", {"sampling": sampling(temperature=1)}, True),
-        ("REJECTION", {"sampling": sampling(temperature=0)}, False),  # which is COUPLED
+        ("REJECTION", {"sampling": sampling(temperature=0)}, False),  # the same as COUPLED
         (
             "REJECTION",
             {"sampling": sampling(temperature=1), "speculation": generation_pb2.Speculation(off=True)},

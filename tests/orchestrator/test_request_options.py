@@ -112,7 +112,7 @@ def test_bad_words_are_banned_as_their_tokens(model: ServedModel) -> None:
 
 
 def test_a_bad_word_is_banned_after_a_space_too(byte_level: ServedModel) -> None:
-    """Its tokens differ there."""
+    """Its tokens differ after a space."""
     encode = byte_level.tokenizer.encode
     spelled = {tuple(encode(text, special=False)) for text in ("no way", " no way")}
     assert len(spelled) == 2
@@ -121,7 +121,7 @@ def test_a_bad_word_is_banned_after_a_space_too(byte_level: ServedModel) -> None
 
 
 def test_the_last_message_may_be_continued(model: ServedModel) -> None:
-    """What the template writes after its content is left out, and white space that it would trim there is kept."""
+    """The template's text after the message's content is left out, and white space that it would trim there is kept."""
     whole = parsed(model, text=None, chat=turns("w0", "w1 hello")).prompt
     assert whole == [BEGIN, W0, END, BEGIN, W0 + 1, HELLO, END, HELLO]
     continued = parsed(model, text=None, chat=turns("w0", "w1 hello", continue_final_message=True)).prompt

@@ -1,4 +1,4 @@
-"""The timeline of a sample: pauses of a draft are no failovers, and its end says what decided on candidates."""
+"""The timeline of a sample: pauses of a draft are no failovers, and its last event has what decided on candidates."""
 
 from __future__ import annotations
 

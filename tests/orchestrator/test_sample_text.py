@@ -56,7 +56,7 @@ def commit_of(tokens: list[int], *, last: bool) -> verifier_pb2.Commit:
 
 
 def told(model: ServedModel, sample: Sample, tokens: list[int]) -> generation_pb2.GenerateResponse:
-    """Return the responses to a text whose tokens all come in one commit."""
+    """Return the response to a text whose tokens all come in one commit."""
     response = SampleTranscript(sample, model, 0.0).take(commit_of(tokens, last=True))
     assert response is not None
     assert "".join(response.token_texts) == response.reasoning + response.text
@@ -100,7 +100,7 @@ def test_stop_strings_end_the_answer_alone(model: ServedModel) -> None:
 
 @pytest.mark.parametrize("last", [END, 70])
 def test_reasoning_that_never_ends_is_no_answer(model: ServedModel, last: int) -> None:
-    """Including text held back at the end, and the end token."""
+    """The reasoning includes text held back at the end, and the end token."""
     thought = model.tokenizer.encode("so be it", special=False)
     half = model.tokenizer.encode("\U0001f600", special=False)[:1]
     tokens = [*thought, *([] if last == END else half), last]

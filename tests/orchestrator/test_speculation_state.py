@@ -58,7 +58,7 @@ def test_a_verifier_waits_for_a_draft_only_while_there_is_one() -> None:
 
 
 def test_heads_are_named_on_request_only() -> None:
-    """A verifier of the last version does not know the drafter, and refuses it."""
+    """A verifier of the previous version does not know this drafter, and refuses it."""
     state = SpeculationState(True)
     for unspecified in (False, True):
         asked = SpeculationOptions(unspecified=unspecified)
@@ -84,7 +84,7 @@ def test_the_token_tree_of_a_request_reaches_verifier_and_draft() -> None:
     assert (int(policy.scorer), list(policy.expansion)) == (int(Scorer.PROBABILITY), [3, 1])
     assert state.verify_policy(context(speculation=asked)).max_depth == 4
     control = DraftControl(policy, asked, needed=False)
-    (resend,) = control.another_verifier(SpeculationState(True, 200))  # still 30
+    (resend,) = control.another_verifier(SpeculationState(True, 200))  # the limit is still 30
     assert resend.WhichOneof("message") == "resend"
     assert next(message.policy.max_nodes for message in control.another_verifier(SpeculationState(True, 20))) == 20
 

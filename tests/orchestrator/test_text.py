@@ -42,7 +42,7 @@ def spell(stream: TextStream, tokens: list[int]) -> tuple[list[str], str]:
 
 @given(prompt=TOKENS, tokens=TOKENS)
 def test_the_pieces_join_to_the_whole(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> None:
-    """After a prompt ending in whole characters; otherwise the text starts inside one."""
+    """After a prompt that ends with a whole character; otherwise the text starts inside one."""
     text = tokenizer.decode(prompt)
     pieces, stop = spell(TextStream(tokenizer, prompt, ()), tokens)
     if not text.endswith("\ufffd"):
@@ -97,7 +97,7 @@ def test_a_replay_goes_on_where_it_broke_off(tokenizer: Tokenizer, text: str, da
 
 
 def test_tokens_that_spell_nothing_are_not_kept() -> None:
-    """Quadratic cost otherwise: 2,000 special tokens took 0.1 s."""
+    """Otherwise the cost would be quadratic: 2,000 special tokens took 0.1 s."""
     directory = ModelDirectory(DEMO / "target")
     tokenizer = Tokenizer(directory)
     (end, *_) = directory.end_tokens
@@ -111,7 +111,7 @@ def test_tokens_that_spell_nothing_are_not_kept() -> None:
 
 @given(prompt=TOKENS, tokens=st.lists(st.integers(0, VOCABULARY - 1), max_size=20))
 def test_one_special_token_may_be_spelt(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> None:
-    """Text between two of them is the same as without them."""
+    """Text between two occurrences is the same as without them."""
     assume(not tokenizer.decode(prompt).endswith("\ufffd"))
     pieces, _ = spell(TextStream(tokenizer, prompt, (), shown=frozenset({0})), [0, *tokens])
     parts: list[list[int]] = [[]]
@@ -171,7 +171,7 @@ def test_a_text_goes_on_behind_its_prompt(kinds: dict[str, Tokenizer], kind: str
     prompt, tokens = data.draw(ids(tokenizer)), data.draw(ids(tokenizer))
     prompt = [*tokenizer.encode("a", special=False), *prompt]
     before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + tokens)
-    assume(before and not before.endswith("\ufffd"))  # otherwise it may end inside a character
+    assume(before and not before.endswith("\ufffd"))  # otherwise the prompt may end inside a character
     assume(whole.startswith(before))  # otherwise a run of bytes that the prompt has begun is cut
     assert before + "".join(spell(TextStream(tokenizer, prompt, ()), tokens)[0]) == whole
 
@@ -200,7 +200,7 @@ def test_a_prompt_may_end_inside_a_character(kinds: dict[str, Tokenizer]) -> Non
 
 
 def test_a_cut_character_reads_as_transformers_reads_it(kinds: dict[str, Tokenizer]) -> None:
-    """With byte fallback, each byte of an invalid run is replaced, and no text of it is returned before it ends."""
+    """With byte fallback, each byte of an invalid run is replaced, and the run gives no text before its end."""
     tokenizer = kinds["byte fallback"]
     euro = [BYTES_FROM + byte for byte in "\u20ac".encode()]
     pieces, _ = spell(TextStream(tokenizer, tokenizer.encode("a", special=False), ()), [*euro, *euro[:1]])
@@ -234,7 +234,7 @@ PAD = "<pad>"
 
 
 def expected(parts: list[str], stops: list[str]) -> tuple[str, str]:
-    """Return the text up to the first stop string, token by token, by definition; parts are characters or PAD."""
+    """Return the text up to the first stop string, and that string, by definition. Parts are characters or PAD."""
     for count in range(len(parts) + 1):
         visible = "".join(part for part in parts[:count] if part != PAD)
         raw = "".join(parts[:count])

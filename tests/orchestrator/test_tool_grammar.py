@@ -97,7 +97,7 @@ class Follower:
             tokens.append(draws.choice(allowed))
             assert matcher.consume_token(tokens[-1])
             assert len(tokens) < most
-        own = (token for token in tokens if token < self._vocabulary)  # the library's end token lies beyond them
+        own = (token for token in tokens if token < self._vocabulary)  # without the library's end token
         return b"".join(map(self._tokenizer.piece, own)).decode(errors="replace")
 
 
@@ -269,7 +269,7 @@ def test_a_text_is_calls_or_an_answer(model: ServedModel, tmp_path: Path) -> Non
     follower = answering(chat(), model, tmp_path / "m")
     assert all(map(follower.takes, ANSWERS))
     assert follower.takes(written(model.tool_format, CALLS))
-    assert follower.takes(written(model.tool_format, [("weather", {"city": "a longer city"})]))  # it is not strict
+    assert follower.takes(written(model.tool_format, [("weather", {"city": "a longer city"})]))  # not strict
     assert not follower.takes("x")
     assert not follower.takes('{"degrees": 5}')
     assert not follower.takes(ANSWERS[0] + written(model.tool_format, CALLS))
@@ -341,7 +341,7 @@ def test_a_call_that_was_cut_short_may_be_sent_back(model: ServedModel) -> None:
 
 
 def test_an_answer_beside_tools_is_held_to_its_whole_schema(source: Path, tmp_path: Path) -> None:
-    """Its text may be a call, which the check of a finished answer could take for one."""
+    """The text may be a call, which the check of a finished answer could mistake for an answer."""
     asked = chat({"f": {"type": "object"}}, messages=[generation_pb2.ChatMessage(role="user", content="hi")])
     schema = json.dumps({"type": "array", "items": {"type": "string"}, "uniqueItems": True})
     model = model_of(source, tmp_path / "m", next(iter(TEMPLATES.values())))

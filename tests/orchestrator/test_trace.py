@@ -1,4 +1,4 @@
-"""An orchestrator's TraceService: its own part of a request and those of pods, over real sockets."""
+"""An orchestrator's TraceService returns its own part of a request and the parts of pods. Over real sockets."""
 
 from __future__ import annotations
 

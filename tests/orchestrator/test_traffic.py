@@ -1,4 +1,4 @@
-"""Requests are split by the shares of revisions; equal seeds get equal revisions."""
+"""Requests are split by the shares of revisions; equal seeds get the same revision."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_one_that_is_ready_is_chosen_if_there_is_one(shares: list[float], point:
     assert chosen.ready or not any(each.ready for each in revisions if each.share)
     everybody_ready = choose([Revision(each.name, each.share) for each in revisions], point)
     if revisions[everybody_ready.name].ready:
-        assert chosen.name == everybody_ready.name  # the state of others moves no request
+        assert chosen.name == everybody_ready.name  # other revisions' states move no request
 
 
 @given(st.integers(0, 100), st.integers(0, 100), POINTS)
@@ -51,7 +51,7 @@ def test_a_larger_share_takes_requests_and_gives_none_away(before: int, after: i
 
 
 def test_shares_are_met() -> None:
-    """Without seeds, at random: false-alarm probability 10^-6."""
+    """Requests without seeds are split at random; the false-alarm probability is 10^-6."""
     revisions = [Revision(0, 50.0), Revision(1, 0.0), Revision(2, 45.0), Revision(3, 5.0)]
     request = generation_pb2.GenerateRequest(text="hello")
     found = Counter(choose(revisions, point_of(request)).name for _ in range(20_000))

@@ -122,7 +122,7 @@ def test_decisions_of_a_texts_commits_are_summed(tmp_path: Path) -> None:
 async def test_a_finished_text_is_checked_for_what_no_grammar_enforces(
     tmp_path: Path, text: str, check: generation_pb2.SchemaCheck, resumed: int
 ) -> None:
-    """However it came: in one commit or two, or in part by another orchestrator."""
+    """However the text came: in one commit or two, or in part by another orchestrator."""
     model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
     tokens = model.tokenizer.encode(text, special=False)
     schema = '{"type": "array", "items": {"type": "string"}, "uniqueItems": true}'

@@ -1,4 +1,4 @@
-"""A pod with undecodable unary answers is treated like one without an answer."""
+"""A pod whose unary answers cannot be decoded is treated like one that does not answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.orchestrator.samples import MODEL
 from tests.stack import until
 
 BROKEN = b"\xff\xff"
-"""Undecodable as any message."""
+"""Bytes that cannot be decoded as any message."""
 
 
 @pytest.fixture

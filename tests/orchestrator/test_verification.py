@@ -38,7 +38,7 @@ from tests.stack import until
 
 
 class Refusing(verifier_pb2_grpc.VerifierServiceServicer):
-    """A verifier that ends every session at once, for `reasons` in order; the last one repeats."""
+    """A verifier that ends every session immediately, for `reasons` in order; the last one repeats."""
 
     def __init__(self, *reasons: str) -> None:
         self.reasons = reasons
@@ -208,7 +208,7 @@ async def test_a_new_text_waits_for_its_grammar_and_others_do_not() -> None:
 
 
 class Damaged(Changing):
-    """A verifier whose first openings are invalid as they arrive."""
+    """A verifier whose first openings arrive invalid."""
 
     invalid = 1
 
@@ -236,7 +236,7 @@ async def test_a_request_is_invalid_only_if_a_second_opening_says_so() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_text_that_has_begun_waits_for_a_verifier_with_the_memory(begun: bool) -> None:
-    """The verifier with enough memory is down now. A new text is refused at once with the reason."""
+    """The verifier with enough memory is down now. A new text is refused immediately, with the reason."""
     verifier = Small("")
     with socket.socket() as down:
         down.bind(("127.0.0.1", 0))

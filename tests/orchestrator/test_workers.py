@@ -79,7 +79,7 @@ class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
                 token, finish = 5, model_pb2.FINISH_REASON_UNSPECIFIED
                 if self.may_end.is_set():
                     token, finish = LAST, model_pb2.FINISH_REASON_STOP
-                elif opening.max_tokens < LONG:  # of one token
+                elif opening.max_tokens < LONG:  # a request of one token
                     finish = model_pb2.FINISH_REASON_LENGTH
                 said = checksum.extended(said, [token], finish)
                 commit = verifier_pb2.Commit(
@@ -105,7 +105,7 @@ class SlowVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     @property
     def workers(self) -> int:
-        """Return the processes with sessions."""
+        """Return the number of processes with sessions."""
         return len(+self.open)
 
 
@@ -158,8 +158,8 @@ class Clients:
         self.errors: list[str] = []
 
     async def stream(self, tokens: int = LONG) -> None:
-        """Start a stream and read it in the background; its task's result is how it ended. Its number is its request
-        id."""
+        """Start a stream and read it in the background; the task's result is the final status. The stream's number is
+        its request id."""
         begun, number = asyncio.Event(), str(len(self.streams))
 
         async def read() -> grpc.StatusCode:
@@ -184,7 +184,7 @@ class Clients:
         await begun.wait()
 
     async def reach_all(self, verifier: SlowVerifier) -> None:
-        """Start streams until every worker has one: the kernel picks at random among the ready ones."""
+        """Start streams until every worker has one: the kernel picks at random among ready workers."""
         async with asyncio.timeout(PATIENCE):
             while verifier.workers < WORKERS:
                 await self.stream()
@@ -203,7 +203,7 @@ async def test_a_worker_that_dies_is_replaced_and_all_drain(verifier: tuple[Slow
         clients = Clients(address)
         await clients.reach_all(slow)
 
-        # 1. Its own streams end, and nothing else.
+        # 1. The killed worker's streams end, and nothing else.
         before = slow.open.total()
         os.kill(victim, signal.SIGKILL)
         await until(lambda: slow.workers == 1)
@@ -284,7 +284,7 @@ async def test_workers_that_cannot_stay_up_are_given_up() -> None:
         async with asyncio.timeout(PATIENCE):
             while process.returncode is None:
                 for pid in set(children_of(process.pid)) - killed:
-                    if len(killed) < 2 * DEATHS - 1:  # so that one of the two dies that often
+                    if len(killed) < 2 * DEATHS - 1:  # then one of the two has died DEATHS times
                         os.kill(pid, signal.SIGKILL)
                         killed.add(pid)
                 await asyncio.sleep(0.01)
@@ -298,7 +298,7 @@ READY_FOR_LONG = "import time; print('ready', flush=True); time.sleep(600)"
 
 
 async def test_many_that_die_at_once_are_all_started_again() -> None:
-    """Out of memory, for example: only each worker's own consecutive deaths count."""
+    """For lack of memory, for example: only each worker's own consecutive deaths count."""
     count, ready = 2 * DEATHS, asyncio.Event()
     workers = Workers(lambda number: [sys.executable, "-c", READY_FOR_LONG], ready.set)
     running = asyncio.create_task(workers.run(count))
@@ -313,7 +313,7 @@ async def test_many_that_die_at_once_are_all_started_again() -> None:
 
 
 async def test_a_worker_that_cannot_be_started_now_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the machine lacks memory for it, for example. The others go on."""
+    """For example, while the machine lacks memory for it. The other workers go on."""
     ready, spawn, refused = asyncio.Event(), asyncio.create_subprocess_exec, iter((False, False, True, True, False))
 
     async def scarce(*command: str, **options: Any) -> Process:

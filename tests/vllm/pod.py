@@ -38,18 +38,18 @@ class VllmPod:
 
     def threads_of_parts(self) -> list[int]:
         """Return OMP_NUM_THREADS of vLLM's worker processes."""
-        threads = Path(f"/proc/{self._process.pid}/task").glob("*/children")  # any thread may have started some
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/children")  # any thread may have started children
         started = [each for listed in threads for each in listed.read_text().split()]
         workers = [Path("/proc", each) for each in started if "VLLM" in Path("/proc", each, "cmdline").read_text()]
         told = [re.search(r"\0OMP_NUM_THREADS=(\d+)\0", (each / "environ").read_text()) for each in workers]
         return [int(found[1]) for found in told if found]
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal it and its child processes, like a terminal or a supervisor."""
+        """Signal the verifier and its child processes, like a terminal or a supervisor."""
         os.killpg(self._process.pid, number)
 
     async def ended(self) -> int:
-        """Return its exit status, once it and its child processes have ended."""
+        """Return the verifier's exit status, once it and its child processes have ended."""
         async with asyncio.timeout(60):
             status = await self._process.wait()
             with contextlib.suppress(ProcessLookupError):
@@ -59,7 +59,7 @@ class VllmPod:
         return status
 
     async def terminate(self) -> int:
-        """Drain it; return its exit status."""
+        """Drain the verifier; return its exit status."""
         self.signal(signal.SIGTERM)
         return await self.ended()
 

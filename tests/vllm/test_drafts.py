@@ -41,7 +41,8 @@ def drafts_of(directories: Directories, *addresses: str, room: int = CONTEXT) ->
 
 
 async def grow(drafts: Drafts, text: VllmText, tokens: int = 0, *, until_drafted: bool = True) -> None:
-    """Add `tokens` target tokens, the draft's own candidates where it has some; wait for the next candidates."""
+    """Add `tokens` tokens of the target, equal to the draft's candidates if there are any; wait for the next
+    candidates."""
 
     def step(new: list[int]) -> bool:
         with drafts.lock:
@@ -125,7 +126,7 @@ async def test_a_reason_to_refuse_is_told_once(directories: Directories) -> None
             drafts, text_of = drafts_of(directories, services.drafts[0].address)
             text = text_of()
             async with asyncio.timeout(30):
-                while len(asked) < 5:  # the fourth one has ended
+                while len(asked) < 5:  # then the fourth attempt has ended
                     await grow(drafts, text, until_drafted=False)
                     await asyncio.sleep(0.01)
             assert [line["why"] for line in refusals(logs)] == ["UNAVAILABLE: one", "UNAVAILABLE: another"]

@@ -38,7 +38,7 @@ TOKENS = 60
 
 
 def config(target: Path, rank: int = 0) -> Any:
-    """Return the fields of vLLM's configuration in use."""
+    """Return the fields of vLLM's configuration that are used."""
     return SimpleNamespace(
         model_config=SimpleNamespace(model=str(target), revision=None, max_model_len=CONTEXT),
         speculative_config=SimpleNamespace(num_speculative_tokens=DEPTH),
@@ -116,7 +116,7 @@ async def test_a_draft_proposes_for_every_text(directories: Directories, environ
         proposer.load_model(None)
         batch = Batch(proposer, texts(directories, 6))
         await batch.run()
-        assert batch.accepted > 0.9 * batch.offered > 100  # near ties between the two engines aside
+        assert batch.accepted > 0.9 * batch.offered > 100  # except for near ties in the two engines
         assert all(pod.loop.stats.sent for pod in services.drafts)
 
 
@@ -157,7 +157,7 @@ async def test_a_draft_that_dies_costs_guesses(directories: Directories, environ
         without = Batch(proposer, said)
         await without.run()
         assert without.offered == 0
-        assert time.monotonic() - begin < 10.0  # a second per waiting step: few wait
+        assert time.monotonic() - begin < 10.0  # a waiting step takes a second: few wait
         await draft.start()
         after = Batch(proposer, said)
         async with asyncio.timeout(30):
@@ -187,7 +187,7 @@ async def test_a_draft_that_says_nothing_is_waited_for_a_few_times(
 
 
 class Leaving(DraftServicer):
-    """Ends every session at once with status OK."""
+    """Ends every session immediately with status OK."""
 
     async def Draft(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         pass
@@ -275,7 +275,7 @@ def test_settings_are_checked(tmp_path: Path) -> None:
 async def test_a_mistake_of_ours_costs_vllm_proposals_alone(
     directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An exception would end its engine with all requests."""
+    """An exception would end vLLM's engine with all requests."""
 
     class Failing(Worth):
         asked = 0

@@ -1,4 +1,4 @@
-"""An ordinary vLLM server with draft services: its texts are those without drafts, even if drafts fail."""
+"""An ordinary vLLM server with draft services: its texts are the same as without drafts, even if drafts fail."""
 
 from __future__ import annotations
 

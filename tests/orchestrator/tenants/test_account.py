@@ -1,4 +1,4 @@
-"""A tenant's limits: all of them granted, and nothing beyond."""
+"""A tenant may use its limits in full, and nothing beyond them."""
 
 from __future__ import annotations
 
