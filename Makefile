@@ -41,7 +41,7 @@ test: setup examples/node/node_modules/.done  ## All tests that every change mus
 
 # Like `test`: tests that depend on timing run alone, all others two files at a time. `make verify-faults` is the longer
 # half.
-verify: setup  ## The long equality suites, a hundred thousand hostile messages, and properties by other examples.
+verify: setup  ## The long equality suites, a hundred thousand hostile messages, and property tests with other examples.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m verify --timeout 3600 --ignore tests/faults --ignore tests/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "hypothesis and not verify and not real" --hypothesis-profile explore
 	$(MAKE) --no-print-directory verify-faults
@@ -119,7 +119,7 @@ check: setup $(BUF) build/proto/.done  ## Format, lint, types, contracts, stubs.
 	$(MAKE) --no-print-directory proto OUT=build/stubs
 	diff -r --exclude __pycache__ --exclude __init__.py build/stubs/specdec/v2 specdec/v2
 
-format: setup  ## Format, and mend what ruff can.
+format: setup  ## Format, and apply ruff's fixes.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

@@ -23,7 +23,7 @@ from tests.draft_service.fakes import ROWS, Engine, Listener, Pod, running, sess
 
 
 def test_everybody_gets_a_turn() -> None:
-    """There are far more sessions than rows in a step. Growth lowers a session's best path logprob, so that every other
+    """There are far more sessions than rows in a step. Growth lowers a session's best path logprob, so every other
     session gets ahead at some time."""
     pod = Pod(Engine())
     sessions = [session() for _ in range(4 * ROWS)]

@@ -1,4 +1,4 @@
-"""Fixtures. Exporting a graph takes ten seconds, so that graphs without new parts are left to `make verify`."""
+"""Fixtures. Exporting a graph takes ten seconds, so graphs without new parts are left to `make verify`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Variants of architectures, and other precisions, give the logits of the model's own forward pass.
 
-The engines share all code for these variants, so that testing the torch engine suffices.
+The engines share all code for these variants, so testing the torch engine suffices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A verifier started by torchrun is refused: only vLLM runs on several GPUs."""
+"""A verifier started by torchrun is refused: only vLLM splits a target over GPUs."""
 
 from __future__ import annotations
 

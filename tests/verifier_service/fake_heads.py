@@ -235,7 +235,7 @@ class FakeBlock(FakeHeads):
         return torch.full(tokens.shape, math.log(9.0))
 
     def _check(self, tokens: Tensor, states: Tensor, numbers: list[list[float]]) -> None:
-        """Record a fault if a token is not the last one of its numbered text, or if a state has another depth."""
+        """Record a fault if a token is not the last one of its numbered text, or if a state's depth does not match."""
         for token, number, (begun, depth) in zip(
             tokens.flatten().tolist(), np.ravel(numbers).tolist(), states.flatten(0, 1).tolist(), strict=True
         ):

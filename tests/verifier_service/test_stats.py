@@ -11,7 +11,7 @@ from verifier_service.backend.stats import INTERVAL_SMOOTHING, OUTLIER, Verifier
 
 
 def test_the_pace_counts_all_that_texts_wait_for() -> None:
-    """Steps that texts sit out count, as does the time before a step; prompts do not while no text waits for them."""
+    """Steps that texts sit out and the time before a step count; prompts count only if a text waits for them."""
     stats = VerifierStats()
     one, three = [VerifyResult(9, 0, [5])], [VerifyResult(9, 2, [5, 6, 7])]
     stats.observe_pace(0.4, [], texts_waited=False)

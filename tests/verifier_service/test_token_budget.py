@@ -72,7 +72,7 @@ class TestCandidates:
     def test_every_tree_gets_the_best_of_its_own(
         self, batch: Batch, latency: StepLatency, rows: int, most: int
     ) -> None:
-        """They are connected, within the tree's limit, and of no other tree."""
+        """The nodes are connected, within the tree's limit, and of no other tree."""
         chosen = chosen_of(batch, latency, rows, most)
         assert len(chosen) == len(batch)
         assert sum(map(len, chosen)) <= most

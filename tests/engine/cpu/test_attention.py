@@ -163,7 +163,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, softcap: flo
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 @pytest.mark.parametrize("what", ["query", "new_keys", "new_values"])
 def test_what_is_no_number_stays_none(what: str, broken: float) -> None:
-    """Every row that sees it is not finite, and no other row."""
+    """Exactly the rows that see it are not finite."""
     step = Pass(SHAPES[0], torch.float32)
     victim = 25  # in the short text, before its last rows
     getattr(step, what)[victim] = broken

@@ -89,7 +89,7 @@ def test_only_what_is_packed_and_alike_fits() -> None:
 
 
 def test_results_are_given_back() -> None:
-    """Of a gigabyte of results, with and without living owners, less than a tenth is ever allocated together."""
+    """Of a gigabyte of results, with and without living owners, less than a tenth is allocated at any time."""
     wide = PackedLinear(torch.nn.Linear(8, 4096).requires_grad_(False))
     x = torch.randn(256, 8)
     given, lasting = whole([x]), PackedGemm([wide], 1)

@@ -1,7 +1,7 @@
 """Compiles the GPU kernels to machine code, without needing a GPU: `python -m tests.engine.gpu.compile_kernels
 CAPABILITY DTYPE`, like 90 and bf16, without TRITON_INTERPRET.
 
-The interpreter runs kernels as Python, so that it accepts code that the compiler rejects.
+The interpreter runs kernels as Python, so it accepts code that the compiler rejects.
 """
 
 from __future__ import annotations

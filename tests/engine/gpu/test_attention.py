@@ -205,7 +205,7 @@ def test_it_writes_the_new_rows_and_nothing_else() -> None:
 @pytest.mark.parametrize("victim", [1, 5], ids=["of the long text", "of the short one"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from NumPy, which the interpreter uses
 def test_what_is_no_number_stays_none(what: str, broken: float, victim: int) -> None:
-    """Every row that sees it is not finite, and no other row, even if it is read with zero weight."""
+    """Exactly the rows that see it are not finite, even if other rows read it with zero weight."""
     step = Pass(MANY)
     getattr(step, what)[victim] = broken
     got = step.run()

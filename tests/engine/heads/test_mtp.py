@@ -248,7 +248,7 @@ def test_a_layer_with_a_sliding_window_sees_no_more(tmp_path: Path) -> None:
 
 
 def test_copies_of_the_ends_are_not_read(tmp_path: Path) -> None:
-    """They are weights neither of the layer nor of the target."""
+    """They are read neither as weights of the layer nor as weights of the target."""
     target = target_of("llama", tmp_path / "target")
     folder = make_mtp(tmp_path / "heads", target)
     names = "model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"

@@ -152,7 +152,7 @@ class Register:
 
     def close(self, session: Session, wipe: bool) -> None:
         if wipe or session.lost:
-            # Not if it was evicted: another session's newer prefix may be under that name.
+            # Forget the prefix, unless another session's newer one has its name since it was evicted.
             known = session.chain and self.entries.get(session.prefix(0)) is session.chain[0]
             for key, entry in list(self.entries.items()):
                 if known and key[0] == session.scope and key[1][:BLOCK] == tuple(session.tokens[:BLOCK]):

@@ -226,7 +226,7 @@ def test_no_pass_is_launched_early_while_texts_wait_for_memory() -> None:
 
 
 def test_tenants_that_share_all_steps_share_early_ones() -> None:
-    """Except for steps that measure one tenant's rows alone: they are not launched early."""
+    """Only steps that measure one tenant's rows alone are not launched early."""
     loop, engine = begun()
     clients = [client(loop, 5, 1, 60, tenant=tenant) for tenant in "ab"]
     decoding(loop, *clients)

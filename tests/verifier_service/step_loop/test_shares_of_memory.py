@@ -31,7 +31,7 @@ def test_a_tenant_with_too_much_memory_gives_some_to_one_with_less() -> None:
 
 
 def test_texts_that_would_give_way_do_not_count() -> None:
-    """A tenant with a quarter more memory would give up all its texts but the oldest, never preempted for others."""
+    """A tenant with a quarter more memory would give up all texts except its oldest, which others never preempt."""
     engine = TextEngine(30)
     loop = step_loop(engine)
     flood = [client(loop, SHORT, seed, 20, tenant="flood") for seed in range(4)]
