@@ -95,7 +95,7 @@ async def test_who_does_not_answer_has_nothing_and_is_not_waited_for_beyond_the_
         await asyncio.gather(*(pod.channel.channel_ready() for pod in pods))
         begin = time.monotonic()
         found = await cached_tokens(pods, TEXT, b"a tenant", 2.0)
-        assert 1.8 < time.monotonic() - begin < 30.0  # Silent answers after a minute
+        assert 1.8 < time.monotonic() - begin < 30.0  # Silent never answers
         assert list(found.values()) == [3 * HASHED_TOKENS, 0, 0]
 
 
