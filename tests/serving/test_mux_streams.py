@@ -58,7 +58,7 @@ async def test_a_refusal_keeps_what_it_says() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="internal error") as failed:
             await to.begin("fail").read()
         assert failed.value.code() is grpc.StatusCode.INTERNAL
-        with pytest.raises(grpc.aio.AioRpcError, match=r"no stream '/tests\.Methods/nothing'") as unknown:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"no streaming method '/tests\.Methods/nothing'") as unknown:
             await to.begin("nothing").read()
         assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
         await other.write(b"still here")

@@ -44,9 +44,9 @@ def test_value_and_limit_are_named() -> None:
 @pytest.mark.parametrize(
     ("asked", "rule", "field", "problem"),
     [
-        (options(drafters=NGRAM), Rule.COUPLED, "lookahead", "needs the drafter LOOKAHEAD"),
-        (SpeculationOptions(NGRAM, jacobi=True), Rule.COUPLED, "jacobi", "needs the drafter LOOKAHEAD"),
-        (options(), Rule.CONTRASTIVE, "lookahead", "needs a rule other than CONTRASTIVE"),
+        (options(drafters=NGRAM), Rule.COUPLED, "lookahead", "requires the drafter LOOKAHEAD"),
+        (SpeculationOptions(NGRAM, jacobi=True), Rule.COUPLED, "jacobi", "requires the drafter LOOKAHEAD"),
+        (options(), Rule.CONTRASTIVE, "lookahead", "requires a rule other than CONTRASTIVE"),
         (
             options(drafters=ALL_DRAFTERS),
             Rule.REJECTION,
