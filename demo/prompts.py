@@ -2,8 +2,8 @@
 
 `held_out` takes prompts from any place in a file; `of_kind` makes several kinds. Code prompts are the middle of a file;
 prose prompts are docstrings. Editing prompts show a piece of code and then its beginning with one name changed, as in
-an assistant's answer to a request for a small correction. Chat prompts have answered questions about functions, and a
-new question. Mixed takes these kinds in turn.
+an assistant's answer to a request for a small correction. Chat prompts consist of answered questions about functions
+and a new question. Mixed takes these kinds in turn.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def main(
         float,
         number(
             "With --versions: probability of a wrong verdict: promoting a version that is not better, or rolling "
-            "back one as worse that is not worse.",
+            "back, as worse, a version that is not.",
             min=1e-6,
             max=0.5,
         ),
@@ -356,7 +356,7 @@ def heads_servicer(
 
 
 def translated(draft: ModelDirectory, path: Path | None) -> tuple[ModelDirectory, Translation | None]:
-    """Return the model whose tokens the draft proposes; and the translation, if that model has another tokenizer."""
+    """Return the model whose tokens the draft proposes, and a translation if its tokenizer differs from the draft's."""
     target = draft if path is None else open_model(path)
     if target.tokenizer_fingerprint == draft.tokenizer_fingerprint:
         return draft, None
@@ -367,7 +367,7 @@ def translated(draft: ModelDirectory, path: Path | None) -> tuple[ModelDirectory
 
 def learning_key(file: Path | None, *, keeps: bool, tries: bool) -> str | None:
     """Return the key that callers of LearningService must present; None if that service is not served.
-    typer.BadParameter names the wrong option. `keeps`: texts are kept; `tries`: versions are tried."""
+    typer.BadParameter names the invalid option. `keeps`: texts are kept; `tries`: versions are tried."""
     if file is None and keeps:
         raise typer.BadParameter("is needed with --learn-tokens", param_hint="--learn-key-file")
     if file is None or not (keeps or tries):
@@ -395,13 +395,15 @@ def default_policy(
     expansion: str,
 ) -> ExpansionPolicy:
     """Return the default policy of sessions. `depth` and `branches` each hold an option, its value, the option that
-    limits it, and that limit. typer.BadParameter names the wrong option."""
+    limits it, and that limit. typer.BadParameter names the invalid option."""
     for option, value, of_limit, most in (depth, branches):
         if value > most:
             raise typer.BadParameter(f"is {value}, must be at most {most} ({of_limit})", param_hint=option)
     words = [word.strip() for word in expansion.split(",")] if expansion else []
     if wrong := [word for word in words if not (word.isascii() and word.isdecimal() and len(word) < 4)]:
-        raise typer.BadParameter(f"has {wrong[0]!r}, must have numbers of children", param_hint="--expansion")
+        raise typer.BadParameter(
+            f"has {wrong[0]!r}, must be comma-separated numbers of children", param_hint="--expansion"
+        )
     widths = tuple(map(int, words))
     for field, problem in expansion_violations("", widths):
         depth_of_it = f"at depth {int(field.strip('[]')) + 1} it " if field else ""

@@ -24,15 +24,15 @@ from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree, spell
 
 DISTRIBUTIONS_A_MESSAGE = 4
-"""Approximate number of whole distributions in a message: over a vocabulary of 128,000 tokens each takes 256 KB."""
+"""Unsent whole distributions that make a message due immediately: for 128,000 tokens each takes 256 KB."""
 
 MARGIN, MIN_MARGIN, MAX_MARGIN = 4.0, 2.0, 10.0
 """Margin in nats for the tokens of a partial distribution (`contrastive.likeliest`): initial value and limits. With 4,
-partial distributions of the demo pair have 90 tokens on average (alpha = 0.1), and 4 % are too short."""
+partial distributions of the demo pair have 90 tokens on average (alpha = 0.1), and 4 % lack a plausible token."""
 
 WIDENED, NARROWED = 1.0, 0.02
 """Nats that a query adds to the margin, and that a commit subtracts; they balance at about one query in fifty commits.
-A query costs a pass of the target and a round trip, longer than sending a few hundred bytes."""
+A query costs a pass of the target and a round trip, more than sending a few hundred bytes."""
 
 MAX_DISTRIBUTION_BYTES = 4 << 20
 """Limit on the bytes of distributions in a message; a single one may exceed it. The whole message is limited to 16
@@ -125,7 +125,7 @@ class CandidateQueue:
         self._unsent = [node for node in self._unsent if node in alive]
         self._unsent_distributions = [n for n in self._unsent_distributions if n is root or n in alive]
         if self._contrasted and root.distribution is not None and root not in self._unsent_distributions:
-            self._unsent_distributions.insert(0, root)  # a verifier whose tree was full has dropped node and row
+            self._unsent_distributions.insert(0, root)  # again: a verifier with a full tree has dropped node and row
         self._release()
 
     def commit_arrived(self, now: float) -> None:
@@ -191,7 +191,7 @@ class CandidateQueue:
         """Offer held-back nodes that are now above the threshold, after a commit or a new policy."""
         held_back, policy = self._held_back, self._policy
         while held_back:
-            path_logprob, node = held_back.best()  # a held-back likeliest next token is the best of all
+            path_logprob, node = held_back.best()  # the likeliest next token, if it is held back
             nodes = self.offered + len(self._sent_together(node))
             sendable = self._affordable and path_logprob >= policy.min_sent_logprob and nodes <= policy.max_nodes
             if not sendable and node is not self._likeliest:
@@ -203,10 +203,10 @@ class CandidateQueue:
     def send_at(self, now: float, step: float) -> float:
         """Return the time at which unsent nodes become due, possibly in the past; `step`: seconds of a draft step.
 
-        The root's distribution is sent immediately: without it no token can be chosen (CONTRASTIVE), or a draw arrives
-        after the choice at its position and is lost (REJECTION). A full message of whole distributions does not wait
-        either (CONTRASTIVE). Other draws always wait: an end token ends its chain, and the time at which it is sent
-        must not reveal the token.
+        The root's distribution is sent immediately: without it the verifier cannot choose a token (CONTRASTIVE), or
+        chooses one before the draws arrive, which are then lost (REJECTION). A full message of whole distributions does
+        not wait either (CONTRASTIVE). Other draws always wait: an end token ends its chain, and the time at which it is
+        sent must not reveal the token.
         """
         if not self.has_unsent:
             return math.inf
@@ -234,8 +234,8 @@ class CandidateQueue:
         return Extension(self._tree.base, spell(nodes, rows), self._timer.base_age(now))
 
     def _first_rows(self) -> tuple[list[tuple[Node, DraftDistribution]], list[Node]]:
-        """Return nodes with unsent distributions and the part of each to send, within the message limit; and the
-        remaining nodes."""
+        """Return nodes with the part of their distribution to send, up to the message limit, and the remaining nodes
+        with unsent distributions."""
         rows, size = list[tuple[Node, DraftDistribution]](), 0
         for place, node in enumerate(self._unsent_distributions):
             assert node.distribution is not None  # it existed when the node was added here

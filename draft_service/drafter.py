@@ -37,7 +37,7 @@ class Drafter(ABC):
 
     rules: frozenset[Rule] = frozenset({Rule.COUPLED})
     """Acceptance rules that the drafter supports. COUPLED accepts children from any source; REJECTION needs draws
-    together with the distribution they were drawn from, CONTRASTIVE distributions over the whole vocabulary."""
+    and the distribution they were drawn from; CONTRASTIVE needs distributions over the whole vocabulary."""
 
     features: FeatureFormat | None = None
     """The target's features that the drafter reads; None if it reads none."""
@@ -61,7 +61,7 @@ class Drafter(ABC):
     def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
         """Take features of a session's text, starting at position `first`. They arrive before the commit of the token
         after them. ValueError if they are not whole rows of this text."""
-        raise ValueError("this draft reads none")
+        raise ValueError("this draft reads no features")
 
     def best_logprob(self, session: DrafterSession) -> float:
         """Return the path logprob of the session's next node to expand; -inf if none is worth expanding."""
@@ -69,8 +69,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:
-        """Give children to the sessions' best nodes: as many nodes as make an efficient step. Every session has a node
-        to expand; sessions are sorted by their best node's probability, highest first.
+        """Give children to the sessions' best nodes, up to the number that makes an efficient step. Every session has a
+        node to expand; those with the likeliest nodes come first.
 
         Return the sessions that cannot continue, with the reason. ExpansionError if the whole expansion failed. Any
         other error counts as a failure of all `sessions`: the loop retries them one at a time, and ends a session that

@@ -34,8 +34,8 @@ ROWS = (16, 32, 64, 128, 256)
 MAX_CROWDED = 2.0
 """Limit on the time of a pass over the nodes of all sessions, in multiples of a step at the smallest width.
 
-If a pass over n rows takes a + b n seconds, nodes in one pass within this limit finish sooner on average than in
-several passes over the smallest of ROWS.
+If a pass over n rows takes a + b n seconds, nodes finish sooner on average in one pass within this limit than in
+several passes of the smallest size in ROWS.
 """
 
 MAX_LOGITS_BYTES = 64 << 20
@@ -45,8 +45,8 @@ TEXT = 32
 """Text tokens seen by every measured row."""
 
 LONG_TEXT = 256
-"""Text tokens seen by every row in passes over several sessions. Padding engines read every text at the length of the
-longest."""
+"""Text tokens seen by every row in passes over several sessions. An engine that pads reads every text at the length
+of the longest."""
 
 REPEATS = 10
 CROWDED_REPEATS = 3

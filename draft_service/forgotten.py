@@ -28,8 +28,8 @@ from specdec.wire.file_version import version_of
 log = structlog.get_logger()
 
 FOLDER = ".forgotten"
-"""Sub-folder of the folder of versions, with one file per tenant. The file's name is the tenant's digest, its content
-the time of forgetting in Unix seconds."""
+"""Sub-folder of the folder of versions, with one file per tenant. The file is named by the tenant's digest, and
+contains the time of forgetting in Unix seconds."""
 
 MAX_FORGOTTEN = 10_000
 """Maximum number of records. Beyond it, the oldest record is dropped if there is no folder. A full folder refuses new
@@ -63,7 +63,7 @@ class Forgotten:
 
     def add(self, tenant: str) -> None:
         """Record that a tenant's texts so far are forgotten. NotRememberedError if the record cannot be written: only
-        this process then knows the tenant, until the process ends."""
+        this process then knows the tenant, until it ends."""
         self.look()  # another service's clock may be ahead; the later time counts
         digest = tenant_digest(tenant)
         with self._lock:

@@ -35,7 +35,7 @@ from specdec.engine.kv.slots import PoolFullError, Slots
 log = structlog.get_logger()
 
 MAX_TEXTS = 16
-"""Maximum texts whose trees grow concurrently, as a group: its candidates are sent before the next group's trees
+"""Maximum texts in a group, whose trees grow concurrently. A group's candidates are sent before the next group's trees
 grow."""
 
 MAX_AHEAD = 4096

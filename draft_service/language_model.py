@@ -104,7 +104,7 @@ class ModelSession:
         return text <= room and text + self.session.policy.deepest < context
 
     def commit(self, move: RootMove) -> None:
-        if self._translation is not None:  # otherwise the tree's own list has grown
+        if self._translation is not None:  # otherwise the text is the tree's own list, extended already
             self._text += self._translation.spelled(move.tokens)
         self.slots.follow_root(move.followed, move.alive)
 
@@ -124,8 +124,8 @@ class ModelSession:
         return len(text)
 
     def plan_nodes(self, packer: Packer, most: int, break_even: float) -> int:
-        """Plan to compute the best node, which must exist, and further nodes with a path logprob of at least
-        `break_even`, at most `most` nodes in all. Return the number of nodes."""
+        """Plan to compute at most `most` nodes: the best one, which must exist, and further ones with a path logprob of
+        at least `break_even`. Return the number of nodes."""
         session, slots, planned = self.session, self.slots, self._planned
         branches: list[list[int]] = []
         rows: list[int] = []
@@ -169,18 +169,18 @@ def translated(session: DrafterSession, translation: Translation) -> list[int]:
 
 
 SPELLED = 2
-"""Draft tokens that a session has memory for, per token of a target with another tokenizer. A session whose text needs
-more proposes nothing."""
+"""Draft tokens to reserve memory for, per token of a target with another tokenizer. A session whose text needs more
+proposes nothing."""
 
 PAUSED_LAG_TOKENS = 512
 """Limit on a paused draft's pending committed tokens. Below it a paused text costs other sessions nothing, and a
 resumed draft catches up in one pass, or in a few shared passes."""
 
 PROMPT_WIDTHS = 4
-"""Rows of committed text computed beside other sessions, in multiples of the expansion width.
+"""Rows of committed text in a pass that also expands other sessions, in multiples of the expansion width.
 
 If a pass over n rows takes a + b n seconds, the measured width bounds a pass with these rows and all its nodes to about
-twice the time of one without them.
+twice the time of a pass without these rows.
 """
 
 OLDEST_SHARE = 4
@@ -210,8 +210,8 @@ class LanguageModelDrafter(Drafter):
         forward: DraftPass | None = None,
     ) -> None:
         self.engine = engine
-        # Tokens that are not common have a draft probability of 0, and CONTRASTIVE divides by it. For TYPICAL texts,
-        # drafts are opened with COUPLED.
+        # With a translation, tokens that the draft lacks have a probability of 0, and CONTRASTIVE divides by it. For
+        # TYPICAL texts, drafts are opened with COUPLED.
         self.rules = frozenset({Rule.COUPLED, Rule.REJECTION} if translation else {*Rule} - {Rule.TYPICAL})
         self._forward = forward or draft_pass_of(engine)
         self._translation = translation
@@ -251,7 +251,7 @@ class LanguageModelDrafter(Drafter):
 
     def best_logprob(self, session: DrafterSession) -> float:
         """Return the base class's value. A session whose text has outgrown the model gets -inf. A paused session gets 0
-        (its text is read, after all others) if its pending text exceeds PAUSED_LAG_TOKENS, else -inf."""
+        (so that its text is read, though last) if its pending text exceeds PAUSED_LAG_TOKENS, else -inf."""
         if not self._sessions[session].fits(self._context):
             return -math.inf
         if session.policy.paused and not session.over:
@@ -305,8 +305,8 @@ class LanguageModelDrafter(Drafter):
         """Return the path logprob above which a further node of a session pays in the coming pass."""
         if self._times is None:
             return -math.inf
-        # The pass contains every session's best node in any case. If a session lacks only a correction's token, this
-        # is the root.
+        # The pass contains every session's best node in any case. For a session that lacks only a correction's token,
+        # the best node is the root.
         best = [math.exp(session.session.best_logprob()) for session in expanding]
         best += [1.0 for session in reading if session.pending_text == 1 and not session.session.policy.paused]
         probability = self._times.break_even(best[: self._rows]) if best else 0.0
@@ -347,9 +347,9 @@ class LanguageModelDrafter(Drafter):
 
         - By default: one row per unpaused reader, since most need only the token of a correction, plus W * max(1,
           unpaused readers / expanding sessions).
-        - If expanding tenants wait for readers of other tenants: at most W rows for the first term, plus W times the
-          smallest ratio, over expanding tenants, of the other reading tenants' total weight to the tenant's own. So a
-          tenant with many sessions cannot lengthen another's passes.
+        - If expanding tenants wait for readers of other tenants: at most W rows for the first term, plus W * min(total
+          weight of the other reading tenants / own weight) over these expanding tenants. So a tenant with many sessions
+          cannot lengthen another's passes.
         - If no session expands: at least the shortest pending text as a whole, since no session waits for the pass.
         """
         wanted = sum(not session.session.policy.paused for session in reading)

@@ -45,7 +45,7 @@ class Learning(NamedTuple):
 
 
 class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
-    """Serves the traffic of one draft service's loop, and forgets tenants there and in its drafter's versions."""
+    """Serves the texts kept by one draft loop, and forgets tenants there and in its drafter's versions."""
 
     name = "specdec.v2.LearningService"
     tokens_a_message = TOKENS_A_MESSAGE

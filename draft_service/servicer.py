@@ -55,7 +55,7 @@ from specdec.serving.validation import (
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 MAX_COMMIT_TOKENS = 4096
-"""Maximum tokens of a commit, since all sessions wait for it. A target's step commits at most a few hundred tokens."""
+"""Maximum tokens of a commit: all sessions wait for it. A target's step commits at most a few hundred tokens."""
 
 MAX_AGE_US = 2**32 - 1
 """Maximum of `base_age_us` (uint32), 71 minutes. Larger ages (for example, with a slow reader) are sent as this
@@ -279,7 +279,7 @@ class DraftServicer(
         limits, defaults = self._limits, self._limits.defaults
         least = MIN_CONTRASTED_PROBABILITY if rule is Rule.CONTRASTIVE else 0.0
         branches = 1 if rule is Rule.REJECTION else defaults.max_branches
-        chosen = message.max_depth or message.max_branches  # by the request, so the default's fixed widths do not apply
+        chosen = message.max_depth or message.max_branches  # the request chooses, so default fixed widths do not apply
         return ExpansionPolicy(
             max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
             max_depth=min(message.max_depth or defaults.max_depth, limits.max_depth),
@@ -345,7 +345,7 @@ class DraftServicer(
             targets,
         )
         most_nodes = self._limits.max_nodes
-        if wanted.distributions_required:  # float16; the root's row is not counted
+        if wanted.distributions_required:  # rows are float16; the root's is not counted
             most_nodes = max(1, min(most_nodes, MAX_KEPT_BYTES // (2 * vocabulary)))
         policy = self._policy(message.policy, most_nodes, rule)
         try:

@@ -31,7 +31,7 @@ as the root."""
 
 
 MAX_PLACES = 1024
-"""Maximum places per text with the target's log-probabilities, 400 bytes each. The first ones are kept."""
+"""Maximum places of a text to keep the target's log-probabilities for, 388 bytes each; later places are dropped."""
 
 UNCALIBRATED = [0.0] * RANKS
 """Shifts of siblings that are scored by the draft's own probabilities."""
@@ -228,8 +228,8 @@ class DrafterSession:
         return self.tree.root in self._expanded
 
     def abandon_frontier(self) -> None:
-        """Drop all nodes to expand, except a root without children: the model that takes over has computed none of
-        their ancestors. That model begins to expand once the text has left the tree. The tree's candidates, and the
+        """Take all nodes off the frontier, except a root without children: the model that takes over has computed none
+        of their ancestors. It begins to expand once the text has left the tree. The tree's candidates, and the
         distributions they were drawn from, stay."""
         self._frontier.clear()
         self._too_deep.clear()
@@ -273,13 +273,13 @@ class DrafterSession:
         return self.policy.width(self._expanded[node])
 
     def shifts(self, node: Node) -> list[float]:
-        """Return the calibration's shifts for the children of a node; zeros with the draft's own probabilities."""
+        """Return the calibration's shifts for the children of a node; zeros for the draft's own probabilities."""
         if self.policy.scorer is Scorer.PROBABILITY:
             return UNCALIBRATED
         return self._calibration.shifts(self._expanded[node])
 
     def add_calibrated(self, node: Node, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add children within the policy, the likeliest first, from `tokens` with calibrated logprobs."""
+        """Add the children that the policy allows, from `tokens` with calibrated logprobs, both likeliest first."""
         path_logprob, least = node.path_logprob(), -math.inf if self.policy.expansion else MIN_CHILD_LOGPROB
         for token, logprob in zip(tokens[: self.width(node)], logprobs, strict=False):
             # Keep the first child even if improbable: the likeliest next token is always sent.

@@ -21,7 +21,7 @@ from draft_service.session import DrafterSession
 from specdec.serving.target_logprobs import NO_PLACES, PLACE_BYTES, PackedPlaces
 
 MAX_KEPT_TOKENS = 1 << 28
-"""Limit on the tokens kept: 2 GB, with the places where the draft was overruled."""
+"""Limit on the tokens kept: with the places where the draft was overruled, they take 2 GB."""
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Traffic:
         self.most_places = most_bytes // PLACE_BYTES
         """Limit on the places with log-probabilities, over all texts."""
         self._places = 0
-        self._with_places: deque[KeptText] = deque()  # texts with log-probabilities, in order
+        self._with_places: deque[KeptText] = deque()  # texts with log-probabilities, oldest first
         self._most = most
         self.forgotten = forgotten or Forgotten()
         self._clock = clock

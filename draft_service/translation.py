@@ -86,8 +86,7 @@ class Translation:
         return known
 
     def _longest_pieces(self, piece: bytes) -> tuple[int, ...]:
-        """Return the tokens that spell bytes, each as long as possible, from the left; bytes without a token are left
-        out."""
+        """Spell bytes greedily: from the left, always with the longest token. Bytes without a token are left out."""
         found: list[int] = []
         place = 0
         while place < len(piece):

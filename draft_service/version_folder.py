@@ -45,7 +45,7 @@ class FoundVersion(NamedTuple):
 
 
 class VersionsFolder:
-    """The folder's complete versions, oldest marker first, as the files of a `Watched`."""
+    """The folder's complete versions, oldest marker first, for a `Watched` to follow."""
 
     what: ClassVar[str] = "versions"
     unusable: ClassVar[type[Exception]] = VersionsError

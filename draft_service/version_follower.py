@@ -2,7 +2,7 @@
 drafter.
 
 A version that has learned from a forgotten tenant is not loaded. If the serving version has learned from one, an
-earlier version is loaded in its place first.
+earlier version is loaded in its place before any new one.
 
 The follower has a thread of its own. The drafter belongs to the draft loop's thread, so all changes reach it as actions
 between two steps.
@@ -99,8 +99,8 @@ class VersionFollower:
             self._stopping.wait(LOOK_SECONDS)
 
     def look(self) -> None:
-        """Run one round: take a changed folder, follow forgotten tenants, free memory, and load at most one version.
-        This is an earlier version if the serving one is withdrawn, else the next waiting one if a trial may begin."""
+        """Run one round: read the folder if it has changed, follow forgotten tenants, free memory, and load at most one
+        version: an earlier one if the serving one is withdrawn, else the next waiting one if a trial may begin."""
         again = self._interrupted() or bool(self._left_out - self._taken())
         if self._folder.changed() or again:
             self._take(self._folder.contents)

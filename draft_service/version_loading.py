@@ -155,8 +155,8 @@ class VersionLoader:
         return replace(loaded, fingerprint=fingerprint, export=export, learned_from=learned_from)
 
     def _checked(self, path: Path) -> ModelDirectory:
-        """Return a version's directory, after checking that, for sessions, it differs from the first model only in its
-        guesses."""
+        """Return a version's directory, after checking that sessions can use it in place of the first model: only its
+        guesses may differ."""
         (directory,) = check(Wanted(path, replace(self.placement, beside=True)))
         directory.check_pair(self.first)
         for what, own, needed in (

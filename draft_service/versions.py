@@ -41,8 +41,7 @@ from specdec.engine.model_file import in_one_line
 log = structlog.get_logger()
 
 MAX_KNOWN = 96
-"""Maximum versions with statistics, more than a folder may have. Beyond it, ended versions are dropped, oldest
-first."""
+"""Maximum versions with statistics, more than a folder may have."""
 
 
 MAX_PROMOTED = 8
@@ -179,7 +178,7 @@ class VersionedDrafter(Drafter):
 
     @property
     def is_free(self) -> bool:
-        """True if a canary may begin: earlier versions are freed, and the serving one is not withdrawn."""
+        """True if a canary may begin: there is no canary or retired version, and the serving one is not withdrawn."""
         return self._canary is None and self._retired is None and not self._withdrawn
 
     @property
@@ -247,9 +246,9 @@ class VersionedDrafter(Drafter):
     # --- forgotten tenants ----------------------------------------------------------------------------
 
     def forget(self) -> list[str]:
-        """Roll back the versions that have learned from forgotten tenants; return their names. If one of them is
-        serving, the retired version replaces it immediately, if still in memory. Otherwise the serving version keeps
-        drafting until `go_back` replaces it."""
+        """Roll back the versions that have learned from forgotten tenants; return their names. If the serving version
+        is among them, a retired version still in memory replaces it immediately; without one, it keeps drafting until
+        `go_back` replaces it."""
         found = [version for version in (self._canary, self._retired) if version is not None and self._is_out(version)]
         for version in found:
             self._roll_back(version, State.FORGOTTEN, HAS_LEARNED)
@@ -285,7 +284,7 @@ class VersionedDrafter(Drafter):
         self._go_back_to(version)
 
     def _go_back_to(self, version: Version) -> None:
-        """Replace the withdrawn version by one that is in memory, and move its sessions there."""
+        """Serve this version, which is in memory, in place of the withdrawn one, and take over its sessions."""
         withdrawn, self._serving, self._retired = self._serving, version, None
         self._promoted = [name for name in self._promoted if name not in (withdrawn.name, version.name)]
         if version.name != self.first:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 START = 1000.0
-"""Seconds on the clock at the start: as on a real one, nothing has happened at 0."""
+"""Seconds on the clock at the start. As on a real clock, time 0 is long past."""
 
 TICK = 1e-9
 """Seconds added by every reading of the clock. Otherwise a loop that polls until some time might never reach it: a sum

@@ -56,7 +56,7 @@ PARSING_THREADS = 2
 
 MAX_WAITING_SHORT = 1024
 MAX_WAITING_LONG = 16
-"""Limits on requests waiting for a thread. Long ones are megabytes each."""
+"""Limits on requests waiting for a thread. Long ones take megabytes each."""
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):

@@ -2,8 +2,8 @@
 requests.
 
 The supervisor starts its own program again as workers, which share the port by SO_REUSEPORT: the kernel gives every new
-connection to one of them. The supervisor serves no calls itself, and knows nothing of the workers' requests. Workers
-exit when their stdin closes, so that none outlives the supervisor, however it ends.
+connection to one of them. The supervisor serves no calls, and knows nothing of the workers' requests. Workers exit
+when their stdin closes, so that none outlives the supervisor, however it ends.
 
 A client's call about a request may reach another worker than the request did. Each worker therefore answers the others
 on a Unix socket, in a folder that only their user can enter.

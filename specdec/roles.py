@@ -23,7 +23,7 @@ def environment() -> dict[str, str]:
 
 
 def load(module: str) -> ModuleType:
-    """Import a module from the folder. The process becomes that service's: the folder stays on its path and on its
+    """Import a module from the folder. This makes the process a service's own: the folder stays on its path and its
     children's."""
     sys.path.insert(0, str(FOLDER))
     os.environ.update(environment())

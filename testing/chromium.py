@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = 1 << 26
 """Maximum bytes of a message from the browser, large enough for a screenshot."""
 
 PATIENCE_SECONDS = 60.0
-"""Timeout in seconds of waiting for a condition, and of a command."""
+"""Timeout in seconds for a condition or a command."""
 
 
 class PageError(Exception):
@@ -49,7 +49,7 @@ class Page:
         self.urls: list[str] = []
         """URLs of all requests."""
         self.complaints: list[str] = []
-        """Exceptions, errors of the console and breaches of the content security policy."""
+        """Exceptions, console errors and violations of the content security policy."""
         self.streams: list[str] = []
         """Ids of the requests answered by server-sent events, in order; for `body`."""
 

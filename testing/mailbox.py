@@ -40,7 +40,7 @@ class Handed(ResponseQueue[Any]):
 
 
 class Mailbox(ResponseQueue[tuple[VerifyResult, StepTimes]]):
-    """A response queue that keeps its items. Nothing may follow an end, and no prompt is scored after a result."""
+    """A response queue that keeps its items. Nothing may follow a text's end, and prompt scores precede results."""
 
     def __init__(self) -> None:
         self._loop = _AtOnce()  # type: ignore[assignment]

@@ -356,7 +356,7 @@ def main(
 def default_speculation(
     name: SpeculationName, lookahead: tuple[int, int, int] | None, jacobi: int | None, most_rows: int
 ) -> SpeculationOptions:
-    """Return the speculation of requests that leave it open; typer.BadParameter names the wrong option."""
+    """Return the default speculation of requests; typer.BadParameter names the wrong option."""
     if lookahead is not None and jacobi is not None:
         raise typer.BadParameter("cannot be combined with --lookahead: both set the window size", param_hint="--jacobi")
     options = speculation_from(SPECULATIONS[name])

@@ -59,7 +59,7 @@ class AdaptiveSpeculation:
         self._threads = threads
 
     def outlook(self, session: VerifierSession, sessions: int) -> Outlook:
-        """Return the outlook of a session before its first step, among `sessions` sessions like it. No side effects;
+        """Return a session's outlook before its first step, as one of `sessions` similar sessions. No side effects;
         thread-safe."""
         # If drafts take threads, the session gets no draft during prefill.
         if self._threads.yields or not self.eligibility.would_draft(session, sessions):
@@ -75,7 +75,7 @@ class AdaptiveSpeculation:
             self.eligibility.prefilling = 2 * prefilling > len(running)
 
     def select(self, sessions: Sequence[VerifierSession]) -> list[Batch]:
-        """Select the modes of the coming step; return its batches, without those that cannot speculate."""
+        """Select the modes of the coming step; return its batches, except those that cannot speculate."""
         now, batches = time.monotonic(), []
         for controller, members in self._controllers.select(sessions):
             profile = self.eligibility.profile(members, beside=len(sessions) - len(members))
@@ -122,10 +122,10 @@ class AdaptiveSpeculation:
     ) -> None:
         """Update each controller with the tokens of its own sessions, over the `seconds` of the whole step.
 
-        Other sessions' tokens do not count: the mode has not earned them, and many of them would hide its effect on few
-        sessions. Their time does count, since it passes for all sessions: dividing the time by rows would charge a
-        candidate as much as a root, which costs far more. So the bound on plain decoding is for a step that includes
-        the other sessions' rows.
+        Other sessions' tokens do not count: the mode did not produce them, and many of them would hide its effect on
+        few sessions. Their time does count, since it passes for all sessions, and dividing it by rows would charge a
+        candidate as much as a root, though a root costs far more. So the bound on plain decoding includes the other
+        sessions' rows.
         """
         rows_of = {entry.session: rows.rows for entry, rows in plan.entries}
         tokens_of = {entry.session: len(result.tokens) for entry, result in results}

@@ -72,8 +72,8 @@ class CommitPublisher:
         )
 
     def send_features(self, results: Iterable[tuple[RunningSession, VerifyResult]], source: FeatureSource) -> None:
-        """Send features to the drafts that sessions use now, before the commit of the token after them. If a caller
-        reads too slowly, its features are sent later, as far as they are still kept."""
+        """Send features to the drafts now in use, before the commit of the token after them. If a caller reads too
+        slowly, its features are sent later, if they are still kept."""
         messages: list[tuple[ResponseQueue[Any], Callable[[], Any]]] = []
         for entry, result in results:
             session = entry.session

@@ -66,7 +66,7 @@ class HeadsFiles:
 
 def feature_source(path: Path, window: int, directory: ModelDirectory, engine: Engine) -> FeatureSource:
     """Return the source of features for draft services that run the heads in a directory; it keeps `window` rows of a
-    text. ModelDirectoryError or UnsupportedModelError if target or engine do not fit the heads."""
+    text. ModelDirectoryError or UnsupportedModelError if the target or the engine does not fit the heads."""
     from specdec.engine.hf.pretrained import DTYPES
     from verifier_service.proposers.feature_source import FeatureSource
 

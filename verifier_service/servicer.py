@@ -85,7 +85,7 @@ gets eight ninths of the room, each of several gets less (dynamic thresholds, Ch
 
 @dataclass(frozen=True)
 class VerifierLimits:
-    """Limits of a verifier and of each session; also the defaults of unset values."""
+    """Limits of a verifier and of each session; also the defaults for unset values."""
 
     max_nodes: int = 256  # live candidates of a session's draft
     max_candidates: int = 64  # in one step of a session

@@ -130,7 +130,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         blocks = max(2, (engine.capacity - set_aside) // BLOCK)
         self.pool = BlockPool(blocks)
         tree_slots = list(range(blocks * BLOCK, engine.capacity))[:MAX_STEP_CANDIDATES]
-        if self.chains_only:  # candidates use the text's own slots: these only limit their number
+        if self.chains_only:  # candidates use the text's own slots; the tree slots only limit their number
             tree_slots = [PADDING_SLOT] * MAX_STEP_CANDIDATES
         self._queue = RunQueue(engine, self.pool, self.stats, max_unread_tokens, self._on_preempt)
         slots = blocks * BLOCK
@@ -308,7 +308,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         """Collect every session's rows, and run a step over them."""
         begun = time.monotonic()
         plan = self._planner.plan(ready, proposed.seconds, division)
-        if not plan.entries:  # the sessions that others sit out for have been preempted
+        if not plan.entries:  # others sit out this step for sessions that have been preempted
             return
         self.stats.step_expected = plan.expected
         self._publisher.send_before(plan.expected, plan.sitting_out)

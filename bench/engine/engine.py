@@ -50,7 +50,7 @@ from specdec.engine.preflight.device import check_device
 from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 
 ENGINES = [kind for kind in get_args(Kind) if kind != "onnx"]
-"""Engines to measure: all but onnx, since random weights are not exported."""
+"""Engines to measure: all except onnx, since random weights are not exported."""
 
 SPARE = 0.9
 """Fraction of the free memory that a combination may use."""

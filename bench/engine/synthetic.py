@@ -2,8 +2,8 @@
 
 A model with random weights has no draft that predicts it. So plain decoding first finds its choices. Then the same
 texts are decoded again with injected chains of candidates: each token is the target's choice with probability
-`acceptance`, else another token. Below a wrong token the chain continues to no effect, as a draft's would. The loop is
-the verifier's own (`StepLoop`), with its schedule, tree verification and memory. Drafts, messages and processes are
+`acceptance`, else another token. Below a wrong token the rest of the chain is useless, as a draft's would be. The loop
+is the verifier's own (`StepLoop`), with its schedule, tree verification and memory. Drafts, messages and processes are
 left out, so the result is an upper bound on speculation with this engine.
 """
 

@@ -3,7 +3,7 @@
     python -m bench token-masks [--vocabularies 4096,32768,131072] [--tokenizer FILE]
 
 Byte-level tokenizers of these sizes are trained on the Python files of this installation, or one is read from a
-`tokenizer.json`. Texts that match a JSON schema are followed token by token, as in a verifier. Timed are the next
+`tokenizer.json`. Texts that match a JSON schema are followed token by token, as in a verifier. It times the next
 token's mask, its application to a row of logits, the masks of candidates below the text, and the commit. No model runs.
 """
 

@@ -1,4 +1,4 @@
-"""The needs of the steps of a run on a GPU, and a line with a remedy for each unmet need."""
+"""Requirements of the steps of a GPU run, and a line with a remedy for each unmet one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compares cuBLAS with our products on a GPU: `python -m bench.gpu.products --shapes 4096x4096,14336x4096`.
 
-A shape is written as columns of the input x columns of the result, in bfloat16. Reported for each way: how many of the
-row counts `CANDIDATES` give a row the same bits, and the microseconds at some row counts. Products run as one CUDA
+A shape is written as columns of the input x columns of the result, in bfloat16. Reported for each way: how many row
+counts in `CANDIDATES` give a row the same bits, and the microseconds at some row counts. Products run as one CUDA
 graph over several copies of the weights, more than caches hold. "whole" is cuBLASLt without split-K.
 """
 

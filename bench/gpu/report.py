@@ -1,5 +1,5 @@
-"""The report of a run on a GPU: one page, and the same as JSON. It is rewritten after every step, so that the loss of
-the machine leaves the results so far."""
+"""The report of a run on a GPU: one page, and the same as JSON. It is rewritten after every step, so that the results
+so far survive the loss of the machine."""
 
 from __future__ import annotations
 

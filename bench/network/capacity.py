@@ -5,7 +5,7 @@
 A session-step is one commit, relayed to the draft and (coalesced over 20 ms) to the client, plus the draft's
 candidates, relayed to the verifier. Verifier and draft compute nothing (`bench.network.echo`, one process); the client
 (this process) reads only the number of steps in each message. All processes share the machine's cores, so steps are
-divided by the orchestrator's measured processor time. Each session has its own client connection, up to 16. The last
+divided by the orchestrator's measured processor time. Sessions share up to 16 client connections. The last
 measurement is the round-trip time of a single session through the orchestrator and over a direct stream to the draft;
 the difference is the cost of the relay.
 """

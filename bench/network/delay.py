@@ -4,7 +4,7 @@
     python -m bench delay --target-step-ms 30 --draft-step-ms 3    # a larger pair on simulated devices
 
 Both links of the orchestrator, to the verifier and to the draft, are delayed (`testing.delay_process`). A round trip on
-each takes 0 to 1 target steps, so from verifier to draft and back takes twice as long. The client's link is not
+each takes 0 to 1 target steps, so a round trip from verifier to draft takes twice as long. The client's link is not
 delayed. The target step is this run's median without delay.
 
 This system also uses its verifier's own proposals, unless `--speculation` selects its draft alone (`always` in every

@@ -31,7 +31,7 @@ def ratio_of_means(mine: Mapping[Key, float], plain: Mapping[Key, float]) -> flo
 
 
 def median_ratio(mine: Mapping[Key, float], plain: Mapping[Key, float]) -> float | None:
-    """Return the median ratio within a question, over the questions that both have; None if there are none."""
+    """Return the median of the questions' ratios, over the questions that both have; None if there are none."""
     both = mine.keys() & plain.keys()
     return statistics.median(mine[key] / plain[key] for key in both) if both else None
 

@@ -65,7 +65,7 @@ class Method:
 
 
 class MethodError(ValueError):
-    """An invalid method name; the message is the reason, with all methods if the name is unknown."""
+    """An invalid method name; the message gives the reason, and lists all methods if the name is unknown."""
 
 
 def _chain(length: int) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The plots of an evaluation: speed-up of all methods, and figures of individual papers if their methods ran."""
+"""The plots of an evaluation: speed-up of all methods, and figures as in individual papers if their methods ran."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     python -m bench chunking --dtype bfloat16 --rounds 8
 
-Eight streams run. In alternate rounds, nothing else happens, or a prompt of 1,500 tokens arrives with a short one right
-behind it. Printed are the median and p99 of the time between two pieces of a stream, and the time to the first token of
-both prompts. The model is the demo target configured with twice its context. That is beyond its training, so the text
-is poor, but the cost is right.
+Eight streams run. In every other round, a prompt of 1,500 tokens arrives as well, with a short one right behind it. It
+prints the median and p99 of the time between two pieces of a stream, and the time to the first token of both prompts.
+The model is the demo target configured with twice its context. That is beyond its training, so the text is poor, but
+the cost is right.
 """
 
 from __future__ import annotations

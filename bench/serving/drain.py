@@ -3,7 +3,7 @@
     python -m bench drain [--rounds 3 --streams 8]
 
 Two verifiers, two drafts and two orchestrators serve texts continuously. In turns, one pod of each role gets a SIGTERM
-and is started again. Reported are the seconds until the pod has ended, the longest silence in a running stream (also
+and is started again. It reports the seconds until the pod has ended, the longest silence in a running stream (also
 without a drain, for comparison), and failed requests.
 """
 

@@ -1,4 +1,4 @@
-"""Measure how a tenant that floods a verifier affects another one: its time to first token, and completed requests.
+"""Measure how a tenant that floods a verifier affects another one's time to first token and completed requests.
 
     python -m bench fairness [--rounds 3 --seconds 20]
 

@@ -3,7 +3,7 @@
     python -m bench goodput [--seconds 20]
 
 Requests arrive at a half, once, one and a half times and twice the verifier's capacity. Each has a deadline of
-`--patience` times its duration alone. Goodput should not fall as the rate grows.
+`--patience` times a lone request's duration. Goodput should not fall as the rate grows.
 """
 
 from __future__ import annotations

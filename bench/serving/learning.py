@@ -5,12 +5,12 @@
 The same texts are requested in four runs, each with newly started services:
 
 - plain: without a draft
-- fixed: with the initial draft of all runs, by default of the demo draft's size with random weights
+- fixed: with an initial draft, by default of the demo draft's size with random weights
 - learning: with the same draft, whose service keeps all texts; a trainer beside it trains a version on them, waits for
   the verdict on that version, and begins again
 - oracle: in each phase with a draft trained in advance, on other texts of this phase's kind
 
-Two tenants send the requests in turns, with a seed for each text. Reported are the guessed share of tokens and tokens a
+Two tenants send the requests in turns, with a seed for each text. It reports the guessed share of tokens and tokens a
 second over the texts of a run, the verdict on each version, the times between a user's tokens, and texts that differ
 from those of the plain run. Drafts are used whether or not they pay, so that all runs do the same work.
 """

@@ -1,5 +1,5 @@
-"""Profile the verifier's step thread with py-spy: its time by part of the model's forward pass and of the rest of a
-step, and how busy the event loop's thread is meanwhile.
+"""Profile the verifier's step thread with py-spy: the time of each part of the model's forward pass and of the rest of
+a step, and how busy the event loop's thread is meanwhile.
 
     python -m bench overhead --streams 16
 

@@ -1,13 +1,13 @@
-"""Measure the effects on users while servers die: specdec, and vLLM's servers under the same schedule.
+"""Measure the effects of dying servers on users, for specdec and for vLLM under the same schedule.
 
     python -m bench restarts --vllm-python build/vllm/bin/python [--seconds 180 --every 20]
 
-Each system has two servers of the target: specdec two verifiers, with two drafts and two orchestrators; vLLM two `vllm
-serve`. Requests arrive at Poisson times, at a rate that each system can serve without faults. Then one process is
-killed (SIGKILL) every 20 s and restarted immediately: for specdec a pod of each role in turns, for vLLM its servers in
-turns. (So each server of vLLM dies every 40 s, and each verifier every 120 s.) specdec's client library resumes a text
-by itself. The client of vLLM acts like a patient application: it alternates between the servers, and restarts a broken
-stream at another one from the beginning, for up to a minute.
+Each system has two servers of the target: specdec has two verifiers, with two drafts and two orchestrators; vLLM has
+two `vllm serve`. Requests arrive at Poisson times, at a rate that each system can serve without faults. Then one
+process is killed (SIGKILL) every 20 s and restarted immediately: for specdec a pod of each role in turns, for vLLM its
+servers in turns. (So each server of vLLM dies every 40 s, and each verifier every 120 s.) specdec's client library
+resumes a text by itself. The client of vLLM acts like a patient application: it alternates between the servers, and
+restarts a broken stream at another one from the beginning, for up to a minute.
 
 It reports, without faults (calm) and with them: failed requests, texts that restarted in the user's view, texts that
 differ from the calm ones of the same seed, times to the first token and between tokens, the longest silence in a text,

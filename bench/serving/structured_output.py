@@ -2,8 +2,8 @@
 
     python -m bench structured-output [--rounds 5] [--streams 1 16]
 
-The demo pair, with the draft in the verifier's process, continues prompts at temperature 0.8: freely and by random
-schemas, drafted and plain, in turns. All ways of a round have the same prompts, schemas and seeds. With
+The demo pair, with the draft in the verifier's process, continues prompts at temperature 0.8: freely or under random
+schemas, drafted or plain, in turns. All ways of a round have the same prompts, schemas and seeds. With
 `--vllm-python`, the interpreter of `make bench-peers`, vLLM answers the same requests with schemas, plain and with
 n-gram speculation.
 """

@@ -85,7 +85,7 @@ def deployments(plain: Scenario, drafts: Sequence[int]) -> list[Deployment]:
 
 
 def capacity(rate: Callable[[int], float], seconds: float, most: int) -> int:
-    """Return the number of streams, `most` at most, that each get a token within `seconds`; 0 if not even one does.
+    """Return the number of streams, up to `most`, that each get a token within `seconds`; 0 if not even one does.
 
     Time per token is assumed to grow with streams: their number is doubled until the time is too long, then bisected.
     """

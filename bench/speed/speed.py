@@ -29,7 +29,7 @@ draft model) is started if its path is given, and used over HTTP, as a server.
 All systems are loaded first and then take turns: in a round all get the same prompts, which are new in every round. The
 first round warms up; in it, configurations that adapt their speculation while serving first get other prompts for some
 seconds. The report has medians over rounds (and kinds), ratios within a round, and, for specdec, efficiency: the rate
-divided by that of an ideal system with the step times of the same round (`step_times.py`) and the acceptance of the
+divided by an ideal system's rate, given the step times of the same round (`step_times.py`) and the acceptance of the
 same answer. Writes speed.json, .md and .png.
 """
 

@@ -40,7 +40,7 @@ class DraftStream(PeerStream):
         super().__init__(pod, context)
         self.at_work = False  # True once the draft has sent candidates
         self.overruled_logprobs = 0  # number of the target's likeliest tokens that the draft learns from; 0: none
-        self.features: draft_pb2.FeatureFormat | None = None  # of those the draft reads; None: it reads none
+        self.features: draft_pb2.FeatureFormat | None = None  # that the draft reads; None: it reads none
         self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
         self._unwritten = 0  # bytes of features in `_outgoing`
         self._fed_at = 0.0  # when features for the draft last arrived; monotonic
@@ -112,8 +112,8 @@ class DraftStream(PeerStream):
         self._outgoing.put_nowait(message)
 
     def unfed(self, fingerprint: str) -> UnfedError | None:
-        """Return an error if the draft reads features, but not those with this fingerprint, which the verifier sends
-        (empty: it sends none)."""
+        """Return an error if the draft reads features other than the verifier's, which have this fingerprint (empty:
+        the verifier sends none)."""
         if self.features is None or self.features.fingerprint == fingerprint:
             return None
         return UnfedError(f"it reads features {self.features.fingerprint[:16]}, which the verifier does not send")

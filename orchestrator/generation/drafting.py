@@ -124,8 +124,7 @@ class Drafting:
         self._query = None
         sample = self._context.sample
         if sample.speculation.remote and not sample.needs_draft:
-            # While the policy names no remote draft, the verifier does not count undrafted tokens, but every token is
-            # one.
+            # While the policy names no remote draft, every token is undrafted, and the verifier does not count them.
             tokens = commit.undrafted_tokens if self._state.drafted else len(commit.committed.tokens)
             if tokens and self._state.drafted and not self._late:
                 self._late = True
@@ -288,8 +287,8 @@ class Drafting:
             case ModelFailureError() | InvalidRequestError():
                 self._useless_until[pod] = math.inf
             case OverloadedError() if not self._context.sample.needs_draft:
-                # For this text only, since shorter texts may still fit. A retry sends the whole text, and makes a
-                # verifier expect a draft.
+                # For this text only, since shorter texts may still fit. A retry sends the whole text, and makes
+                # the verifier expect a draft.
                 self._useless_until[pod] = time.monotonic() + min(error.retry_after, MAX_FULL_SECONDS)
             case UnfitError() | ServiceError():  # the pod refuses the session
                 pass

@@ -43,8 +43,7 @@ class SpeculationState:
         return replace(self, outlook=outlook_from(commit))
 
     def worth_a_draft(self, sample: Sample) -> bool:
-        """Return True if a draft may pay. While the text has no draft, its verifier cannot tell, so a draft is
-        tried."""
+        """Return True if a draft may pay. Without a draft the verifier cannot tell, so one is tried."""
         return self.outlook.drafting_wanted or sample.forces_drafting or not self.drafted
 
     def verify_policy(self, context: SampleContext) -> verifier_pb2.VerifyPolicy:

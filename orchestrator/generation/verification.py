@@ -115,8 +115,8 @@ class VerifierChoice:
             raise DeadlineError("verifier: none available before the deadline")
 
     def longest_step(self, pod: Pod) -> float:
-        """Return the duration in seconds up to which no step of this pod counts as stuck. If no other pod could take
-        the text, waiting is best: this pod has the whole text in memory, and any retry would prefill it again."""
+        """Return the minimum age in seconds of a step that counts as stuck at this pod. If no other pod could take the
+        text, waiting is best: this pod has the whole text in memory, and any retry would prefill it again."""
         elsewhere = any(other is not pod and other not in self._unfit for other in self._pods.willing)
         return self._context.peers.stuck_seconds if elsewhere else self._backoff.budget
 
@@ -196,8 +196,8 @@ class Verification:
     async def messages(self) -> AsyncGenerator[Message, None]:
         """Yield the opening answer of every verifier that takes the text, the prompt's log-probabilities if requested,
         then all commits. Log-probabilities and commits come in order, each once. If the text needs a draft, also yield
-        queries to the draft, and heartbeats while the text waits for it; if its draft reads features, also yield the
-        features. A commit's tokens are in the committed text before the commit is yielded."""
+        queries to the draft, and heartbeats while the text waits for it. If its draft reads features, also yield
+        these. A commit's tokens are in the committed text before the commit is yielded."""
         context, choice = self._context, self._choice
         while True:
             if context.grammar_watch is not None:
@@ -208,7 +208,7 @@ class Verification:
                     opened = await self._open(stream)
                     with pod.load.session(), pod.admission.session(context.sample.tenant):
                         yield opened
-                        if context.text.unscored == 1 and not context.text.scored:  # the only token has no logprob
+                        if context.text.unscored == 1 and not context.text.scored:  # a single token has no logprob
                             context.text.scored = 1
                             yield verifier_pb2.PromptLogprobs(first=1)
                         check = CommitCheck(
@@ -311,7 +311,7 @@ class Verification:
         self._progressed(pod)
 
     def _take_scores(self, pod: Pod, scores: verifier_pb2.PromptLogprobs) -> None:
-        """Note that the text has log-probabilities of further tokens of the prompt."""
+        """Note log-probabilities of further prompt tokens."""
         self._context.text.scored = scores.first + len(scores.logprobs)
         self._progressed(pod)
 

@@ -37,7 +37,7 @@ class VerifierStream(PeerStream):
     peer = "verifier"
 
     def __init__(self, pod: Pod, context: SampleContext, longest_step: Callable[[], float]) -> None:
-        """Prepare a stream. `longest_step` returns the seconds up to which no step counts as stuck."""
+        """Prepare a stream. `longest_step` returns the minimum age in seconds of a step that counts as stuck."""
         super().__init__(pod, context)
         self._longest_step = longest_step
         self._checksum = 0  # over all tokens sent and received

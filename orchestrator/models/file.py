@@ -102,7 +102,7 @@ class ModelsFile:
     missing: tuple[RevisionEntry, ...] = ()
     """Revisions skipped when the file was first read."""
     left_out: str = ""
-    """Why they were skipped, in words; empty if none was."""
+    """Why they were skipped; empty if none was."""
     what: ClassVar[str] = "models"
     unusable: ClassVar[type[Exception]] = ModelsFileError
     _loaded: dict[_Key, ServedModel] = field(default_factory=dict)

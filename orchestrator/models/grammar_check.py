@@ -29,12 +29,12 @@ log = structlog.get_logger()
 
 MAX_DEATHS = 3
 """Consecutive deaths of verifiers under one text, without growth in between, after which its grammar is refused. A
-draft's death does not count: while a text has no verifier it does not grow, whatever ended its draft."""
+draft's death does not count: a text without a verifier does not grow, whatever killed its draft."""
 
 MAX_BLAME = 6.0
 """Total blame within DEATH_SECONDS, over all its texts, after which a grammar is refused. The blame of a death is 1 /
 (1 + `crowd` of the pod), since a widespread grammar is open at every death, whatever the cause. Unrelated kills count
-too (several a minute while nodes are drained), so the limit is twice MAX_DEATHS."""
+too (several a minute during node drains), so the limit is twice MAX_DEATHS."""
 
 AMONG_OTHERS = 2
 """Factor on both limits while pods without the grammar die as well: something else is killing pods. The factor is
@@ -65,7 +65,7 @@ class Death(NamedTuple):
 
 class GrammarCheck:
     """Checks the grammars of requests for the model of a directory. Each check may take `seconds` of processor time,
-    and `patience` seconds in all."""
+    and `patience` seconds of wall-clock time."""
 
     def __init__(self, model: Path, seconds: float = SECONDS, patience: float = PATIENCE) -> None:
         self.trials = GrammarTrials(model, seconds, patience)
@@ -180,8 +180,8 @@ class GrammarWatch:
         self._check.died(self._grammar, self._sample.tenant, pod, in_a_row, of_all, counted=counted)
 
     async def retry_if_suspect(self) -> None:
-        """Try the grammar again if a pod has died under it, before another pod gets it. InvalidRequestError if it
-        fails, OverloadedError if it is in quarantine."""
+        """Try the grammar again if a pod has died under it, before another pod gets it. InvalidRequestError if the
+        trial fails, OverloadedError if the grammar is in quarantine."""
         if not self._suspect:
             return
         async with self._trying:

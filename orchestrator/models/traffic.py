@@ -16,7 +16,7 @@ from specdec.v2 import generation_pb2
 
 PART = 4096
 TURNS = 16
-"""Hashed to place a seeded request: up to PART characters or tokens at each end of a prompt or chat turn, and up to
+"""Limits on the hashed parts of a seeded request: PART characters or tokens at each end of a prompt or chat turn, and
 TURNS turns at each end of a conversation."""
 
 

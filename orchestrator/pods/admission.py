@@ -154,14 +154,14 @@ class CancelledOpenings:
 
 MAX_OPENINGS = 64
 """Limit on openings in flight at a verifier. Answers do not wait for steps, so more openings would only move the queue
-from here to the verifier. A tenant without an opening in flight may exceed the limit up to twofold."""
+from here to the verifier. For a tenant without an opening in flight, the limit is twice as high."""
 
 MAX_WAITING = 16
 """Limit on a tenant's requests that wait for places of its cancelled openings; more are refused before parsing."""
 
 REFUSED_SECONDS = 0.05
-"""Seconds that other requests are refused after a refusal by the verifier. The time is short because every ended text
-makes room: it only keeps a flood from asking again and again."""
+"""Seconds that other requests are refused after a refusal by the verifier. This is short because every ended text
+makes room; it only keeps a flood from asking again and again."""
 
 
 class LeftAloneError(Exception):
@@ -182,8 +182,8 @@ class Admission:
     @asynccontextmanager
     async def opening(self, tenant: str = "", *, again: bool = False) -> AsyncIterator[None]:
         """Hold a place while a session is being opened. Raise OverloadedError if there is no room, LeftAloneError if
-        waiting for room is pointless. A resumed text (`again`) does not wait: the verifier refuses it only at its
-        session limit."""
+        waiting for room is pointless. A resumed text (`again`) does not wait: the verifier refuses resumed texts
+        only at its session limit."""
         load = self._load
         load.coming += 1
         try:

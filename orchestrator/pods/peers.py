@@ -58,8 +58,8 @@ class PeerFinder:
         self.peers = replace(settings.times, verifiers=self._verifiers)
 
     async def look(self, verifiers: Sequence[Address], drafts: Sequence[Address]) -> None:
-        """Replace the addresses of pods. Running texts keep their pods, and move to pods of the new addresses when
-        those fail. Without addresses of drafts, new requests are served without drafts."""
+        """Replace the addresses of pods. Running texts keep their pods until these fail, then move to pods of the new
+        addresses. Without addresses of drafts, new requests are served without drafts."""
         for discovery, addresses in zip(self._discoveries, (verifiers, drafts), strict=True):
             await discovery.look(addresses)
         self.peers = replace(self.peers, drafts=self._drafts if drafts else None)

@@ -27,8 +27,8 @@ SAME_DEATH_SECONDS = 5.0
 """Sessions of a pod lost within this many seconds count as one death."""
 
 UNFIT_SECONDS = 10.0
-"""Seconds for which an unfit pod is not asked. After that, another pod may have its address, and asking costs one text
-the opening of a session."""
+"""Seconds for which an unfit pod is not asked. After that, another pod may have its address, and trying it costs one
+text only the opening of a session."""
 
 
 class Pod:
@@ -109,8 +109,8 @@ class Pods(Replicas[Pod]):
         no_trial: bool = False,
         cached: Mapping[Pod, int] = MappingProxyType({}),
     ) -> Pod | None:
-        """Choose a pod that is fit, not in `but`, and without an open circuit breaker; None if there is none. Order of
-        preference: not in `rather_not`; with `no_trial`, a closed breaker; the given `numerics`; memory for a text of
+        """Choose a pod that is fit, not in `exclude`, and without an open circuit breaker; None if there is none. Order
+        of preference: not in `avoid`; with `no_trial`, a closed breaker; the given `numerics`; memory for a text of
         `tokens` tokens; the most `cached` tokens; the fewest sessions; the longest time since it was chosen."""
 
         def cost(pod: Pod) -> tuple[bool, bool, bool, bool, int, int, int]:

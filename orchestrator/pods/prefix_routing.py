@@ -21,8 +21,8 @@ from specdec.decoding.block_hashes import block_hashes
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
 ASK_SECONDS = 0.25
-"""Timeout in seconds for a verifier's answer: a millisecond is usual, unless it is very busy. After a timeout, nothing
-counts as cached."""
+"""Timeout in seconds for an answer, which usually takes a millisecond unless the verifier is very busy. After a
+timeout, nothing counts as cached."""
 
 MIN_SHARE = 0.5
 """Minimum cached share of a text that counts. A short shared prefix, such as a system prompt, must not route every text
@@ -37,8 +37,8 @@ one more hardly lengthens a step."""
 async def cached_tokens(
     pods: Collection[Pod], tokens: Sequence[int], scope: bytes, most_seconds: float = math.inf
 ) -> dict[Pod, int]:
-    """Ask verifiers how many leading tokens of a text they have cached in its scope, and take the capacity from their
-    answers."""
+    """Ask verifiers how many leading tokens of a text they have cached in its scope, and record the capacities that
+    they report."""
     hashes = block_hashes(tokens, scope)
     if not hashes:
         return {}

@@ -1,4 +1,4 @@
-"""Readiness: whether requests can be served here, with a reachable verifier.
+"""Readiness: whether requests can be served here: a verifier must be reachable.
 
 Sessions report on their pods while they run. Otherwise the last verifier to answer is polled every second, and all
 others only if it fails.

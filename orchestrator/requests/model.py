@@ -65,7 +65,7 @@ class ServedModel:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None if its chat template writes none, or none in a known format."""
+        """How the model writes tool calls; None if its chat template writes none, or uses an unknown format."""
         return format_of(self.tokenizer)
 
     @cached_property

@@ -353,7 +353,7 @@ def _reasoning(
 def _grammar(
     message: generation_pb2.GenerateRequest, model: ServedModel, violations: list[tuple[str, str]]
 ) -> tuple[model_pb2.Grammar | None, UniqueItems | None]:
-    """Return the grammar of the text, for its answer or the tool calls in place of an answer; None if the text is
+    """Return the grammar of the text, for an answer or for tool calls in place of an answer; None if the text is
     unconstrained. Also return the check that the finished answer needs, if any (never with tools)."""
     answer = message.grammar if message.HasField("grammar") else None
     if message.json_schema:

@@ -18,7 +18,7 @@ MAX_ARGUMENTS = 16 << 10
 """Largest size in bytes of a chat template's arguments."""
 
 TRUNCATED = 4
-"""Limit, in contexts, on a prompt to be truncated: tokenising needs memory for the whole prompt."""
+"""Limit on a prompt to be truncated, in multiples of the context: tokenising needs memory for the whole prompt."""
 
 
 def most_prompt_tokens(message: generation_pb2.GenerateRequest, model: ServedModel) -> int:
@@ -103,7 +103,7 @@ def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violatio
 def _end_violations(chat: generation_pb2.ChatPrompt) -> list[tuple[str, str]]:
     """Return the violations at the end of a conversation."""
     if chat.continue_final_message and chat.messages and chat.messages[-1].tool_calls:
-        return [("chat.continue_final_message", "is set, the last message must have no calls")]
+        return [("chat.continue_final_message", "is set, so the last message must have no tool calls")]
     return []
 
 

@@ -28,7 +28,7 @@ class Marks:
     tokens: Mapping[str, int]
 
     def spelt(self, text: str) -> str:
-        """Return a text as part of a rule; an empty text becomes nothing."""
+        """Return a text as part of a rule; an empty text stays empty."""
         stripped = text.strip()
         if stripped in self.tokens:
             begin, _, end = text.partition(stripped)
@@ -67,7 +67,7 @@ OF_OBJECT = frozenset(
         "x-guidance",
     ]
 )
-"""Keywords of an object schema that calls between tags enforce, or that constrain nothing."""
+"""Keywords of an object schema that this grammar enforces, or that constrain nothing."""
 
 OF_STRING = frozenset(
     [

@@ -297,8 +297,8 @@ def _beside_text(wanted: ToolFormat, marks: Marks, single: bool) -> Iterator[str
 def _call_rules(
     tools: Mapping[str, Mapping[str, Any]], wanted: ToolFormat, marks: Marks, *, as_json: bool
 ) -> Iterator[str]:
-    """Yield the rules for one call. With `as_json` the whole call is a rule for JSON: the lexer could not tell a call's
-    fixed characters from an answer in JSON."""
+    """Yield the rules for one call. With `as_json` the whole call is a rule for JSON: otherwise the lexer could not
+    tell a call's fixed characters from an answer in JSON."""
     yield "call: " + " | ".join(f"call_{number}" for number in range(len(tools)))
     for number, (name, schema) in enumerate(tools.items()):
         arguments = f"arguments_{number}"

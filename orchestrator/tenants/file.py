@@ -46,7 +46,7 @@ class Tenant:
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt tokens and generated tokens
-    learn: bool = False  # drafts may learn from texts whose requests permit it too
+    learn: bool = False  # drafts may learn from texts whose requests also permit it
 
 
 LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")

@@ -39,7 +39,7 @@ MAX_FED_BYTES = 64 << 20
 once."""
 
 LEAST_FEATURE_BYTES = 1 << 10
-"""Bytes that a message of features counts against MAX_FED_BYTES even if it has fewer."""
+"""Minimum bytes that a message of features counts against MAX_FED_BYTES."""
 
 MAX_QUERIES = 8
 """Maximum queries to a draft about one text: far more than an engine needs, even one whose bits vary from step to

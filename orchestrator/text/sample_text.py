@@ -166,8 +166,8 @@ class Spelt:
 class StopStrings:
     """The search for stop strings in one text.
 
-    Stop strings are searched for in the shown text. If they contain the text of a special token, they are also searched
-    for in the text with special tokens spelt out (`pass_over`); the client gets only its shown part.
+    Stop strings are searched for in the shown text. Those that contain the text of a special token are also searched
+    for in the text with special tokens spelt out (`pass_over`); the client gets only the shown part.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class SampleText:
         self._tokenizer = tokenizer
         reasoning = sample.reasoning
         self._opening = None if reasoning is None or reasoning.begun else reasoning.opening  # if only space precedes it
-        self._closing = reasoning.closing if reasoning is not None and reasoning.begun else None  # only in reasoning
+        self._closing = reasoning.closing if reasoning is not None and reasoning.begun else None  # set within reasoning
         self._stream = self._answer(sample.prompt) if self._closing is None else self._thought(sample.prompt)
         self._ending = {
             token: stop

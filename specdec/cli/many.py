@@ -29,7 +29,7 @@ from specdec.client import AsyncClient, Overloaded, SpecdecError
 from specdec.exit_status import ExitStatus
 
 WAITING = 4
-"""Maximum results held back for an earlier one, per concurrent prompt, since they take memory."""
+"""Maximum results, per concurrent prompt, that wait in memory for an earlier one."""
 
 OVERLOADED_SECONDS = 600.0
 """Seconds during which a prompt is retried while the servers are full, unless its timeout is shorter."""
@@ -40,7 +40,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class PromptResult:
-    """The result for a prompt, or the error instead of it."""
+    """The result or the error of a prompt."""
 
     prompt: Prompt
     result: dict[str, Any]

@@ -22,7 +22,7 @@ LOOK_SECONDS = 60.0
 """Minimum seconds between two evaluations of the training."""
 
 SHARE = 0.05
-"""Maximum share of the time spent on saving, and on evaluating."""
+"""Maximum share of the time spent on saving; evaluating has the same limit."""
 
 Target = Annotated[
     Path, typer.Argument(metavar="TARGET", help="Directory of the target in Hugging Face's layout, or its GGUF file.")

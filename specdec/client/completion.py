@@ -137,7 +137,7 @@ class Resolved:
     frequency_penalty: float
     presence_penalty: float
     max_tokens: int
-    end_tokens: list[int]  # all end tokens: the model's own and those of the request
+    end_tokens: list[int]  # all end tokens: the model's and the request's
     prompt_digest: str  # of the prompt's tokens
     time: datetime | None  # current time passed to the chat template; None without one
     model: str = ""  # the revision serving the request, as NAME@REVISION; empty if the model has no named revisions

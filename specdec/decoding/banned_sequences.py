@@ -11,7 +11,7 @@ class BannedSequences:
     banned."""
 
     def __init__(self, sequences: Collection[Sequence[int]]) -> None:
-        """`sequences`: at least one, each of at least two tokens. A single token is banned everywhere instead."""
+        """`sequences`: at least one, each of at least two tokens. Single tokens are banned everywhere, not here."""
         self._completing: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # last tokens, by prefix
         for *before, last in sequences:
             self._completing[tuple(before)].append(last)

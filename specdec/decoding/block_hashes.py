@@ -16,8 +16,8 @@ HASHED_TOKENS = 64
 
 
 def cache_scope(tenant: str, salt: str = "") -> bytes:
-    """Return the scope of a text in prefix caches: texts share prefixes if their tenants and their salts are equal.
-    UTF-8 never contains byte 255, so different (tenant, salt) pairs have different scopes."""
+    """Return the scope of a text in prefix caches: texts share prefixes if tenant and salt are equal. UTF-8 never
+    contains byte 255, so different (tenant, salt) pairs have different scopes."""
     return tenant.encode() + (b"\xff" + salt.encode() if salt else b"")
 
 

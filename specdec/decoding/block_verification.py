@@ -3,7 +3,8 @@ algorithm 2).
 
 Under REJECTION the draws x1, ..., xn of a chain may be tested one by one. Testing them as a whole accepts, in
 expectation, at least as many, and the tokens still follow the target's distribution (theorems 1 and 2). Let p and q be
-the distributions of target and draft after the first i draws, r(0) = 1 and r(i) = min(1, r(i-1) p(xi) / q(xi)):
+the distributions of target and draft after the first i draws, y the next draw, r(0) = 1 and
+r(i+1) = min(1, r(i) p(y) / q(y)):
 
     m(i) = sum over v of max(0, r(i) p(v) - q(v))
     h(i) = m(i) / (m(i) + 1 - r(i)),  at the end of the chain h(n) = r(n)
@@ -13,7 +14,7 @@ prefix 0 always passes. The next token is drawn from norm(max(0, r p - q)) after
 induction from the end: given the first i draws, the accepted prefix includes them with probability r(i). Hence accepted
 and drawn tokens together follow p.
 
-The end of the chain may depend on earlier draws, never on later ones: m(i) averages over all values of the next draw.
+Whether the chain continues may depend on the draws so far, never on the next one: m(i) averages over all its values.
 The random numbers are functions of (seed, position of the first draw, i), so a later block that begins after a
 rejection tests its draws with different numbers.
 """
@@ -39,7 +40,7 @@ from specdec.decoding.rejection import (
 
 
 class ChainQuery(NamedTuple):
-    """A query about a chain of draws. `rows` hold the logits after its prefixes, shortest first; `queries` are their
+    """A query about a chain of draws. `rows`: rows of logits after its prefixes, shortest first; `queries`: their
     sampling queries. Each query's proposal is the chain's next draw; the last row, if it follows the whole chain, may
     have none."""
 
@@ -63,7 +64,7 @@ class Prefix(NamedTuple):
     """A prefix of a chain, with the next draw known."""
 
     acceptance: float
-    """Probability that it passes its test, h(i)."""
+    """Probability h(i) that the prefix passes its test."""
     ratio: float
     """r(i + 1), the ratio of the prefix extended by the next draw."""
 

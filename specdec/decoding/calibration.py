@@ -24,7 +24,7 @@ DEPTHS, RANKS = 4, 4
 """Depths and ranks with their own shift; deeper nodes and lower ranks use the last one."""
 
 LEARNS = 0.02
-"""Learning rate: change of a shift, in log-odds, per unit of error (taken or not, minus the estimated probability)."""
+"""Learning rate: change of a shift, in log-odds, per unit of error (outcome minus estimated probability)."""
 
 MAX_SHIFT = 3.0
 """Largest absolute shift, in log-odds."""
@@ -76,7 +76,7 @@ class Calibration:
 
 class Calibrations:
     """The calibrations of one draft-target pair, by tenant: one tenant's unusual texts do not affect another tenant's
-    candidates. A tenant's requests with the same rule and about the same temperature share one."""
+    candidates. A tenant's requests with the same rule and about the same temperature share a calibration."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, dict[tuple[Rule, float], Calibration]] = OrderedDict()

@@ -19,8 +19,8 @@ AGREEMENT_SCALE = 0.6
 given the target's choices is 0.5 at T = 0, 0.6 at T = 0.7 and 0.7 at T = 1 (fitted once, by hand)."""
 
 SORTED_WHOLE = 4
-"""Largest row that is sorted completely, as a multiple of the candidates wanted. Longer rows are partitioned first,
-which is faster."""
+"""Maximum length of a row for a complete sort, as a multiple of the number of candidates. Longer rows are partitioned
+first, which is faster."""
 
 
 MIN_CONFIDENCE = 1e-6
@@ -30,7 +30,7 @@ MIN_CONFIDENCE = 1e-6
 class AskedRow(NamedTuple):
     """A row of draft logits, and everything else its candidates depend on."""
 
-    number: int  # among the draft logits
+    number: int  # row number in the draft logits
     query: SamplingQuery
     vocabulary: int  # vocabulary size: ids below it are tokens
 
@@ -47,9 +47,9 @@ def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) 
     """Return, for each row, the `width` most likely choices of *another* model with the same noise.
 
     The other model's logits are assumed to differ from these by noise of a fixed scale (measured before the division by
-    T), so its choice is softmax-distributed over the perturbed logits at that scale. Only the shortlist of a row is
-    searched; a candidate missing from it costs acceptance, not correctness. The other rows of the call change a row's
-    logprobs only in the last bits.
+    T), so its choice follows the softmax, at that scale, of the perturbed logits (those with the shared noise added).
+    Only the shortlist of a row is searched; a candidate missing from it costs acceptance, not correctness. The other
+    rows of the call change a row's logprobs only in the last bits.
     """
     known, sound = _processed_shortlists(logits, rows)
     found = Candidates(np.zeros((len(rows), width), dtype=np.int64), np.full((len(rows), width), -np.inf), sound)

@@ -4,9 +4,9 @@ Under the COUPLED rule, draft and verifier both compute
 
     choice = argmax over surviving v of  z[v] + g(seed, position, v)
 
-where z are the processed logits and g is the shared Gumbel noise. Reproducibility requires that this is a pure function
-of one row and its sampling query, never of other rows in the same call. The other rules (`rejection.py`,
-`contrastive.py`) also use the draft's proposal.
+where z are the processed logits and g is the shared Gumbel noise. Reproducibility requires a pure function of one row
+and its sampling query, never of other rows in the call. The other rules (`rejection.py`, `contrastive.py`) also use the
+draft's proposal.
 """
 
 from __future__ import annotations

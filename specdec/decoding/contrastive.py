@@ -2,8 +2,8 @@
 
     choice = argmax of log p(v) - log q(v)  over v with p(v) >= alpha * max p        lowest id on ties
 
-where p is the target's distribution and q the draft's (the "amateur"). The choice needs both models: without q nothing
-can be chosen. log q is sent in float16.
+where p is the target's distribution and q the draft's (the "amateur"). Without q nothing can be chosen. log q is sent
+in float16.
 
 Only *plausible* tokens, those with p(v) >= alpha * max p, can be chosen. They are few, and nearly all of them are among
 the draft's likeliest, so the draft sends a *partial distribution*: log q of its likeliest tokens (`likeliest`). A
@@ -27,16 +27,15 @@ from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Contrast
 
 UNDECIDED = -1
-"""In place of a chosen token: the draft's row lacks log q of a plausible token."""
+"""Stands for the chosen token of a row whose proposal lacks log q of a plausible token."""
 
 MAX_LIKELIEST = 512
-"""Maximum tokens of an unrequested partial distribution: about 2 kB. A draft sends these distributions for some ten
+"""Maximum tokens of an unrequested partial distribution: about 2 kB. A draft sends these distributions for about ten
 prefixes per token of the text."""
 
 
 class DraftQuery(NamedTuple):
-    """Asks a draft for log q of the tokens that may follow the committed text of `base` tokens: of `ids`, ascending, or
-    of the whole vocabulary (None)."""
+    """Asks a draft for log q after the committed text of `base` tokens: of `ids`, ascending, or (None) of all."""
 
     base: int
     ids: NDArray[np.int64] | None
@@ -91,10 +90,10 @@ def answers(row: DraftDistribution, ids: NDArray[np.int64] | None) -> bool:
 def asked_ids(
     plausible: NDArray[np.int64], before: NDArray[np.int64] | None, vocabulary: int
 ) -> NDArray[np.int64] | None:
-    """Return the ids to ask for: a row's plausible ones, and the ids requested before at the same prefix, if any. None,
-    the whole vocabulary, if these are too many for a partial distribution.
+    """Return the ids to ask for: a row's plausible ones, and any ids requested earlier for the same prefix. None, the
+    whole vocabulary, if these are too many for a partial distribution.
 
-    An engine that is not exact may find another token plausible when it recomputes the row. Ids requested before stay
+    An engine that is not exact may find other tokens plausible when it recomputes the row. Ids requested earlier stay
     in the query, so that the next answer suffices for both computations.
     """
     ids = plausible if before is None else np.union1d(plausible, before)

@@ -1,8 +1,8 @@
 """Draft logits: the logits of one forward pass of a draft, from which candidates are made.
 
 Candidates come from the largest logits of a row, its *shortlist*. Only the implementing class knows where the logits
-are. The implementation in this file keeps them in host memory. A device transfers the shortlists of a pass, and whole
-rows only on request.
+are. The implementation in this file keeps them in host memory. An implementation on a device sends the host the
+shortlists of a pass, and whole rows only on request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from specdec.decoding.processing import Logits
 
 MAX_DRAFT_LOGITS = 256
-"""Number of a draft's largest logits searched for candidates."""
+"""Number of a row's largest logits that are searched for candidates."""
 
 COLUMNS, MIN_HEIGHT = 16 * MAX_DRAFT_LOGITS, 4
 """Number of columns in which a long row is searched, and the fewest logits per column for which this pays."""

@@ -36,8 +36,8 @@ def possible_winners(
     z / temperature.
 
     An id is kept if its upper bound on logit plus noise is at least the actual logit plus noise of the row's id with
-    the highest bound. One or two ids are kept in most rows. The largest logit of each row must be finite; -inf
-    elsewhere rules an id out.
+    the highest bound. One or two ids are kept in most rows. The largest logit of each row must be finite; other logits
+    may be -inf, which rules their ids out.
     """
     z = np.ascontiguousarray(z)
     room = ROOM * len(z)

@@ -84,7 +84,7 @@ class FixedTree:
         return len(self._parents)
 
     def of(self, logprobs: NDArray[np.float64]) -> LevelTrees:
-        """Return this tree for n texts, as `likeliest` does."""
+        """Return this tree for n texts, in the form returned by `likeliest`."""
         texts, nodes = len(logprobs), len(self)
         paths = np.zeros((texts, nodes + 1))
         own = logprobs[:, self._levels, self._ranks]
@@ -107,11 +107,11 @@ class GrownTrees(NamedTuple):
 
 
 class GrowingTrees:
-    """Token trees of n texts, grown one level at a time. Only the *frontier* gets children: at first the root, then the
-    `beam` likeliest nodes of the last level. A path with a log-probability below `least` is not continued.
+    """Token trees of n texts, grown one level at a time. Only the *frontier* gets children: initially the root, then
+    the `beam` likeliest nodes of the last level. A path with a log-probability below `least` is not continued.
 
     `origins` [n, f]: the parent of each frontier node, as an index into the previous frontier. `tokens` and
-    `path_logprobs` [n, f]: the frontier's own, likeliest first; -inf: no node."""
+    `path_logprobs` [n, f]: of the frontier nodes, likeliest first; -inf: no node."""
 
     def __init__(self, texts: int, beam: int, least: float = -np.inf) -> None:
         self._beam = beam
@@ -125,8 +125,7 @@ class GrowingTrees:
         self.path_logprobs = np.zeros((texts, 1))
 
     def grow(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float64]) -> None:
-        """Add the children of the frontier [n, f, width] with their log-probabilities, at most 0 and falling; -inf: no
-        child."""
+        """Add children [n, f, width] to the frontier, with log-probabilities at most 0 and falling; -inf: no child."""
         texts, _, width = tokens.shape
         paths = self.path_logprobs[:, :, None] + logprobs
         paths = np.where(paths >= self._least, paths, -np.inf).reshape(texts, -1)

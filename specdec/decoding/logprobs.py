@@ -36,7 +36,7 @@ def logprobs(logits: Logits, tokens: NDArray[np.int64], tops: Sequence[int]) -> 
 
 
 def log_softmax(logits: Logits) -> Logits:
-    """Return float32 log-probabilities over the last axis of logits [..., V], in their shape."""
+    """Return float32 log-probabilities over the last axis of logits [..., V]."""
     return np.asarray(logits - _log_totals(logits)[..., None], dtype=np.float32)
 
 

@@ -5,12 +5,12 @@ Level 0 holds W - 1 consecutive tokens after the root. Level l >= 1 holds W toke
 l - 1, one step later. Token i of level l is i + l positions after the root (in level 0, token 0 is the root). It sees
 the committed text, level 0 up to token i, and its own column in the levels between. So the window is a token tree: a
 chain, with one column below each of its tokens. The target's choices below the last level complete one n-gram per
-column. Every step adds one level. Level 0 starts with arbitrary tokens, one more than W - 1 for each missing level:
-until the window is full, every step drops the first token of level 0.
+column. Every step adds one level. Level 0 starts with W - 1 arbitrary tokens, plus one for each missing level: until
+the window is full, every step drops the first token of level 0.
 
 With N = 2 there is only level 0, and the window is Jacobi decoding (Santilli et al. 2023, "Accelerating transformer
-inference for translation via parallel decoding"): level 0 proposes the next tokens, each step recomputes all of it, and
-it advances by the committed tokens.
+inference for translation via parallel decoding"): level 0 proposes the next tokens, each step recomputes all of it and
+advances it by the committed tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Lookahead(NamedTuple):
 
     @property
     def most_rows(self) -> int:
-        """Upper bound of the rows a window adds to a step, including while its levels are being added."""
+        """Upper bound on the rows a window adds to a step, also before the window is full."""
         return (self.window + self.ngram - 3) * (self.ngram - 1)
 
 

@@ -66,8 +66,8 @@ class Continuation(NamedTuple):
 def continuations(written: Tokens, end: Tokens, most: int, depth: int) -> list[Continuation]:
     """Return up to `most` continuations of up to `depth` tokens, found in `written` after the last tokens of `end`.
 
-    Their first tokens differ. Longer matches come first, among equals the latest. `end` may be the end of `written`
-    itself. Negative numbers in `written` separate texts.
+    Their first tokens differ. Longer matches come first; of equally long ones, the latest. `end` may be the end of
+    `written` itself. Negative numbers in `written` separate texts.
     """
     places = np.flatnonzero(written[:-1] == end[-1])[-COMPARED:]
     by_match = [places]

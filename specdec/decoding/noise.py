@@ -27,7 +27,7 @@ DOMAIN_BLOCK = 0x626C6F636B000005
 a second purpose would correlate draws that must be independent."""
 
 TEXT_HASH_TOKENS = 256
-"""Tokens before a position that `text_hash` covers: more than the tokens of a step, so that texts that diverge within a
+"""Number of tokens before a position that enter `text_hash`: more than a step has, so that texts that diverge within a
 step have different hashes."""
 
 MASK = (1 << 64) - 1

@@ -40,7 +40,7 @@ class DraftDistribution:
     ids: NDArray[np.int64] | None
     values: NDArray[np.float16]
     vocabulary: int | None = None  # size of the draft's vocabulary; only for a partial row
-    answer: bool = False  # it answers a query, with only the tokens asked for
+    answer: bool = False  # sent in answer to a query
 
     @classmethod
     def received(cls, ids: list[int], values: bytes) -> DraftDistribution:
@@ -79,8 +79,8 @@ class DraftDistribution:
         return cls(np.asarray([token], dtype=np.int64), np.ones(1, dtype=np.float16))
 
     def fits(self, rule: Rule, vocabulary: int) -> bool:
-        """Return True if the rule can use it: REJECTION needs the weights of some tokens, CONTRASTIVE log-probabilities
-        (`contrast_violation`)."""
+        """Return True if the rule can use it: REJECTION needs weights of some tokens, CONTRASTIVE needs
+        log-probabilities (`contrast_violation`)."""
         if rule is Rule.REJECTION:
             weights = self.ids is not None and self.vocabulary is None
             return weights and bool((self.values >= 0).all() and (self.values > 0).any())
@@ -125,12 +125,12 @@ class DistributionSizes(NamedTuple):
 
 
 NO_DISTRIBUTION = DistributionSizes()
-"""Sizes for a rule without distributions, or if they are not read."""
+"""Sizes for a rule without distributions, or for a receiver that drops them."""
 
 
 class Proposal(NamedTuple):
-    """A proposal: tokens drawn for a position without replacement, in the order of the draws, and the draft
-    distribution. Without tokens, it offers nothing."""
+    """A proposal: tokens drawn for a position without replacement, in the order of the draws, and the draft's
+    distribution. A proposal without tokens offers no candidate."""
 
     tokens: tuple[int, ...]
     row: DraftDistribution

@@ -94,7 +94,7 @@ class RequestSampler:
 
 
 class SamplingQuery(NamedTuple):
-    """A sampling query: everything besides the row of logits that decides the token at absolute `position`.
+    """A sampling query: everything that decides the token at absolute `position`, besides the row of logits.
 
     `penalty_state` covers the committed text and is required if the sampling penalises; `path` holds the candidates
     between the committed text and this position. `proposal` is the draft's proposal for this position under REJECTION

@@ -17,8 +17,8 @@ on the text before it. Block verification reads draws below a rejection, then dr
 the replacement text must be independent of them. A restarted draft draws the same candidates, but tokens still depend
 on which candidates were offered, and in which step. At temperature 0 this rule equals COUPLED, and COUPLED is used.
 
-`verifier_service/verification/tree_verification.py` applies a rule along the token trees of a step. Together with this
-file and `block_verification.py` it is the whole of speculative sampling.
+`verifier_service/verification/tree_verification.py` applies a rule along the token trees of a step. It, this file and
+`block_verification.py` are the whole of speculative sampling.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _decide(z: Logits, query: SamplingQuery) -> int:
 
 
 def trials(ids: Ids, p: Weights, proposal: Proposal) -> Iterator[tuple[int, float]]:
-    """Yield each candidate of a position and the probability of accepting it, given that those before it were rejected.
+    """Yield each candidate of a position and the probability of accepting it, given that the earlier ones were
+    rejected.
 
     `p` [n] are the target's probabilities of `ids`, ascending. Resuming the iterator rejects the last candidate: `p`
     becomes the residual distribution, in place.
@@ -127,7 +128,7 @@ def acceptances(row: DraftDistribution, count: int) -> Weights:
 
 
 DISAGREEMENT = 0.4
-"""Assumed rejected fraction of the probability mass outside the draft's most probable token."""
+"""Of the probability mass outside the draft's most probable token, the fraction assumed to be rejected."""
 
 LATER_ACCEPTANCE = 0.3
 """Assumed probability that a draw is accepted after all earlier ones were rejected. It is low, because the residual

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 GREEDY_BELOW = 1e-4
-"""Temperature below which sampling is greedy: the division would only amplify rounding."""
+"""Temperature below which sampling is greedy: dividing by it would only amplify rounding."""
 
 
 class Rule(Enum):
@@ -70,8 +70,8 @@ class Sampling:
     seed: int = 0
 
     def within(self, vocabulary: int) -> Sampling:
-        """Return these parameters without bias and bans of token ids outside a vocabulary. A banned sequence with such
-        a token never occurs."""
+        """Return these parameters without biases and bans of token ids outside a vocabulary. A banned sequence with
+        such an id can never occur, so it is dropped."""
         return replace(
             self,
             logit_bias={token: bias for token, bias in self.logit_bias.items() if token < vocabulary},
@@ -101,7 +101,7 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 def sampling_violations(sampling: Sampling, vocabulary: int, barred: frozenset[int]) -> list[tuple[str, str]]:
     """Return (field, problem) for every field whose value is outside its range, at most one per field. `barred`: end
-    tokens that `min_tokens` excludes at first; they and the banned tokens must not cover the vocabulary."""
+    tokens that `min_tokens` excludes initially; they and the banned tokens must not cover the vocabulary."""
     prefix = "sampling."
     found: list[tuple[str, str]] = []
 

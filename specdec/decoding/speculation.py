@@ -47,7 +47,7 @@ class SpeculationOptions:
     max_nodes: int = 0  # live candidates of a draft service
     min_path_probability: float = 0.0  # of nodes that a draft service expands
     scorer: Scorer | None = None  # None: the draft's default
-    expansion: tuple[int, ...] = ()  # fixed widths of its token tree, by depth; (): by probability
+    expansion: tuple[int, ...] = ()  # fixed widths of the draft's token tree, by depth; (): by probability
     lookahead: Lookahead | None = None  # the window for every step; None: a window that pays
     jacobi: bool = False  # only windows with n-grams of 2 tokens
     unspecified: bool = False  # no drafters or window given: the verifier's default

@@ -26,7 +26,7 @@ class RowFeatures(NamedTuple):
     """The features of all t rows of a forward pass, and the rows that have logits."""
 
     values: Any  # [t, m, d], an array or a tensor: the residual stream entering each of m layers
-    wanted: NDArray[np.int64]  # [n] rows of the pass, by row of the step logits
+    wanted: NDArray[np.int64]  # [n] for each row of the step logits, its row in the pass
 
     def places(self, rows: Sequence[int], others: Sequence[int]) -> NDArray[np.int64]:
         """Return row indices in the pass: first those of the step logits' `rows`, then the `others` unchanged."""

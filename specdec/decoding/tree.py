@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 MAX_DRAWS = 16
-"""Maximum number of siblings in a sampled tree: the contract's limit on `max_branches`. Each costs the verifier a pass
-over the vocabulary."""
+"""Maximum number of siblings in a sampled tree: the contract's limit on `max_branches`. Each sibling costs the verifier
+a pass over the vocabulary."""
 
 
 class BaseAheadError(ValueError):
@@ -49,7 +49,7 @@ class Node:
         self.origin = origin  # first proposer, as numbered by the tree's owner
         self.drafted = False  # proposed by a remote draft, not necessarily first
         self.children: dict[int, Node] = {}
-        self.distribution: DraftDistribution | None = None  # the draft's over the children, if the rule needs it
+        self.distribution: DraftDistribution | None = None  # the draft's, over the children, if the rule needs it
         self.match: int | None = None  # length of the n-gram match that proposed it
 
     def path(self) -> list[Node]:
@@ -225,7 +225,7 @@ class TokenTree:
         """Yield (path logprob, node) of every live node, most probable first, parents before children. A node that is
         not `usable` is skipped with its subtree."""
         frontier: list[tuple[float, int, Node]] = []
-        order = 0  # tie-breaker: first offered, first out
+        order = 0  # tie-breaker: first in, first out
         parent, path_logprob = self.root, 0.0
         while True:
             children = parent.children
@@ -270,8 +270,8 @@ class BestNodes(NamedTuple):
     expected: float
     """Expected number of tokens committed by a step over these nodes."""
     leaf: float
-    """Path probability of the most likely leaf among them; 0 if `count` nodes were taken and no more fit.
-    Without nodes the root is the leaf, with probability 1."""
+    """Path probability of the most likely leaf among them; 0 if there are `count` nodes, the maximum. Without nodes the
+    root is the leaf, with probability 1."""
 
     @classmethod
     def of(cls, nodes: Iterable[tuple[float, Node]], count: int) -> BestNodes:
@@ -295,7 +295,7 @@ NO_NODES = BestNodes([], [], 1.0, 1.0)
 def spell(nodes: Sequence[Node], rows: Sequence[tuple[Node, DraftDistribution]] = ()) -> Paths:
     """Return as paths: these nodes, the nodes with `rows`, and all their ancestors.
 
-    `rows`: distributions over the children of nodes, possibly of the root, as they are sent.
+    `rows`: distributions to send, each with the node (possibly the root) whose children it covers.
     """
     numbers: dict[Node | None, int] = {}
     tokens: list[int] = []

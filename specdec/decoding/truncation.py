@@ -1,8 +1,8 @@
 """Top-k, top-p, min-p and typical-p: finds the surviving ids of a row.
 
 The first three keep a prefix of the row's ranking (largest logit first, lower id first among equals), so together they
-reduce to one number: how many ids survive. Only ids that may survive are ranked, and only by value. Typical-p then
-removes ids from this prefix, including the most probable ones.
+reduce to one number: how many ids survive. Only ids that may survive are ranked, by sorting their values without the
+ids. Typical-p then removes ids from this prefix, including the most probable ones.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ def truncates_by_rank(sampling: Sampling) -> bool:
 
 
 def survivors(z: Logits, sampling: Sampling) -> Ids:
-    """Return, ascending, the ids of float32 logits [V] divided by T that survive top-k, then top-p, min-p and
-    typical-p.
+    """Return, ascending, the ids surviving top-k, then top-p, min-p and typical-p in float32 logits [V] divided by T.
 
-    Top-k keeps exactly k; top-p the smallest set that reaches p of the weight left by top-k. Weights are float32,
-    summed in float64 in descending order. The largest logit must be finite; a logit of -inf never survives.
+    Top-k keeps exactly k ids; top-p keeps the smallest set that reaches p of the weight left by top-k. Weights are
+    float32, summed in float64 in descending order. The largest logit must be finite; a logit of -inf never survives.
     """
     ids, total = _superset(z, sampling)
     if truncates_by_rank(sampling):
@@ -51,8 +50,7 @@ def survivors_of_largest(
     decide it, or if its largest logit is not finite.
 
     `z` [n, k] holds the k largest logits of each row, descending; `ids` their ids; `totals`, float64 [n], the sum of
-    all weights of each row. The result is the same as from `survivors` on the whole row, provided that the totals have
-    the same bits as there.
+    all weights of each row. `survivors` on the whole row gives the same result if its totals have the same bits.
     """
     every, most = np.arange(len(z)), z.shape[1]
     count = np.full(len(z), most) if z[:, -1].min() > -np.inf else (z > -np.inf).sum(axis=1)

@@ -1,9 +1,9 @@
-"""Tokens that other files of a model directory add to tokenizer.json, as in transformers.
+"""Tokens defined outside tokenizer.json, added by transformers' rules.
 
 transformers' `TokenizersBackend` adds the tokens in `added_tokens_decoder` of tokenizer_config.json, or those of
-added_tokens.json if that field is missing. Then it adds special tokens that no file has added yet: the named ones
-(`eos_token` and the like), and the others in `extra_special_tokens`. A token that is already in tokenizer.json gets the
-other file's flags, including `special`.
+added_tokens.json if that field is missing. Then it adds the special tokens that are still missing: the named ones
+(`eos_token` and the like), then the unnamed ones in `extra_special_tokens`. A token that is already in tokenizer.json
+gets the flags in tokenizer_config.json, including `special`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TokenizerFiles:
 
     def ids(self, pieces: dict[str, int]) -> dict[str, int]:
         """Return the ids of all tokens; `pieces` are the model's tokens in tokenizer.json. By the tokenizers library's
-        rule, a token from another file gets the next free id, not the file's, unless its text is already a token."""
+        rule, a new token from another file gets the next free id, whatever id the file gives."""
         added = {entry.text("content"): entry.integer("id", 0, MAX_TOKEN_ID) for entry in self._known()}
         found, highest = pieces | added, max(added.values(), default=-1)
         for token in self.to_add():
@@ -93,15 +93,16 @@ class TokenizerFiles:
 
     @property
     def _is_modern(self) -> bool:
-        """True if tokenizer_config.json has the added tokens, so that the two older files are not read."""
+        """True if tokenizer_config.json has the added tokens; then special_tokens_map.json and added_tokens.json are
+        ignored."""
         return "added_tokens_decoder" in self.settings.content
 
     def _known(self) -> list[Fields]:
         return self.tokenizer.objects("added_tokens") if self.tokenizer.has("added_tokens") else []
 
     def _by_id(self, known: set[int]) -> list[AddedToken]:
-        """Return the tokens that another file lists with ids, in order of id. If an older file repeats an id of
-        tokenizer.json (`known`), tokenizer.json takes precedence."""
+        """Return the tokens that another file lists with ids, in order of id. Ids in added_tokens.json that
+        tokenizer.json has too (`known`) are skipped."""
         if self._is_modern:
             entries = self.settings.fields("added_tokens_decoder")
             _check_count(entries.file, "added_tokens_decoder", len(entries.content))

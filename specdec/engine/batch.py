@@ -1,9 +1,9 @@
 """A packed batch: the tokens of many sessions in one forward pass.
 
 A row's keys have one of four layouts, each with its own packer. A *ragged batch* (`cpu/layout.py`) lists every row's
-key slots in order of position. A *padded batch* (`padded/layout.py`) has rectangles of keys and rows with a mask, for
+key slots in order of position. A *padded batch* (`padded/layout.py`) pads keys and rows to rectangles with a mask, for
 attention by tensor operations. A *split-KV batch* (`gpu/layout.py`) has tiles over parts of the keys. A *block batch*
-(`vllm/layout.py`) has a block table for each text. Packers know nothing about sessions or trees.
+(`vllm/layout.py`) has a block table for each text. Packers know nothing about sessions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PackedBatch:
     tokens: NDArray[np.int64]  # [t]
     positions: NDArray[np.int64]  # [t] absolute
     slots: Slots  # [t] destination of each token's key and value
-    wanted: NDArray[np.int64]  # [n] rows with logits in the result; padding repeats the first
+    wanted: NDArray[np.int64]  # [n] rows whose logits are returned; padded with the first one
 
 
 @dataclass
@@ -63,14 +63,14 @@ class Packer(ABC):
 
     @abstractmethod
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
-        """Add rows that see one text, each up to its own position; keys[i] is the slot of the token at position i."""
+        """Let these rows see one text, each up to its own position; keys[i] is the slot of the token at position i."""
 
     def add_branch(self, text: Slots, branch: Sequence[int], rows: Sequence[int]) -> None:
-        """Add rows that see a text and then the slots of a branch below it, each up to its own position."""
+        """Let these rows see a text and then the slots of a branch below it, each up to its own position."""
         self.add_path(np.concatenate([text, branch]), rows)
 
     def add_leaves(self, text: Slots, branches: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Add rows that each see a text and then the slots of their own branch, which ends with the row's slot.
+        """Let each of these rows see a text and then the slots of its own branch, which ends with the row's slot.
         Branches may share a prefix."""
         for branch, row in zip(branches, rows, strict=True):
             self.add_branch(text, branch, [row])

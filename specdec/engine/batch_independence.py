@@ -18,8 +18,8 @@ OTHER_TEXTS = (41, 200, 487, 680)
 """Numbers of other rows beside a text: below, near and above the largest of row_counts.CANDIDATES."""
 
 DECODES = (2, 6, 40)
-"""Numbers of other texts with one row each, beside one row of the text. GPUs may have separate graphs for these decode
-steps, padded to several sizes."""
+"""Numbers of other texts with one row each, beside one row of the text. A GPU engine may have separate graphs for such
+decode steps, padded to several sizes."""
 
 TEXT = 24
 """Tokens in the check's text."""

@@ -79,8 +79,8 @@ def _usable(folder: Path) -> bool:
 
 def keep_compiled_code() -> None:
     """Point the engines' compilers to code caches that only this user can write to. The compilers execute the code in
-    their caches, and torch's default is a temporary folder that anyone may have created first. Folders set in the
-    environment are kept if no one else can write to them. Without a cache folder, compiled code is deleted when this
+    their caches, and torch's default is a temporary folder that anyone may have created first. A folder set in the
+    environment is used if only this user can write to it. Without a cache folder, compiled code is deleted when this
     process ends."""
     for variable, name in COMPILERS.items():
         named = os.environ.get(variable)
@@ -107,8 +107,8 @@ def temporary() -> Path:
 
 @functools.cache
 def sources() -> str:
-    """Return a digest of all our sources that affect an engine's results, since a compiled loop contains code from
-    several files."""
+    """Return a digest of all our sources that affect an engine's results: a compiled loop contains code from several
+    files."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for folder in ("engine", "decoding"):
@@ -170,7 +170,7 @@ def _bound(folder: Path) -> None:
     """Remove the least recently used entries while the total exceeds MAX_BYTES."""
     entries = []
     for entry in os.scandir(folder):
-        if not entry.is_file(follow_symlinks=False):  # exports of drafts are in this folder, too
+        if not entry.is_file(follow_symlinks=False):  # a subfolder, such as exports of drafts
             continue
         try:
             found = entry.stat(follow_symlinks=False)

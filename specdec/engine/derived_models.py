@@ -1,7 +1,7 @@
 """Models derived from others, stored in the user's cache: exports to ONNX, and conversions of GGUF files.
 
 They are in `$XDG_CACHE_HOME/specdec`, else `~/.cache/specdec`. `SPECDEC_CACHE_DIR` neither moves nor disables them,
-since a service with a derived model cannot start without that model. Imports only the standard library, for `specdec
+since a service with a derived model cannot start without that model. Needs only the standard library, for `specdec
 doctor`.
 """
 
@@ -28,8 +28,8 @@ def make_user_cache() -> None:
 
 
 def place_of_export(directory: ModelDirectory, dtype: str, *, quantised: bool = False) -> Path:
-    """Return the path of a model's export, whether or not it exists. `quantised`: the export chooses the number of bits
-    of its weights."""
+    """Return the path of a model's export, whether or not it exists. `quantised`: its weights have an automatically
+    chosen number of bits."""
     kind = f"{dtype}-fewest-bits" if quantised else dtype
     return user_cache() / EXPORTS / kind / directory.model_fingerprint[:24] / directory.name
 

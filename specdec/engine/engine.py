@@ -30,7 +30,7 @@ class Engine(Protocol):
     capacity: int  # slots of the KV cache
     vocabulary: int
     numerics: str  # numerics fingerprint: equal fingerprints give equal bits
-    exact: bool  # a row's bits do not depend on its batch: checked at start
+    exact: bool  # a row's bits do not depend on its batch; checked at start
 
     def packer(self) -> Packer:
         """Return an empty packer for this engine's layout."""
@@ -46,7 +46,7 @@ class Pass(Protocol):
     """A launched forward pass."""
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        """Wait for the pass and return its wanted rows. Called at most once; if no row is needed, it is not called, and
+        """Wait for the pass and return its wanted rows. Called at most once, and not at all if no row is needed; then
         the next pass raises any error of this one. `asked` computes the sampling queries known in advance, by index
         among the wanted rows. Only engines that use queries call it, during the pass if the device is asynchronous."""
 
@@ -71,7 +71,6 @@ class HostPass:
 
 
 Launch = Callable[[PackedBatch], Pass]
-"""Launches a forward pass."""
 
 
 def launch_of(engine: Engine, *, hidden: bool = False, features: Sequence[int] = ()) -> Launch:
@@ -109,7 +108,7 @@ DraftPass = Callable[[PackedBatch], DraftLogits]
 
 
 def draft_pass_of(engine: Engine) -> DraftPass:
-    """Return the function that runs a draft's pass of this engine."""
+    """Return the function that runs a draft's forward pass on this engine."""
     if isinstance(engine, Shortlisting):
         return engine.forward_shortlists
     return lambda batch: HostDraftLogits(engine.forward(batch))
@@ -137,12 +136,12 @@ class CpuThreads(Protocol):
     threads: tuple[int, ...]  # possible thread counts, largest (the initial one) first
 
     def use_threads(self, count: int) -> None:
-        """Compute with `count` threads, one of `threads`, in the following passes."""
+        """Use `count` threads, one of `threads`, in the following passes."""
 
 
 def chains_only(engine: Engine) -> bool:
-    """Return whether a text's rows must form one chain at its end, in the text's own blocks, so that side branches and
-    tree slots cannot be used. True for paged attention with one block table per text."""
+    """Return whether a batch's rows of a text must form one chain at its end, in the text's own blocks, without side
+    branches or tree slots. True for paged attention with one block table per text."""
     return getattr(engine, "chains_only", False)
 
 
@@ -165,7 +164,7 @@ class LazyMemory(Protocol):
         """Bytes of this memory, allocated or not."""
 
     def touch_memory(self) -> None:
-        """Have the system allocate all of it. May run in a separate thread, during passes."""
+        """Have the system allocate all of this memory. May run in a separate thread, during passes."""
 
 
 def touch_memory(engines: Iterable[Engine]) -> None:
@@ -194,8 +193,8 @@ class HiddenStates(Protocol):
         losslessly from a narrower dtype."""
 
     def output_head(self, hidden: Any) -> Any:
-        """Return the output head's float32 products [n, vocabulary] with any number of hidden states [n, hidden_size]:
-        the logits before any processing after the head. All tensors are on the engine's device."""
+        """Return the logits, float32 [n, vocabulary], of any number of hidden states [n, hidden_size], before any
+        processing that follows the output head. All tensors are on the engine's device."""
 
 
 @runtime_checkable

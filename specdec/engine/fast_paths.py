@@ -1,7 +1,7 @@
 """Fast paths of this process's engines: which are off, why, and at what cost.
 
 `off` imports nothing: it skips the paths of libraries that are not loaded, since no engine uses them. Its result is
-logged at start and reported by GetStats. `of_this_machine` loads everything needed for a complete report, for `specdec
+logged at start and reported by GetStats. `of_this_machine` loads everything needed for the complete report of `specdec
 doctor`.
 """
 
@@ -93,13 +93,13 @@ def _prepacked() -> str:
 
 
 def _products() -> str:
-    """Return why compiled code does not call oneDNN's packed products; empty if it does."""
+    """Return why compiled code does not call oneDNN's prepacked products; empty if it does."""
     if sys.modules["specdec.engine.cpu.packed_gemm"].AVAILABLE:
         return ""
     version = sys.modules["torch"].__version__
     if version.startswith(TESTED_TORCH):
         return f"this build of torch {version} lacks oneDNN's C functions"
-    return f"torch {version} is not tested, {' and '.join(f'{tested}x' for tested in TESTED_TORCH)} is"
+    return f"torch {version} is untested; tested: {', '.join(f'{tested}x' for tested in TESTED_TORCH)}"
 
 
 def _team() -> str:

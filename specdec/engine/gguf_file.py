@@ -27,7 +27,7 @@ number."""
 
 
 def open_model(path: Path) -> ModelDirectory:
-    """Open a model given as a directory, or as a GGUF file, which is converted first unless the cache has it."""
+    """Open a model given as a directory or as a GGUF file, which is converted unless the cache has its conversion."""
     return ModelDirectory(_converted(path) if is_gguf(path) else path)
 
 
@@ -45,14 +45,14 @@ def check_gguf(file: Path) -> None:
             f"{file}: is not a GGUF file: it begins with {begin[:4]!r}, must begin with {MAGIC!r}"
         )
     if version not in VERSIONS:
-        raise ModelDirectoryError(f"{file}: is GGUF of version {version}, must be of version 2 or 3")
+        raise ModelDirectoryError(f"{file}: is GGUF version {version}, must be version 2 or 3")
 
 
 def _converted(file: Path) -> Path:
-    """Return the directory of a file's conversion in the cache, creating it if it is missing. A separate process
-    converts it, which frees the memory and reports progress and errors on stderr."""
+    """Return the directory of a file's conversion in the cache, creating it if it is missing. The conversion runs in a
+    separate process, so that its memory is freed; progress and errors appear on stderr."""
     check_gguf(file)
-    digest = hashlib.sha256(str(file.stat().st_mtime_ns).encode())  # the time, since tools edit fields in place
+    digest = hashlib.sha256(str(file.stat().st_mtime_ns).encode())  # mtime, since tools edit fields in place
     add_sample(digest, file)
     target = place_of_conversion(file, digest.hexdigest())
     if not (target / MARKER).is_file() and (why := _unwritable(target.parent)):

@@ -17,7 +17,7 @@ from pathlib import Path
 from specdec.engine.model_file import ModelDirectoryError, read_fields, shown
 
 LEARNED_FROM = "learned_from.json"
-"""File next to a model's weights. Without it, the model has learned from no tenant."""
+"""File next to a model's weights; a model without it has learned from no tenant."""
 
 SALT_BYTES = 16
 _SALT = re.compile(r"[0-9a-f]{32}")
@@ -41,7 +41,7 @@ class LearnedFrom:
 
     salt: str = field(default_factory=new_salt)  # hex
     oldest: Mapping[str, float] = field(default_factory=dict)
-    """Salted hash of a tenant's digest -> when the oldest of its texts was kept, Unix seconds."""
+    """Salted hash of a tenant's digest -> time when its oldest text was kept, Unix seconds."""
 
     @classmethod
     def of(cls, directory: Path) -> LearnedFrom | None:
@@ -62,8 +62,8 @@ class LearnedFrom:
         return cls(salt, {name: tenants.number(name) for name in tenants.content})
 
     def with_texts(self, kept: Mapping[str, float]) -> LearnedFrom:
-        """Return the record after learning from more texts. `kept` maps a tenant's digest to the time when the oldest
-        of its texts was kept, in Unix seconds."""
+        """Return the record after learning from more texts. `kept` maps a tenant's digest to the time when its oldest
+        text was kept, in Unix seconds."""
         oldest = dict(self.oldest)
         for digest, at in kept.items():
             name = self._salted(digest)

@@ -19,7 +19,7 @@ TEXTS = 64
 would serve only prefix caching."""
 
 TEXT_TOKENS = 1024
-"""Maximum length of these texts on a CPU; on a GPU, whose memory has no other use, the model's context."""
+"""Maximum length of these texts on a CPU. On a GPU, whose memory has no other use, it is the model's context."""
 
 MIN_SLOTS = 512
 
@@ -63,7 +63,7 @@ def slots_for(
 
 
 def slots_wanted(context: int, device: str) -> int:
-    """Return the number of slots for TEXTS texts, but at least for one text of the model's full length."""
+    """Return the number of slots for TEXTS texts, but at least for one text as long as the model's context."""
     length = min(context, TEXT_TOKENS) if device == "cpu" else context
     return max(MIN_SLOTS, context, TEXTS * length)
 

@@ -25,7 +25,7 @@ DESCRIPTION = "specdec.json"
 exports of earlier versions lack), DESCRIPTION."""
 
 COMPLETE = "COMPLETE"
-"""File, with any contents, whose presence marks a draft's version as complete in a folder of versions."""
+"""File whose presence, whatever its contents, marks a draft's version in a folder of versions as complete."""
 
 WEIGHTS = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -208,7 +208,7 @@ class ModelDirectory:
     @cached_property
     def _named_end_tokens(self) -> frozenset[int]:
         """End tokens of generation_config.json, else of config.json (top level before text part). Only the first source
-        with end tokens is used, because models' end tokens are corrected in generation_config.json alone."""
+        with end tokens is used, because corrected end tokens are published in generation_config.json alone."""
         for source in (self.generation_config, self._whole_config, self._text_config):
             if source.has("eos_token_id"):
                 return frozenset(source.integers("eos_token_id", 0, self.vocabulary - 1, count=MAX_END_TOKENS))

@@ -7,7 +7,7 @@ from typing import Literal
 
 Kind = Literal["torch", "eager", "onnx", "vllm"]
 """The kinds of engine. On a GPU, `torch` is the engine made for GPUs. `eager` runs the model's own layers, with
-attention by tensor operations: it is slower everywhere, and serves as reference on any device. In `vllm`, vLLM runs the
+attention by tensor operations: it is slower everywhere, and is the reference on any device. In `vllm`, vLLM runs the
 model."""
 
 DraftKind = Literal["torch", "eager", "onnx"]

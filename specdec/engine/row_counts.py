@@ -82,8 +82,8 @@ class ShapeRowCounts:
         return tiles
 
     def cut(self, largest: Mapping[Shape, int]) -> ShapeRowCounts:
-        """Return counts without tiles above each shape's `largest`. A shape keeps its own counts if `largest` is not
-        among them, or if the batch's counts need larger ones."""
+        """Return counts without tiles above each shape's `largest`. A shape keeps all its counts if its `largest` is
+        not among them, or if the batch's counts need larger ones."""
         products = dict(self.products)
         for shape, own in self.products.items():
             if (most := largest.get(shape)) not in own.counts:

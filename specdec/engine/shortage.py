@@ -27,7 +27,7 @@ MESSAGES = (
 
 @contextmanager
 def within_gpu_memory(loaded: object, remedy: str = "use fewer --kv-tokens") -> Iterator[None]:
-    """Raise UnsupportedModelError, naming what is `loaded` and the remedy, if torch has too little GPU memory."""
+    """Raise UnsupportedModelError, naming `loaded` and the remedy, if torch has too little GPU memory."""
     import torch
 
     try:

@@ -15,7 +15,7 @@ ENOUGH = 0.3
 """Seconds of measurement after which the last repeat is skipped."""
 
 CHEAPER = 0.93
-"""A size is cheaper only if its time per row is below this fraction of another's: a smaller gain may be chance."""
+"""Fraction of another size's time per row below which a size is cheaper: a smaller gain may be chance."""
 
 
 def cheapest(seconds: Callable[[int], float], most: int, long: float = math.inf, *, few: bool = False) -> int:

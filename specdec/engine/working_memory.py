@@ -12,7 +12,7 @@ MAX_SESSIONS = 512
 
 MAX_STEP_CANDIDATES = 256
 """Limit on a step's candidates in all sessions together (each has a row of logits), and on its rows that score prompts.
-Start-up measures steps of this size; the step loop reserves the same number of tree slots, except with chains only."""
+Start-up measures steps of this size; the step loop reserves as many tree slots, except for chain-only engines."""
 
 MAX_SLICE_IDS = 1 << 14
 """Token ids per slice of an output head (`hf/linear.py`: `SlicedHead`). For 512 rows a slice has 32 MiB of logits. With

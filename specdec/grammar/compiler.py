@@ -1,6 +1,6 @@
 """Compiles grammars for one tokenizer with llguidance (https://github.com/guidance-ai/llguidance).
 
-Every service compiles its grammars itself; only their source is sent. The library limits work in its own units, not in
+Every service compiles its grammars itself; only their source is sent. llguidance counts work in its own units, not in
 seconds.
 
 All copies of a library matcher share the state of its lexer, and a lexer that reaches its limit stops permanently. So
@@ -63,9 +63,9 @@ STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", 
 leave few forced tokens."""
 
 STEP_ITEMS, ROW_ITEMS, STEP_FUEL = 5_000, 250, 50_000
-"""Limits on the parser's work per token and per place, and on the lexer's work, in the library's units. They amount to
-a few milliseconds at its documented speeds, since other texts share the step. The schemas of `test_a_thousand_schemas`
-never reach them."""
+"""Limits on the parser's work per token and per position, and on the lexer's work, in the library's units. At its
+documented speeds they amount to only a few milliseconds, since other texts share the step. The schemas of
+`test_a_thousand_schemas` never reach them."""
 
 
 class GrammarRoomError(Exception):
@@ -160,7 +160,7 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar, owner: str = "", weight: int = 0) -> CompiledGrammar:
         """Compile a grammar for texts of an owner; `weight` is its size in bytes before its lexer grows. GrammarError
         if it is invalid or matches no text; GrammarRoomError if there is no room. Takes a millisecond, or a second for
-        the largest, without the GIL. Concurrent calls for the same grammar wait for a single compilation."""
+        the largest grammars, without the GIL. Concurrent calls for the same grammar share one compilation."""
         key, size = (owner, grammar.kind, grammar.source), weight + growth_bytes(grammar)
         if size > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"takes up to {size >> 20} MiB compiled, must take at most {MAX_GRAMMAR_BYTES >> 20}")
@@ -183,7 +183,7 @@ class GrammarCompiler:
                 self._freed.append((owner, size))
                 found.set_exception(error)
             else:
-                # Runs wherever the last reference is dropped, perhaps under this lock, so it must not take a lock.
+                # The callback may run while this thread holds the lock, so it must not take a lock.
                 weakref.finalize(shared, self._freed.append, (owner, size)).atexit = False
                 found.set_result(shared)
         shared = found.result()
@@ -354,5 +354,5 @@ def _shortened(problem: str) -> str:
     if problem.startswith("NoExtension"):
         return "matches no text"
     first, *others = problem.splitlines() or [""]
-    line = next((line for line in others if line.startswith("error: ")), first)  # for a regex, others mark the place
+    line = next((line for line in others if line.startswith("error: ")), first)  # a regex's other lines mark the place
     return "cannot be used: " + line[:MAX_PROBLEM_CHARACTERS]

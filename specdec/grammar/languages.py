@@ -1,4 +1,4 @@
-"""Regular languages: expressions of JSON Schema, rewritten in Rust's syntax so that they match whole strings without
+"""Regular languages: JSON Schema's regular expressions, rewritten in Rust's syntax to match whole strings, without
 look-around.
 
 An expression is read as a language: the possible contents of a string from some place to its end. Look-ahead is then an
@@ -174,7 +174,7 @@ class Languages:
             return next(iter(parts), without)
         return self._number(Expression(kind, tuple(sorted(parts))))
 
-    # Questions.
+    # Queries.
 
     def nullable(self, number: int) -> bool:
         """Return True if a language contains the empty string."""
@@ -293,7 +293,7 @@ class Languages:
         raise AssertionError(syntax)
 
     def _repeated(self, syntax: Quantified, rest: int, place: Place) -> int:
-        """Return the language as above, for a repetition that contains assertions."""
+        """Return the language as `_language` does, for a repetition that contains assertions."""
         part, least, most = syntax.part, syntax.least, syntax.most
         match part:
             case Concatenation((LookAhead(excluded, True), CharacterClass(ranges))) if most is None and least == 0:
@@ -391,7 +391,7 @@ class Languages:
         return list(map(union, alike.values()))
 
     def _spelt(self, number: int, known: dict[int, str]) -> str:
-        """Return, in Rust's syntax, a language without intersections and complements."""
+        """Return the expression, in Rust's syntax, of a language without intersections and complements."""
         if number not in known:
             kind, parts, ranges, least, most = self._nodes[number]
             match kind:

@@ -38,7 +38,7 @@ _REPETITION = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 """A repetition in a regular expression: {n}, {n,} or {n,m}."""
 
 _RANGE = re.compile(r"~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
-"""A further repetition in Lark: ~n or ~n..m."""
+"""Another form of repetition in Lark: ~n or ~n..m."""
 
 _KEYWORD = re.compile(rf'"(?:{"|".join(_COUNTED)})"\s*:\s*([\d.]+)')
 """One of these keywords in a schema embedded in Lark, with its value."""

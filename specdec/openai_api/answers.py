@@ -202,7 +202,7 @@ class Choice:
         return {"finish_reason": reason, "stop_reason": finish.stop or token}
 
     def _chunk(self, chunk: Chunk) -> Json:
-        """Return the tokens of a chunk with their sources; times in seconds. Texts of excluded reasoning are empty."""
+        """Return the tokens of a chunk with their sources, and times in seconds. Excluded reasoning has empty texts."""
         hidden = 0 if self._wants_reasoning else chunk.reasoning_tokens
         fields: Json = {
             "tokens": chunk.tokens,

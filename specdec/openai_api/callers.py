@@ -181,7 +181,7 @@ class Callers:
                 del self._running[caller]
 
     def refused(self, authorization: str) -> None:
-        """Note that an orchestrator has refused an admitted caller's key."""
+        """Record that an orchestrator has refused an admitted caller's key."""
         self._keys.drop(authorization)
 
     async def _identify(self, scope: Scope, authorization: str, network: str) -> str:
@@ -196,7 +196,7 @@ class Callers:
         raise replace(refusal)  # a copy: the cached one must collect no tracebacks
 
     async def _delay(self, scope: Scope, network: str) -> None:
-        """Delay a network with many refusals. Meanwhile its connection may be evicted."""
+        """Delay the answer to a network with many refusals; meanwhile the connection may be evicted."""
         if (wait := self._refusals.wait(network)) and self._delayed < MAX_DELAYED:
             scope[EVICTABLE] = True
             self._delayed += 1

@@ -26,10 +26,10 @@ from specdec.openai_api.errors import ApiError, overloaded
 from specdec.openai_api.routes import PROBES
 
 MAX_HEADER_BYTES = 32 << 10
-"""Maximum bytes of a request line with headers: h11 takes 1 us per byte in the worst case, on the event loop."""
+"""Maximum bytes of the request line and headers: h11 takes 1 us per byte in the worst case, on the event loop."""
 
 MAX_HEADER_LINES = 256
-"""Maximum lines of a request line with headers: h11 takes 3 us per line."""
+"""Maximum number of header lines, request line included: h11 takes 3 us per line."""
 
 MAX_CHUNK_LINE = 1 << 10
 """Maximum bytes of a chunk's size line, or of the trailer: h11 parses a trailer in quadratic time."""
@@ -109,8 +109,7 @@ class Connections:
                 del self._by_network[connection.network]
 
     def _victim(self) -> HttpConnection | None:
-        """Return the longest-waiting evictable connection of the network with most connections; None if all are
-        busy."""
+        """Return the longest-waiting evictable connection, largest network first; None if all are busy."""
         for own in sorted(self._by_network.values(), key=len, reverse=True):
             grace = SHORT_GRACE_SECONDS if len(own) > self._most // 2 else GRACE_SECONDS
             for connection in own:

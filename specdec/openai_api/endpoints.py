@@ -48,7 +48,7 @@ _ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{1,64})_\d{1,6}")
 
 
 class StoredAnswer:
-    """A stored response being sent. Its reader may be slow, so its bytes count against the owner's limit until they are
+    """A stored response being sent. The reader may be slow, so the bytes count against the owner's limit until they are
     sent, like a body's. ApiError if there is no room."""
 
     status_code = 200
@@ -157,7 +157,7 @@ class Responses:
 
     @asynccontextmanager
     async def _continued(self, taken: TakenRequest[ResponsesReader]) -> AsyncIterator[tuple[list[Json], int]]:
-        """Yield the items of the responses that a request continues, and the bytes of stored data and body in total.
+        """Yield the items of the responses that a request continues, and the total bytes of stored data and body.
         Until the context exits, the stored bytes count against the caller's limit, like a body's."""
         reader, owner = taken.request, taken.owner
         chain, size = await self._chain(owner, reader.previous)
@@ -227,7 +227,7 @@ class Responses:
         raise refusal
 
     def _stores(self, reader: ResponsesReader) -> bool:
-        """Return whether to store the response: by default if this server stores any."""
+        """Return whether to store the response; by default yes, if this server has a store."""
         if reader.stores and self._store is None:
             raise unsupported("store", "is not supported: this server stores no responses")
         return self._store is not None and reader.stores is not False

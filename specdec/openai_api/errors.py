@@ -151,14 +151,14 @@ def _field(name: str, names: Mapping[str, str]) -> str:
 
 
 def _placed(text: str, places: Sequence[str]) -> str:
-    """Return a text with the chat message's name at its start replaced by the caller's; empty without such a name."""
+    """Return a text with the chat message's name at its start replaced by the caller's; empty for other starts."""
     found = _MESSAGE.match(text)
     known = found is not None and int(found[1]) < len(places)
     return places[int(found[1])] + text[found.end() :] if found is not None and known else ""
 
 
 def _shown(value: object) -> str:
-    """Return a value for an error. Of lists and objects only the type is shown: encoding a large one would delay other
+    """Return a value for an error. Only the type of a list or object is shown: encoding a large one would delay other
     requests."""
     match value:
         case dict():

@@ -53,7 +53,7 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
 
 
 class EventStream:
-    """An answer sent as events. An error after the start is sent as the events of `failed`."""
+    """An answer sent as events. An error after the start is sent as the events that `failed` returns."""
 
     status_code = 200
 

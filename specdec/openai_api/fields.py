@@ -79,7 +79,7 @@ FLAGS = frozenset({"ignore_end_token", "include_stop", "return_prompt_token_ids"
 """Client options that are true or false."""
 
 LEAST = {"max_tokens": 1, "min_tokens": 0, "n": 1, "truncate_prompt_tokens": 1}
-"""Client options that are whole numbers, and their minimum."""
+"""Client options that are whole numbers, and their minimum values."""
 
 OF_CHAT = frozenset(
     {

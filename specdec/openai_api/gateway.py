@@ -168,8 +168,8 @@ class Gateway:
         *,
         several: bool,
     ) -> Chunks:
-        """Yield the chunks of one prompt. If a limit of the tenant refuses it, it is retried after another prompt of
-        the request has ended."""
+        """Yield the chunks of one prompt. A prompt refused at a tenant limit is retried after another one of the
+        request has ended."""
         request_id = _numbered(caller.request_id, number) if several else caller.request_id
         begun = False
         while True:

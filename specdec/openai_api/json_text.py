@@ -1,4 +1,4 @@
-"""JSON assembled from encoded parts, so that a long answer is encoded once, as it arrives, and not at its end."""
+"""JSON assembled from encoded parts, so that a long answer is encoded as it arrives, not at its end."""
 
 from __future__ import annotations
 

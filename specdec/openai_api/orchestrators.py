@@ -83,7 +83,7 @@ class Orchestrators:
             return self._serve
 
     def start(self) -> None:
-        """Start to renew channels."""
+        """Start renewing channels."""
         self._looking.start()
 
     async def close(self) -> None:

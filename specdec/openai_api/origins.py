@@ -1,4 +1,4 @@
-"""Origins whose pages may send requests from a browser. Spellings that no browser sends never match."""
+"""Origins whose pages may send requests from a browser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import typer
 
 ANY, NULL = "*", "null"
-"""Any origin, and the origin of pages from files and sandboxed pages."""
+"""Any origin, and the origin of sandboxed pages and of pages from files."""
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:@?#\[\]A-Z]+)(:[0-9]{1,5})?")
 

@@ -203,7 +203,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
             raise wrong(field, value, "true or false")
         if isinstance(value, bool) and name not in FLAGS:
             raise wrong(field, value, "text" if name in ("model", "stop") else "a number")
-        # a max_tokens of 0 is refused later, with other invalid values
+        # a max_tokens of 0 is checked later: it is valid with prompt log-probabilities
         least = LEAST.get(name, 0)
         if name in LEAST and isinstance(value, int) and (value < 0 or (value < least and name != "max_tokens")):
             raise wrong(field, value, f"at least {least}")

@@ -14,7 +14,7 @@ CUSTOM_INPUT = "input"
 """The single argument of a custom tool's function: its input as text."""
 
 JOINT = "__"
-"""Separates a namespace from the name of its tool in the name of the function."""
+"""Separates the namespace from the tool's name in the name of a function."""
 
 WEB_SEARCH = "web_search"
 """Prefix of the types of OpenAI's web search."""

@@ -41,7 +41,7 @@ def tags_in_lark(given: Mapping[str, Any], field: str) -> str:
 
 
 def _trigger(structure: Any, triggers: list[str], field: str) -> str:
-    """Return the trigger of a structure: the first one that its beginning starts with."""
+    """Return the trigger of a structure: the first that its `begin` starts with."""
     if not isinstance(structure, dict) or not isinstance(structure.get("schema"), dict):
         raise refused(field, "must be an object with begin, schema and end")
     for name, value in structure.items():

@@ -114,7 +114,7 @@ def _model(given: Mapping[str, Any]) -> str:
 
 
 def _encodable(name: str, text: str) -> str:
-    """Return a text; ApiError if it has a lone surrogate, which UTF-8 lacks."""
+    """Return a text; ApiError if it has a lone surrogate, which UTF-8 cannot encode."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise refused(name, "has a lone surrogate, must be Unicode text")
     return text

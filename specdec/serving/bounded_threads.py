@@ -1,6 +1,6 @@
 """A thread pool with a bounded number of waiting callers, for long work started from the event loop.
 
-A waiting caller occupies no place in the executor's queue: if it is cancelled, the data of its work is freed.
+A waiting caller has no entry in the executor's queue, so cancelling it frees its work's data.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 
 class BoundedThreads:
     """`threads` threads with places for `limit` waiting callers; owners take turns. `work` is a plural noun for the
-    work, used in error messages. With `reserve`, a named owner leaves one of several threads to others. `executor`
-    supplies threads of another kind."""
+    work, used in error messages. With `reserve`, no named owner may hold all of several threads. `executor` supplies
+    threads of another kind."""
 
     def __init__(
         self, work: str, threads: int, limit: int, *, reserve: bool = False, executor: ThreadPoolExecutor | None = None
@@ -34,8 +34,8 @@ class BoundedThreads:
 
     async def run(self, action: Callable[[], Result], owner: str = "", patience: float | None = None) -> Result:
         """Run an action in a thread and return its result. OverloadedError if the limit of waiting callers is reached,
-        or if no thread becomes free within `patience` seconds; TenantLimitError if this owner has half of the waiting
-        places."""
+        or if no thread becomes free within `patience` seconds; TenantLimitError if this owner already has half of the
+        waiting places."""
         if self.waiting >= self._limit:
             raise OverloadedError(f"{self.waiting} {self._work} are waiting, the limit is reached")
         own = self._owners[owner]

@@ -14,8 +14,8 @@ MAX_ECHOED = 4
 
 
 class CertificateNames:
-    """Admits clients whose certificate has any of these names. The authority's signature is not enough: it may also
-    sign certificates of pods that may not call."""
+    """Admits clients whose certificate has any of these names. A valid signature is not enough: the authority may
+    also sign certificates of pods that may not call."""
 
     def __init__(self, names: Iterable[Name]) -> None:
         self._names = frozenset(names)

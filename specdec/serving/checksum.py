@@ -1,9 +1,9 @@
 """The checksum of a verifier session: a running CRC-32 over its opening and its committed tokens, which both ends
 compare. The answer to the opening carries a separate checksum.
 
-Most damaged messages fail validation. But a flipped bit may turn a token id into another valid id, a seed into one for
-another text, and the model's fingerprint into one that no verifier serves: without a checksum, this would go unnoticed.
-TLS detects it, but many clusters do not use TLS internally.
+Most damaged messages fail validation. But a flipped bit may turn a token id or a seed into another valid one, or the
+model's fingerprint into one that no verifier serves: without a checksum, this damage would go unnoticed. TLS detects
+it, but many clusters do not use TLS internally.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Opening = TypeVar("Opening", verifier_pb2.VerifyOpen, verifier_pb2.VerifyOpened)
 
 
 def of_opening(message: Opening) -> int:
-    """Return the checksum of a session's opening, from which the running checksum starts, or of the answer to it. It
-    covers all fields except `checksum`."""
+    """Return the checksum of a session's opening, where the running checksum starts, or of the answer to it. It covers
+    all fields except `checksum`."""
     bare = type(message)()
     bare.CopyFrom(message)
     bare.ClearField("checksum")

@@ -1,6 +1,6 @@
 """Per-client limits on sessions and connections, so that one client cannot starve the rest.
 
-A client is identified by its certificate across all its connections, or by its host without one.
+Across all its connections, a client is identified by its certificate, or by its host if it has none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ClientSessions:
 
     @contextmanager
     def session(self, context: grpc.aio.ServicerContext[Any, Any]) -> Iterator[None]:
-        """Count a session of the calling client while the context is open; OverloadedError at its limit."""
+        """Count a session of the calling client while the context is open; OverloadedError at the client's limit."""
         if self._most is None:
             yield
             return
@@ -52,7 +52,7 @@ class ClientSessions:
 
 
 def client_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Return the names in the caller's certificate, or its host without one."""
+    """Return the names in the caller's certificate, or else the caller's host."""
     if names := names_of(context.auth_context()):
         return ", ".join(sorted(map(str, names)))
     peer = context.peer()

@@ -65,8 +65,8 @@ LOST_SECONDS = 60.0
 """Seconds without a working engine after which the process ends."""
 
 SHORTAGE_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8)
-"""Pauses in seconds after consecutive steps that got no memory: another process may need it only briefly. One more
-failure after these ends the process."""
+"""Pauses in seconds after consecutive steps that got no memory: another process may need the memory only briefly.
+One more failure after these ends the process."""
 
 SHORTAGE_SECONDS = 10.0
 """Seconds without memory for any forward pass after which the process ends: a restarted one needs less memory."""
@@ -120,7 +120,7 @@ class EngineWorker(Worker, Generic[Session]):
             raise EngineLostError
 
     def step_succeeded(self) -> None:
-        """Note that a step got enough memory."""
+        """Record that a step got enough memory."""
         self._shortages = 0
 
     def step_failed(self, sessions: Sequence[Session], error: Exception) -> None:
@@ -139,8 +139,8 @@ class EngineWorker(Worker, Generic[Session]):
             self.end_session(guilty, ModelFailureError("every forward pass with this text fails"))
 
     def _got_no_memory(self, sessions: Sequence[Session], error: Exception) -> None:
-        """Retry the sessions one by one after a pause. MemoryError, which ends the process, after too many failed steps
-        in a row."""
+        """Retry the sessions one by one after a pause. After too many failed steps in a row, raise MemoryError, which
+        ends the process."""
         self._shortages += 1
         log.error("memory_short", sessions=len(sessions), in_a_row=self._shortages, error=in_one_line(error))
         if self._shortages > len(SHORTAGE_PAUSES):

@@ -17,7 +17,7 @@ ServiceError
 ├── EngineLostError          UNAVAILABLE           the engine of this pod does not work
 ├── ShortOfMemoryError       UNAVAILABLE           this process got no memory; another one may
 ├── ProtocolError            FAILED_PRECONDITION   a peer broke the session's protocol
-├── PromptChangedError       FAILED_PRECONDITION   a text to resume has another prompt here
+├── PromptChangedError       FAILED_PRECONDITION   a resumed text's prompt has other tokens here
 ├── NotRememberedError       FAILED_PRECONDITION   a tenant is forgotten only until this pod restarts
 ├── GrammarFailureError      INVALID_ARGUMENT      the text's grammar is too complex to continue
 ├── ModelFailureError        INTERNAL              the model's output is unusable
@@ -50,7 +50,7 @@ PACKAGE = model_pb2.DESCRIPTOR.package
 DOMAIN = "specdec"
 
 MESSAGE_BYTES = 1024
-"""Maximum bytes of an error's message. It is sent twice, one copy with each non-ASCII byte escaped as three."""
+"""Maximum bytes of an error's message. It is sent twice, once with each non-ASCII byte escaped as three."""
 
 MAX_VIOLATIONS = 8
 FIELD_BYTES = 64

@@ -31,7 +31,7 @@ class Pool:
 
 class FairTurns:
     """`places` that owners hold for a while. A free place goes to the owner that has waited longest for its turn;
-    within an owner, first come, first served. With `reserve`, a named owner holds at most all places but one, so that
+    within an owner, first come, first served. With `reserve`, a named owner never holds all of several places, so
     other owners wait at most one turn."""
 
     def __init__(self, places: int, *, reserve: bool = False) -> None:

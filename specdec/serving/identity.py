@@ -29,8 +29,8 @@ def _versions(oldest: int, newest: int) -> str:
 
 
 def identity_of(directory: ModelDirectory, engine: Engine, context: int) -> model_pb2.ModelIdentity:
-    """Return the identity of a pod serving a directory; `context` is the longest text in tokens that fits its
-    memory."""
+    """Return the identity of a pod serving a directory; `context` is the longest text, in tokens, that fits
+    the pod's memory."""
     identity = identity_for(directory, context)
     identity.model, identity.model_fingerprint = directory.name, directory.model_fingerprint
     identity.numerics_fingerprint = engine.numerics

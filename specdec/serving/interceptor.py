@@ -176,7 +176,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _single(
         self, behaviour: Callable[..., Any], decode: Callable[[bytes], Any], openings: Openings, *, answers_once: bool
     ) -> Callable[..., Awaitable[None]]:
-        """Wrap a unary-request method as one with a stream of encoded requests."""
+        """Wrap a unary-request method as one that takes a stream of encoded requests."""
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> None:
             message = await openings.first(requests)
@@ -185,7 +185,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if isinstance(reader := aiter(requests), AsyncGenerator):
                 await (
                     reader.aclose()
-                )  # gRPC's server keeps its last call, and with it the reader's message, until the next
+                )  # until its next call, gRPC's server keeps the last one, and with it the reader's message
             if len(message) > (most := self._max_request_bytes()):
                 problem = f"has {len(message)} bytes, must have at most {most}"
                 raise InvalidRequestError([("request", problem)])

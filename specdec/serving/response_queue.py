@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from specdec.serving.errors import ModelFailureError
 
 MAX_WAITING = 256
-"""Number of unwritten messages at which the queue is full: deferrable messages then wait until the caller has read."""
+"""Number of unwritten messages at which the queue is full: deferrable messages then wait until the caller reads."""
 
 MAX_WAITING_BYTES = 16 << 20
 """Bytes of unwritten messages at which the queue is full as well, since distributions take megabytes."""
@@ -30,14 +30,14 @@ class ResponseQueue(Generic[Response]):
     """A queue filled from any thread and written to the stream in order. An exception in it ends the session."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[tuple[Response | Exception, int]] = asyncio.Queue()  # with its bytes, measured once
+        self._queue: asyncio.Queue[tuple[Response | Exception, int]] = asyncio.Queue()  # items with their bytes
         self._loop = asyncio.get_running_loop()
         self._last_append = self._loop.time()  # when an item was last appended
         self._bytes = 0  # of unwritten messages
 
     @property
     def full(self) -> bool:
-        """True while MAX_WAITING messages, or MAX_WAITING_BYTES, are unread; deferrable messages should then wait.
+        """True while MAX_WAITING messages or MAX_WAITING_BYTES are unwritten; deferrable messages should then wait.
         Readable from any thread."""
         return self._queue.qsize() >= MAX_WAITING or self._bytes >= MAX_WAITING_BYTES
 

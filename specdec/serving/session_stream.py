@@ -86,7 +86,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
 
     place_seconds = 0.0
     """Seconds that the answer to `open` waits for the session's memory, so that a session that gets none is refused
-    instead of opened first. It is bounded because a step may take longer, and a silent pod would be considered lost."""
+    instead of being opened. It is bounded because a step may take longer, and a silent pod would be considered lost."""
 
     gates: Sequence[Gate] = ()
 
@@ -132,7 +132,7 @@ class SessionServicer(ABC, Generic[Session, Request, Response]):
         return request.ByteSize() > LONG_BYTES  # type: ignore[attr-defined, no-any-return]
 
     async def prepare(self, request: Request) -> object:
-        """Do asynchronous work for a slow `open` before it is parsed; return an object to keep alive until parsed."""
+        """Do asynchronous work before a slow `open` is parsed; return an object to keep alive during parsing."""
 
     @abstractmethod
     def attach(self, session: Session, responses: ResponseQueue[Response], timeline: Timeline) -> None:

@@ -1,8 +1,8 @@
-"""The target's log-probabilities where it overruled a draft, for drafts that learn from them.
+"""The target's log-probabilities at places where it overruled a draft, for drafts that learn from them.
 
 They describe the target's own distribution: at temperature 1, before penalties and truncation, as in
-`specdec.decoding.logprobs`. On the wire a place takes 5 bytes for each of its MAX_TOP tokens, plus some 12, for a
-vocabulary below 2^21.
+`specdec.decoding.logprobs`. With a vocabulary below 2^21, a place takes 5 bytes on the wire for each of its
+MAX_TOP tokens, plus about 12.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_SUM = 1.01
 class TargetLogprobs(NamedTuple):
     """The target's k likeliest tokens at one place."""
 
-    position: int  # of the token that the target chose, in the text
+    position: int  # in the text, of the token that the target chose
     tokens: NDArray[np.uint32]  # [k], the likeliest first
     logprobs: NDArray[np.float16]  # [k], nats
 

@@ -51,7 +51,7 @@ class Timeline:
         self.dropped_events = 0
 
     def event(self, name: str, **attributes: Value) -> None:
-        """Record an event now. It is ignored after the end, when a worker may still finish a step of the session. Above
+        """Record an event now. It is ignored after the timeline's end: a worker may still be finishing a step. Above
         the limit, an event in the middle is dropped."""
         if self.ended is not None:
             return

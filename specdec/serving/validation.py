@@ -1,5 +1,5 @@
 """Validation of messages. Every check returns all violations as (field, problem with value and limit), so that a caller
-can fix all together."""
+can fix them all together."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Maximum bytes of a message between services, and of a request."""
 
 MAX_ANSWER_BYTES = 64 << 20
-"""Maximum bytes of an answer to a client, which may hold whole texts with log-probabilities. It is our clients' receive
-limit."""
+"""Maximum bytes of an answer, which may hold whole texts with log-probabilities; also our clients' receive limit."""
 
 MAX_FEATURE_BYTES = 1 << 19
 """Maximum bytes of features in one message."""
@@ -64,8 +63,8 @@ def token_violations(field: str, tokens: list[int], vocabulary: int) -> list[tup
 
 MAX_BANNED_SEQUENCES = 512
 MAX_BANNED_SEQUENCE_TOKENS = 64
-"""Maximum banned sequences of a request, and tokens of each: each row needs one lookup per distinct length of a
-sequence."""
+"""Maximum banned sequences of a request, and tokens of each: each row needs one lookup per distinct sequence
+length."""
 
 MAX_END_TOKENS = 4096
 """Maximum end tokens of a session, the model's and the request's together."""
@@ -95,7 +94,7 @@ def open_size_violations(
 
 
 def _sequence_violations(sampling: model_pb2.Sampling) -> list[tuple[str, str]]:
-    """Return violations of the number of banned sequences, or of the first length that is out of range."""
+    """Return the violation of the number of banned sequences, or else of the first with a length out of range."""
     sequences, most = sampling.banned_sequences, MAX_BANNED_SEQUENCE_TOKENS
     if excess := too_many("sampling.banned_sequences", len(sequences), MAX_BANNED_SEQUENCES, "sequences"):
         return [excess]
@@ -290,7 +289,7 @@ def drafter_violations(field: str, numbers: Sequence[int]) -> list[tuple[str, st
 
 
 def lookahead_violations(field: str, size: Lookahead, most: int = MAX_WINDOW_ROWS) -> list[tuple[str, str]]:
-    """Return violations of a lookahead window's size; a window may add `most` rows to a step."""
+    """Return violations of a lookahead window's size; a window may add up to `most` rows to a step."""
     found = []
     if size.window < 2:
         found.append((f"{field}.window", f"is {size.window}, must be at least 2"))

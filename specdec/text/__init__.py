@@ -1,1 +1,1 @@
-"""A model's text side: everything that an orchestrator reads from its directory, without weights."""
+"""A model's text side: everything that an orchestrator reads from the model's directory, weights excluded."""

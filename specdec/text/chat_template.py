@@ -102,7 +102,7 @@ class ChatTemplates:
 
 
 def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a turn as templates expect it: without null fields, its reasoning under each name in use."""
+    """Return a turn as templates expect it: without null fields, and with its reasoning under each name in use."""
     turn = {name: value for name, value in message.items() if value is not None}
     reasoning = next((turn[name] for name in REASONING_FIELDS if name in turn), None)
     return turn if reasoning is None else {"thinking": reasoning, **turn, "reasoning_content": reasoning}

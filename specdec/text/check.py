@@ -11,6 +11,6 @@ from specdec.text.tokenizer import Tokenizer
 
 def check_text(directory: ModelDirectory, chat_template: Path | None = None) -> None:
     """Raise ModelDirectoryError unless the tokenizer works, the chat template (given or the model's) compiles, and the
-    generation defaults are values that a request could set. Configuration and files were checked with the directory."""
+    generation defaults are values that a request could set. ModelDirectory has already checked the rest."""
     Tokenizer(directory, chat_template)
     GenerationDefaults.of(directory)

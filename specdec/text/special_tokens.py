@@ -69,7 +69,7 @@ def special_tokens(directory: ModelDirectory) -> dict[str, str]:
 
 
 def _class(directory: ModelDirectory) -> str:
-    """Return the class of the tokenizer, without the suffix `Fast`; empty if the class implies no special tokens."""
+    """Return the class of the tokenizer, without the suffix `Fast`; empty if it is unknown."""
     named = directory.tokenizer_config.get("tokenizer_class")
     if not isinstance(named, str) or directory.model_type in CLASS_IGNORED:
         return OF_ARCHITECTURE.get(directory.model_type, "")

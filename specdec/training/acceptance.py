@@ -1,4 +1,4 @@
-"""The probability that a draft's guess is the target's token, from both distributions (docs/acceptance-rules.md)."""
+"""The probability that a draft's guess is the target's token, given both distributions (docs/acceptance-rules.md)."""
 
 from __future__ import annotations
 

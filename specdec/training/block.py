@@ -1,4 +1,4 @@
-"""Training block drafts, DSpark, beside a frozen target (DeepSeek 2026, arXiv:2607.05147).
+"""Training of DSpark block drafts beside a frozen target (DeepSeek 2026, arXiv:2607.05147).
 
 The target reads windows of text once. In each window, some positions are anchors. The draft sees the target's features
 at the positions before an anchor, the token at the anchor, and masks, as when it guesses. Guess k learns the target's
@@ -216,8 +216,8 @@ class BlockTraining(HeadTraining[BlockPlan]):
 
 def layers_read(count: int) -> tuple[int, ...]:
     """Return the layers whose features are read, for a target of `count` layers: five, evenly spread from the third
-    layer to the second to last, as in the published drafts. In a shallow target they spread from the second to the
-    last, and may be fewer."""
+    layer to the penultimate one, as in the published drafts. In a shallow target they spread from the second layer to
+    the last one, and may be fewer."""
     first, last = (2, count - 2) if count >= 2 * FEATURES else (min(1, count - 1), count - 1)
     return tuple(sorted({round(layer) for layer in np.linspace(first, last, FEATURES).tolist()}))
 
@@ -239,8 +239,8 @@ def rarest(tokens: Tensor, embeddings: Tensor) -> int:
 
 
 def _untrained(shape: BlockShape, model: PreTrainedModel, seed: int) -> BlockWeights:
-    """Return initial weights, float32. The context c_t starts as the last feature, the Markov head without effect, and
-    the confidence as one half."""
+    """Return initial weights, float32. The context c_t starts as the last feature, the Markov head has no effect, and
+    the confidence is one half."""
     begun = Untrained(seed, model.device)
     table: Any = model.get_input_embeddings()
     output: Any = model.get_output_embeddings()

@@ -1,5 +1,5 @@
-"""Distillation of a draft from its target (Hinton et al. 2015): at every place of a text, the draft learns the target's
-whole distribution of the next token.
+"""Distillation of a draft from its target (Hinton et al. 2015): at every position of a text, the draft learns the
+target's whole distribution of the next token.
 
 All weights of the draft learn, in float32. The training text is text that the target reads or writes (on-policy for the
 target, Zhou et al. 2024, DistillSpec), since the draft sees such text in service.
@@ -43,7 +43,7 @@ class DraftPlan(Plan):
 
     untrained: bool = False  # starts from random weights
     loss: Loss = "forward"
-    overruled: float = 0.0  # extra weight of places where the target's likeliest token is not the draft's
+    overruled: float = 0.0  # extra weight of positions where the target's likeliest token is not the draft's
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class DraftTraining(Training[DraftPlan]):
         return f"step {self.done} of {self.total}, {NAMES[self.plan.loss]} {loss:.3f}"
 
     def _learn(self, windows: Tensor) -> float:
-        """Return the mean divergence of the batch, without the extra weight of overruled places."""
+        """Return the mean divergence of the batch, without the extra weight of overruled positions."""
         total = 0.0
         for log_p, log_q in self._passes(windows):
             apart = divergence(self.plan.loss, log_p, log_q)
@@ -109,7 +109,7 @@ class DraftTraining(Training[DraftPlan]):
 
     def _passes(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield log-probabilities [rows, length, V] of target and draft for some windows at a time, over the token ids
-        that both have. The logits of a place describe the token after it."""
+        that both have. The logits of a position describe the token after it."""
         for rows in torch.split(windows.to(self._draft.device), rows_a_pass(self.plan, self._widest)):
             with torch.no_grad():
                 p = self._target(rows, use_cache=False).logits

@@ -69,8 +69,8 @@ class PreparedDraft:
         self._plan, self._origin, self._files = plan, origin, files
 
     def training(self, out: Path) -> DraftTraining:
-        """Return the training, at its beginning or where the one in `out` stopped. The acceptance before it is
-        measured."""
+        """Return the training, at its beginning or where the one in `out` stopped, after measuring the acceptance
+        before it."""
         given = self._plan, self._origin, self._files
         if self._served is None:
             mixture = self.text.mixture(self._plan.length, self._files.draft.vocabulary, self._origin.replay_share)
@@ -92,8 +92,8 @@ class PreparedDraft:
 def prepared(
     target: ModelDirectory, draft: GivenDraft, options: DraftOptions, plan: DraftPlan, out: Path, *, resume: bool
 ) -> PreparedDraft:
-    """Return a training to begin, or to resume where the one in `out` stopped. From now on, `out` has everything needed
-    to resume, except for a training on traffic. ModelDirectoryError or UnsupportedModelError, with a one-line message,
+    """Return a training to begin, or to resume where the one in `out` stopped. Afterwards `out` has everything needed
+    to resume, unless the training uses traffic. ModelDirectoryError or UnsupportedModelError, with a one-line message,
     if a file has no usable text, the models have no room, or `out` has nothing to resume; WriteError if `out` cannot be
     written."""
     learned_from = None if isinstance(draft.directory, RandomWeights) else LearnedFrom.of(draft.directory.path)

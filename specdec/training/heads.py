@@ -58,8 +58,8 @@ class HeadTraining(Training[P]):
 
     @abstractmethod
     def _learn_part(self, windows: Tensor, share: float) -> float:
-        """Add the gradients of some windows [rows, length] to the trained weights, times their `share` of the batch;
-        return the same share of the first guess's loss, in nats per token."""
+        """Accumulate the gradients of some windows [rows, length], times their `share` of the batch; return the first
+        guess's loss, in nats per token, times `share`."""
 
     @abstractmethod
     def _guessed(self, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

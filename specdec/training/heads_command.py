@@ -1,4 +1,4 @@
-"""Preparation of a training of heads: its target, its texts, and heads to begin or resume."""
+"""Preparation of a training of heads, to begin or to resume: its target and its texts."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def prepared(
     resume: bool,
     say: Callable[[str], None],
 ) -> HeadTraining[Any]:
-    """Return a training at its beginning, or where the one in `out` stopped. From now on, `out` has everything needed
-    to resume. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text,
-    `out` has nothing to resume, or the target cannot have heads of this kind."""
+    """Return a training at its beginning, or where the one in `out` stopped. Afterwards `out` has everything needed to
+    resume. ModelDirectoryError or UnsupportedModelError, with a one-line message, if a file has no usable text, `out`
+    has nothing to resume, or the target cannot have heads of this kind."""
     kind = TRAININGS[type(plan)]
     text = digest_of(options.files) if options.files else None
     if resume:
@@ -63,7 +63,7 @@ def prepared(
         assert text is not None
         origin = Origin(directory.name, text, options.own_tokens or 0)
         ids = tokens_of(options.files, Tokenizer(directory), min(directory.end_tokens, default=None))
-        windows = Windows(ids, plan.length)  # refused before the target is loaded
+        windows = Windows(ids, plan.length)  # raises TextError before the target is loaded
     model = load_target(directory, options.device)
     kind.check(model)  # before the target writes its own text, which takes long
     if not resume and options.own_tokens:

@@ -1,9 +1,8 @@
-"""Training Medusa heads beside a frozen target ("Medusa-1", Cai et al. 2024, section 3.2.1).
+"""Training of Medusa heads beside a frozen target ("Medusa-1", Cai et al. 2024, section 3.2.1).
 
 The target reads windows of text once. Its hidden states are the heads' inputs, and its own distributions their labels:
-head i at position t learns the target's distribution of the token at t + 2 + i. Training on distributions takes fewer
-tokens than on single tokens (Hinton et al. 2015). The loss is the sum of the heads' cross-entropies weighted by
-0.8^(i + 1).
+head i at position t learns the target's distribution of the token at t + 2 + i. Such soft labels need less text than
+hard ones (Hinton et al. 2015). The loss is the sum of the heads' cross-entropies weighted by 0.8^(i + 1).
 """
 
 from __future__ import annotations

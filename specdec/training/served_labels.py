@@ -91,7 +91,7 @@ class TextWindows:
 def divergence_of_top(tokens: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return KL(p, q), [m], with all tokens except the given ones merged into one: p from log-probabilities [m, k] of
     int64 `tokens` [m, k] (-inf: no token), q from [m, V]. It never exceeds the KL of the whole distributions. Tokens
-    that q lacks count as merged."""
+    beyond q's vocabulary are merged, too."""
     known = (log_p > -torch.inf) & (tokens < log_q.shape[-1])
     p = log_p.masked_fill(~known, -torch.inf).exp()
     p = p / p.sum(-1, keepdim=True).clamp(min=1.0)  # the sum of rounded values may exceed 1

@@ -25,7 +25,7 @@ PROMPT_TOKENS = 32
 """Length in tokens of a prompt that the target continues."""
 
 CONTINUED_ROWS = 32
-"""Texts continued at a time."""
+"""Texts continued in one batch."""
 
 
 class TextError(ModelDirectoryError):

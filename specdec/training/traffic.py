@@ -22,7 +22,7 @@ from specdec.training.texts import HELD_OUT, TextError
 from specdec.v2 import learning_pb2, learning_pb2_grpc
 
 MAX_TOKEN_IDS = 1 << 31
-"""Limit on token ids of log-probabilities. Ids that the draft lacks count among its other tokens."""
+"""Limit on the ids of tokens with log-probabilities. Ids beyond the draft's vocabulary count among its other tokens."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TrainingTraffic:
             raise TextError(f"--traffic: has the token {highest}, but the draft's vocabulary has {vocabulary} ids")
 
     def labels(self, overruled: float = 0.0) -> ServedLabels:
-        """Return the labels of `tokens` without an end token. Places of an overruled guess weigh 1 + `overruled`.
+        """Return the labels of `tokens` without an end token. The tokens of overruled guesses weigh 1 + `overruled`.
         TextError if a text is invalid."""
         tokens = self.tokens(None)
         chosen = torch.zeros(len(tokens), dtype=torch.bool)

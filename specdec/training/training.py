@@ -64,7 +64,7 @@ class Training(ABC, Generic[P]):
         trained: Iterable[Tensor],
         max_norm: float | None = None,
     ) -> None:
-        """`trained`: the weights to learn, float32. `max_norm`: limit on the norm of a step's gradient; None: none."""
+        """`trained`: the weights to learn, float32. `max_norm`: limit on the norm of a step's gradient, if any."""
         self.plan = plan
         self.origin = origin
         self.done = 0  # steps
@@ -103,7 +103,7 @@ class Training(ABC, Generic[P]):
 
     @abstractmethod
     def _learn(self, windows: Tensor) -> float:
-        """Add the gradients of a batch, int64 [rows, length], to the trained weights; return its loss."""
+        """Accumulate the gradients of a batch, int64 [rows, length]; return its loss."""
 
     @abstractmethod
     def _write(self, out: Path) -> None:

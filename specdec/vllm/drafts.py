@@ -1,5 +1,4 @@
-"""Sessions at draft services. They run on an event loop in a separate thread, so that vLLM's thread never waits for the
-network."""
+"""Sessions at draft services, run on an event loop in a separate thread: vLLM's thread does no network I/O."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from specdec.wire.tls_files import TlsFiles
 log = structlog.get_logger()
 
 SILENCE_SECONDS = 1.5
-"""Seconds without any message, including heartbeats, after which a draft is given up."""
+"""Seconds without any message, not even a heartbeat, after which a draft is given up."""
 
 UNSENT = 64
 """Maximum unsent messages of a session. With more, the draft has stopped reading and is given up."""
@@ -46,7 +45,7 @@ IDLE_SECONDS = 10.0
 text."""
 
 FULL_SECONDS = 5.0
-"""Back-off in seconds from a draft without room for a text; others may have room."""
+"""Back-off in seconds from a draft without room for a text; other drafts may have some."""
 
 ROOM = 1024
 """Limit on a text's growth in one session, in tokens: its draft reserves KV memory for all of them in advance."""

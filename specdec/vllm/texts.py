@@ -22,8 +22,7 @@ MIN_PATH_PROBABILITY = 0.1
 """Minimum path probability of a proposed candidate, since each costs the target a row."""
 
 IN_VAIN = 3
-"""Number of consecutive steps that wait in vain for a text's draft. After these, steps do not wait for the draft until
-it has sent something."""
+"""Consecutive vain waits for a text's draft after which steps stop waiting, until the draft sends something."""
 
 
 class VllmText:

@@ -1,6 +1,6 @@
 """Decides whether proposing pays, by measuring throughput with and without proposals. The better alternative is used.
-The other is retried with a back-off that doubles with every defeat, or immediately when the throughput of the one in
-use falls below the other's last result.
+The other is retried after a back-off that doubles with every defeat, or immediately if throughput falls below the
+other's last result.
 
 Whether candidates pay depends on the number of texts in a step, so batches are measured by size.
 """

@@ -1,4 +1,4 @@
-"""Speculation decisions: the reasons for the numbers of candidates in a text's steps, summed and put into words."""
+"""Speculation decisions: why a text's steps had candidates or none, summed and put into words."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 Version = tuple[tuple[int, int, int, int], ...]
-"""Inode, mtime, ctime and size of each file; any difference makes another version. The ctime covers permissions, since
+"""Inode, mtime, ctime and size of each file; any difference means another version. The ctime covers permissions, since
 an unreadable file may become readable."""
 
 

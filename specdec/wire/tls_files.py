@@ -77,7 +77,7 @@ def channel_credentials(contents: Contents) -> grpc.ChannelCredentials:
 
 
 def _named(option: str, file: Path) -> None:
-    """Raise TlsError if a file cannot be read, because ssl's own errors do not name it."""
+    """Raise a TlsError that names the file if it cannot be read; ssl's own errors do not."""
     try:
         file.read_bytes()
     except OSError as error:

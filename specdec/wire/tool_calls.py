@@ -37,8 +37,8 @@ class ToolCallReader:
 
     def finish(self, *, cut: bool = False) -> Iterator[str | ToolCall]:
         """Yield the rest at the end of the text. With `cut`, for a text that was cut off, an unfinished call is yielded
-        with its partial arguments, which are not valid JSON. An unfinished call without a complete function name is
-        dropped if the text has only calls; so is an unfinished marker after a call."""
+        with its partial arguments, which are not valid JSON. An unfinished marker after a call is dropped; if
+        the text has only calls, so is an unfinished call without a complete function name."""
         held = "".join(self._held)
         of_marker = self._scan is None and self._behind_call and self._format.marker.startswith(held.strip())
         begun: list[str | ToolCall] = []

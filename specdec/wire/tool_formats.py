@@ -18,7 +18,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class JsonCall:
-    """A JSON object with the keys `name` and the value of `arguments`, or a list of such objects if calls are
+    """A JSON object with two keys, `name` and the string in `arguments`, or a list of such objects if calls are
     `listed`."""
 
     arguments: str = "arguments"
@@ -131,7 +131,7 @@ FORMATS = {
 
 
 def written(tool_format: ToolFormat, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """Return calls, (name, arguments) each, in a model's format."""
+    """Return calls, given as (name, arguments), in a model's format."""
     marker, style = tool_format.marker, tool_format.call
     match style:
         case JsonCall(listed=True):

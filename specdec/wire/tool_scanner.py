@@ -1,9 +1,9 @@
 """Scanners of calls, after their marker: each character is read once, however the text is cut into pieces.
 
-Scanners are generators: they yield when they need more text, and return the calls, or None if the text is not a call. A
-failed call is read again after its marker, but total time stays linear. Free-form parts (a JSON string, a tagged value)
-either end at the next marker or contain it in a string. Two JSON scanners started at different markers disagree about
-which parts are inside a string, so at most two of them pass the same marker.
+Scanners are generators: they yield when they need more text, and return the calls, or None if the text is not a call.
+The text after the marker of a failed call is read again, but total time stays linear: a tagged value ends at the next
+marker at the latest, and a JSON scanner passes a marker only inside a string. Two JSON scanners started at different
+markers disagree about which parts are inside a string, so at most two of them pass the same marker.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Cursor:
         return read
 
     def until(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
-        """Skip a text up to the first of several ends, and return both; the end is empty if none comes."""
+        """Skip and return a text and the first of several ends after it; the end is empty if none comes."""
         pattern = re.compile("|".join(map(re.escape, ends)))
         kept = max(map(len, ends)) - 1
         pieces, tail, begin = [], "", self.at

@@ -179,7 +179,7 @@ def test_the_options_of_a_draft_make_its_defaults() -> None:
             "--branches",
             "is 5, must be at most 2 (--max-branches)",
         ),
-        ({"expansion": "4,x"}, "--expansion", "has 'x', must have numbers of children"),
+        ({"expansion": "4,x"}, "--expansion", "has 'x', must be comma-separated numbers of children"),
         ({"expansion": "4,17"}, "--expansion", "is 4,17: at depth 2 it is 17, must be 1 to 16"),
         ({"expansion": "16,16"}, "--expansion", "is 16,16: makes a tree of 272 nodes, must make at most 256"),
     ],

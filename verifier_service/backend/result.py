@@ -34,7 +34,7 @@ class RejectedCandidate:
     position: int  # generated tokens before it
     depth: int  # rejected candidates above it
     token: int
-    source: int  # TokenSource, had it been accepted
+    source: int  # its TokenSource if it had been accepted
 
 
 class FinishReason(IntEnum):
@@ -73,8 +73,8 @@ class Without(StrEnum):
     PLAIN_FASTER = "plain_faster"
     """The mode permits none of the session's drafters: decoding without them was measured to be as fast."""
     PROBED = "probed"
-    """A probe of a mode excluded the session's drafters, or a measurement of the cost of rows left out its
-    candidates."""
+    """A probe of a mode excluded the session's drafters, or its candidates were left out to measure the cost of
+    rows."""
     ROW_COST = "row_cost"
     """No candidate was worth its row."""
     NO_ROOM = "no_room"
@@ -195,10 +195,10 @@ class StepTimes:
     forward: float
     step: float
     waited: float  # step delay, for candidates
-    queued: float  # for memory, since its last commit
+    queued: float  # wait for memory since the session's last commit
     cached: int = 0  # on the first commit: tokens found in the KV cache
     preemptions: int = 0  # of the session so far
     outlook: Outlook = NO_DRAFT_PAYS
-    drafted: int = 0  # sessions of the pod with a draft
+    drafted: int = 0  # the pod's sessions with a draft
     round_trip: float = 0.0  # to the session's draft and back; 0: unknown
-    rates: Mapping[str, float] | None = None  # tokens a second by mode, if they have changed since its last commit
+    rates: Mapping[str, float] | None = None  # tokens a second by mode, if changed since the last commit

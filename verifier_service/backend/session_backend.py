@@ -46,7 +46,7 @@ class BackendSession(Protocol):
 
     @property
     def awaits_draft(self) -> bool:
-        """True if the session has memory, but cannot choose a token before its draft has sent something.
+        """True if the session has memory, but cannot choose a token until its draft sends a distribution.
         Thread-safe."""
 
     def extend(self, base: int, paths: Paths, arrived: float, base_age: float) -> None:

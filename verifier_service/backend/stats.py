@@ -22,7 +22,7 @@ OUTLIER = 4.0
 lasting slowness still shows within about ten steps."""
 
 SLOWER = 1.25
-"""Factor on the duration of a text expected at the current pace, since later arrivals will share its steps."""
+"""Factor on a text's expected duration at the current pace, since later arrivals will share its steps."""
 
 
 @dataclass
@@ -31,14 +31,14 @@ class VerifierStats:
 
     running: int = 0
     waiting: int = 0
-    new_of: Counter[str] = field(default_factory=Counter)  # not admitted yet, by tenant; never modified, only replaced
+    new_of: Counter[str] = field(default_factory=Counter)  # unadmitted sessions, by tenant; replaced, never modified
     throttled: int = 0  # waiting sessions far ahead of their readers
     steps: int = 0
     rows: int = 0
     committed: int = 0  # tokens
     offered: int = 0  # candidates verified
     accepted: int = 0
-    drafted_steps: int = 0  # steps of sessions with a draft, except a text's last
+    drafted_steps: int = 0  # steps of sessions with a draft, except each text's last
     draft_ready_steps: int = 0  # drafted steps ending with the next candidates present
     refused: int = 0  # invalid messages of candidates
     prompt_tokens: int = 0  # tokens of sessions at first admission, generated ones included
@@ -111,8 +111,8 @@ class VerifierStats:
         self.usual_tokens += smoothing * (tokens - self.usual_tokens) if self.usual_tokens else tokens
 
     def too_late(self, most: int, deadline: float | None, waiting: int) -> TooLateError | None:
-        """Return the error for a text behind `waiting` others that would miss its deadline (`time.monotonic`) at the
-        current pace; None if it would not, or if no session is running. Its expected length is the average of ended
+        """Return the error if a text behind `waiting` others would miss its deadline (`time.monotonic`) at the current
+        pace; None if it would not, or if no session is running. The text's expected length is the average of ended
         texts, at most `most` tokens; 0 if none has ended yet."""
         if deadline is None or not self.running:
             return None

@@ -63,7 +63,7 @@ MATERIAL = 0.01
 the rest of `observe`."""
 
 UNPAID_STEPS = 8
-"""Minimum interval, in steps, of experiments with fewer rows while there is no exploration budget."""
+"""Minimum interval, in steps, between experiments with fewer rows while there is no exploration budget."""
 
 MIN_VARIANCE = 1e-6
 """Lower bound on the variances used as weights of points."""
@@ -95,7 +95,7 @@ class StepLatency:
         self._errors = tuning.speed_drift**2 + tuning.start_error**2 * np.eye(count)  # covariance of `_logs`
         self._drift = tuning.speed_drift**2 + tuning.shape_drift**2 * np.eye(count)  # added per second of steps
         self._budget = tuning.first_exploration_seconds
-        self._exploring: float | None = None  # worth in seconds of the coming step, if it explores
+        self._exploring: float | None = None  # the coming step's worth in seconds (see explore), if it explores
         self._steps_since = 0  # steps since the last exploring one; the first of them is a baseline, not exploring
         self._tabulate()
 
@@ -276,7 +276,7 @@ def least_seconds(rows: Sequence[int], seconds: Callable[[int], float], enough: 
     total = 0.0
     for count in rows:
         tries = [seconds(count)]
-        # Probably delayed: repeat it before a long step ends the measurement.
+        # Probably delayed: repeat the step, since a long one ends the measurement.
         if least and tries[0] > max(LONG, DELAYED * count / max(least) * least[max(least)]):
             tries.append(seconds(count))
         least[count], total = min(tries), total + sum(tries)

@@ -36,7 +36,7 @@ class Selection(NamedTuple):
     nodes: list[list[Node]]
     """The candidates of each session, best first; always a connected tree."""
     price: RowPrice
-    """The price of another row, because of which candidates are left out."""
+    """The price of another row, the reason for leaving candidates out."""
     break_even: float
     """The break-even probability for drafters. Where row costs are uncertain, it is the optimistic one, so that there
     are candidates to try."""
@@ -58,7 +58,7 @@ def select_candidates(
     """Choose the candidates that give the step the highest goodput, out of the sessions' offers.
 
     The step has `rows` rows already, each certain to bring a token; at most `most` rows are added. `spent`: seconds
-    taken by the local draft model before the step.
+    taken by the local draft or heads before the step.
 
     With `explore`, and if the latency model permits it now, the step may be an experiment. It adds candidates that may
     pay despite the estimate, up to the next measured point, or leaves out some that pay, to learn whether fewer rows
@@ -91,7 +91,7 @@ def select_candidates(
     chosen = [offer.nodes[:count] for offer, count in zip(offers, counts, strict=True)]
     if taken == paying:
         return Selection(chosen, price, break_even)
-    if taken < paying:  # paying candidates are left out; later ones raised the break-even probability above theirs
+    if taken < paying:  # the paying candidates left out may have raised the break-even probability above their own
         price = price._replace(break_even=min(price.break_even, gains[paying - 1]))
     return Selection(chosen, price, break_even, seconds[paying] * (rows + sum(gains[:taken])) / expected)
 

@@ -1,1 +1,1 @@
-"""The proposers, drafters inside the verifier: n-gram lookup, suffix cache, lookahead windows, local draft."""
+"""The proposers, drafters inside the verifier: n-gram lookup, lookahead windows, local draft, heads, forced tokens."""

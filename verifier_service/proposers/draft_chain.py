@@ -70,7 +70,7 @@ class PrefixState:
         self.over = tree.base >= self.end or self._has_unknown(tree.committed[before:])
         if self.over:
             return False
-        if self.chain is not None:  # its logits were finite, so the text read may be published
+        if self.chain is not None:  # the chain's logits were finite, so the text read may be published
             committed = tree.committed[before:]
             self.chain.learn(committed)
             self.table.publish(tree.committed, self.computed)
@@ -84,7 +84,7 @@ class PrefixState:
         return True
 
     def _has_unknown(self, tokens: Sequence[int]) -> bool:
-        """Return True if a token is beyond the draft's vocabulary, which may lack the padding of the target's."""
+        """Return True if a token is beyond the draft's vocabulary, which may lack the target's padding tokens."""
         return self._vocabulary < self.session.vocabulary and max(tokens) >= self._vocabulary
 
     def take(self, most: int) -> tuple[list[int], int, Slots]:
@@ -103,7 +103,7 @@ class DraftChain:
         self.tokens: list[int] = []
         self.computed: list[int] = []  # tokens read by the draft
         self.path_logprob = 0.0  # of its last token
-        self.expected_accepted = 0.0  # expected number of accepted tokens
+        self.expected_accepted = 0.0
         self.ended = False  # complete
         self.broken = False  # the draft's logits are not finite
         self.calibration = prefix.calibration

@@ -2,8 +2,8 @@
 
 A draft service is for a separate device: it drafts while the target verifies. On the target's machine it would take a
 CPU core from the target, and every message costs time. The local draft alternates with the target: only one of them
-computes at a time, with all CPU threads, and nothing is sent. One pass reads a token of every session's chain; passes
-continue while they are worth their time.
+computes at a time, with all CPU threads, and nothing is sent. Each pass reads one token of every session's chain;
+passes continue while they are worth their time.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class DraftModelProposer(Proposer):
         """Propose candidates for these sessions, as long as they are worth the delay of the next step.
 
         The step has `decoding` sessions; `latency`: of the target's steps. Sessions are skipped if their existing
-        candidates promise more than a chain.
+        candidates are expected to bring more than a chain.
         """
         begin = time.monotonic()
         chains: list[DraftChain] = []
@@ -112,7 +112,7 @@ class DraftModelProposer(Proposer):
             self._close(prefix)
 
     def _begin(self, sessions: Sequence[VerifierSession]) -> list[DraftChain]:
-        """Read committed tokens, shortest remainder first; return the chains of fully read sessions."""
+        """Read committed tokens, sessions with the fewest unread first; return the chains of fully read sessions."""
         prefixes = [prefix for session in sessions if (prefix := self._followed(session)) is not None]
         prefixes.sort(key=lambda prefix: prefix.pending)
         packer, budget = self.engine.packer(), self._tuning.max_prefill_rows + 2 * len(prefixes)

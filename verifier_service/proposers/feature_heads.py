@@ -49,7 +49,7 @@ Asked = Sequence[tuple[VerifierSession, "FeatureText"]]
 
 class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
     """Heads of a verifier that read features of `layers`, in this order. While the heads' memory has no room for a
-    text, the text has no guesses."""
+    text, the text gets no guesses."""
 
     def __init__(
         self, reader: HeadsReader, layers: Sequence[int], tuning: DraftModelTuning = DEFAULTS.draft_model
@@ -122,8 +122,8 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
         return fused
 
     def _skipped(self, session: VerifierSession) -> int:
-        """Return how many of the session's next rows to compute lie too far before the end of the committed text for
-        the heads' context."""
+        """Return how many of the session's next rows lie before the heads' context, which ends with the committed
+        text."""
         return max(0, session.tree.base - self._reader.context - session.computed)
 
     # --- growing trees ------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
                     session.add_candidates(certain(paths) if session.samples_candidates else paths, HEADS)
 
     def _groups(self, asked: Asked) -> Iterator[Asked]:
-        """Yield groups of texts of similar length to grow trees for together, within the limits on logits and gathered
+        """Yield groups of texts of similar length, whose trees grow together, within the limits on logits and gathered
         rows."""
         group, reader = list[tuple[VerifierSession, FeatureText]](), self._reader
         for pair in sorted(asked, key=lambda pair: pair[1].slots.count):
@@ -242,13 +242,14 @@ class FeatureText(HeadsText):
     """The proposer's state for one text."""
 
     slots: TextSlots = field(kw_only=True)
-    state: Any = None  # fused features [d'] of the row before the last token, once there are some
+    state: Any = None  # fused features [d'] of the row before the last token; None: none yet
     tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [nodes] of the last tree
     parents: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     def take(self, position: int, count: int) -> Slots | None:
-        """Return the slots of `count` rows from a position on; None, with all slots given back, if memory is short."""
+        """Return the slots of `count` rows from a position on; None, with all of the text's slots released, if memory
+        is short."""
         try:
             return self.slots.take(position, count)
         except PoolFullError:

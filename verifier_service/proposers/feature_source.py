@@ -1,8 +1,8 @@
-"""The source of features for draft services with heads: it proposes nothing itself, a draft service does.
+"""The source of features for draft services with heads; it proposes nothing itself.
 
-Committed rows are read as for heads in the verifier (`feature_heads.py`), but only fused. The last rows of a text are
-kept, and sent to its draft before the commit of the token after them. So a draft that takes over a text gets the rows
-that its predecessor had. Rows found in the prefix cache have no features. No token depends on features.
+It reads committed rows like heads in the verifier (`feature_heads.py`), but only fuses their features. The last rows of
+a text are kept, and sent to its draft before the commit of the token after them. So a draft that takes over a text gets
+the rows that its predecessor had. Rows found in the prefix cache have no features. No token depends on features.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class KeptRows:
     def __init__(self, most: int) -> None:
         self.end = 0
         self.rows: deque[bytes] = deque(maxlen=most)
-        self._sent = 0  # position up to which they were sent
-        self._session = 0  # number of the draft session that they were sent to
+        self._sent = 0  # rows before this position were sent
+        self._session = 0  # number of the draft session that got them
 
     def add(self, first: int, rows: Sequence[bytes]) -> None:
         """Add rows from a position on. After a gap, drop the earlier rows as useless."""
@@ -70,8 +70,8 @@ class Read(NamedTuple):
 
 
 class FeatureSource(Proposer):
-    """The features of a verifier's texts. `layers`: their layers, in order; `window`: rows kept of a text, as far as
-    `MAX_WINDOW_BYTES` permits; `fingerprint`: of the fusion."""
+    """The features of a verifier's texts. `layers`: the target's layers that they come from, in order; `window`: rows
+    kept of a text, as far as `MAX_WINDOW_BYTES` permits; `fingerprint`: of the fusion."""
 
     def __init__(self, fusion: Fusion, layers: Sequence[int], fingerprint: str, window: int) -> None:
         self.works = True
@@ -93,7 +93,7 @@ class FeatureSource(Proposer):
 
     def unsent(self, session: VerifierSession) -> FeatureRows | None:
         """Return the features that the session's draft lacks, and count them as sent; None if there are none, or no
-        draft asks."""
+        draft asks for them."""
         text, number = self._texts.get(session), session.policy.features_session
         return None if text is None or not number else text.unsent(number)
 

@@ -37,7 +37,7 @@ class HeadsText:
     sampler: RequestSampler  # of the queries that rank guesses
     calibration: Calibration
     usefulness: Usefulness
-    length: int = 0  # of the text, as far as the heads have its states
+    length: int = 0  # length of the text at the last state received
     proposed: int = 0  # length of the text at the last proposal
 
 
@@ -129,7 +129,7 @@ class HeadsProposer(Proposer, Generic[Text]):
 
 
 def certain(paths: Paths) -> Paths:
-    """Return these paths, one candidate at each place, as drawn with certainty (REJECTION)."""
+    """Return these paths (one candidate at each place), marked as drawn with certainty (REJECTION)."""
     placed = zip(paths.parents, paths.tokens, strict=True)
     return paths._replace(distributions=[(place, DraftDistribution.certain(token)) for place, token in placed])
 

@@ -35,8 +35,8 @@ from verifier_service.verification.tree_verification import TreeVerification
 
 
 class MedusaProposer(HeadsProposer["MedusaText"]):
-    """The Medusa heads of a verifier. `tree`: a fixed tree, with ranks below GUESSES and at most as many levels as
-    there are heads; None: the likeliest paths."""
+    """The Medusa heads of a verifier. `tree`: a fixed tree, with ranks below GUESSES and at most one level per head;
+    None: the likeliest paths."""
 
     def __init__(
         self, heads: MedusaHeads, tree: FixedTree | None = None, tuning: DraftModelTuning = DEFAULTS.draft_model

@@ -68,8 +68,8 @@ def open_windows(
 ) -> list[LookaheadRows | None]:
     """Open the lookahead windows of a step with `decoding` sessions. Return one entry per session of `sessions`.
 
-    `chosen`: the candidates of each session; candidates of Jacobi windows are appended in place; `free`: tree slots
-    left for windows. If the step `may_explore`, a window may be opened to learn the cost of its rows.
+    `chosen`: each session's candidates, to which those of Jacobi windows are appended in place; `free`: tree slots left
+    for windows. If the step `may_explore`, a window may be opened to learn the cost of its rows.
     """
     costs = WindowCosts(decoding, latency, decoding + sum(map(len, chosen)))
     windows: list[LookaheadRows | None] = []

@@ -59,8 +59,8 @@ class ComingStep:
         return [session for session in self.sessions if not session.remaining_prompt]
 
     def proposed_for(self) -> Iterator[VerifierSession]:
-        """Yield the decoding sessions that use proposers. If candidates are sampled (REJECTION), each place takes only
-        one candidate. So sessions that use a local model, which has precedence, are left out."""
+        """Yield the decoding sessions that use proposers, except sessions with sampled candidates (REJECTION) that use
+        a local model: each place takes only one candidate, and the local model has precedence."""
         for session in self.sessions:
             if session.remaining_prompt or not self.eligibility.uses_proposers(session):
                 continue
@@ -78,7 +78,7 @@ class Proposer(ABC):
         """Add candidates to the trees of the step's sessions (`VerifierSession.add_candidates`)."""
 
     def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:  # noqa: B027
-        """Learn from a verified step, before its tokens are committed. Logits are not kept."""
+        """Learn from a verified step, before its tokens are committed. The logits are dropped after the call."""
 
     def observe_prompts(self, prompts: Prompts, logits: StepLogits) -> None:  # noqa: B027
         """Learn from a verified step's prompt rows that choose no token, before they count as computed."""

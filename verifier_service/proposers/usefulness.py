@@ -7,7 +7,8 @@ from verifier_service.settings.tuning import DraftModelTuning
 
 class Usefulness:
     """How much the draft helps a text, or a tenant's texts, as moving averages: P(the next token of a chain is
-    accepted), and the accepted tokens of a chain. A text starts with its `tenant`'s values, and updates them too."""
+    accepted), and the number of accepted tokens per chain. A text starts with its `tenant`'s values, and updates them
+    too."""
 
     def __init__(self, tuning: DraftModelTuning, tenant: Usefulness | None = None) -> None:
         self._tuning = tuning

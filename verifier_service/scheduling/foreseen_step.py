@@ -21,7 +21,7 @@ from verifier_service.sessions.step_rows import ScheduledRows
 
 class _Row(NamedTuple):
     row: int  # index among the batch's results
-    base: int  # length of the text when that step begins
+    base: int  # length of the text when the foreseen step begins
     table: BlockTable
 
 
@@ -80,8 +80,8 @@ class ForeseenStep:
         self, results: Sequence[tuple[RunningSession, VerifyResult]]
     ) -> tuple[PackedBatch, Entries, int] | None:
         """Return the batch with the tokens of the current step filled in, before they are committed; the row of each
-        text that continues; and the number of all rows. None if no text continues. The foreseen batch is forgotten in
-        any case.
+        text that continues; and the batch's number of rows. None if no text continues. The foreseen batch is forgotten
+        in any case.
 
         The row of a text that gets an end token stays in the batch, harmlessly: its slot is freed with the text, and
         this pass writes the slot before its next owner does.

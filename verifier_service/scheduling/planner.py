@@ -56,7 +56,7 @@ class StepPlan:
 
 
 class Planner:
-    """Fills steps with roots of decoding sessions, candidates worth their rows, lookahead windows, chunks of prompts.
+    """Fills steps with roots of decoding sessions, paying candidates, lookahead windows and chunks of prompts.
 
     `packer` makes an empty batch; `tree_slots` hold side branches of token trees; `step_rows` and `prefill_rows` limit
     rows as in `StepPrompts`.
@@ -199,8 +199,8 @@ class Planner:
         )
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Update the latency model with a step's duration. T_v is for short texts, and rows of long prompts cost more:
-        steps with prompts update the slowdown instead.
+        """Update the latency model with a step's duration. T_v is for short texts, and rows of long prompts cost more,
+        so steps with prompts update the slowdown instead.
 
         A step launched early is timed from its launch. If the host is slower than the device, this measures the host's
         time, which is then the time between two tokens.

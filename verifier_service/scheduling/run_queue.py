@@ -115,7 +115,7 @@ class RunQueue:
         return entry.session.unread + ahead > self._max_unread_tokens
 
     def consists_of(self, entries: Sequence[RunningSession]) -> bool:
-        """Return whether these distinct running sessions are all sessions of the queue."""
+        """Return whether the queue has no sessions besides these distinct running ones."""
         return len(entries) == len(self.running) and not self._waiting
 
     def reserve_texts(self, entries: Iterable[RunningSession]) -> list[RunningSession]:
@@ -205,8 +205,8 @@ class RunQueue:
         return youngest_beyond(running, entry, entry.session.tree.base)
 
     def _growth(self, entry: RunningSession, running: list[RunningSession]) -> int:
-        """Return the forecast growth in blocks of a session being admitted and the running ones. Running sessions that
-        this admission would preempt count only if they give back more than they take."""
+        """Return the forecast growth, in blocks, of the running sessions and the one being admitted. Running sessions
+        that this admission would preempt are left out if that lowers the forecast."""
         growth = expected_growth([*(other.session for other in running), entry.session], self.lengths)
         if all(other.tenant == entry.tenant for other in running):  # fairness preempts between tenants only
             return growth

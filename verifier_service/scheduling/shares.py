@@ -18,7 +18,7 @@ Prompts of tenant i go before decoding of tenant j in a step (i is urgent, j yie
 
     n_i < n_j    and    c_i - l_i <= c_j
 
-with n = sessions in the step / w, and l = prompt tokens charged but not computed yet / w.
+with n = (sessions in the step) / w, and l = (prompt tokens charged but not computed yet) / w.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ a row."""
 
 BURST = 4.0
 """Credit of a tenant that returns from idle, in mean texts. Without it, if such a tenant sent a few requests together,
-each would wait until the other tenants had received, per weight, as much service as the tenant's previous request.
-Light users seldom space their requests evenly."""
+each would wait until the other tenants had received as much service per weight as the request before it. Light users
+seldom space their requests evenly."""
 
 USUAL_SMOOTHING = 0.05
 """Weight of the latest text in the moving average of text costs."""
@@ -47,9 +47,9 @@ REMEMBERED = 1024
 """Maximum idle tenants whose counters are kept: leaving and returning must not reset a large counter."""
 
 IMBALANCE = 1.25
-"""A session is preempted to admit another tenant's only if its own tenant then still holds this multiple of the other's
-memory per weight: preemption costs a recomputation, and smaller differences even out as texts end. With 2, a tenant
-asking for a fifth of the memory sometimes waits for a text of a flooding tenant to end."""
+"""A session is preempted for another tenant only if its own tenant then still holds this multiple of the other's memory
+per weight: preemption costs a recomputation, and smaller differences even out as texts end. With 2, a tenant asking for
+a fifth of the memory sometimes waits for a text of a flooding tenant to end."""
 
 
 class Urgent(NamedTuple):
@@ -81,8 +81,8 @@ class TenantShares:
         tenant = entry.tenant
         if tenant not in wanting:
             of_others = min((self._counters[other] for other in wanting), default=0.0)
-            # No credit for idle time beyond a small burst: raise the counter to the smallest one of the waiting tenants
-            # and to the virtual time, less the burst.
+            # No credit for idle time beyond a small burst: raise the counter to the waiting tenants' smallest one or
+            # the virtual time, whichever is larger, less the burst.
             least = max(of_others, self._level) - BURST * self._usual / entry.weight
             self._counters[tenant] = max(self._counters.get(tenant, 0.0), least)
         self._sessions[tenant] += 1
@@ -104,7 +104,7 @@ class TenantShares:
                 del self._counters[tenant]
 
     def got_prompt(self, entry: RunningSession, tokens: int) -> None:
-        """Charge prompt tokens to be computed; a negative number refunds tokens that will not be."""
+        """Charge prompt tokens to be computed; a negative number refunds uncomputed ones."""
         self._count(entry, tokens)
 
     def got_tokens(self, entry: RunningSession, tokens: int) -> None:
@@ -202,7 +202,7 @@ def competing_sessions(running: Sequence[RunningSession], entry: RunningSession,
     future share would lose all its sessions except the oldest."""
     shares = held(running)
     own = shares.pop(entry.tenant, 0.0) + tokens / entry.weight
-    # These tenants would be preempted for this session, so their growth cannot displace it.
+    # Sessions of these tenants would be preempted for this one, so their growth cannot displace it.
     beyond = {tenant for tenant, tokens_held in shares.items() if tokens_held >= IMBALANCE * own}
     preemptible = {id(other) for other in spared(running) if other.tenant in beyond}
     return [other for other in running if id(other) not in preemptible]

@@ -39,7 +39,7 @@ class StepCandidates(NamedTuple):
 
     nodes: list[list[Node]]
     windows: list[LookaheadRows | None]
-    prices: list[RowPrice]  # price of a row, because of which a session's candidates are left out
+    prices: list[RowPrice]  # of another row, by session: the reason for leaving candidates out
     break_even: float  # break-even probability for drafters
     exploring: bool = False  # has fewer or more candidates than pay, to learn the cost of rows
 
@@ -88,7 +88,8 @@ class CandidateChoice:
 
     def for_all(self, sessions: Sequence[VerifierSession], decoding: int, *, may_explore: bool) -> StepCandidates:
         """Choose the candidates and windows of `sessions`, in a step with `decoding` decoding sessions. `may_explore`:
-        allow an experiment on the cost of rows. Callers allow it only if no prompt and no other tenant waits for it."""
+        allow an experiment on the cost of rows. Callers allow it only if no prompt and no other tenant waits for the
+        step."""
         offers = [session.candidates() for session in sessions]
         # The end of a block must not depend on draws beyond it (`block_verification.py`). So no experiment leaves draws
         # out, and the proposers' time, which depends on how far they drew, does not count.

@@ -73,8 +73,8 @@ class StepPrompts:
         goes_first: bool,
     ) -> list[Chunk]:
         """Return how many tokens of each prompt to compute beside `rows` rows of `decoding` sessions, which have
-        `candidates` candidates. Prompts of urgent tenants come first; with `goes_first`, neither decoding sessions nor
-        their tenant's part of the step limits these prompts."""
+        `candidates` candidates. Prompts of urgent tenants come first; with `goes_first`, they are limited neither by
+        decoding sessions nor by their tenants' parts of the step."""
         chunks = self._filling(prompts, urgent, decoding, rows, goes_first=goes_first)
         chunks = self._with_room_for_scores(chunks, candidates)
         if division is None:
@@ -103,8 +103,8 @@ class StepPrompts:
         return [*zip(first, ahead, strict=True), *zip(others, rest, strict=True)]
 
     def _with_room_for_scores(self, chunks: list[Chunk], candidates: int) -> list[Chunk]:
-        """Cut the chunks of prompts that need log-probabilities to the memory for logits that the step's candidates
-        leave."""
+        """Cut chunks of prompts that need log-probabilities to fit the memory for logits left by the step's
+        candidates."""
         scored = [(entry, chunk) for entry, chunk in chunks if entry.session.scores_prompt]
         most = max(self._tuning.min_chunk_tokens, MAX_STEP_CANDIDATES - candidates)
         if sum(chunk for _, chunk in scored) <= most:
@@ -131,7 +131,7 @@ class StepPrompts:
         return kept
 
     def _fitting(self, seconds: float, rows: int, latency: StepLatency) -> int:
-        """Return the prompt rows that fit in these seconds of a step, beside `rows` rows."""
+        """Return the number of prompt rows that fit in these seconds of a step, beside `rows` rows."""
         # The part is in seconds of this step, T_v in seconds of short texts: divide by the slowdown.
         fitting = latency.rows_within(latency.of(rows) + seconds / self.slowdown.factor) - rows
         # A prompt must progress: if its minimum chunk exceeds the part, the excess is charged to the next steps.

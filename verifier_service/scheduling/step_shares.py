@@ -120,7 +120,7 @@ class Division:
         return True
 
     def candidates(self, extra: Mapping[str, int]) -> dict[str, int]:
-        """Return how many candidates each tenant may have, with `extra` the number it would have alone. Tenants with
+        """Return how many candidates each tenant may have; `extra`: the number it would have alone. Tenants with
         sessions sitting the step out get none: the rest of their part becomes credit for those sessions, since their
         roots bring more tokens than candidates would."""
         bound, least = self.bound(extra)
@@ -297,7 +297,7 @@ class StepShares:
                 # Rows may cost more after other tenants' rows than estimated in `wanted`.
                 pool.take(tenant, max(0.0, wanted[tenant], of_texts - left))
                 continue
-            # Credit only for sessions that wait (deficit round robin, too, resets an empty queue); an overdraft stays.
+            # Credit only for sessions that wait (deficit round robin also resets an empty queue); an overdraft stays.
             division.credit[tenant] = left if waiting else min(0.0, left)
             if presence.prompts:
                 # Seconds not used by decoding go to the tenant's prompts, unless they are credit for sessions that

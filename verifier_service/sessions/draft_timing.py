@@ -21,7 +21,7 @@ class WaitEstimate(NamedTuple):
 
 class DraftTiming:
     """A session's measurements of its draft: delay from a commit to the first candidates, gap between messages,
-    acceptance. In seconds; times are from `time.monotonic`."""
+    acceptance. Durations are in seconds, times from `time.monotonic`."""
 
     def __init__(self, tuning: DraftTimingTuning = DEFAULTS.draft_timing) -> None:
         self._tuning = tuning
@@ -100,8 +100,8 @@ MAX_TENANTS = 256
 
 
 class DraftGain:
-    """The gain of a draft for one text. If the gain is next to nothing, the text rests its draft and tries it again
-    later, when the text may have changed in character. `expected`: gain for the tenant's texts."""
+    """The gain of a draft for one text. If the gain is next to nothing, the draft rests and is tried again later, when
+    the text may have changed in character. `expected`: gain in the tenant's texts."""
 
     def __init__(self, expected: float | None = None, tuning: DraftGainTuning = DEFAULTS.draft_gain) -> None:
         self._tuning = tuning

@@ -81,8 +81,7 @@ class SessionNgrams:
         self._text[: len(text)] = text
         self._length = len(text)
         self._end = end
-        # A proposal is deterministic: under a rule with randomness of its own, the most probable token is the best
-        # guess.
+        # Proposals are deterministic: under a rule with its own randomness, the most probable token is the best guess.
         likeliest = replace(sampler.sampling, temperature=0.0)
         self._sampler = sampler if sampler.rule in (Rule.COUPLED, Rule.TYPICAL) else RequestSampler(likeliest)
         self.lookup_confidence, self.lookahead_confidence = Confidence(tuning), Confidence(tuning)

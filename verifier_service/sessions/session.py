@@ -61,7 +61,7 @@ class VerifierSession:
     ) -> None:
         sampler = request.sampler
         self.block_verification = block_verification and sampler.rule is Rule.REJECTION and not sampler.sampling.greedy
-        """True if chains of draws may be verified as blocks; `verifies_blocks` decides on the current one."""
+        """True if chains of draws may be verified as blocks; `verifies_blocks` decides for the current chain."""
         self._compared = 0  # position of the last candidate compared with candidates of other texts
         self.chains_only = chains_only
         """True if the engine verifies a single chain of candidates instead of a tree."""
@@ -99,11 +99,11 @@ class VerifierSession:
         self.refused_extends = 0  # invalid messages of candidates
         self._query: DraftQuery | None = None  # about the root's row (CONTRASTIVE)
         self._best_nodes: BestNodes | None = None  # of the current tree; None: to be computed
-        self.grammar_seconds = 0.0  # of its grammar in the step loop's thread, since its last step
+        self.grammar_seconds = 0.0  # spent in its grammar by the step loop's thread since its last step
 
     @property
     def remaining_prompt(self) -> int:
-        """The number of committed tokens before the root still to be computed."""
+        """The number of uncomputed committed tokens before the root."""
         return self.tree.base - 1 - self.computed
 
     @property

@@ -5,11 +5,11 @@ in tokens a step: the cost follows from the step latency of the current batch (`
 steps with a window of this size.
 
 - The gain of a size in a text is its gain in all texts of the tenant, times the *likeness* of the text to these. The
-  likeness is learned from all windows of the text. Among sizes with a known gain, the one with the highest gain - cost
-  is used, if that is positive.
+  likeness is learned from all windows of the text. Among sizes with a known gain, the one with the highest net gain
+  (gain minus cost) is used, if that is positive.
 - The next larger size is then tried, at first the smallest. A *trial* is paid in advance, from a budget that is a share
   of the tenant's tokens. It ends after enough steps or when its price is used up, and refunds the rest. After a trial
-  that does not pay, the text tries known sizes again only after a pause, twice as long each time.
+  that does not pay, known sizes are tried again only after a pause, twice as long each time.
 
 So if no window ever hits, windows and their candidates cost at most that share of the tokens.
 """
@@ -95,7 +95,7 @@ class Trial:
 
     size: Lookahead
     price: float  # paid for it
-    least: float  # net gain (gain - cost) to beat: the best known size's, or 0, that of no window
+    least: float  # net gain to beat: the best known size's, or 0 for no window
     lost: float = 0.0  # so far, relative to `least`
     gain: float = 0.0  # over its steps with a full window
     steps: int = 0  # with a full window
@@ -170,7 +170,7 @@ class WindowGain:
         tuning, tenant, likeness = self._tuning, self._tenant, self._likeness
         self._trial = None
         tenant.budget = min(tenant.budget + trial.price - max(0.0, trial.lost), tuning.most_budget)
-        if trial.steps < tuning.least_trial_steps:  # it has shown only that rows cost more than expected
+        if trial.steps < tuning.least_trial_steps:  # the trial has shown only that rows cost more than expected
             return trial.least > 0.0
         mean = trial.gain / trial.steps
         if trial.size not in tenant.gains:
@@ -205,10 +205,10 @@ class WindowGain:
     def _best(
         self, sizes: Sequence[Lookahead], cost: Cost, current: Lookahead | None
     ) -> tuple[Lookahead | None, float]:
-        """Return the size with the highest positive gain - cost, and that difference; (None, 0) if none is positive.
+        """Return the size with the highest positive net gain, and this gain; (None, 0) if none is positive.
 
         A larger size must be better than the smaller ones by a standard error: a few steps, in which the text may just
-        have repeated itself, must not decide for it."""
+        have repeated itself, must not make it the best."""
         best, highest = None, 0.0
         for size in sizes:
             of_tenant = self._tenant.gains.get(size)
@@ -221,7 +221,7 @@ class WindowGain:
         return best, highest
 
     def _price(self, size: Lookahead, best: Lookahead | None, net: float, cost: Cost) -> float:
-        """Return the price of a trial: the cost of rows beyond those of the `best` known size, and that size's gain
+        """Return the price of a trial: the cost of rows beyond those of the `best` known size, and that size's net gain
         `net`, which is lost while the new window fills up."""
         more = cost(size) - (0.0 if best is None else cost(best))
         return max(0.0, more) * self._tuning.priced_steps + net * (size.ngram - 2)

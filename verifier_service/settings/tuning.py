@@ -101,17 +101,17 @@ class ThreadTuning:
 
     window_seconds: float = 0.5
     min_steps: int = 5
-    """Minimum seconds of steps, and minimum number of steps, in one comparison. A draft that reads committed tokens
-    occasionally makes a single step long, but not the sum."""
+    """Minimum seconds of steps, and minimum number of steps, in one comparison. Occasionally, a draft reading committed
+    tokens lengthens a single step, but not the sum."""
 
     first_probe_pause: float = 1.0
     longest_probe_pause: float = 60.0
     """Seconds of steps until all threads are tried again: initial value, doubled with each attempt, and maximum."""
 
     linger_seconds: float = 0.05
-    """Wall-clock seconds for which drafts keep their core after their candidates are last used: the message has to
-    reach them, and they may be in the middle of a long step over unread text. Taking the core immediately cost a step
-    of thirty times the usual length."""
+    """Wall-clock seconds for which drafts keep their core after their candidates are last used: the notice to stop has
+    to reach them, and they may be in the middle of a long step over unread text. Taking the core immediately cost a
+    step of thirty times the usual length."""
 
     settled_seconds: float = 1.0
     """Seconds of steps with all threads, without a loss, after which the pause is reset to `first_probe_pause`."""
@@ -186,13 +186,13 @@ class DraftGainTuning:
     """The gain of a remote draft for a text, in tokens a step."""
 
     least_gain: float = 0.05
-    """A text rests a draft with a lower gain: no mode would replace another for so small a gain."""
+    """A draft with a lower gain rests: no mode would replace another for so small a gain."""
 
     first_gain: float = 0.25
     trial_gain: float = 0.1
     first_weight: int = 4
     """`first_gain`: initial gain for a text of an unknown tenant. `trial_gain`: minimum initial gain of a text, and
-    initial gain of a draft tried again. `first_weight`: steps that an initial gain counts for. Without any accepted
+    initial gain of a draft tried again. `first_weight`: weight of an initial gain, in steps. Without any accepted
     candidate, these initial gains last for 16 and 4 steps."""
 
     remembered_steps: int = 64
@@ -200,7 +200,7 @@ class DraftGainTuning:
 
     first_rest_steps: int = 64
     longest_rest_steps: int = 1024
-    """Steps for which a text rests its draft: initial value, doubled each time, and maximum."""
+    """Steps for which a draft rests: initial value, doubled each time, and maximum."""
 
 
 @dataclass(frozen=True)
@@ -266,8 +266,8 @@ class WindowTuning:
     remembered_steps: int = 48
     remembered_steps_of_tenant: int = 256
     first_weight: int = 12
-    """Steps averaged in the likeness of a text and in the gains of a tenant, and steps that the initial likeness of a
-    text, 1, counts for. Windows hit in spells: with 20 remembered and 4 initial steps, the demo's texts closed their
+    """Maximum steps averaged in a text's likeness and in a tenant's gains, and the weight, in steps, of a text's
+    initial likeness, 1. Windows hit in spells: with 20 remembered and 4 initial steps, the demo's texts closed their
     windows between two spells."""
 
     spread: float = 1.5

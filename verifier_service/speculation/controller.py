@@ -165,7 +165,7 @@ class BatchProfile(NamedTuple):
 
 
 class Lingering:
-    """A session count that falls with a delay: it includes sessions that have just left, since others often follow."""
+    """A session count that falls with a delay: departed sessions still count, since others often leave soon after."""
 
     def __init__(self, seconds: float) -> None:
         self.held = 0  # current number, or a recent larger one
@@ -192,9 +192,9 @@ class SpeculationController:
         self.probing = False
         """True if the mode is tried to measure it, not because it is the best one so far."""
         self.rates: Mapping[str, float] | None = None
-        """Tokens a second by mode, as last measured for batches like the last one. The mapping is never modified: new
-        measurements come as a new one."""
-        # Recent session counts, as exponents of `_kind`.
+        """Tokens a second by mode, as last measured for batches like the last one. The mapping is never modified, only
+        replaced."""
+        # Recent session counts, as exponents (see `_kind`).
         self._sessions = Lingering(tuning.linger_seconds)
         self._exempt = Lingering(tuning.linger_seconds)
 

@@ -131,8 +131,8 @@ class Eligibility:
         return None
 
     def rates(self, session: VerifierSession) -> Mapping[str, float] | None:
-        """Return the tokens a second by mode, as last measured for the session's group. The mapping is never modified:
-        new measurements come as a new one. None: not measured yet."""
+        """Return the tokens a second by mode, as last measured for the session's group. The mapping is never modified,
+        only replaced. None: not measured yet."""
         return self._controllers.of(session).rates
 
     def _mode_name(self, session: VerifierSession) -> str:
@@ -153,8 +153,8 @@ class Eligibility:
         return Mode.NGRAM if lookups else Mode.OFF
 
     def profile(self, sessions: Sequence[VerifierSession], beside: int = 0) -> BatchProfile | None:
-        """Return the batch profile of those sessions of a step that have a common mode; the step has `beside` other
-        sessions. None if no session governed by the mode may speculate."""
+        """Return the batch profile of the sessions with a common mode in a step that has `beside` other sessions. None
+        if no session governed by the mode may speculate."""
         led = [session for session in sessions if not is_exempt(session)]
         if not any(session.speculates for session in led):
             return None

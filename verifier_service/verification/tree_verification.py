@@ -1,10 +1,10 @@
 """Tree verification: from the logits of a step to the tokens committed for every session.
 
 Start at the root, take the target's own choice, move to the child with that token, and stop where there is none. All
-sessions advance together, one level at a time (`verify_trees.py`).
-Where a session verifies blocks (REJECTION), a chain of draws is tested as a whole, down to the next node with several
-children or the last row of the step. Under TYPICAL, the accepted path below a node is found as a whole.
-`TreeVerification` holds one session's part; `verified_step.py` has the outcome of a whole step.
+sessions advance together, one level at a time (`verify_trees.py`). Where a session verifies blocks (REJECTION), a chain
+of draws is tested as a whole, down to the next node with several children or the last row of the step. Under TYPICAL,
+the accepted path below a node is found as a whole. `TreeVerification` holds one session's part; `verified_step.py` has
+the outcome of a whole step.
 
 This folder and `choice.py`, `rejection.py`, `block_verification.py`, `contrastive.py` and `typical.py` in
 `specdec/decoding`, which choose tokens under each acceptance rule, are the whole of speculative decoding.
@@ -138,8 +138,8 @@ class TreeVerification:
         return ChainQuery(rows, queries)
 
     def typical(self) -> TypicalQuery | None:
-        """Return the query about the candidates of the step below the current node; None if there are none, or the rule
-        is not TYPICAL."""
+        """Return the query about the step's candidates below the current node; None if there are none, or the rule is
+        not TYPICAL."""
         tree = self.planned.tree
         if tree is None or not self._typical:
             return None

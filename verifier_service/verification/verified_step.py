@@ -36,8 +36,8 @@ class VerifiedStep:
     """The verified trees of a step. The constructor waits for the forward pass, launched at time `launched`, and
     verifies; it commits nothing, and errors propagate. `apply` commits the tokens and makes the `draft_queries` of
     sessions whose row was undecided (CONTRASTIVE). `beside` is called while an asynchronous engine computes. `observe`
-    is called with the verifications, the prompt rows that stop short of a root, and the logits, which are not kept. The
-    verifications include failed ones, but not undecided ones without a token."""
+    is called with the verifications, the prompt rows that stop short of a root, and the logits, which are dropped
+    afterwards. The verifications include failed ones, but not undecided ones without a token."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Verifies the trees of all sessions in a step together.
 
-All sessions advance one level at a time, so that one vectorised call makes all their choices. What a choice means for a
-session is its walker's business (`tree_verification.py`).
+All sessions advance one level at a time, so that one vectorised call makes all their choices. Each session's walker
+applies its choices (`tree_verification.py`).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class TreeWalker(Protocol):
 
 
 def verify_trees(walkers: Sequence[TreeWalker], rows: StepLogits) -> None:
-    """Verify the trees of all walkers, each until it ends or fails. A chain stops at a node with several children, or
-    whose row is not finite; the token after that node is then chosen on its own."""
+    """Verify the trees of all walkers, each until it ends or fails. A chain stops at a node that has several children
+    or a non-finite row; the token after that node is then chosen on its own."""
     while walkers:
         walkers = _at_one_level(_past_typical(_past_chains(walkers, rows), rows), rows)
 
@@ -81,7 +81,7 @@ def _past_chains(walkers: Sequence[TreeWalker], rows: StepLogits) -> Sequence[Tr
         for token in tokens:
             if not walker.take(token):
                 break
-        else:  # also without a chain: one level at a time
+        else:  # all tokens taken, or no chain
             remaining.append(walker)
     return remaining
 

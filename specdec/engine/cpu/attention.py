@@ -2,7 +2,7 @@
 
 For each row it computes the dot products with the row's keys in order of position, their softmax, and the weighted sum
 of the values. Nothing is gathered, padded or masked; keys and values are read in place. Queries over the same keys
-(rows of one path, or query heads that share a key head) are computed a few at a time and read the keys once. Still, no
+(rows of one path, or query heads that share a key head) are computed in small groups that read the keys once. Still, no
 row's arithmetic depends on another's (`cpu/vectors.py`): the same token at the same place of the same text has the same
 bits in every batch. Keys, values and queries may be bfloat16; all arithmetic is float32.
 """
@@ -28,10 +28,10 @@ GROUP = 4
 """Queries computed together."""
 
 PIECE = 32
-"""Maximum rows of a piece (neighbours on one path). A thread's unit of work is one piece and one key head."""
+"""Maximum rows of a piece, which are neighbours on one path. A unit of work is one piece with one key head."""
 
 SHARED_FROM = 1 << 16
-"""Break-even for sharing among threads, in elements of all rows' keys: about ten microseconds of work."""
+"""Break-even for several threads, in elements of all rows' keys: about ten microseconds of work."""
 
 CACHE_LINE = 64
 """Bytes of a cache line."""
@@ -67,8 +67,8 @@ def _whole_lines(numbers: int, width: int) -> int:
 class RaggedMemory:
     """Keys and values of all layers, each [kv_heads, slots, width], and the number of threads that read them.
 
-    Keys and values may each be a single tensor if all layers have the same shape. All keys of a head are adjacent, in
-    the order that attention reads them.
+    Keys and values may each be a single tensor if all layers have the same shape. All keys of a head are adjacent,
+    since attention reads one head at a time.
     """
 
     keys: Sequence[Tensor] | Tensor
@@ -127,7 +127,6 @@ class RaggedAttention:
 
     @property
     def threads(self) -> int:
-        """Threads used for this pass."""
         return self.memory.threads
 
     def scratch(self, width: int, value_width: int) -> Scratch:
@@ -160,8 +159,8 @@ def pieces(first: NDArray[np.int64], threads: int) -> NDArray[np.int64]:
 def shares(
     positions: NDArray[np.int64], pieces: NDArray[np.int64], kv_heads: int, width: int, threads: int
 ) -> openmp.Cuts:
-    """Cut the batch's (piece, key head) units, in this order, into one share per thread, with about equal numbers of
-    keys; a single share for little work."""
+    """Cut the sequence of the batch's (piece, key head) units into one share per thread, with about equal numbers of
+    keys; with little work, into a single share."""
     keys = np.repeat(np.add.reduceat(positions + 1, pieces[:-1]), kv_heads)
     ends = np.cumsum(keys)
     if not openmp.AVAILABLE or ends[-1] * width < SHARED_FROM:
@@ -261,8 +260,8 @@ def kernel(width: int, value_width: int) -> openmp.SharedLoop:
                 if members == 1:
                     sums_of_one(sums, weights, flat_values, value_at, any_begin, any_end)
                 else:
-                    # Sum over keys seen by the whole group together, and over other keys for each query alone: memory
-                    # that a query does not see may contain NaN.
+                    # Keys seen by the whole group are summed together, other keys for each query alone: memory that
+                    # a query does not see may contain NaN.
                     all_end = max(all_begin, all_end)
                     for i in range(members):
                         sums_of_one(sums[i:], weights[i:], flat_values, value_at, begins[i], min(all_begin, ends[i]))

@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 def kept(name: str, file: str, dispatcher: Any) -> Any:
     """Attach the cache folder to a compiled function, defined in `file`, and return the function. `name` must be
-    unique, and so include everything compiled in, such as a width."""
+    unique, so it must include every constant compiled in, such as a width."""
     dispatcher._cache = CodeCache(name, file)
     return dispatcher
 

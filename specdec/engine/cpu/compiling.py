@@ -24,8 +24,8 @@ from specdec.engine.cpu.code_cache import kept
 
 def closed(name: str, file: str | None = None, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that compiles a function as a closed piece of code, with these options of `numba.njit`, and
-    keeps it in the cache folder. `name` must be unique, and so include everything compiled in, such as a width. `file`:
-    the file that defines the function, if its code object does not record that."""
+    keeps it in the cache folder. `name` must be unique, so it must include every constant compiled in, such as a width.
+    `file`: the file that defines the function, if its code object does not record that."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         compiled = numba.njit(nogil=True, pipeline_class=_Closed, **options)(function)
@@ -37,7 +37,7 @@ def closed(name: str, file: str | None = None, **options: Any) -> Callable[[Call
 def part(*, loop: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that compiles a function as a part of its callers, with these options of `numba.njit`. The
     function cannot be called from Python. Without `loop` it is optimised only inside its callers, which saves compile
-    time. A loop is also optimised on its own, since in a large function LLVM keeps less of it in registers."""
+    time. A loop is also optimised on its own, since LLVM keeps less of it in registers inside a large function."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         return numba.njit(nogil=True, pipeline_class=_LoopPart if loop else _Part, **options)(function)
@@ -93,7 +93,7 @@ class LoopLowering(NativeLowering):  # type: ignore[misc]
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class PartLowering(LoopLowering):
-    """The same lowering, into an unoptimised library."""
+    """Loop lowering into an unoptimised library."""
 
     _name = "part_lowering"
 

@@ -1,9 +1,9 @@
 """A decoder of the Llama kind on the CPU, with few operators.
 
-Each of transformers' layers consists of about forty small operators. For the few rows of a decode step, they take as
-long as the matrix products. Here a layer is four products and five compiled loops. The decoder uses the model's own
-weights; the model's linear layers become parts of the joined products (`hf/linear.py`: `JoinedPart`). Models of other
-kinds keep their own layers.
+A layer in transformers consists of about forty small operators. For the few rows of a decode step, these take as long
+as the matrix products. Here a layer is four products and five compiled loops. The decoder uses the model's own weights;
+the model's linear layers become parts of the joined products (`hf/linear.py`: `JoinedPart`). Models of other kinds keep
+their own layers.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Decoder:
                 parts = _parts(products, begin, end), _weights_of(self._weights, begin, end)
                 layers(*parts, step, keys[begin:end], values[begin:end], work.buffers, shares, update)
                 features.keep(end, work.residual if end < len(keys) else work.normal)
-                # Adding negative zeros to the stream changes none of its bits.
+                # Adding negative zeros to the residual changes none of its bits.
                 update = array_of(torch.full((rows, self._hidden), -0.0, dtype=self._dtype))
         logits: Tensor = self._head(work.normal[wanted])
         return logits
@@ -179,7 +179,7 @@ def _weights(inside: Any, attends: list[LayerAttention], epsilon: float) -> Weig
 
 
 def _weights_of(weights: Weights, begin: int, end: int) -> Weights:
-    """Return the weights of layers begin..end-1, followed by the next norm: layer end's first, or the model's last."""
+    """Return the weights of layers begin..end-1, and the next norm: the first of layer end, or the model's last."""
     return weights._replace(
         norms=weights.norms[2 * begin : 2 * end + 1],
         head_norms=weights.head_norms[begin:end],

@@ -36,7 +36,7 @@ def largest_tiles(layers: Iterable[PackedLinear], clock: Callable[[], float] = t
 
 
 def _timing(layers: list[PackedLinear], clock: Callable[[], float]) -> Callable[[int], float]:
-    """Return a function that measures the seconds of a tile of `rows`, including the copy into the joint result. It
+    """Return a function that measures the seconds per tile of `rows`, including the copy into the joint result. It
     cycles through the layers, as a step does."""
     x = torch.zeros(SIZES[-1], layers[0].in_features, dtype=layers[0].dtype)
     together = np.empty((SIZES[-1], layers[0].out_features), array_of(x).dtype)
@@ -48,7 +48,7 @@ def _timing(layers: list[PackedLinear], clock: Callable[[], float]) -> Callable[
         done = 0
         for tile in tiles:
             result = array_of(layer(tile))
-            if len(tiles) > 1:  # in one thread, as in `cpu/packed_gemm.py`
+            if len(tiles) > 1:  # copied in one thread, as in `cpu/packed_gemm.py`
                 together[done : done + len(result)] = result
                 done += len(result)
         return (clock() - start) / len(tiles)

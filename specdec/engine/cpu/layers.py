@@ -71,7 +71,7 @@ class ThreadShares(NamedTuple):
 
 
 class Loops(NamedTuple):
-    """The loops of a layer, callable from compiled code or from Python."""
+    """The loops of a layer, for compiled code or for Python."""
 
     add_and_normalise: Callable[..., None]
     rotate: Callable[..., None]
@@ -85,7 +85,7 @@ def _loops(width: int) -> tuple[SharedLoop, ...]:
 
 
 def sequence(loops: Loops, multiply: Callable[[Any, int], Array]) -> Callable[..., None]:
-    """Return the function that runs all layers. multiply(products, number) must return the result of a product."""
+    """Return the function that runs all layers. multiply(products, number) must compute the numbered product."""
     add_and_normalise, rotate, gate, attend = loops
 
     def layers(

@@ -1,4 +1,4 @@
-"""Compiled loops, shared by torch's OpenMP team.
+"""Running compiled loops on torch's OpenMP team.
 
 After a matrix product, the team's threads spin while they wait for the next one. Any other thread pool would compete
 with them for the cores (`docs/decisions/2026-11-22-one-team.md`). So loops run on the same team, through the OpenMP
@@ -55,7 +55,7 @@ def evenly(rows: int, threads: int, least: int) -> Cuts:
 
 
 class SharedLoop:
-    """A loop shared by the OpenMP team. Python calls this object, compiled code its `inside`."""
+    """A loop shared by the OpenMP team. Python calls this object; compiled code calls its `inside`."""
 
     def __init__(self, function: Callable[..., None], file: str) -> None:
         self.inside: Any = part()(function)
@@ -70,11 +70,11 @@ def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]
     to `numba.njit`.
 
     The shared loop accepts any number of cuts. Each thread runs one share, or several if the team has fewer threads
-    than shares. All threads see the same arrays. Without a team, the calling thread runs all shares.
+    than shares. All threads see the same arrays.
 
     A loop must not allocate memory: a failed allocation in a team thread would go unnoticed, and that thread's results
     would be missing. Instead, the last `scratch` arguments before `cuts` (at most two) are scratch memory with a row
-    per share; the loop gets its own row.
+    per share; the loop gets the row of its share.
     """
 
     def decorate(function: Callable[..., None]) -> SharedLoop:
@@ -100,7 +100,7 @@ def shared(*, scratch: int = 0, **options: Any) -> Callable[[Callable[..., None]
 
         @intrinsic  # type: ignore[untyped-decorator]
         def share_of(_context: Any, arguments: Any) -> Any:
-            """Return the address of a function of this module that reads the arguments and runs the thread's shares."""
+            """Return the address of an LLVM function that reads the arguments and runs the calling thread's shares."""
 
             def generate(context: Any, builder: Any, signature: Any, _: Any) -> Any:
                 own = types.void(signature.args[0])

@@ -3,7 +3,7 @@
 A call from Python takes five microseconds more, and releases and reacquires the GIL. torch exports the same operator as
 a C function for programs built by its ahead-of-time compiler. Compiled loops call that function, so that all layers of
 a step are one call (`docs/decisions/2026-11-23-one-call-a-step.md`). The function takes tensors as handles: addresses
-of tensor objects, here as integers. Each handle holds a reference until it is released.
+of tensor objects, here as integers. Each handle keeps its tensor alive until it is released.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ if AVAILABLE:
     _delete.argtypes, _delete.restype = [ctypes.c_size_t], ctypes.c_int32
 
 # Addresses are integers. All functions return 0 on success.
-_linear = types.ExternalFunction(  # x, weight, &bias, name, 0, 0, &name, &result
+_linear = types.ExternalFunction(  # x, weight, &bias, name, 0, 0, &algorithm, &result
     "specdec.aoti_torch_cpu__linear_pointwise",
     types.int32(*[types.uintp] * 5, types.int64, types.uintp, types.uintp),
 )
@@ -77,7 +77,7 @@ _NOTHING_AFTER = np.asarray([ctypes.addressof(buffer) for buffer in _nothing_aft
 
 class Products(NamedTuple):
     """Arrays for the products of all layers, read by compiled code. Each layer has one product of each kind; all
-    products of a kind share input and output."""
+    products of a kind read the same input."""
 
     weights: Handles  # [layers * kinds]
     biases: Handles  # [layers * kinds] addresses of handles; 0: no bias
@@ -88,7 +88,7 @@ class Products(NamedTuple):
     results: Handles  # [kinds] the latest result; 0: none yet
     address: NDArray[np.int64]  # [1] address of the last result's data
     nothing_after: NDArray[np.int64]  # [2] addresses of the post-op's name ("none") and its algorithm
-    together: Array  # stored dtype of the inputs; room for any result, if a kind has several tiles
+    together: Array  # in the inputs' stored dtype: room for any result, if a kind has several tiles
 
 
 class References:

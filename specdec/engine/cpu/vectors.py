@@ -1,8 +1,8 @@
 """Dot products and weighted sums of keys and values for compiled loops, in a fixed order of arithmetic.
 
 A compiler reorders float32 sums separately in each loop: a row that shares its loads with three others may get other
-bits than a row on its own. Here both functions are written in vectors of 16 numbers on every processor, with a single
-order for every sum. So rows can be computed several at a time without changing their results.
+bits than a row on its own. Here both functions use vectors of 16 numbers on every processor, with a single order for
+every sum. So rows can be computed several at a time without changing their results.
 
 Keys and values are flat arrays; `at` is the offset of each key or value. They may be bfloat16 (`cpu/arithmetic.py`).
 """

@@ -31,8 +31,8 @@ from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, Sha
 
 class CpuEngine(TorchEngine):
     """A torch engine on the CPU. `threads`: possible thread counts, the largest first; by default only torch's current
-    one. If rows are exact, no bit depends on the thread count. `bits`: quantise weights to this number of bits, and the
-    output head to HEAD_BITS; quantised products always use all threads.
+    one. If rows are exact, their bits do not depend on the thread count. `bits`: quantise weights to this number of
+    bits, and the output head to HEAD_BITS; quantised products always use all threads.
 
     In ragged batches, layers of the Llama kind run in `cpu/decoder.py`; all others run the model's own code.
     """
@@ -78,8 +78,8 @@ class CpuEngine(TorchEngine):
             self._backend.touch_memory()
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
-        """Run products at their invariant row counts only. None: any row count, or for prepacked products the usual
-        ones. Prepacked products use no tiles larger than the fastest measured."""
+        """Run products at their invariant row counts only. None: any row count, but only the usual ones for prepacked
+        products. Prepacked products avoid tiles larger than the fastest one."""
         super().tile(None if classes is None else classes.cut(self._largest_tiles))
         self._classes = classes  # the numerics fingerprint uses the uncut counts: tiles change no bit
         if classes is None and self._usual is not None:
@@ -109,7 +109,7 @@ class CpuEngine(TorchEngine):
     @cached_property
     def _largest_tiles(self) -> dict[Shape, int]:
         """Rows of the fastest tile for each shape of prepacked product, measured once the KV cache exists."""
-        head = set(self.model.get_output_embeddings().modules())  # left out, because it has fewer rows
+        head = set(self.model.get_output_embeddings().modules())  # left out, because it computes fewer rows
         products = [
             module for module in self.model.modules() if isinstance(module, PackedLinear) and module not in head
         ]

@@ -54,7 +54,7 @@ def load_engine(
         return vllm_engine(directory, device=device, options=vllm_options or {}, **own, **options)
     hub.disable_hub()
     if kind == "onnx":
-        return _onnx(directory, placement, dtype, threads=min(threads))  # its thread count is fixed
+        return _onnx(directory, placement, dtype, threads=min(threads))  # this engine's thread count is fixed
     if device == "cpu":
         options |= {"threads": threads, "bits": BITS[placement.weights]}
         if dtype == "bfloat16" and not computes_bfloat16():

@@ -75,13 +75,13 @@ class TorchEngine:
         self._kv_bytes = self.capacity * slot_bytes
         with phase("kv_cache"):
             self._backend = backend(layers, self.capacity, DTYPES[dtype], self._device)
-        keep_freed_memory()  # after the pools: without this setting, the system allocates them faster, in huge pages
+        keep_freed_memory()  # called after allocating the pools, which is faster without this setting (huge pages)
         with phase("tile_sizes"):
             self.tile(None)
         with phase("compiled_loops"):  # the first pass compiles them, unless cached
             reference.check(self)
         with phase("exactness"):
-            # Results are cached per attention backend: the same layers may run with another one.
+            # Results are cached per attention backend, since the same layers may run with another one.
             self.exact = exact and make_exact(self, reference.contents + self._backend.name.encode())
         self.numerics = "/".join(
             (
@@ -167,7 +167,7 @@ class TorchEngine:
     def _run(
         self, tokens: Tensor, positions: Tensor, wanted: Tensor, packed: PackedAttention, features: Features | None
     ) -> Tensor:
-        """Return the logits [n, vocabulary] of the wanted rows; fill `features`, if given."""
+        """Return the logits of the wanted rows; fill `features`, if given."""
         with nullcontext() if features is None else features.of(self.model):
             logits: Tensor = self.model(
                 input_ids=tokens[None],

@@ -2,9 +2,9 @@
 
 One program of the first kernel computes one split-KV tile for the query heads of one key head: scores, softmax and
 values for a few keys at a time (Dao et al. 2022, "FlashAttention", alg. 1), gathering keys and values from their slots.
-Its result for a row and split is a partial: the largest score, the sum of weights and the weighted values, in float32.
-A second kernel reduces the partials of each row in order of position. The split along keys follows Dao et al. 2023,
-"Flash-Decoding".
+Its result for a row and split is a partial: the largest score, the sum of weights and the weighted sum of values, in
+float32. A second kernel reduces the partials of each row in order of position. The split along keys follows Dao et al.
+2023, "Flash-Decoding".
 
 Products take the stored dtype and accumulate in float32; all else is float32. A row's sums are unaffected by keys that
 it does not see. With the layout's fixed splits, a row's bits do not depend on other rows (`gpu/layout.py`). NaNs and
@@ -26,7 +26,7 @@ from specdec.engine.gpu.layout import SPLIT, TILE_ROWS
 from specdec.engine.gpu.staging import SplitKvTensors
 
 TILES = (64, 32, 16)
-"""Candidate numbers of keys per read. The first whose keys and values fit into STAGE_BYTES is used. 64 is not a
+"""Candidates for the number of keys per read; the first whose keys and values fit into STAGE_BYTES is used. 64 is not a
 candidate for float32, whose products need many registers."""
 
 STAGE_BYTES = 1 << 15
@@ -42,8 +42,8 @@ SPLITS_AT_ONCE = 16
 """Splits per read of the second kernel."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""True if Triton's interpreter runs the kernels, as in tests without a GPU. It has no bfloat16 products, so these
-numbers are multiplied in float32."""
+"""True if Triton's interpreter runs the kernels, as in tests without a GPU. It has no bfloat16 products, so these are
+computed in float32."""
 
 
 class Tiling(NamedTuple):

@@ -259,7 +259,7 @@ class GpuEngine:
         else:
             tensors = SplitKvTensors.of(batch, self._device)
             states = self._states(layers, tensors)
-        # Outside of graphs: a prompt needs the logits of one row of many, and logits are large.
+        # The head runs outside graphs: a prompt needs the logits of one row of many, and logits are large.
         chosen = states[:, 0].index_select(0, tensors.wanted[:wanted])
         # Copied, since the next pass of this size overwrites the graph's memory.
         kept = states[:, 1:].clone() if layers else None
@@ -288,7 +288,7 @@ class GpuEngine:
         return hidden[:, None] if features is None else torch.cat([hidden[:, None], features.stacked()], dim=1)
 
     def _logits(self, batch: SplitKvTensors) -> Tensor:
-        """Run a model's own layers; return the logits [n, vocabulary] of the wanted rows."""
+        """Run a model's own layers; return the logits of the wanted rows."""
         logits: Tensor = self.model(
             input_ids=batch.tokens[None],
             position_ids=batch.positions[None],

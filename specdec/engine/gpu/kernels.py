@@ -1,8 +1,8 @@
 """The Triton kernels between a decoder layer's matrix products, each a single pass over memory.
 
 They compute the same functions as `cpu/loops.py`. Each row has its own programs, is computed in float32, and is rounded
-once when stored, so that no row's arithmetic depends on another's. Nothing waits for the GPU, and no shape depends on a
-tensor's contents, so that a CUDA graph can contain all of it.
+once when stored, so that no row's arithmetic depends on another's. The host never waits for the GPU, and no shape
+depends on a tensor's contents, so that a CUDA graph can contain these kernels.
 
 Attention on a GPU multiplies the values of many keys by the weights of many rows. A weight is zero for a key that the
 row does not see, but zero times NaN or infinity is NaN. So the non-finite numbers of a value vector are stored as zero,

@@ -2,13 +2,12 @@
 
 Every text is cut into *splits* at the same absolute positions, SPLIT tokens each. A *split-KV tile* is one split of a
 text and up to `tile_rows` rows that read it: the work of one program for the query heads of one key head. Chains,
-trees, pieces of a prompt and padding all become tiles of this kind. If paths share a whole split (leaves of a tree over
-the text before them, sessions with a common prefix), its tiles serve the rows of all these paths, and the shared keys
-are read once.
+trees, pieces of a prompt and padding all become tiles of this kind. If paths share a whole split (leaves of one tree,
+sessions with a common prefix), its tiles serve the rows of all these paths, and the shared keys are read once.
 
-A row's attention is a sum over its splits in order of position. Within a split it sums over the keys in order, a few at
-a time, by a matrix product of at least TILE_ROWS rows, some possibly unused. None of this depends on the other rows of
-the tiles, so a row has the same bits in a prompt, a tree or a plain step, beside any other rows.
+A row's attention is a sum over its splits in order of position. Within a split, the sum runs over the keys in order, a
+few at a time, by a matrix product of at least TILE_ROWS rows, some possibly unused. None of this depends on the other
+rows of the tiles, so a row has the same bits in a prompt, a tree or a plain step, beside any other rows.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def tile_rows_for(shared: int) -> int:
 
 @dataclass(frozen=True)
 class SplitKvBatch(PackedBatch):
-    """A split-KV batch. Tile u holds the split number tile_splits[u] of a text, with the slots tile_keys[u], for the
-    rows tile_row_indices[u, : tile_counts[u]]. Tiles without rows are padding.
+    """A split-KV batch. Tile u is split number tile_splits[u] of a text, with the slots tile_keys[u], read by the rows
+    tile_row_indices[u, : tile_counts[u]]. Tiles without rows are padding.
 
     The partial of row r over split s has the number first_partials[r] + s, out of `partials`.
     """

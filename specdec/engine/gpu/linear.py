@@ -1,9 +1,9 @@
 """Batch-invariant linear layers as Triton kernels: a row has the same bits in every batch.
 
-A product of few columns has too few tiles to occupy a GPU, so its sums are cut into parts, which are computed side by
-side and then added up ("split-K"). cuBLAS chooses the cut by the number of rows, which changes a row's bits. Here the
-cut depends on the layer's shape alone. A tensor core accumulates a part in the same order for any number of rows: the
-weights are the left factor, whose tiles are always full, and the rows are the right one.
+A product of few columns has too few tiles to occupy a GPU, so its sums are cut into parts, which are computed
+concurrently and then added up ("split-K"). cuBLAS chooses the cut by the number of rows, which changes a row's bits.
+Here the cut depends on the layer's shape alone. A tensor core accumulates a part in the same order for any number of
+rows: the weights are the left factor, whose tiles are always full, and the rows are the right one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WHOLE = 96
 Chosen by hand: fewer would leave much of a large GPU idle."""
 
 ADDED = 1024
-"""Numbers of the result reduced per program."""
+"""Elements of the result per program of the second kernel."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True if Triton's interpreter runs the kernels. It has no bfloat16 products, so these are computed in float32."""
@@ -150,8 +150,8 @@ def _sums(
     BIASED: tl.constexpr,
     WIDENED: tl.constexpr,
 ) -> None:
-    """Compute some columns of some rows, one program per block of both and, unless WHOLE, per part. Parts are added up
-    in the order of `_add_up`, so that both ways give the same bits."""
+    """Compute a block of columns and rows, one program per block and, unless WHOLE, per part. If WHOLE, a program adds
+    up the parts in the order of `_add_up`, so that both ways give the same bits."""
     column = tl.program_id(0) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)
     row = (tl.program_id(1) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)).to(tl.int64)
     first = tl.program_id(2)

@@ -62,7 +62,7 @@ def tempered(z: Tensor, queries: Sequence[SamplingQuery]) -> Tensor:
 
 
 def _penalise(z: Tensor, queries: Sequence[SamplingQuery]) -> None:
-    """Apply penalties in place, once for each token in a row's text. Tokens on the row's path count as output."""
+    """Apply penalties in place, once per distinct token of a row's text. Tokens on the row's path count as output."""
     held = [
         _held(query.penalty_state, query.path) if query.sampler.sampling.penalises else _NOTHING for query in queries
     ]

@@ -1,7 +1,7 @@
 """Log-probabilities of rows on a GPU: only a few numbers per row go to the host.
 
-The host subtracts in the same way as for rows in its own memory (`specdec.decoding.logprobs`). Only the sum of a row's
-weights comes from the GPU, and may differ in its last bits.
+The host subtracts the log of a row's sum of weights from its logits, as for rows in host memory
+(`specdec.decoding.logprobs`). Only this log is computed on the GPU, and may differ in its last bits.
 """
 
 from __future__ import annotations

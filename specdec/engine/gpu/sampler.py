@@ -3,8 +3,9 @@
 Copying rows of the whole vocabulary to the host for every token costs too much. A choice made only on the GPU could
 differ from one made elsewhere, because the logarithms of different libraries differ in their last bits. So a step
 fetches, in one copy, a shortlist: the few ids of each row that can be the choice. The host chooses among them with the
-same arithmetic as everywhere else. A step waits for the GPU once. Rows are fetched whole if a shortlist is not enough:
-broken rows, very flat rows, rows under REJECTION and CONTRASTIVE, and rows that decide acceptance under TYPICAL.
+same arithmetic as everywhere else. Most steps wait for the GPU once; rows are fetched whole only if a shortlist is not
+enough: broken rows, very flat rows, rows under REJECTION and CONTRASTIVE, and rows that decide acceptance under
+TYPICAL.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class Ranked:
     """A shortlist for truncated sampling: the largest logits of a row, and the row's total weight. The host checks
     whether the cut lies among these logits.
 
-    The GPU's exponentials may be an ulp off the host's, and the GPU sums in another order. The two results differ by at
+    The GPU's exponentials may be an ulp off the host's, and the GPU sums in another order. The two totals differ by at
     most a ten-millionth of the weight. If top-p falls between the two, one id more or fewer survives than on the host.
     """
 

@@ -59,8 +59,8 @@ class MarkovWeights:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """The weights of a block draft: on one device, and of one dtype, except for embeddings or an output head of the
-    target."""
+    """The weights of a block draft: on one device, and of one dtype, except for embeddings or an output head taken from
+    the target."""
 
     fusion: Tensor  # [d', m d]
     context_norm: Tensor  # [d']
@@ -72,7 +72,7 @@ class BlockWeights:
     embeddings: Tensor  # [ids, d'], its own or the target's
     output: Tensor | Callable[[Tensor], Tensor]  # [outputs, d'], or the target's function from states to logits
     markov: MarkovWeights | None = None
-    confidence: tuple[Tensor, Tensor] | None = None  # [1, d'] or [1, d' + r], and [1]
+    confidence: tuple[Tensor, Tensor] | None = None  # weight [1, d'] or [1, d' + r], and bias [1]
 
 
 class BlockDraft:
@@ -124,8 +124,8 @@ class BlockDraft:
         return self._rotary.rotated(self._norm(keys, norms), positions), values
 
     def read(self, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
-        """Store the keys and values of n rows, from c [n, d'] and positions, int64 [n]. Nothing else affects them, so
-        rows may be of any texts, in any order."""
+        """Store the keys and values of n rows of any texts, in any order, given c [n, d'] and positions, int64 [n]:
+        they depend on nothing else."""
         memory.write(slots, *self.context(fused, positions))
 
     def states(self, anchors: Tensor, positions: Tensor, texts: list[Slots], memory: TextMemory) -> Tensor:
@@ -180,8 +180,8 @@ class BlockDraft:
         return output(states.flatten(0, -2)).float().reshape(*states.shape[:-1], -1)
 
     def markov(self, tokens: Tensor, states: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the Markov head's part of the logits, float32 [n, f, outputs], for guesses with h [n, f, d'] after
-        these tokens [n, f], and the state [n, f, r] of an `rnn` head after the tokens. `memory`: the state before the
+        """Return the Markov head's part of the logits, float32 [n, f, outputs], and the state [n, f, r] of an `rnn`
+        head after these tokens [n, f]. The guesses after the tokens have h [n, f, d']. `memory`: the state before the
         tokens; None at the first guess."""
         weights = self._weights.markov
         assert weights is not None
@@ -198,8 +198,8 @@ class BlockDraft:
         return F.linear(latent, weights.output).float(), memory
 
     def confidence(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Return the estimated log-odds, float32 [n, f], that guesses with h [n, f, d'] after these tokens [n, f] are
-        accepted."""
+        """Return the estimated log-odds, float32 [n, f], of the acceptance of guesses with h [n, f, d'] after these
+        tokens [n, f]."""
         assert self._weights.confidence is not None
         weight, bias = self._weights.confidence
         read = states

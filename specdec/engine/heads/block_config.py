@@ -1,11 +1,11 @@
 """The configuration of block drafts: config.json of DFlash and DSpark, in the layouts of their authors and of
 speculators.
 
-| Layout | Recognised by | Layers that give features |
+| Layout | Recognised by | Field with the features' layers |
 |---|---|---|
-| z-lab (DFlash) | `dflash_config` | `target_layer_ids`: by their outputs |
+| z-lab (DFlash) | `dflash_config` | `target_layer_ids`: features are outputs of these layers |
 | DeepSpec (DFlash, DSpark) | `architectures` ending in DSparkModel | the same; -1 stands for the token embeddings |
-| speculators (dflash, dspark) | `speculators_model_type` | `aux_hidden_state_layer_ids`: by their inputs |
+| speculators (dflash, dspark) | `speculators_model_type` | `aux_hidden_state_layer_ids`: features are their inputs |
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_BLOCK = 64
 """Maximum rows of a block. Published ones have 7 to 16."""
 
 LEFT, ENTERED = "target_layer_ids", "aux_hidden_state_layer_ids"
-"""Fields with the layers that give features: by their outputs, or by their inputs."""
+"""Fields with the target's layers whose outputs, or whose inputs, are the features."""
 
 
 class Markov(Enum):
@@ -60,7 +60,7 @@ class BlockVariant(NamedTuple):
     mask: int  # token id of the rows to fill
     from_anchor: bool  # True: each row guesses the token after it; False: each but the first guesses its own token
     markov: Markov | None = None
-    confidence: bool = False  # True: it estimates the probability that each guess is accepted
+    confidence: bool = False  # True: the draft estimates each guess's probability of acceptance
     confidence_reads_markov: bool = False
 
 

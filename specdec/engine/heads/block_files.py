@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
     from specdec.engine.heads.fusion import Fusion
 
 CONTEXT_NORM = "hidden_norm.weight"
-"""A tensor name found only in block drafts: in EAGLE-3 heads this tensor's name begins with the layer's prefix."""
+"""Tensor name that identifies block drafts: in EAGLE-3 heads, this tensor's name begins with the layer's prefix."""
 
 NAMES: Mapping[str, str] = {
     **COMMON,

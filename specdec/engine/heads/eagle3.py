@@ -119,8 +119,8 @@ class Eagle3Heads:
         return logits, normal if self.variant.norm_output else states
 
     def read(self, tokens: Tensor, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
-        """Store the keys and values of n rows, from tokens and positions, int64 [n], and g [n, d']. In a single layer
-        nothing else affects them, so rows may be of any texts, in any order."""
+        """Store the keys and values of n rows of any texts, in any order, given tokens and positions, int64 [n], and g
+        [n, d']: in a single layer they depend on nothing else."""
         u, _ = self.inputs(tokens, fused)
         queries = self.shape.heads * self.shape.width
         keys, values = in_heads(F.linear(u, self._weights.project[queries:]), self.shape.width).chunk(2, dim=-2)

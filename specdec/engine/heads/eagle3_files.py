@@ -2,7 +2,7 @@
 
 | Layout | config.json | Tensors |
 |---|---|---|
-| EAGLE, SpecForge, AngelSlim, NVIDIA | that of a one-layer Llama model | `midlayer.*`, `fc.weight`, `d2t`, ... |
+| EAGLE, SpecForge, AngelSlim, NVIDIA | fields of a one-layer Llama model | `midlayer.*`, `fc.weight`, `d2t`, ... |
 | speculators | `speculators_model_type`: eagle3 | the same with `layers.0.` instead of `midlayer.` |
 
 Configuration (`eagle3_config.py`) and file headers are checked before weights are read.

@@ -26,11 +26,11 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
     from specdec.engine.heads.fusion import Fusion
 
 MAX_CONTEXT_BYTES, MAX_FEATURE_LOGITS = 1 << 27, 1 << 24
-"""Approximate limits of a pass, which takes at least one text: bytes of keys and values gathered from memory, and
-logits. Further texts take another pass, which reads all weights again. With 150,000 token ids, 13 texts fit."""
+"""Approximate limits on a pass, which has at least one text: bytes of keys and values gathered from memory, and number
+of logits. Further texts need another pass, which reads all weights again. With 150,000 token ids, 13 texts fit."""
 
 BUFFER = "rotary_emb.inv_freq"
-"""Suffix of a tensor in older files that is not read, since config.json determines it."""
+"""Name suffix of an ignored tensor in older files. Its contents follow from config.json."""
 
 COMMON: Mapping[str, str] = {
     "fusion": "fc.weight",
@@ -88,7 +88,7 @@ class FeatureFiles(ABC, Generic[Config]):
 
     @property
     def shared_ends(self) -> frozenset[str]:
-        """The target's ends that the heads use for lack of their own: "embeddings", "output"."""
+        """Parts of the target that replace missing parts of the heads: "embeddings", "output"."""
         return frozenset({"embeddings", "output"} - self.parts.keys())
 
     def fusion_fingerprint(self) -> str:
@@ -109,7 +109,7 @@ class FeatureFiles(ABC, Generic[Config]):
         return decides.hexdigest()
 
     def memory_needed(self, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
-        """Return the memory needed beside the target's: weights, keys and values of `kv_tokens` positions (None: of the
+        """Return the memory needed beside the target's: weights, keys and values of `kv_tokens` positions (None: the
         minimum), and a pass's working memory."""
         numbers = sum(stored.numbers for part, stored in self.parts.items() if part not in ("d2t", "t2d"))
         tokens = kv_tokens or MIN_SLOTS
@@ -150,7 +150,7 @@ class FeatureFiles(ABC, Generic[Config]):
         return ids.numpy()
 
     def _shared_shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of embeddings, output head and id maps, without absent parts that the target's replace."""
+        """Return the shapes of embeddings, output head and id maps, except absent ones that the target provides."""
         hidden, target, parts = self.config.layer.hidden, self.target, self.parts
         wanted: dict[str, tuple[int, ...]] = {}
         if "embeddings" in parts or hidden != target.stream:
@@ -182,7 +182,7 @@ class FeatureFiles(ABC, Generic[Config]):
 
 def fields_beside(path: Path, kind: str) -> Fields:
     """Return the configuration of heads in a directory, or beside their file of weights; HeadsFilesError if there is
-    none. `kind` of heads: for the message."""
+    none. `kind`: kind of heads, for the message."""
     folder = path if path.is_dir() else path.parent
     fields = read_fields(folder / "config.json")
     if fields is None:
@@ -199,7 +199,7 @@ def tensor_name(part: str, names: Mapping[str, str]) -> str:
 
 def parts_in(path: Path, layouts: Sequence[Mapping[str, str]], kind: str) -> dict[str, Stored]:
     """Return part -> tensor for the heads in a directory or file; HeadsFilesError, naming the tensor, if one is
-    unknown. `layouts`: names as in `tensor_name`; `kind` of heads: for the message."""
+    unknown. `layouts`: names as in `tensor_name`; `kind`: kind of heads, for the message."""
     patterns = {
         re.escape(name).replace(r"\{\}", r"(\d+|weight|bias)"): part
         for names in layouts

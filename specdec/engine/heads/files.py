@@ -21,7 +21,7 @@ LEGACY = "medusa_lm_head"
 """Name of the weight file of FasterDecoding's Medusa heads, without its suffix."""
 
 PICKLED = "pytorch_model.bin"
-"""Name of EAGLE's first weight files."""
+"""Name of EAGLE's early weight files."""
 
 MAX_LOGITS = 1 << 22
 """Approximate limit on the logits in a pass of Medusa heads, which takes at least one text."""

@@ -1,6 +1,7 @@
 """Fusion: the first product of heads that read features. It joins a row's features from several depths into one vector.
 
-A verifier needs only this part of heads that run in a draft service. A fused row has the heads' width, a few kilobytes.
+If heads run in a draft service, the verifier needs only this part of them. A fused row, of the heads' width, takes a
+few kilobytes.
 """
 
 from __future__ import annotations

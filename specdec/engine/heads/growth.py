@@ -2,7 +2,7 @@
 service.
 
 A `HeadsReader` combines heads of one kind with the keys and values of rows they have read. Rows of texts may be stored
-in any order. A tree grows from the last row of each text; its own rows are not stored.
+in any order. A tree grows from the last row of each text; the tree's own rows are not stored.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from specdec.engine.heads.text_memory import TextMemory, TreeContext
 from specdec.engine.kv.slots import Slots
 
 BEAM = 8
-"""Nodes of a level that get children, and children per node. EAGLE's trees have 8 to 10."""
+"""Nodes of a level that get children, and children per node. EAGLE uses 8 to 10."""
 
 CONTEXT = 4096
 """Default limit on the rows that heads see. Published heads are trained on texts of 2,048 to 4,096 tokens."""
 
 AUTOREGRESSIVE_DEPTH = 7
-"""Maximum levels of a tree whose heads read their own guesses, as in EAGLE-3's paper."""
+"""Maximum levels of a tree if heads read their own guesses, as in EAGLE-3's paper."""
 
 
 class FeatureHeads(Protocol):
@@ -55,8 +55,8 @@ class AutoregressiveHeads(FeatureHeads, Protocol):
     outputs: int  # token ids they can guess
 
     def read(self, tokens: Tensor, fused: Tensor, positions: Tensor, slots: Slots, memory: TextMemory) -> None:
-        """Store the keys and values of n rows, from tokens and positions, int64 [n], and g [n, d']. In a single layer
-        nothing else affects them, so rows may be of any texts, in any order."""
+        """Store the keys and values of n rows of any texts, in any order, given tokens and positions, int64 [n], and g
+        [n, d']: in a single layer they depend on nothing else."""
 
     def grow(self, tokens: Tensor, fused: Tensor, positions: Tensor, trees: TreeContext, origins: Tensor) -> Tensor:
         """Run the layer on a level of n trees, f rows each: tokens and positions [n, f], g [n, f, d']. `origins` [n,
@@ -70,7 +70,7 @@ class AutoregressiveHeads(FeatureHeads, Protocol):
 class Level(NamedTuple):
     """The logits for a level of trees, and the confidence of the heads."""
 
-    logits: Tensor  # float32 [n, f, outputs] of the children of the frontier; [n, 1, outputs] if all share them
+    logits: Tensor  # float32 [n, f, outputs] of the children of the frontier; [n, 1, outputs] if all nodes share them
     confidence: NDArray[np.float64] | None = None  # [n, f]: probability of the best child, if the heads estimate it
 
 
@@ -93,16 +93,16 @@ class TreeAnchor(NamedTuple):
 
 
 class HeadsReader(ABC):
-    """Heads, and the memory of the keys and values of all texts. `depth`: maximum levels of a tree; `context`: maximum
+    """Heads, and the memory for the keys and values of all texts. `depth`: maximum levels of a tree; `context`: maximum
     number of a text's latest rows that the heads see."""
 
-    def __init__(self, heads: Any, memory: TextMemory, *, depth: int, context: int, row_logits: int) -> None:
-        """`row_logits`: logits that a text needs in a pass."""
+    def __init__(self, heads: Any, memory: TextMemory, *, depth: int, context: int, text_logits: int) -> None:
+        """`text_logits`: logits that a text needs in a pass."""
         self.heads: FeatureHeads = heads
         self.memory = memory
         self.depth = depth
         self.context = context
-        self.texts_at_once = max(1, MAX_FEATURE_LOGITS // row_logits)
+        self.texts_at_once = max(1, MAX_FEATURE_LOGITS // text_logits)
         """Maximum texts in a pass."""
         self.rows_at_once = max(1, MAX_CONTEXT_BYTES // memory.row_bytes)
         """Maximum rows gathered from memory in a pass, over all texts."""
@@ -131,7 +131,7 @@ class AutoregressiveReader(HeadsReader):
     """Heads that read their own guesses, with their memory."""
 
     def __init__(self, heads: AutoregressiveHeads, memory: TextMemory, *, context: int = CONTEXT) -> None:
-        super().__init__(heads, memory, depth=AUTOREGRESSIVE_DEPTH, context=context, row_logits=BEAM * heads.outputs)
+        super().__init__(heads, memory, depth=AUTOREGRESSIVE_DEPTH, context=context, text_logits=BEAM * heads.outputs)
         self._heads = heads
 
     def keep(self, tokens: Sequence[int], positions: Sequence[int], fused: Tensor, slots: Slots) -> None:
@@ -170,8 +170,8 @@ class BlockReader(HeadsReader):
     """A block draft with its memory, where a row has the KV heads of all layers."""
 
     def __init__(self, draft: BlockDraft, memory: TextMemory, *, context: int = CONTEXT) -> None:
-        row_logits = max(BEAM, draft.guesses) * draft.shape.outputs
-        super().__init__(draft, memory, depth=draft.guesses, context=context, row_logits=row_logits)
+        text_logits = max(BEAM, draft.guesses) * draft.shape.outputs
+        super().__init__(draft, memory, depth=draft.guesses, context=context, text_logits=text_logits)
         self._draft = draft
 
     def keep(self, tokens: Sequence[int], positions: Sequence[int], fused: Tensor, slots: Slots) -> None:

@@ -19,7 +19,7 @@ HeadsFiles = MedusaFiles | Eagle3Files | BlockFiles | MtpFiles
 
 
 def kind_in(path: Path) -> type[HeadsFiles]:
-    """Return the kind of heads that a directory, or a file of weights, has."""
+    """Return the kind of the heads in a directory or file of weights."""
     if is_mtp(path):
         return MtpFiles
     if is_block_draft(path):

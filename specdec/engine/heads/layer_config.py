@@ -19,7 +19,7 @@ USUAL_CONTEXT, USUAL_THETA, USUAL_EPSILON = 2048, 10_000.0, 1e-6
 """Llama's defaults for fields that may be missing: context, base of rotary embeddings, epsilon of norms."""
 
 SPECULATORS = "speculators_model_type"
-"""Field with the kind of heads, which only config.json in speculators' layout has."""
+"""Field with the kind of heads; only a config.json in speculators' layout has it."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def flag(config: Fields, name: str, default: bool = False) -> bool:
 
 
 def _rotary(layer: Fields, *, hidden: int, heads: int, width: int, context: int) -> dict[str, Any]:
-    """Return the fields of rotary embeddings for transformers, in its newer form."""
+    """Return the fields of rotary embeddings in transformers' newer form."""
     name = next((name for name in ("rope_parameters", "rope_scaling") if layer.has(name)), None)
     parameters = {} if name is None else dict(layer.fields(name).content)
     kind = parameters.get("rope_type", parameters.get("type", "default"))

@@ -19,7 +19,7 @@ class MedusaShape(NamedTuple):
     heads: int
     layers: int  # residual blocks of a head
     hidden: int  # d, the width of the target's hidden states
-    outputs: int  # output heads of their own: one for each, or one for all; 0: they use the target's
+    outputs: int  # own output heads: one per head, or one for all; 0: the heads use the target's
 
 
 class MedusaHeads(torch.nn.Module):
@@ -39,7 +39,7 @@ class MedusaHeads(torch.nn.Module):
         ids: Tensor | None = None,
         scale: float = 1.0,
     ) -> None:
-        """`weights` [H, L, d, d] and `biases` [H, L, d]; `outputs` [H, ids, d], or [ids, d] for all heads, or the
+        """`weights` [H, L, d, d] and `biases` [H, L, d]; `outputs` [H, ids, d], [ids, d] shared by all heads, or the
         target's function from states [n, d] to logits; `ids`: token ids of the rows of `outputs`, int64; None: row
         number = id. `scale` multiplies the logits."""
         super().__init__()

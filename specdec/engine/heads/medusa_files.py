@@ -1,4 +1,4 @@
-"""Files of Medusa heads: the three layouts in which they are published, and the one that `specdec train-heads` writes.
+"""Files of Medusa heads, in the three layouts in which heads are published. `specdec train-heads` writes vLLM's.
 
 | Layout | Files | Tensors |
 |---|---|---|
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
     from specdec.engine.heads.medusa import MedusaHeads
 
 MAX_HEADS, MAX_LAYERS = 32, 16
-"""Maximum heads, and residual blocks of a head. Published ones have 3 to 5 heads of one block."""
+"""Maximum number of heads, and of residual blocks per head. Published files have 3 to 5 heads of one block."""
 
 
 class HeadPart(NamedTuple):

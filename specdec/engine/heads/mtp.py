@@ -34,8 +34,7 @@ from specdec.engine.kv.slots import Slots
 from specdec.engine.model_file import Fields, in_one_line
 
 PER_LAYER = "layer_types", "mlp_layer_types"
-"""Fields of a configuration with an entry for each layer. The fields for MTP layers have the same names with the prefix
-`mtp_`."""
+"""Configuration fields with one entry per layer. Those for MTP layers have the same names with the prefix `mtp_`."""
 
 
 class MtpWeights(NamedTuple):
@@ -103,7 +102,7 @@ class KeptLevel:
 
 
 class MtpHeads:
-    """An MTP layer for a target of `vocabulary` tokens, which reads its own guesses too."""
+    """An MTP layer, which also reads its own guesses, for a target of `vocabulary` tokens."""
 
     ids: NDArray[Any] | None = None  # its outputs are the target's token ids
 
@@ -191,7 +190,8 @@ def loaded_layer(
 
 def _of_one_layer(config: PretrainedConfig) -> PretrainedConfig:
     """Return the configuration of a one-layer model for the MTP layer. The layer is like the model's last one, unless
-    the configuration has fields for MTP layers. The vocabulary has one token, since this model's ends are not used."""
+    the configuration has fields for MTP layers. The vocabulary has one token: this model's embeddings and output head
+    are unused."""
     for name in PER_LAYER:
         types = getattr(config, f"mtp_{name}", None) or getattr(config, name, None)
         if types:

@@ -1,4 +1,4 @@
-"""Files of heads for multi-token prediction (MTP): a decoder layer that a checkpoint has after its model's own.
+"""Files of heads for multi-token prediction (MTP): a decoder layer stored in a checkpoint after the model's own layers.
 
 | Layout | Tensors |
 |---|---|
@@ -42,7 +42,7 @@ NAMES: Mapping[str, str] = {
     "last_norm": "shared_head.norm.weight",
     "layer": "{}",
 }
-"""Part -> tensor name without the prefix `model.layers.{N}.`; the parts `layer` are the decoder layer's tensors."""
+"""Part -> tensor name without the prefix `model.layers.{N}.`; `layer`: the tensors of the decoder layer."""
 
 OTHER_NAMES: Mapping[str, str] = {
     "fusion": "fc.weight",
@@ -54,14 +54,14 @@ OTHER_NAMES: Mapping[str, str] = {
 """Part -> tensor name without the prefix `mtp.`."""
 
 LAYER = "layer "
-"""Prefix of the names of the decoder layer's parts; the tensor's name follows."""
+"""Prefix of part names for the decoder layer's tensors; the tensor's name follows."""
 
 PRODUCT = re.compile(r"((?:model\.)?layers\.(\d+)\.)eh_proj\.weight|(mtp\.)fc\.weight")
-"""Name of the weight of the projection that only MTP layers have, eh_proj or mtp.fc. The first group, or else the
-third, is the prefix of all the layer's tensors; the second is the layer's number."""
+"""Name of the weight of eh_proj or mtp.fc, the projection that only MTP layers have. The first group, or else the
+third, is the prefix of all the layer's tensors; the second group is the layer's number."""
 
 SHARED = frozenset({"embed_tokens.weight", "shared_head.head.weight"})
-"""Names of copies of the target's ends, which are not read."""
+"""Names of copies of the target's ends. The copies are not read."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class MtpConfig:
 
     @property
     def memory_heads(self) -> int:
-        """KV heads of a row in the memory."""
+        """KV heads per row of the text memory."""
         return self.layer.kv_heads
 
 
@@ -157,7 +157,7 @@ class MtpFiles(FeatureFiles[MtpConfig]):
         return (second, first) if self.config.hidden_first else (first, second)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parts that configuration and target require. Of the decoder layer's tensors, only
+        """Return the shapes of the parts, as required by configuration and target. Of the decoder layer's tensors, only
         the attention's are checked here, since all architectures share their names."""
         layer = self.config.layer
         hidden, queries, keys = layer.hidden, layer.heads * layer.width, layer.kv_heads * layer.width

@@ -22,7 +22,7 @@ OUTPUTS = ("lm_head.weight",)
 """Name suffixes of output heads in transformers' models. A model without one uses its embeddings."""
 
 IN_LAYERS = re.compile(r".*layers\.|mtp\.")
-"""Beginning of the names of layers' tensors. An MTP layer may have copies of the ends, which are not read."""
+"""Beginning of the names of layers' tensors. Copies of the ends in an MTP layer are not read."""
 
 
 class TargetEnds(NamedTuple):

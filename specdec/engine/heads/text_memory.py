@@ -83,11 +83,11 @@ class TextSlots:
 
 
 class TreeContext:
-    """The keys that each row of n growing trees sees: its text's, its ancestors' in the tree, and its own. Each level
-    of the trees takes one call of `visible`, then one of `add`."""
+    """The keys that each row of n growing trees sees: its text's, its ancestors' in the tree, and its own. For each
+    level of the trees, call `visible` once, then `add` once."""
 
     def __init__(self, memory: TextMemory, texts: list[Slots], room: int) -> None:
-        """`texts`: the slots of each text; `room`: rows of a tree, at most."""
+        """`texts`: the slots of each text; `room`: maximum rows of a tree."""
         length = max(map(len, texts))
         keys, values = memory.gathered(texts, length)
         shape = len(texts), length + room, *keys.shape[2:]
@@ -99,8 +99,8 @@ class TreeContext:
         self._end = length  # rows of texts and trees so far
 
     def visible(self, origins: Tensor) -> Tensor:
-        """Begin a level whose rows have their parents at `origins` [n, f] in the previous level. Return which of the k
-        rows so far, including this level's, each of its rows sees: bool [n, f, k]."""
+        """Begin a level whose rows have their parents at `origins` [n, f] in the previous level. Return, for each row
+        of the level, which of the k rows so far (this level's included) it sees: bool [n, f, k]."""
         texts, rows = origins.shape
         ancestors = self._lineage[torch.arange(texts, device=origins.device)[:, None], origins]
         own = torch.eye(rows, dtype=torch.bool, device=origins.device).expand(texts, -1, -1)

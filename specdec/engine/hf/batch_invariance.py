@@ -25,14 +25,14 @@ from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, Sha
 log = structlog.get_logger()
 
 PROBED_ROWS = 128
-"""Rows compared at each row count: enough, even in the smallest layers, to reveal a difference in one element of
+"""Rows compared at each row count: enough, even in the smallest layers, to reveal a difference in one element in
 10,000."""
 
 Linear = torch.nn.Linear | PackedLinear | GpuHead | BlockLinear
 
 
 class TiledLinear(torch.nn.Module):
-    """A linear layer that runs only at its invariant row counts. Batches must be padded to one of them."""
+    """A linear layer that runs only at its invariant row counts. Batches must be padded to sums of these."""
 
     def __init__(self, linear: Linear, classes: ShapeRowCounts) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Tileable(Engine, Protocol):
     model: PreTrainedModel
 
     def tile(self, classes: ShapeRowCounts | None) -> None:
-        """Run products at these row counts only; None restores the usual ones."""
+        """Run products at these row counts only; None allows any row count."""
 
 
 Counterpart = Callable[[torch.nn.Module], torch.nn.Linear | None]
@@ -157,8 +157,8 @@ def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counter
     not, the restriction is undone.
 
     `instead` provides counterparts for layers that are invariant at few row counts. `contents` is a digest of the
-    model's weights, part of the cache key of the result for the next start (`kept_exactness.py`). Without it, no result
-    is stored.
+    model's weights, part of the key under which the result is cached for the next start (`kept_exactness.py`). Without
+    it, no result is stored.
     """
     if is_quantised(engine.model):  # these layers cannot be tiled: they are exact as they are, or not at all
         return rows_are_independent(engine)

@@ -24,8 +24,8 @@ INT8_ACTIVATIONS = 4
 have no levels."""
 
 ELEMENTS = {torch.float32: 1, torch.bfloat16: 16}
-"""Types of tensors -> ONNX's numbers for them (`TensorProto`). onnx and ONNX Runtime are imported only where they are
-used, because verifiers that quantise no weights run without them."""
+"""Tensor dtype -> ONNX's number for it (`TensorProto`). onnx and ONNX Runtime are imported only where they are used,
+because verifiers that quantise no weights run without them."""
 
 HEAD_BITS = 8
 
@@ -101,7 +101,7 @@ def _graph(linear: torch.nn.Linear, bits: int, element: int) -> Any:
 def in_blocks(weight: NDArray[Any], bits: int) -> dict[str, NDArray[Any]]:
     """Quantise a weight [k, n] in blocks along k. Return the inputs of MatMulNBits after the activations, in order:
     blocks, scales and zero points. ONNX Runtime's own code computes them; it gets only some columns at a time, because
-    it copies them several times."""
+    it makes several copies of them."""
     from specdec.engine.onnx_runtime import block_quantizer
 
     quantizer = block_quantizer(BLOCK, bits)

@@ -1,8 +1,8 @@
 """The part of a model directory that transformers sees: the configuration without references to code, and the
 safetensors.
 
-In a directory, transformers also looks at pickles, adapters, the model's own code, and checkpoints of training runs. So
-it gets a private folder instead, with links to the checked files.
+In a directory, transformers would also look at pickles, adapters, the model's own code, and checkpoints of training
+runs. So it gets a private folder instead, with links to the checked files.
 """
 
 from __future__ import annotations

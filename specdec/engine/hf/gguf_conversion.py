@@ -53,7 +53,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Storage formats of unquantised GGUF weights."""
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Fields of `tokenizer.ggml` that contain a token that ends a text, a turn or a message."""
+"""Fields of `tokenizer.ggml` with the token that ends a text, a turn or a message."""
 
 ENDS = frozenset(
     {
@@ -68,7 +68,7 @@ ENDS = frozenset(
         "<|return|>",
     }
 )
-"""Control tokens that llama.cpp recognises as ends of a text by name, in files that lack END_KEYS for them."""
+"""Control tokens that llama.cpp recognises by name as ends of a text, in files that lack END_KEYS for them."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -179,7 +179,7 @@ def _widened(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
 
 
 def _check_room(file: Path, folder: Path, size: int) -> None:
-    """Raise ModelDirectoryError unless memory and disk hold the converted weights."""
+    """Raise ModelDirectoryError unless memory and disk have room for the converted weights."""
     for where, free in (("memory", free_on_host()), ("the cache's disk", shutil.disk_usage(folder).free)):
         if size > free:
             raise ModelDirectoryError(

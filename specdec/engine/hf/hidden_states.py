@@ -1,9 +1,9 @@
 """Hidden states: the inputs of a model's output head, and of its layers, captured during a forward pass.
 
-Heads and drafters that build on a target's states (Medusa, EAGLE) need them with the logits of the same pass. However
-the layers are run, the output head is called last, as a module. So a hook on it always works, and costs nothing unless
-hidden states are requested. Layers are called as modules only in transformers' own forward pass; our decoders call
-`Features.keep` themselves.
+Heads and drafters that build on a target's states (Medusa, EAGLE) need them with the logits of the same pass. No matter
+how the layers are run, the output head is called last, as a module. So a hook on it always works, and costs nothing
+unless hidden states are requested. Layers are called as modules only in transformers' own forward pass; our decoders
+call `Features.keep` themselves.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
 
 
 class Features:
-    """The residual stream entering each of `layers`, kept during one forward pass. The layer number after the last
-    layer's stands for the states after the last norm."""
+    """The residual stream entering each of `layers`, kept during one forward pass. A layer number equal to the number
+    of layers means the states after the last norm."""
 
     def __init__(self, layers: Sequence[int]) -> None:
         self.layers = tuple(layers)

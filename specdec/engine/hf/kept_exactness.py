@@ -2,9 +2,9 @@
 
 The cache key contains everything that decides which kernels run: the model's configuration and weights, its layers as
 laid out, the thread counts, the machine (`fingerprint.py`), our sources and the versions of packages. An entry contains
-the invariant row counts of products, and the bits of a text computed with them. The reader computes that text again,
-and accepts the entry only if the bits are equal. Only success is stored: an inexact model is checked again at each
-start.
+the invariant row counts of products, and a digest of a text's logits computed with them. The reader computes these
+again, and accepts the entry only if the digests are equal. Only success is stored: an inexact model is checked again at
+each start.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Known(NamedTuple):
 
 
 class KeptExactness:
-    """The cache entry of a model with these `linears`, as laid out, computed with each of `threads`. `contents` is a
-    digest of the weights."""
+    """The cache entry of a model with these `linears`, already laid out, at these thread counts (`threads`). `contents`
+    is a digest of the weights."""
 
     def __init__(
         self, contents: bytes, model: PreTrainedModel, linears: Collection[Any], threads: Sequence[int]

@@ -1,4 +1,4 @@
-"""A model without stored weights, for benchmarks of shapes that have no available weights. Services never load one."""
+"""A model without stored weights, for benchmarks of model shapes without available weights. Services never load one."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class RandomWeights(ModelDirectory):
     @cached_property
     def model_fingerprint(self) -> str:
         """Always raise ModelDirectoryError: an export would be cached under the fingerprint of any weights in the same
-        directory, and later be found for them."""
+        directory, and later be taken for theirs."""
         raise ModelDirectoryError(f"{self.path}: random weights cannot be exported: use the engine torch or eager")

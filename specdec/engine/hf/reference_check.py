@@ -28,7 +28,7 @@ class ReferenceCheck:
     """Finite logits of a short text and of a branch in it, from the model's forward pass with its own layers."""
 
     name: str  # class of the model
-    allowed: float  # difference, relative to the largest logit
+    allowed: float  # maximum difference, relative to the largest logit
     text: list[int]
     branch: list[int]  # other tokens in place of the last ones
     logits: Tensor  # [2, vocabulary] at the last token of the text and of the branch
@@ -58,7 +58,7 @@ class ReferenceCheck:
 
     @property
     def contents(self) -> bytes:
-        """A digest of the logits, which depend on all weights, so that it differs if the weights do."""
+        """A digest of the logits. They depend on all weights, so it differs if the weights do."""
         return hashlib.sha256(self.logits.numpy().tobytes()).digest()
 
     def check(self, engine: Engine) -> None:

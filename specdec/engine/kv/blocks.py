@@ -4,7 +4,7 @@ Pure book-keeping, for one thread and one model. The tensors belong to the engin
 * BLOCK + BLOCK - 1.
 
 A full block is *published*: it becomes a node of its scope's prefix tree (`block_hashes.cache_scope`). The path from
-the root to a node spells a text from its start, compared token by token. A block is free, held by tables, or *cached*:
+the root to a node spells a text from its start; lookups compare tokens. A block is free, held by tables, or *cached*:
 published but not held. A table that holds a node also holds all its ancestors, and releases them last. So the least
 recently used cached node never has children, and evicting it shortens no other cached prefix.
 """
@@ -88,7 +88,7 @@ class BlockPool:
         return known
 
     def open(self, tokens: Sequence[int], scope: bytes = b"") -> tuple[BlockTable, Slots, Slots]:
-        """Open a table that starts with the longest cached prefix of `tokens`, without the last token, which must be
+        """Open a table that starts with the longest cached prefix of `tokens` without the last token, which must be
         computed.
 
         Returns the table and the (source, target) slots to copy before anything is written. If the prefix ends inside a
@@ -135,7 +135,7 @@ class BlockPool:
         self._give([node.block])
 
     def _take(self, count: int, after: int) -> list[int]:
-        """Take `count` blocks: the free ones right after block `after`, then the first run that is long enough, else
+        """Take `count` blocks: the free ones right after block `after`, then the first run that fits the rest, else
         several pieces."""
         if count > self.available:
             raise PoolFullError(count * BLOCK, self.available * BLOCK)
@@ -146,7 +146,7 @@ class BlockPool:
         while len(taken) < count:
             after += 1
             if after >= len(self._map) or not self._map[after]:
-                # Not adjacent: jump to the first run that holds the rest, else to the lowest free block.
+                # Not adjacent: jump to the first run that fits the rest, else to the lowest free block.
                 run = -1 if scattered else self._map.find(b"\1" * (count - len(taken)))
                 scattered = run < 0
                 after = self._map.find(1) if scattered else run

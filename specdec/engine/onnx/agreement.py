@@ -1,4 +1,4 @@
-"""Agreement of a quantised export with its model. It bounds the acceptance that a draft may lose."""
+"""Agreement of a quantised export with its model. It bounds a draft's loss of acceptance."""
 
 from __future__ import annotations
 

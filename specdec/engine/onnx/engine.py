@@ -1,7 +1,7 @@
 """The ONNX Runtime engine: runs an exported model over packed batches, without torch.
 
-On a GPU, keys and values stay there. Each step copies tokens, positions and masks to it, and copies back the wanted
-logits, or for a draft their shortlists.
+On a GPU, keys and values stay in its memory. Each step copies tokens, positions and masks to it, and copies back the
+wanted logits, or for a draft their shortlists.
 """
 
 from __future__ import annotations

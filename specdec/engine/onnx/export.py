@@ -133,10 +133,10 @@ def export(
     """Write graphs, configuration and tokenizer into `target`, completely or not at all.
 
     Keys and values have `dtype`, and so have weights unless quantised to 4 or 8 `bits`; the graph's logits are always
-    float32. With `bits` of None, weights get the fewest bits with an overlap of MIN_OVERLAP or more on a sample text;
-    models smaller than MIN_QUANTISED_BYTES, and those in float16, are then not quantised. Returns the agreement of a
-    quantised export with the model; None if it is not quantised, or in float16. An earlier export in `target` is
-    replaced. Any other content stays, and ModelDirectoryError is raised.
+    float32. If `bits` is None, weights get the fewest bits that give an overlap of MIN_OVERLAP or more on a sample
+    text; models smaller than MIN_QUANTISED_BYTES, and models in float16, are then not quantised. Returns the agreement
+    of a quantised export with the model; None if the export is not quantised, or in float16. An earlier export in
+    `target` is replaced. Any other content stays, and ModelDirectoryError is raised.
     """
     check_replaceable(target, DESCRIPTION)
     model = load(directory, DTYPES[dtype], "cpu")
@@ -197,7 +197,7 @@ def _candidates(dtype: Dtype, weights: int) -> list[Bits]:
 
 
 def _free() -> None:
-    """Return the memory of unused graphs and engines to the system. They are full of reference cycles."""
+    """Return the memory of unused graphs and engines to the system, after collecting their reference cycles."""
     gc.collect()
     give_freed_memory_back()
 

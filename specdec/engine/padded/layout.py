@@ -4,9 +4,9 @@ A *lane* is a list of key slots and the query rows that read them. A chain of te
 length of its keys. A token tree becomes a chain for each of its paths, with keys in order of absolute position, without
 gaps; where bits do not matter, it becomes a single lane with a mask.
 
-Exactness depends on two rules kept here. A chain's lane is padded to a length determined only by the positions of its
-rows. Unless an engine takes all lanes in one group, the lane also has at least MIN_ROWS rows. Then a row's attention is
-the same in a prompt, a tree or a plain step.
+Exactness depends on two rules. A chain's lane is padded to a length determined only by the positions of its rows.
+Unless an engine takes all lanes in one group, the lane also has at least MIN_ROWS rows. Then a row's attention is the
+same in a prompt, a tree or a plain step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Supported architectures: the causal language models of transformers 5.23, by `model_type`.
 
 A small model of each, with random weights, was run in an engine. UNTRIED architectures could not be built in this way,
-or the result depends on more of the configuration. Such models are loaded, and the checks at start decide.
+or their result depends on further fields of the configuration. Such models are loaded, and the checks at start decide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RAN = _names(
     "moss_transcribe_diarize nanochat olmo olmo2 olmo3 olmoe persimmon phi phi3 qwen2_moe qwen3_moe seed_oss "
     "smollm3 solar_open starcoder2 vaultgemma"
 )
-"""Gave the model's own logits in a packed batch once, with random weights."""
+"""Run once in a packed batch, with random weights, and gave the model's own logits."""
 
 UNTRIED = _names(
     "axk1 axk2 bert bert-generation camembert cohere_compass_text data2vec-text dbrx deepseek_v2 deepseek_v3 "

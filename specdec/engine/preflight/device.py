@@ -57,8 +57,8 @@ CUDA_DRIVER = "libcuda.so.1"
 
 
 def check_device(placement: Placement) -> None:
-    """Raise UnsupportedModelError unless the device is present and its kind of engine works on it, ModuleNotFoundError
-    if a required package is missing."""
+    """Raise UnsupportedModelError unless the device is present and supports the kind of engine; ModuleNotFoundError if
+    a required package is missing."""
     number = cuda_number(placement.device)
     if placement.kind == "vllm":
         check_vllm()
@@ -74,7 +74,7 @@ def is_exported(directory: ModelDirectory, placement: Placement) -> bool:
 
 
 def check_placement(directory: ModelDirectory, placement: Placement) -> None:
-    """Raise UnsupportedModelError or ModelDirectoryError unless the placement is possible, ModuleNotFoundError if a
+    """Raise UnsupportedModelError or ModelDirectoryError unless the placement is possible; ModuleNotFoundError if a
     required package is missing."""
     check_device(placement)
     check_compiler(placement)
@@ -87,7 +87,7 @@ def check_placement(directory: ModelDirectory, placement: Placement) -> None:
 
 
 def check_weights_option(directory: ModelDirectory, placement: Placement) -> None:
-    """Raise UnsupportedModelError if weights cannot be quantised at start, ModuleNotFoundError if a package for it is
+    """Raise UnsupportedModelError if weights cannot be quantised at start; ModuleNotFoundError if a package for it is
     missing."""
     if placement.weights == "stored":
         return

@@ -17,8 +17,8 @@ EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-"""Storage formats: an unsigned integer of the same width, and the exponent's bits in it, which are all set in NaN and
-infinity. NumPy has no bfloat16."""
+"""Storage format -> unsigned integer of the same width, and the mask of its exponent bits. NaN and infinity have all of
+these set. NumPy has no bfloat16."""
 
 PIECE_BYTES = 16 << 20
 """Bytes checked at a time."""

@@ -39,7 +39,7 @@ GRAPH_COPIES = 2
 """Copies of a graph's weights: its own, and ONNX Runtime's, laid out for products."""
 
 EXPORT_COPIES = 1.3
-"""Copies of the weights in float32 during an export: the model's, and for the largest weight another, transposed."""
+"""Copies of the weights in float32 during an export: the model's, and a transposed one of the largest weight."""
 
 SAMPLE_TOKENS = 384
 """Tokens of the sample text for comparing a quantised export with its model. Their logits are kept in memory."""
@@ -66,7 +66,7 @@ class MemoryNeeded:
     working: int  # for the checks at start, and the largest step
     tokens: int
     kv: int
-    export: int = 0  # during the export, besides the process, before anything else exists
+    export: int = 0  # during the export, besides the process, before the rest is allocated
     bits: int | None = None  # of a quantised weight
 
     @property

@@ -1,7 +1,6 @@
 """Supported versions and builds of vLLM, checked without importing it.
 
-The engine uses vLLM internals that may change with any minor version (`worker.py`), so it runs only with the versions
-that its tests were run with.
+The engine uses vLLM internals that may change with any minor version (`worker.py`), so it needs a tested version.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Tensor = dict[str, Any]
 """A tensor's entry in a header: `dtype`, `shape`, `data_offsets`."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Bytes of the largest header allowed by the format."""
+"""Maximum bytes of a header in this format."""
 
 USUAL = frozenset({"F64", "F32", "F16", "BF16"})
 """Storage formats of weights that are not quantised."""

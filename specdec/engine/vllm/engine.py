@@ -314,7 +314,7 @@ def _started(**arguments: Any) -> Start:
     try:
         config = EngineArgs(**arguments).create_engine_config()
         core = EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=_lost)
-    except Exception as error:  # vLLM raises many kinds of errors, some generic when workers fail to start
+    except Exception as error:  # of many kinds; if workers fail to start, it is generic
         raise UnsupportedModelError(f"vLLM rejects the model or its options: {reason_of(error)}") from error
     atexit.register(core.shutdown)
     call_all: Callable[..., Any] = core.model_executor.collective_rpc

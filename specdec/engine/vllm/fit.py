@@ -16,7 +16,7 @@ def why_unfit(runner: Any) -> str | None:
     causes = (
         (model.is_encoder_decoder, "it has an encoder"),
         (runner.uses_mrope, "its tokens have several positions each (M-RoPE)"),
-        # Graphs and compiled layers then take embeddings as input.
+        # Such a model's graphs and compiled layers take embeddings as input.
         (runner.supports_mm_inputs, "its layers take embeddings of media other than text"),
         (model.is_hybrid or len(groups) != 1, "its layers have state other than keys and values of tokens"),
         # Attention would depend on where the prompt is cut or ends, which passes do not know.

@@ -22,8 +22,8 @@ from specdec.engine.kv.slots import Slots
 
 @dataclass(frozen=True)
 class BlockBatch(PackedBatch):
-    """A block batch: sequence s has the rows starts[s] .. starts[s + 1] - 1 of a text of lengths[s] tokens so far, with
-    keys in the blocks tables[s]. Sequences are sorted by ascending row count, as some kernels require."""
+    """A block batch: sequence s has the batch's rows starts[s] .. starts[s + 1] - 1, from a text of lengths[s] tokens
+    so far, with keys in the blocks tables[s]. Sequences are sorted by ascending row count, as some kernels require."""
 
     starts: NDArray[np.int32]  # [s + 1]
     lengths: NDArray[np.int32]  # [s] tokens, including the rows
@@ -43,8 +43,8 @@ class BlockPacker(Packer):
     _sequences: list[_Sequence] = field(default_factory=list)
 
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
-        """Add rows of one text, as in `Packer`. Raises ValueError unless the rows are adjacent, consecutive tokens of
-        the text, and the text's tokens lie in its blocks in order."""
+        """Let these rows see the keys of one text, as in `Packer`. Raises ValueError unless the rows are adjacent and hold consecutive
+        tokens of the text, and the text's tokens lie in order in its blocks."""
         first, count = rows[0], len(rows)
         position = self.positions[first]
         length = position + count

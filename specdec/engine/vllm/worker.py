@@ -166,8 +166,7 @@ def _outlive_signals() -> None:
 
 
 def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
-    """Run a forward pass and return the logits [n, vocabulary] of the wanted rows, on the device; None on a worker
-    without them."""
+    """Run a forward pass; return the wanted rows' logits [n, vocabulary] on the device, None if the worker has none."""
     count, sequences, counts = len(batch.tokens), len(batch.lengths), np.diff(batch.starts)
     if count > runner.max_num_tokens or sequences > runner.max_num_reqs:
         raise ValueError(

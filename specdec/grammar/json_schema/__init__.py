@@ -9,5 +9,5 @@ keywords that JSON Schema does not define, and formats that llguidance does not 
 Schema 2020-12, 7.2.1).
 
 `rewriting` has the entry points and iterates over a schema's keywords. `numbers`, `strings`, `arrays`, `objects`,
-`property_names` and `combinations` have the rules by keyword, and `negation` has each keyword's opposite.
+`property_names` and `combinations` have the rules for the keywords, and `negation` has each keyword's opposite.
 """

@@ -1,7 +1,7 @@
 """Arrays: `prefixItems`, `items`, `contains` and `uniqueItems`.
 
-llguidance does not support the last two. A matching item becomes an alternative for each of its possible places; unique
-items become an alternative for each order.
+llguidance does not support the last two. `contains` becomes an alternative for each position of the matching item,
+`uniqueItems` an alternative for each order of the items.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.grammar.json_schema.schemas import Schema
 from specdec.grammar.json_schema.values import is_at_most, is_number
 
 MAX_CONTAINING = 16
-"""Maximum place of the item that matches `contains`: the grammar has an alternative for each place."""
+"""Maximum position of the item that matches `contains`: the grammar has an alternative for each position."""
 
 MAX_UNIQUE = 4
 """Maximum distinct values for items that must be unique: the grammar has an alternative for each order."""
@@ -81,7 +81,7 @@ def _rewrite_contains(rewriter: Rewriter, part: Rewrite) -> None:
 
 
 def _rewrite_unique(rewriter: Rewriter, part: Rewrite, values: Sequence[Any] | None) -> None:
-    """Rewrite `uniqueItems` for items among `values`; None: for items of any value."""
+    """Rewrite `uniqueItems` for items from `values`, or of any value if it is None."""
     if values is not None and len(values) <= MAX_UNIQUE:
         rewriter.count(part.place, math.factorial(len(values)) * 8)
         orders = [[{"const": value} for value in order] for order in permutations(values)]

@@ -51,8 +51,8 @@ def _conditional(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> S
 
 
 def _cases(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> tuple[list[Schema], set[int]]:
-    """Return one condition, a list of cases, for each group of ifs that test the same property, and the identities of
-    the schemas with these ifs. Rewritten one by one, these ifs would make too many combinations."""
+    """For each group of ifs that test the same property, return one condition, a list of cases; also return the
+    identities of the schemas with these ifs. Rewritten one by one, the ifs would make too many combinations."""
     groups: dict[str, list[tuple[list[Any], Mapping[str, Any]]]] = {}
     if schema.get("type") == "object":
         parts = [part for part in map(object_of, list_of(schema.get("allOf"))) if part.keys() <= IF_ALONE]
@@ -104,7 +104,7 @@ def _asked_value(asked: Any, required: Any) -> tuple[str, list[Any]] | None:
 def _discriminator(rewriter: Rewriter, parts: Any, place: str) -> str | None:
     """Return a property with different values in each part of a oneOf, so that no object with this property matches two
     parts; None if there is none. Schema generators do not list it as required if it has a default, although it is
-    always written."""
+    always serialised."""
     found: dict[str, list[set[str]]] = {}
     for part in list_of(parts):
         rewriter.count(place)

@@ -60,13 +60,13 @@ def _nearest(value: float, away: int) -> float:
 
 
 def is_exact(value: Any) -> bool:
-    """Return True for a number small enough to equal a 64-bit float."""
+    """Return True for a number small enough to be exact as a 64-bit float."""
     return is_number(value) and abs(value) <= 2**53
 
 
 def inexact(value: Any) -> tuple[list[str], int]:
-    """Return the numbers in a value that llguidance would change, since it stores them as 64-bit floats, and the number
-    of values in it."""
+    """Return the numbers in a value that llguidance would change by storing them as 64-bit floats; and the total count
+    of values."""
     ahead, found, size = [value], list[str](), 0
     while ahead:
         size += 1

@@ -71,8 +71,8 @@ def _evaluated(
     patterns: dict[str, None],
     seen: set[int],
 ) -> bool:
-    """Add the names and patterns of the properties that a schema evaluates; return True if it evaluates all. `seen`:
-    identities of the schemas on the path to this one."""
+    """Add the names and patterns of the properties that a schema evaluates; return True if it evaluates all properties.
+    `seen`: identities of the schemas on the path to this one."""
     rewriter.count(place)
     if not isinstance(schema, dict) or id(schema) in seen:
         return False

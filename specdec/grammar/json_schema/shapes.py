@@ -70,5 +70,5 @@ SHAPES: Mapping[str, Shape] = {
     **_each(Shape(_is_size, "a number, at least 0", ("object",)), "maxProperties", "minProperties"),
     **_each(Shape(_is_size, "a number, at least 0", ("string",)), "maxLength", "minLength"),
 }
-"""`type` comes first, since it decides which of the others apply. Wrong shapes of other keywords are refused where
-those are rewritten."""
+"""`type` comes first, since it decides which of the others apply. Keywords not listed here are checked where they are
+rewritten."""

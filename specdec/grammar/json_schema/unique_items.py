@@ -46,7 +46,7 @@ class UniqueItems:
 
     def __init__(self, root: Mapping[str, Any], document: Document, unenforced: Mapping[int, str]) -> None:
         """`unenforced`: places of the schemas of `document` whose uniqueItems is left to the check, by their identity.
-        GrammarError if more than the types of values decides whether one of these schemas applies."""
+        GrammarError unless the types of values alone decide whether each of these schemas applies."""
         self._root = root
         self._document = document
         self._unenforced = frozenset(unenforced)

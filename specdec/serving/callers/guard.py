@@ -1,4 +1,4 @@
-"""The guard: closes or mutes connections that make only wasted calls, which are refused or immediately reset.
+"""The guard closes or mutes connections that make only wasted calls (refused or immediately reset).
 
 A refused call still takes a sixth of a millisecond of the event loop, so a caller without a key could saturate it with
 some thousands per second. Each connection has a budget for such calls. So has each address, because a caller may open
@@ -164,7 +164,7 @@ class ConnectionGuard:
                 return
             del connection.calls[call]
             self._count(connection.name, "RESET")
-            self._spend(connection, self._addresses, mutes=False)  # an authorized caller is closed, not muted
+            self._spend(connection, self._addresses, mutes=False)  # authorized callers' connections are not muted
 
     def _waste(self, peer: str, addresses: TokenBuckets) -> None:
         connection = self._connection(peer)

@@ -134,7 +134,7 @@ class ServerConnection:
         await asyncio.wait(ending)
 
     async def _overflow(self) -> None:
-        """Raise OverloadedError once too much is unread by the caller."""
+        """Raise OverloadedError once the caller has left too much unread."""
         await self._sending.overflowed.wait()
         raise OverloadedError(f"{MAX_UNSENT_FRAMES} frames are unread, the limit is reached")
 

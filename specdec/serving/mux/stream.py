@@ -117,7 +117,7 @@ class MuxStream:
         self._sending.put(frame)
 
     def end(self, end: mux_pb2.End, *, drop_unread: bool = False) -> None:
-        """End the stream: nothing more is sent. Received messages can still be read, unless `at_once` drops them."""
+        """End the stream: nothing more is sent. Received messages can still be read, unless `drop_unread` is set."""
         while drop_unread and not self._arrived.empty():
             self._arrived.get_nowait()
         self.closed = True

@@ -3,7 +3,7 @@
 grpcio-health-checking's servicer writes to watchers while holding a lock that every status change needs: one watcher
 that does not read would freeze the status and the drain. Here each watcher waits for the next change on its own, and
 gets the status at that moment. Anyone may watch, so watches are limited in number and duration; a client whose watch
-has ended starts another. Watches above the limits get UNIMPLEMENTED, on which clients disable health checking.
+has ended starts another. Watches above the limits get UNIMPLEMENTED, which makes clients disable health checking.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WATCH_SECONDS = 600.0
 """Seconds after which a watcher's call ends."""
 
 HEALTH_SECONDS = 0.25
-"""Seconds between checks whether the service works."""
+"""Seconds between checks of whether the service works."""
 
 
 class Judged(Protocol):
@@ -48,7 +48,7 @@ class Judged(Protocol):
 
     @property
     def needs(self) -> Mapping[str, bool]:
-        """Full names of the other services it needs, and whether it currently reaches one of each."""
+        """Full names of the other services it needs, and whether it currently reaches any instance of each."""
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
@@ -117,7 +117,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 async def report_health(service: Judged, checks: HealthServicer) -> None:
-    """Keep the health statuses up to date: of the service, the process, and the services it needs."""
+    """Periodically update the health statuses of the service, the process, and the services it needs."""
     worked = False
     while True:
         try:

@@ -216,7 +216,7 @@ def _renderer(stream: LossyStream) -> structlog.typing.Processor:
 
 
 class _Lines:
-    """A logger that writes lines unbuffered. It has no lock: a thread that logs while logging would deadlock."""
+    """A logger that writes lines unbuffered. With a lock, a thread that logs while logging would deadlock."""
 
     def __init__(self, stream: LossyStream) -> None:
         self._stream = stream
@@ -232,7 +232,7 @@ class _ToStructlog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError):
-            # gRPC logs this when a status or message reaches a caller that has just left: no error.
+            # gRPC logs this when the caller has left before a status or message is sent: no error.
             log.debug("caller_left", message=_message(record))
             return
         level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)  # libraries use levels in between

@@ -140,8 +140,8 @@ class Service(Servicer, Protocol):
 
     @property
     def needs(self) -> Mapping[str, bool]:
-        """Full names of the other services it needs, and whether it currently reaches one of each. Health checks report
-        them under these names."""
+        """Full names of the other services it needs, and whether it currently reaches any instance of each. Health
+        checks report them under these names."""
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,8 @@ def test_an_unknown_scaling_is_refused(tmp_path: Path) -> None:
     [
         (b"", "is not a GGUF file"),
         (b"GGML" + bytes(60), "is not a GGUF file: it begins with b'GGML'"),
-        (b"GGUF\x01\0\0\0" + bytes(60), "is GGUF of version 1, must be of version 2 or 3"),
-        (b"GGUF\0\0\0\x03" + bytes(60), "is GGUF of version 50331648"),
+        (b"GGUF\x01\0\0\0" + bytes(60), "is GGUF version 1, must be version 2 or 3"),
+        (b"GGUF\0\0\0\x03" + bytes(60), "is GGUF version 50331648"),
     ],
 )
 def test_another_file_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
