@@ -43,8 +43,8 @@ class BlockPacker(Packer):
     _sequences: list[_Sequence] = field(default_factory=list)
 
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
-        """Let these rows see the keys of one text, as in `Packer`. Raises ValueError unless the rows are adjacent and hold
-        consecutive tokens of the text, and the text's tokens lie in order in its blocks."""
+        """Let these rows see the keys of one text, as in `Packer`. Raises ValueError unless the rows are adjacent and
+        hold consecutive tokens of the text, and the text's tokens lie in order in its blocks."""
         first, count = rows[0], len(rows)
         position = self.positions[first]
         length = position + count
