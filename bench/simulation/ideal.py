@@ -25,7 +25,8 @@ from bench.simulation.language import Language
 
 WIDTHS = (1, 2, 4, 16)
 PAUSES = (0, 2, 4)
-"""Pauses in steps of the draft; those above 0 also include the travel time of a verify result and its answer."""
+"""Pauses between two steps of the target, in multiples of a draft step's duration. A pause above 0 is longer by the
+travel time of a verify result to the draft and of the candidates back."""
 
 TRIAL, MEASUREMENT = 300, 2400
 """Steps of a trial and of the measurement. A short trial picks the schedule, and other texts measure it: the maximum of

@@ -3,8 +3,8 @@
     python -m bench.systems.pod verifier --model demo/target [--synchronous] [--step-ms 30]
 
 replaces `python -m verifier_service` in a Stack; `draft` replaces the draft service. `--synchronous` serves
-the baseline of `bench.systems.synchronous`. `--step-ms` makes every forward pass as long as a larger model's,
-`--devices` as long as on the devices in a file (`bench.systems.devices`), named `target`, `draft` and `local
+the baseline of `bench.systems.synchronous`. `--step-ms` makes every forward pass as long as a larger model's;
+`--devices FILE` makes it as long as on a device in that file (`bench.systems.devices`): `target`, `draft` or `local
 draft`. With `--profile` nothing is computed: the device is simulated (`bench.systems.simulated_gpu`).
 """
 

@@ -1,7 +1,7 @@
 """A system under test in its own program: it gets loads as lines of JSON (`protocol.py`).
 
-It is called inside its own process, which saves it a network protocol, and may run under another interpreter than the
-benchmark.
+The system is called directly, inside the program's process, so it needs no network protocol. The program may run under
+another interpreter than the benchmark.
 """
 
 from __future__ import annotations

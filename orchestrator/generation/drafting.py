@@ -111,7 +111,7 @@ class Drafting:
             await asyncio.wait([self._working])  # a plain await could not distinguish the task's cancellation from ours
 
     def on_opened(self, opened: verifier_pb2.VerifyOpened) -> None:
-        """Draft for a verifier that has just taken the text."""
+        """Begin to draft for a verifier that has just opened a session with the text."""
         self._last_commit = self._query = None
         self._update(self._state.after_opened(opened))
         if self._given_up is not None:

@@ -142,7 +142,7 @@ def _perturbed(values: Logits, ids: NDArray[np.int64], queries: Sequence[Samplin
         kept = z > -np.inf
     streams = np.array([[stream_at(query.sampler.state, query.position)] for query in queries], dtype=np.uint64)
     scores = z + word_gumbel(token_words(streams, ids))
-    # Times T: AGREEMENT_SCALE is the noise between logits before their division by T.
+    # Multiplied by T again: AGREEMENT_SCALE is the scale of the noise between logits before division by T.
     return np.where(kept, np.array([[sampling.temperature] for sampling in samplings]) * scores, -np.inf)
 
 

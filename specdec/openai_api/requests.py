@@ -123,7 +123,7 @@ class ParsedRequest:
     """Number of the prompts' top log-probabilities in vLLM's field; None: no such field."""
 
     places: Sequence[str] = ()
-    """The caller's names for the chat's messages, for APIs with other names."""
+    """Each chat message's place in the caller's request, such as `instructions`, to name it in errors; empty for chats."""
 
     def renamed(self, names: Mapping[str, str], places: Sequence[str]) -> ParsedRequest:
         """Return the request with the caller's names for further options, gRPC fields, and messages."""

@@ -25,7 +25,7 @@ MAX_DEPTH = 128
 """Maximum nesting depth of lists and objects."""
 
 PIECE_BYTES = 64 << 10
-"""Bytes counted before other tasks run, in 4 ms at most."""
+"""Bytes of a body scanned before other tasks get a turn; scanning them takes at most 4 ms."""
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _STRINGS = re.compile(_STRING, re.DOTALL)

@@ -1,4 +1,4 @@
-"""CPU threads of a step: chooses their number, and measures the step latency with each number.
+"""Chooses the number of CPU threads for a step, and measures the step latency with each number.
 
 A draft on the verifier's own machine needs a CPU core while it works. While no draft works, the verifier uses that core
 itself: speculation that does not pay must not make the verifier slower than plain decoding.

@@ -78,8 +78,8 @@ class LatencyTuning:
     seconds."""
 
     certain_error: float = 0.12
-    """A point is not explored if the standard error of its time relative to the current step's is at most this. Five
-    steps bring the error down to it."""
+    """A point is not explored if the standard error of log(time of the point / time of the current step) is at most
+    this. Five steps bring the error down to it."""
 
     optimism: float = 5.0
     """Standard errors by which an uncertain point is assumed to be cheaper than estimated. The value is high because a
