@@ -123,7 +123,7 @@ class ParsedRequest:
     """Number of the prompts' top log-probabilities in vLLM's field; None: no such field."""
 
     places: Sequence[str] = ()
-    """Each chat message's place in the caller's request, such as `instructions`, to name it in errors; empty for chats."""
+    """Each message's place in the caller's request, such as `instructions`, for errors; empty for chats."""
 
     def renamed(self, names: Mapping[str, str], places: Sequence[str]) -> ParsedRequest:
         """Return the request with the caller's names for further options, gRPC fields, and messages."""

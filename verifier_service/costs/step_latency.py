@@ -59,8 +59,8 @@ MANY = 1 << 20
 """The number of rows returned in place of infinity, if rows cost nothing."""
 
 MATERIAL = 0.01
-"""The table is rebuilt if the logarithm of any point's time has changed by more than this beyond the points' mean change;
-else it is scaled by the mean change, since rebuilding takes longer than the rest of `observe`."""
+"""The table is rebuilt if the logarithm of any point's time has changed by more than this beyond the points' mean
+change; else it is scaled by the mean change, since rebuilding takes longer than the rest of `observe`."""
 
 UNPAID_STEPS = 8
 """Minimum interval, in steps, between experiments with fewer rows while there is no exploration budget."""
@@ -162,8 +162,9 @@ class StepLatency:
 
     def uncertain_below(self, rows: int, least: int) -> int:
         """Return the number of rows to experiment with: the last measured point below `rows`, or `least` if that is
-        larger. Return `rows` if the time saved is certain, or the coming step may not experiment. The experiment costs few tokens, so it is sometimes made even without
-        budget: if fewer rows turn out better, further experiments cost no budget."""
+        larger. Return `rows` if the time saved is certain, or the coming step may not experiment. The experiment costs
+        few tokens, so it is sometimes made even without budget: if fewer rows turn out better, further experiments cost
+        no budget."""
         due = self.may_explore or self._steps_since >= UNPAID_STEPS
         if rows == least or rows > self._points[-1] or not due:
             return rows

@@ -371,7 +371,7 @@ def memory_options(
     blocks = capacity // BLOCK
     found = {"num_gpu_blocks_override": blocks, "max_model_len": min(directory.context, (blocks - 1) * BLOCK)}
     if slot or device != "cpu":
-        # On a GPU `num_gpu_blocks_override` determines the size of the KV cache, and any number of bytes will do. Without
-        # one, vLLM would first profile graphs, with another KV cache of up to 32,768 tokens.
+        # On a GPU `num_gpu_blocks_override` determines the size of the KV cache, and any number of bytes will do.
+        # Without one, vLLM would first profile graphs, with another KV cache of up to 32,768 tokens.
         found["kv_cache_memory_bytes"] = max(1, blocks * BLOCK * slot // options.get("tensor_parallel_size", 1))
     return found
