@@ -17,11 +17,13 @@ setup: $(VENV)/.done  ## Everything for CPUs, into .venv.
 help:  ## This list.
 	@sed -n 's/^\([a-z-]*\):[^#]*## */  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
+# -qq leaves out setuptools' general advice on editable installations.
 $(VENV)/.done: pyproject.toml constraints.txt
+	@echo "Installing torch, transformers and specdec into $(VENV): some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 demo: setup  ## Three services, one completion: drafted, then plain.
@@ -42,12 +44,12 @@ test: setup examples/node/node_modules/.done  ## All tests that every change mus
 # Like `test`: tests that depend on timing run alone, all others two files at a time. `make verify-faults` is the longer
 # half.
 verify: setup  ## The long equality suites, a hundred thousand hostile messages, and property tests with other examples.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m verify --timeout 3600 --ignore tests/faults --ignore tests/hostile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m verify --timeout 3600 --ignore tests/faults --ignore tests/hostile --ignore tests/services/test_vllm.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "hypothesis and not verify and not real" --hypothesis-profile explore
 	$(MAKE) --no-print-directory verify-faults
 
 verify-faults: setup  ## The part of `make verify` that kills, freezes and attacks services.
-	$(BIN)/python -m pytest -q -m verify --timeout 3600 tests/faults tests/hostile
+	$(BIN)/python -m pytest -q -m verify --timeout 3600 tests/faults tests/hostile tests/services/test_vllm.py
 
 verify-real: setup  ## The real pair's tests, if `make real` has made it.
 	$(BIN)/python -m pytest -q -m real --timeout 3600
