@@ -31,6 +31,15 @@ def waited_for_a_core() -> float:
         return 0.0
 
 
+def io_stall() -> float:
+    """Return the seconds for which any task of the machine waited for I/O, for example for pages that the kernel had
+    reclaimed; 0 if the kernel does not report them."""
+    try:
+        return int(Path("/proc/pressure/io").read_text().split("total=")[1].split()[0]) / 1e6
+    except FileNotFoundError:
+        return 0.0
+
+
 @dataclass
 class Standstills:
     """The pauses of a process that does nothing but watch for them."""

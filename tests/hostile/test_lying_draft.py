@@ -159,8 +159,8 @@ async def lies(honest: Honest, name: str, authority: Authority | None = None) ->
     slowest = max(outcome.seconds for outcome in texts)
     print(
         f"\n{name}: texts {slowest:.2f} s, neighbour {neighbour.seconds:.2f} s, undrafted "
-        f"{honest.neighbour_seconds:.2f} s, contrastive {contrastive.status} after {contrastive.seconds:.2f} s, pulse "
-        f"{pulse.seconds:.2f} s, {volume.bytes} bytes of log, {liar.sessions} sessions"
+        f"{honest.neighbour_seconds:.2f} s, contrastive {contrastive.status} after {contrastive.seconds:.2f} s, "
+        f"{pulse}, {volume.bytes} bytes of log, {liar.sessions} sessions"
     )
     assert {each: fault for each, fault in faults.items() if fault} == {}
     assert liar.sessions > 0

@@ -149,7 +149,7 @@ async def lies(honest: Honest, name: str, alone: bool, authority: Authority | No
     print(
         f"\n{name}, {'alone' if alone else 'beside'}: "
         + ", ".join(f"{got.status} {got.seconds:.1f} s" for got in asked)
-        + f", pulse {pulse.seconds:.2f} s, {volume.bytes} bytes of log, {growth:+.0f} MiB, {liar.sessions} sessions"
+        + f", {pulse}, {volume.bytes} bytes of log, {growth:+.0f} MiB, {liar.sessions} sessions"
     )
     assert {each: fault for each, fault in faults.items() if fault} == {}
     assert liar.sessions > 0

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from specdec.v2 import generation_pb2, model_pb2
-from tests.hostile.standstill import standstills, waited_for_a_core
+from tests.hostile.standstill import io_stall, standstills, waited_for_a_core
 from tests.stack import request_of
 
 PROMPT = [50, 60, 70, 80, 90]
@@ -123,6 +123,10 @@ class Pulse:
     """The longest response time of a service to its cheapest request."""
 
     seconds: float = 0.0
+    io_stall: float = 0.0  # seconds for which any task of the machine waited for I/O meanwhile; not excluded
+
+    def __str__(self) -> str:
+        return f"pulse {self.seconds:.2f} s ({self.io_stall:.2f} s of I/O stalls)"
 
 
 PULSE_PAUSE = 0.05
@@ -135,14 +139,14 @@ async def pulse_of(stub: Any) -> AsyncIterator[Pulse]:
     its response. The machine's share is excluded: time in which the event loop waited for a core, and pauses in which
     another process stood still as well. The result is set on exit."""
     pulse = Pulse()
-    beats: list[tuple[float, float, float]] = []  # begin, end, seconds except those of waiting for a core
-    answered, waited = time.monotonic(), waited_for_a_core()
+    beats: list[tuple[float, float, float, float]] = []  # begin, end, seconds except those of waiting for a core, stall
+    answered, waited, stalled = time.monotonic(), waited_for_a_core(), io_stall()
 
     def note() -> None:
-        nonlocal answered, waited
-        now, waited_now = time.monotonic(), waited_for_a_core()
-        beats.append((answered, now, now - answered - PULSE_PAUSE - (waited_now - waited)))
-        answered, waited = now, waited_now
+        nonlocal answered, waited, stalled
+        now, waited_now, stalled_now = time.monotonic(), waited_for_a_core(), io_stall()
+        beats.append((answered, now, now - answered - PULSE_PAUSE - (waited_now - waited), stalled_now - stalled))
+        answered, waited, stalled = now, waited_now, stalled_now
 
     async def feel() -> None:
         while True:
@@ -158,6 +162,7 @@ async def pulse_of(stub: Any) -> AsyncIterator[Pulse]:
             feeling.cancel()
             await asyncio.wait({feeling})
             note()
-    pulse.seconds = max(seconds - machine.within(begin, end) for begin, end, seconds in beats)
+    found = [(seconds - machine.within(begin, end), stall) for begin, end, seconds, stall in beats]
+    pulse.seconds, pulse.io_stall = max(found)
     if not feeling.cancelled():
         feeling.result()
