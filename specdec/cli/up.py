@@ -215,7 +215,8 @@ def up(
             del listening["--draft-port"]
         if openai_port is not None:
             listening["--openai-port"] = of_openai, openai_port
-        check_apart({option: (values.get("host", "127.0.0.1"), at) for option, (values, at) in listening.items()})
+        addresses = {option: (values.get("host", "127.0.0.1"), at) for option, (values, at) in listening.items()}
+        check_apart(addresses)
         wanted = {"target": Wanted(models.target, _placement(of_verifier))}
         if models.local_draft is not None:
             wanted["local draft"] = Wanted(models.local_draft, replace(_placement(of_verifier), beside=True))
@@ -232,7 +233,7 @@ def up(
         check_text(opened["target"], of_orchestrator.get("chat_template"))
         for values, at in listening.values():
             values["port"] = at
-        check_free({option: (values.get("host", "127.0.0.1"), at) for option, (values, at) in listening.items()})
+        check_free(addresses)
         tenants = of_orchestrator.get("tenants") or os.environ.get("SPECDEC_ORCHESTRATOR_TENANTS")
         if tenants:
             _check_tenants(Path(tenants))
@@ -262,8 +263,8 @@ def up(
         ) as stack:
             found = description(stack)
             https = "tls_cert" in of_openai or bool(os.environ.get("SPECDEC_OPENAI_TLS_CERT"))
-            status = lines(found, https=https, by_key=bool(tenants))
-            print(json.dumps(found) if json_output else "\n".join(status), flush=True)
+            shown = lines(found, https=https, by_key=bool(tenants))
+            print(json.dumps(found) if json_output else "\n".join(shown), flush=True)
             upkeep = Upkeep(stack, say)
             while not stop:
                 time.sleep(0.2)

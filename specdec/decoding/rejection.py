@@ -128,7 +128,7 @@ def acceptances(row: DraftDistribution, count: int) -> Weights:
 
 
 DISAGREEMENT = 0.4
-"""Of the probability mass outside the draft's most probable token, the fraction assumed to be rejected."""
+"""Assumed rejected fraction of the probability mass outside the draft's most probable token."""
 
 LATER_ACCEPTANCE = 0.3
 """Assumed probability that a draw is accepted after all earlier ones were rejected. It is low, because the residual

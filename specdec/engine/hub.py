@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def disable_hub() -> None:
+def disable() -> None:
     """Prevent transformers from loading code (attention, layers, kernels of quantised weights) from a hub, even if a
     model's configuration requests it. Call it before importing transformers, which reads these variables only once."""
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -109,11 +109,11 @@ def from_specdec(
     message, code = str(error), error.reason.lower() or error.code.name.lower()
     match error:
         case InvalidRequest():
-            parts = [
+            placed = [
                 (_placed(_GROUP.sub("", field), places) or _field(field, names), problem)
                 for field, problem in error.violations
             ]
-            found = list(dict.fromkeys(parts))  # two fields may map to the same name
+            found = list(dict.fromkeys(placed))  # two fields may map to the same name
             if found:
                 message = "; ".join(f"{field}: {problem}" for field, problem in found)
             code = "context_length_exceeded" if error.reason == "PROMPT_TOO_LONG" else "invalid_value"

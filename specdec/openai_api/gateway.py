@@ -237,8 +237,8 @@ async def _text(client: AsyncClient, request: ParsedRequest, number: int, caller
     if request.scores_prompts:
         return None
     asked = TokenizeRequest(model=request.model, tokens=prompt.tokens, pieces=True)
-    extra = await client.send_tokenize(asked, metadata=caller.metadata)
-    return b"".join(piece.bytes for piece in extra.pieces)
+    response = await client.send_tokenize(asked, metadata=caller.metadata)
+    return b"".join(piece.bytes for piece in response.pieces)
 
 
 async def _first(chunks: Chunks) -> tuple[int, Chunk]:

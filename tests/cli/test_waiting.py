@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -80,6 +81,15 @@ async def test_the_command_says_that_there_is_no_verifier_and_goes_on() -> None:
                 out, _ = await process.communicate()
     assert out.decode() == TEXT
     assert process.returncode == 0
+
+
+async def test_a_text_that_breaks_off_says_how_far_it_came() -> None:
+    async with FakeServer(Act(3, "abort", code=grpc.StatusCode.PERMISSION_DENIED)) as server:
+        process = await generate("hi", "--address", server.address)
+        async with asyncio.timeout(60):
+            _, complained = await process.communicate()
+    assert process.returncode == 65
+    assert "\nended after 3 tokens, seed " in complained.decode()
 
 
 @pytest.mark.parametrize("json_output", [True, False])

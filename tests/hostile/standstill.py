@@ -58,6 +58,8 @@ async def standstills() -> AsyncIterator[Standstills]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-S", __file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
+    assert process.stdout is not None
+    await process.stdout.readline()  # it watches from now on
     found = Standstills(process.pid)
     try:
         yield found
@@ -69,6 +71,7 @@ async def standstills() -> AsyncIterator[Standstills]:
 def watch() -> None:
     """Print pauses of this process in which it did not wait for a core, until standard input ends."""
     noticed, waited = time.monotonic(), waited_for_a_core()
+    print("watching", flush=True)
     while not select.select([sys.stdin], [], [], 0.01)[0]:
         now, waited_now = time.monotonic(), waited_for_a_core()
         if now - noticed - (waited_now - waited) > LONG_SECONDS:

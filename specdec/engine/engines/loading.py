@@ -52,7 +52,7 @@ def load_engine(
         if placement.sessions is not None:
             own["sessions"] = placement.sessions
         return vllm_engine(directory, device=device, options=vllm_options or {}, **own, **options)
-    hub.disable_hub()
+    hub.disable()
     if kind == "onnx":
         return _onnx(directory, placement, dtype, threads=min(threads))  # this engine's thread count is fixed
     if device == "cpu":

@@ -89,7 +89,7 @@ def convert(
     `dtype` of the weights: None means the file's own, or bfloat16 if they are quantised. An earlier conversion in
     `target` is replaced. Raises ModelDirectoryError, in one line, if the file cannot be converted.
     """
-    hub.disable_hub()
+    hub.disable()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
