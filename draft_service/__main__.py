@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -35,13 +36,12 @@ with needed_by("draft", "draft"):
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.gguf_file import open_model
     from specdec.engine.heads.files import TargetShape
-    from specdec.engine.heads.kinds import feature_heads_in
+    from specdec.engine.heads.kinds import feature_heads_in, memory_of_draft_heads
     from specdec.engine.learned_from import LearnedFrom
     from specdec.engine.memory import set_memory_policy
     from specdec.engine.model_directory import ModelDirectory
     from specdec.engine.placement import DraftKind, Placement, WantedDtype
     from specdec.engine.preflight.check import Wanted, check
-    from specdec.engine.preflight.device import check_placement
     from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.grammar_trials import GrammarTrials
     from specdec.serving.identity import identity_of, pod_info
@@ -287,7 +287,8 @@ def main(
         forgotten = Forgotten(versions)
         placement = Placement(engine, dtype, device, kv_tokens, sessions=max_sessions, is_draft=True)
         if heads is not None:
-            return heads_servicer(heads, open_model(model), placement, threads or threads_for(device), limits)
+            (target,) = check(Wanted(model, placement, heads=partial(memory_of_draft_heads, heads)))
+            return heads_servicer(heads, target, placement, threads or threads_for(device), limits)
         (directory,) = check(Wanted(model, placement))
         learned_from = LearnedFrom.of(directory.path)
         if forgotten.concerns(learned_from):
@@ -343,7 +344,6 @@ def heads_servicer(
     heads: Path, target: ModelDirectory, placement: Placement, threads: int, limits: DraftLimits
 ) -> DraftServicer:
     """Return the servicer of a draft service that runs the heads in a directory."""
-    check_placement(target, placement)
     files = feature_heads_in(heads, TargetShape.of(target))
     from draft_service.heads_loading import load_heads  # imports torch
 

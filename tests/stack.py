@@ -291,6 +291,7 @@ async def stack(
     draft_model: Path | None = None,
     heads: Path | None = None,
     draft_heads: Path | None = None,
+    feature_heads: Sequence[Path] = (),
     paged: bool = False,
     block_verification: bool = True,
     tuning: Tuning = DEFAULTS,
@@ -298,9 +299,10 @@ async def stack(
     """Run verifiers, an orchestrator and, unless `draft` is None, drafts; `delay` slows a draft's engine,
     `target_delay` the target's. Verifiers may have a `draft_model` or `heads`; `paged` ones take chains of candidates
     only; without `block_verification` they test draws one by one. Drafts with `draft_heads` run these, fed by the
-    verifiers. `verifier_kind` and `draft_kind` replace servicers; a draft that `translates` has another tokenizer;
-    `traffic` keeps texts that permit it, for holders of the `learning_key`; `disguise` modifies the reported identity
-    of each verifier, given its number."""
+    verifiers; each verifier sends features for its `feature_heads`, if given, instead of these. `verifier_kind` and
+    `draft_kind` replace servicers; a draft that `translates` has another tokenizer; `traffic` keeps texts that permit
+    it, for holders of the `learning_key`; `disguise` modifies the reported identity of each verifier, given its
+    number."""
     async with AsyncExitStack() as exits:
 
         async def verifier_pod(number: int) -> VerifierPod:
@@ -318,7 +320,8 @@ async def stack(
             own_heads = None if heads is None else read_heads(heads, None, ModelDirectory(target)).load(engine)
             features = None
             if draft_heads is not None:
-                features = feature_source(draft_heads, 256, ModelDirectory(target), engine)
+                fed = feature_heads[number] if feature_heads else draft_heads
+                features = feature_source(fed, 256, ModelDirectory(target), engine)
             loop = StepLoop(
                 engine,
                 latency=cost,

@@ -277,7 +277,7 @@ def main(
 
     memory_beside: Beside | None = None
     if heads is not None:
-        memory_beside = partial(memory_of_heads, heads, kv_tokens)
+        memory_beside = partial(memory_of_heads, heads)
     elif features is not None:
         memory_beside = partial(memory_of_features, features)
 
@@ -295,7 +295,7 @@ def main(
         counts = most, most if threads_while_drafting is None else min(most, threads_while_drafting)
         owed, owed_a_slot = 0, 0  # memory for the heads or their fusion, loaded after the KV cache
         if memory_beside is not None:
-            owed, owed_a_slot = memory_beside(directory, dtype_of(directory, target)).owed
+            owed, owed_a_slot = memory_beside(directory, dtype_of(directory, target), kv_tokens).owed
         loaded = load_engine(
             directory,
             target,

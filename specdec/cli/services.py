@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import typer
 
+from specdec.cli.failure import fail
+from specdec.cli.other_servers import INSTEAD, other_option
 from specdec.command_line import run_command
+from specdec.exit_status import ExitStatus
 from specdec.extras import check_installed
 from specdec.roles import load
 
@@ -59,6 +62,8 @@ def _serve_all(context: typer.Context, model: str = "") -> None:
     check_installed(
         "numpy", "structlog", "yaml", "grpc_reflection", "grpc_status"
     )  # otherwise the error would name the extra of one service
+    if (option := other_option(context.args)) is not None:
+        fail(f"{option}: there is no such option; {INSTEAD[option]}", ExitStatus.USAGE)
     from specdec.cli.passed_on import passing_on
     from specdec.cli.up import up
 

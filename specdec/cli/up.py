@@ -162,7 +162,7 @@ def up(
     --help`, `specdec draft --help`, `specdec orchestrator --help` and `specdec openai --help` list them.
     """
     from specdec.engine.engine import UnsupportedModelError
-    from specdec.engine.heads.kinds import memory_of_features, memory_of_heads
+    from specdec.engine.heads.kinds import memory_of_draft_heads, memory_of_features, memory_of_heads
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.preflight.check import Beside, Wanted, check
     from specdec.engine.preflight.memory_table import memory_lines, memory_of
@@ -220,13 +220,14 @@ def up(
         wanted = {"target": Wanted(models.target, _placement(of_verifier))}
         if models.local_draft is not None:
             wanted["local draft"] = Wanted(models.local_draft, replace(_placement(of_verifier), beside=True))
-        if models.draft is not None and not runs_heads:
+        if models.draft is not None:
             placement = replace(_placement({"engine": "onnx"} | of_draft), is_draft=True)
-            wanted["draft"] = Wanted(models.draft, placement, translates=True)
+            draft_heads = partial(memory_of_draft_heads, of_draft["heads"]) if runs_heads else None
+            wanted["draft"] = Wanted(models.draft, placement, translates=True, heads=draft_heads)
         given_heads: Path | None = of_verifier.get("heads")
         heads: Beside | None = None
         if given_heads is not None:
-            heads = partial(memory_of_heads, given_heads, of_verifier.get("kv_tokens"))
+            heads = partial(memory_of_heads, given_heads)
         elif "features" in of_verifier:
             heads = partial(memory_of_features, of_verifier["features"])
         opened = dict(zip(wanted, check(*wanted.values(), beside=heads), strict=True))  # converts GGUF files
@@ -240,15 +241,14 @@ def up(
         for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted}, heads=heads)):
             say(line)
 
-        of_the_draft = "target" if runs_heads else "draft"
-
         # 2. Start the services, and restart dead ones. Until here a signal ends this process immediately.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda n, _: stop.append(n))
         with Stack.start(
             opened["target"].path,
-            str(opened[of_the_draft].path if of_the_draft in opened else "none"),
+            str(opened["draft"].path if "draft" in opened else "none"),
             local_draft=opened["local draft"].path if "local draft" in opened else None,
+            draft_heads=of_draft.pop("heads", None),
             dtype=of_verifier.pop("dtype"),
             device=of_verifier.pop("device"),
             log_level=log_level,

@@ -49,7 +49,7 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
     default."""
     if heads is not None and placement.kind in ("vllm", "onnx"):
         return ModelCheck([], f"--heads: {placement.kind} gives no hidden states; use --engine torch")
-    beside = None if heads is None else partial(memory_of_heads, heads, placement.kv_tokens)
+    beside = None if heads is None else partial(memory_of_heads, heads)
     wanted = {}
     if target is not None:
         wanted["target"] = Wanted(target, placement)

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from specdec.engine.cpu_count import cores_given
 from specdec.engine.gguf_file import open_model
+from specdec.engine.heads.kinds import memory_of_draft_heads
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement, WantedDtype
 from specdec.engine.preflight.check import Wanted
-from specdec.engine.preflight.memory_needed import in_gigabytes, memory_needed
+from specdec.engine.preflight.memory_needed import in_gigabytes
 from specdec.engine.start_phases import EXPORT, is_progress
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.local.child import DRAIN_SECONDS, Child, LocalError, stop
@@ -58,6 +59,7 @@ class Stack:
         draft: str | None = None,
         *,
         local_draft: Path | None = None,
+        draft_heads: Path | None = None,
         dtype: WantedDtype = "auto",
         device: str = "cpu",
         port: int = 0,
@@ -75,7 +77,7 @@ class Stack:
     ) -> Iterator[Stack]:
         """Start the services, wait until they are ready, and stop them on exit of the context. LocalError if one does
         not start; a draft that cannot be exported is left out instead. `ModelPaths.chosen` selects the models; `dtype`
-        and `device` are the target's.
+        and `device` are the target's. With `draft_heads`, the draft service runs these, and `draft` is their target.
 
         With `openai_options`, OpenAI's HTTP API is served as well. All services except the orchestrator use free ports
         unless their options set one. `drain_seconds` bounds the drain; `forced` ends it as soon as it returns True.
@@ -107,7 +109,9 @@ class Stack:
                 return f" ({how}; its own message is above)"
             wanted = {"verifier": Wanted(models.target, Placement("torch", dtype, device))}
             if models.draft is not None:
-                wanted["draft"] = Wanted(models.draft, Placement("onnx", is_draft=True))
+                placement = Placement("torch" if draft_heads else "onnx", is_draft=True)
+                heads = partial(memory_of_draft_heads, draft_heads) if draft_heads else None
+                wanted["draft"] = Wanted(models.draft, placement, heads=heads)
             return f": {how}{_memory_of(wanted[role])}" if role in wanted else f": {how}"
 
         def await_ready(*roles: str) -> None:
@@ -132,6 +136,8 @@ class Stack:
             local = () if models.local_draft is None else ("--draft-model", str(models.local_draft))
             placed = ("--dtype", dtype, "--device", device)
             of_target, of_draft = _threads(device, drafted=models.draft is not None)
+            if draft_heads is not None:
+                of_draft += "--engine", "torch", "--heads", str(draft_heads)
             spawn("verifier", models.target, *placed, *of_target, *local, *verifier_options)
             if models.draft is not None:
                 spawn("draft", models.draft, *of_draft, *_target_tokenizer(models.draft, models.target), *draft_options)
@@ -161,13 +167,10 @@ def _target_tokenizer(draft: Path, target: Path) -> tuple[str, ...]:
 
 def _memory_of(wanted: Wanted) -> str:
     """Return the end of an error message: the model's minimum memory, and the free memory."""
-    path, placement, _ = wanted
+    device = wanted.placement.device
     with contextlib.suppress(ModelDirectoryError, UnsupportedModelError, OSError):
-        needed, free = memory_needed(ModelDirectory(path), placement), free_bytes(placement.device)
-        return (
-            f"; {needed}, together {in_gigabytes(needed.total)} at least, and {placement.device} has "
-            f"{in_gigabytes(free)} free"
-        )
+        needed, free = wanted.memory_needed(ModelDirectory(wanted.path)), free_bytes(device)
+        return f"; {needed}, together {in_gigabytes(needed.total)} at least, and {device} has {in_gigabytes(free)} free"
     return ""
 
 

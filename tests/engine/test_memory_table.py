@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 
 from specdec.engine import derived_models
-from specdec.engine.heads.kinds import memory_of_heads
+from specdec.engine.heads.kinds import memory_of_draft_heads, memory_of_heads
+from specdec.engine.memory import MIN_SLOTS
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
-from specdec.engine.preflight.check import Wanted
+from specdec.engine.preflight.check import Wanted, check
 from specdec.engine.preflight.memory_needed import memory_needed
 from specdec.engine.preflight.memory_table import memory_lines, memory_of
+from specdec.engine.unsupported import UnsupportedModelError
 from specdec.local.models import DEMO
+from tests.heads import HIDDEN, RandomBlock, make_block
+from tests.models import VOCABULARY, make
 
 
 def wanted(name: str, placement: Placement) -> tuple[Wanted, ModelDirectory]:
@@ -37,7 +41,7 @@ def test_each_model_has_a_line_with_its_parts() -> None:
 
 def test_heads_are_counted_beside_the_target() -> None:
     pair = {"target": wanted("target", Placement("torch", kv_tokens=4096)), "draft": wanted("draft", Placement("onnx"))}
-    needed = memory_of(pair, heads=partial(memory_of_heads, DEMO / "heads", None))
+    needed = memory_of(pair, heads=partial(memory_of_heads, DEMO / "heads"))
     assert list(needed) == ["target", "heads", "draft"]
     assert needed["heads"].dtype == needed["target"].dtype
     assert needed["heads"].weights == 4 * 384 * (384 + 1) * (4 if needed["target"].dtype == "float32" else 2)
@@ -46,6 +50,25 @@ def test_heads_are_counted_beside_the_target() -> None:
     assert heads.startswith("heads   ")
     assert "  none  " in heads
     assert needed["target"] == memory_of(pair)["target"]
+
+
+@pytest.mark.parametrize(("tied", "tables"), [(True, 1), (False, 2)])
+def test_heads_in_a_draft_service_are_counted_with_the_ends_of_their_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, tables: int
+) -> None:
+    """Tied embeddings and output head are one table."""
+    target, sizes = make("llama", tmp_path / "target", tie_word_embeddings=tied), RandomBlock()
+    directory, placement = ModelDirectory(target), Placement("torch", dtype="float32", kv_tokens=700)
+    draft = Wanted(target, placement, heads=partial(memory_of_draft_heads, make_block(tmp_path / "block", sizes)))
+    needed = memory_of({"target": (Wanted(target, placement), directory), "draft": (draft, directory)})["draft"]
+    numbers = sum(tensor.numel() for tensor in sizes.tensors().values()) + tables * VOCABULARY * HIDDEN
+    assert (needed.weights, needed.tokens, needed.kv) == (4 * numbers, 700, 700 * 4 * 96)
+    assert needed.total == needed.process + needed.weights + needed.working + needed.kv
+    by_default = draft._replace(placement=Placement("torch", dtype="float32"))
+    assert memory_of({"draft": (by_default, directory)})["draft"].tokens > MIN_SLOTS
+    monkeypatch.setattr("specdec.engine.preflight.check.free_bytes", lambda _: 700_000_000)
+    with pytest.raises(UnsupportedModelError, match=r"heads block needs .* for 700 tokens of keys and values"):
+        check(Wanted(target, placement), draft._replace(translates=True))
 
 
 def test_the_second_model_has_what_the_first_leaves() -> None:

@@ -143,10 +143,10 @@ def test_what_vllm_puts_on_gpus_is_its_own_affair(monkeypatch: pytest.MonkeyPatc
     """It may split a target over GPUs, and quantise it while loading."""
     monkeypatch.setattr("specdec.engine.preflight.check.free_bytes", lambda device: 1)
     directory = ModelDirectory(DEMO / "target")
-    check_memory([Placement("vllm", device="cuda")], [directory])
+    check_memory([Wanted(directory.path, Placement("vllm", device="cuda"))], [directory])
     for placement in (Placement("torch", device="cuda"), Placement("vllm")):
         with pytest.raises(UnsupportedModelError, match="free"):
-            check_memory([placement], [directory])
+            check_memory([Wanted(directory.path, placement)], [directory])
 
 
 @pytest.mark.parametrize(

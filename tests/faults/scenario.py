@@ -25,6 +25,9 @@ from tests.faults.pods import Pod
 from tests.faults.rollout import Rollout
 from tests.margins import Oracle
 
+MAX_STARTING = 2
+"""Maximum pods that are starting when another is killed at random."""
+
 
 @dataclass(frozen=True)
 class After:
@@ -34,6 +37,18 @@ class After:
 
     def __call__(self, run: Run) -> bool:
         return run.seconds_since_event >= self.seconds
+
+
+@dataclass(frozen=True)
+class Borne:
+    """`seconds` after the previous event, while at most MAX_STARTING pods are starting. On a slow or busy machine, pods
+    that are killed faster than they can start would leave none to serve."""
+
+    seconds: float
+
+    def __call__(self, run: Run) -> bool:
+        starting = sum(pod.running and not pod.ready for pod in run.cluster.pods.values())
+        return run.seconds_since_event >= self.seconds and starting <= MAX_STARTING
 
 
 @dataclass(frozen=True)
@@ -76,7 +91,7 @@ class Ready:
         return run.pod(self.pod).ready
 
 
-Condition = After | At | Received | Ended | Ready
+Condition = After | Borne | At | Received | Ended | Ready
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,7 @@ def kills(seed: int, pods: Sequence[str], seconds: float, gap: tuple[float, floa
         pause = generator.uniform(*gap)
         pod = generator.choice(pods)
         seconds -= pause
-        yield Event(After(pause), "kill", pod)
+        yield Event(Borne(pause), "kill", pod)
         yield Event(Ended(pod), "start", pod)
 
 

@@ -205,6 +205,11 @@ MISTAKES = (
         "--draft: cannot be combined with --draft-heads, which proposes in its place",
     ),
     Mistake("specdec up --target target --workers 2", USAGE, "No such option: --workers"),
+    Mistake(
+        "specdec serve target --max-num-seqs=64",
+        USAGE,
+        "--max-num-seqs: there is no such option; --verifier-max-sessions",
+    ),
 )
 """Commands that fail in any environment."""
 

@@ -177,6 +177,34 @@ async def test_a_text_whose_verifier_sends_no_features_goes_without_draft(direct
     assert not completion.finish.speculation.failover_events
 
 
+async def test_a_text_that_moves_to_other_features_goes_on_without_its_draft(directories: Directories) -> None:
+    """As in a rollout of new heads: only one verifier sends the features that the draft reads, and it is killed."""
+    fed = directories.dspark, directories.eagle3
+    async with stack(
+        directories.target,
+        directories.target,
+        verifiers=2,
+        draft_heads=directories.dspark,
+        feature_heads=fed,
+        target_delay=long_steps,
+    ) as services:
+
+        async def text(seed: int, **fields: Any) -> generation_pb2.Completion:
+            sampling = {"temperature": 1.0, "seed": seed}
+            return await services.generate(PROMPT, sampling=sampling, max_tokens=80, ignore_end_token=True, **fields)
+
+        texts = [asyncio.create_task(text(seed, speculation=ALWAYS)) for seed in (1, 2)]  # one at each verifier
+        await until(lambda: read_by(services.drafts[0])[1] > 0)
+        await services.verifiers[0].stop()
+        await until(lambda: services.draft_slots_used == 0)
+        assert not any(task.done() for task in texts)
+        got = [await task for task in texts]
+        want = [await text(seed, plain=True) for seed in (1, 2)]
+    assert [list(completion.tokens) for completion in got] == [list(completion.tokens) for completion in want]
+    assert sum(completion.finish.speculation.failover_events["verifier_lost"] for completion in got) == 1
+    assert all(completion.finish.speculation.undrafted_reason == "no_draft" for completion in got)
+
+
 def test_up_runs_heads_in_its_draft_service(directories: Directories) -> None:
     """The draft service reads the target's embeddings and output head, and the verifier feeds it features."""
     command = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--json", "--target", str(directories.target)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from specdec.engine.heads.block_files import BlockFiles, is_block_draft
@@ -10,9 +11,12 @@ from specdec.engine.heads.feature_files import FeatureConfig, FeatureFiles
 from specdec.engine.heads.files import HeadsFilesError, TargetShape
 from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.engine.heads.mtp_files import MtpFiles, is_mtp
+from specdec.engine.heads.target_ends import StoredEnds
+from specdec.engine.memory import MIN_SLOTS, slots_wanted, slots_within
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import Dtype
-from specdec.engine.preflight.memory_needed import MemoryNeeded
+from specdec.engine.placement import BYTES, Dtype, Placement
+from specdec.engine.preflight.dtype import dtype_of
+from specdec.engine.preflight.memory_needed import TORCH_PROCESS, MemoryNeeded
 
 HeadsFiles = MedusaFiles | Eagle3Files | BlockFiles | MtpFiles
 """The files of heads, of any kind."""
@@ -42,14 +46,31 @@ def feature_heads_in(path: Path, target: TargetShape) -> FeatureFiles[FeatureCon
     return files
 
 
-def memory_of_features(path: Path, directory: ModelDirectory, dtype: Dtype) -> MemoryNeeded:
-    """Return the memory for the fusion in a verifier whose draft services have these heads; ModelDirectoryError if they
-    do not fit the target."""
+def memory_of_features(path: Path, directory: ModelDirectory, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
+    """Return the memory for the fusion in a verifier whose draft services have these heads, with a KV cache of any
+    size; ModelDirectoryError if they do not fit the target."""
     return feature_heads_in(path, TargetShape.of(directory)).fusion_memory(dtype)
 
 
-def memory_of_heads(path: Path, kv_tokens: int | None, directory: ModelDirectory, dtype: Dtype) -> MemoryNeeded:
-    """Return the memory that heads need beside a target with a KV cache of `kv_tokens` (None: by free memory);
+def memory_of_heads(path: Path, directory: ModelDirectory, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
+    """Return the memory that heads need beside a target with a KV cache of `kv_tokens` (None: the minimum);
     ModelDirectoryError if they do not fit the target."""
     files = heads_in(path, TargetShape.of(directory))
     return files.memory_needed(dtype) if isinstance(files, MedusaFiles) else files.memory_needed(dtype, kv_tokens)
+
+
+def memory_of_draft_heads(
+    path: Path, target: ModelDirectory, placement: Placement, free: int | None = None
+) -> MemoryNeeded:
+    """Return the memory of a draft service with these heads, which reads their target's ends where they have none;
+    ModelDirectoryError if they do not fit the target. `free`: as in `memory_needed`."""
+    shape = TargetShape.of(target)
+    files, dtype, device = feature_heads_in(path, shape), dtype_of(target, placement), placement.device
+    ends = BYTES[dtype] * StoredEnds.of(target.path, shape, files.shared_ends).numbers
+    process = TORCH_PROCESS if device == "cpu" else 0
+    needed = files.memory_needed(dtype, placement.kv_tokens)
+    if free is not None and placement.kv_tokens is None:
+        rest, slot = free - process - needed.weights - ends, needed.kv // needed.tokens
+        tokens = slots_within(rest, slot, slots_wanted(target.context, device), needed.working, 0)
+        needed = files.memory_needed(dtype, max(MIN_SLOTS, tokens))
+    return replace(needed, process=process, weights=needed.weights + ends)

@@ -25,6 +25,36 @@ IN_LAYERS = re.compile(r".*layers\.|mtp\.")
 """Beginning of the names of layers' tensors. Copies of the ends in an MTP layer are not read."""
 
 
+class StoredEnds(NamedTuple):
+    """The tensors of the two ends; None for one that was not asked for. They are one tensor if the model ties them."""
+
+    embeddings: Stored | None
+    output: Stored | None
+
+    @property
+    def numbers(self) -> int:
+        return sum(end.numbers for end in {self.embeddings, self.output} if end is not None)
+
+    @classmethod
+    def of(cls, path: Path, shape: TargetShape, wanted: Collection[str]) -> StoredEnds:
+        """Return the `wanted` ends of the model in a directory; HeadsFilesError, naming the tensor, if one is missing
+        or has another size."""
+        if not wanted:
+            return cls(None, None)
+        tensors = [tensor for tensor in stored_tensors(path) if not IN_LAYERS.match(tensor.name)]
+        embeddings = _one(path, tensors, EMBEDDINGS, "token embeddings")
+        heads = [tensor for tensor in tensors if tensor.name.endswith(OUTPUTS)]
+        others = [tensor.name for tensor in tensors if "lm_head" in tensor.name and not tensor.name.endswith(OUTPUTS)]
+        if "output" in wanted and others:
+            raise HeadsFilesError(
+                f"{path}: has {others[0]}, which is not read: heads need an output head of one matrix"
+            )
+        output = heads[0] if heads else embeddings
+        embeddings.check((shape.vocabulary, embeddings.shape[1]), "the target's vocabulary")
+        output.check((shape.vocabulary, shape.hidden), "the target's output head")
+        return cls(embeddings if "embeddings" in wanted else None, output if "output" in wanted else None)
+
+
 class TargetEnds(NamedTuple):
     """Token embeddings [ids, width], and an output head [ids, hidden]. Each is empty unless it was read."""
 
@@ -41,28 +71,15 @@ class TargetEnds(NamedTuple):
 def ends_of(
     path: Path, shape: TargetShape, device: str, dtype: torch.dtype, wanted: Collection[str] = ("embeddings", "output")
 ) -> TargetEnds:
-    """Read the `wanted` ends of the model in a directory; HeadsFilesError, naming the tensor, if one is missing or has
-    another size."""
+    """Read the `wanted` ends of the model in a directory, tied ends once; HeadsFilesError as by `StoredEnds.of`."""
     import torch
 
-    embeddings_read = output_read = torch.empty(0, 0)
-    if not wanted:
-        return TargetEnds(embeddings_read, output_read)
-    tensors, read = [tensor for tensor in stored_tensors(path) if not IN_LAYERS.match(tensor.name)], Reader()
-    embeddings = _one(path, tensors, EMBEDDINGS, "token embeddings")
-    heads = [tensor for tensor in tensors if tensor.name.endswith(OUTPUTS)]
-    others = [tensor.name for tensor in tensors if "lm_head" in tensor.name and not tensor.name.endswith(OUTPUTS)]
-    if "output" in wanted and others:
-        raise HeadsFilesError(f"{path}: has {others[0]}, which is not read: heads need an output head of one matrix")
-    output = heads[0] if heads else embeddings
-    embeddings.check((shape.vocabulary, embeddings.shape[1]), "the target's vocabulary")
-    output.check((shape.vocabulary, shape.hidden), "the target's output head")
-    if "embeddings" in wanted:
-        embeddings_read = read(embeddings).to(device, dtype)
-    if "output" in wanted:
-        shared = output is embeddings and "embeddings" in wanted
-        output_read = embeddings_read if shared else read(output).to(device, dtype)
-    return TargetEnds(embeddings_read, output_read)
+    stored, read = StoredEnds.of(path, shape, wanted), Reader()
+    tensors: dict[Stored | None, Tensor] = {None: torch.empty(0, 0)}
+    for end in {*stored}:
+        if end is not None:
+            tensors[end] = read(end).to(device, dtype)
+    return TargetEnds(tensors[stored.embeddings], tensors[stored.output])
 
 
 def _one(path: Path, tensors: Sequence[Stored], names: tuple[str, ...], what: str) -> Stored:

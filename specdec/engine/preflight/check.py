@@ -19,18 +19,30 @@ from specdec.engine.preflight.quantisation import check_quantisation
 from specdec.engine.preflight.weights import check_weights
 from specdec.engine.unsupported import UnsupportedModelError
 
+HeadsOf = Callable[[ModelDirectory, Placement, int | None], MemoryNeeded]
+"""Checks heads against their target, and returns the memory of a draft service that runs them with this placement; the
+last argument is as in `memory_needed`."""
+
 
 class Wanted(NamedTuple):
-    """A model to be served, and how."""
+    """A model to be served, and how. With `heads`, only these are served, in a draft service, and the model is their
+    target."""
 
     path: Path
     placement: Placement = Placement()
     translates: bool = False  # a draft that may have another tokenizer than its target
+    heads: HeadsOf | None = None
+
+    def memory_needed(self, directory: ModelDirectory, free: int | None = None) -> MemoryNeeded:
+        """Return the memory needed, as by the function `memory_needed`; `directory`: the model's."""
+        if self.heads is not None:
+            return self.heads(directory, self.placement, free)
+        return memory_needed(directory, self.placement, free)
 
 
-Beside = Callable[[ModelDirectory, Dtype], MemoryNeeded]
-"""Checks anything that runs beside a target on its device, such as heads, given the target and its dtype. Returns the
-memory that this needs there."""
+Beside = Callable[[ModelDirectory, Dtype, int | None], MemoryNeeded]
+"""Checks anything that runs beside a target on its device, such as heads, given the target, its dtype and the tokens of
+its KV cache (None: the minimum). Returns the memory that this needs there."""
 
 
 def check(target: Wanted, *drafts: Wanted, beside: Beside | None = None) -> list[ModelDirectory]:
@@ -44,14 +56,20 @@ def check(target: Wanted, *drafts: Wanted, beside: Beside | None = None) -> list
     for wanted, draft in zip(drafts, directories[1:], strict=True):
         if not wanted.translates:
             draft.check_pair(directories[0])
-    further = [] if beside is None else [beside(directories[0], dtype_of(directories[0], target.placement))]
-    check_memory([wanted.placement for wanted in (target, *drafts)], directories, further)
+    further = []
+    if beside is not None:
+        further.append(beside(directories[0], dtype_of(directories[0], target.placement), target.placement.kv_tokens))
+    check_memory((target, *drafts), directories, further)
     return directories
 
 
 def check_model(wanted: Wanted) -> ModelDirectory:
-    """Return a model's directory if the model, considered alone, can be served."""
+    """Return a model's directory if the model, or its heads, can be served, considered alone."""
     directory = open_model(wanted.path)
+    if wanted.heads is not None:
+        check_placement(directory, wanted.placement)
+        wanted.memory_needed(directory)
+        return directory
     by_transformers = wanted.placement.kind != "vllm" and not is_exported(directory, wanted.placement)
     check_weights(directory, by_transformers=by_transformers)
     dtype_of(directory, wanted.placement)
@@ -73,21 +91,21 @@ def device_of(placement: Placement) -> str:
 
 
 def check_memory(
-    placements: list[Placement], directories: list[ModelDirectory], further: Sequence[MemoryNeeded] = ()
+    models: Sequence[Wanted], directories: Sequence[ModelDirectory], further: Sequence[MemoryNeeded] = ()
 ) -> None:
     """Raise UnsupportedModelError unless each device has room for all models placed on it, and the first model's device
     also for the `further` needs. Models that vLLM runs on GPUs are not counted: vLLM checks them itself, since its
     options decide quantisation and the number of GPUs."""
     on_device: dict[str, list[MemoryNeeded]] = defaultdict(list)
     if further:
-        on_device[device_of(placements[0])] += further
-    for placement, directory in zip(placements, directories, strict=True):
-        if is_counted(placement):
-            on_device[device_of(placement)].append(memory_needed(directory, placement))
-    for device, models in on_device.items():
-        free, needed = free_bytes(device), sum(model.total for model in models)
+        on_device[device_of(models[0].placement)] += further
+    for model, directory in zip(models, directories, strict=True):
+        if is_counted(model.placement):
+            on_device[device_of(model.placement)].append(model.memory_needed(directory))
+    for device, needs in on_device.items():
+        free, needed = free_bytes(device), sum(need.total for need in needs)
         if needed > free:
             raise UnsupportedModelError(
-                f"{'; '.join(map(str, models))}: together {in_gigabytes(needed)}, but {device} has "
-                f"{in_gigabytes(free)} free: {' or '.join(dict.fromkeys(model.remedy for model in models))}"
+                f"{'; '.join(map(str, needs))}: together {in_gigabytes(needed)}, but {device} has "
+                f"{in_gigabytes(free)} free: {' or '.join(dict.fromkeys(need.remedy for need in needs))}"
             )

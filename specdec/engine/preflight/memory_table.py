@@ -8,7 +8,7 @@ from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.preflight.check import Beside, Wanted, device_of, is_counted
 from specdec.engine.preflight.dtype import dtype_of
-from specdec.engine.preflight.memory_needed import MemoryNeeded, in_gigabytes, memory_needed
+from specdec.engine.preflight.memory_needed import MemoryNeeded, in_gigabytes
 
 COLUMNS = ("", "weights", "keys and values", "steps", "process", "export", "at most")
 
@@ -27,10 +27,10 @@ def memory_of(
             continue
         device = device_of(placement)
         left = free.setdefault(device, free_bytes(device))
-        found[role] = memory_needed(directory, placement, left)
+        found[role] = model.memory_needed(directory, left)
         free[device] = max(0, left - found[role].total)
         if heads is not None and "heads" not in found:
-            found["heads"] = heads(directory, dtype_of(directory, placement))
+            found["heads"] = heads(directory, dtype_of(directory, placement), found[role].tokens)
             free[device] = max(0, free[device] - found["heads"].total)
     return found
 

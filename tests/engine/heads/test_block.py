@@ -336,7 +336,7 @@ def test_a_start_without_room_for_it_is_refused(tmp_path: Path, monkeypatch: pyt
     numbers = sum(own.numel() for own in sizes.tensors().values())
     said = rf"heads block needs {4 * numbers / 1e9:.3g} GB for weights in float32, {700 * 4 * 96 / 1e9:.3g} GB for 700 "
     with pytest.raises(UnsupportedModelError, match=said):
-        check(wanted, beside=partial(memory_of_heads, draft, 700))
+        check(wanted, beside=partial(memory_of_heads, draft))
 
 
 PUBLISHED: dict[str, tuple[dict[str, Any], RandomBlock]] = {

@@ -371,20 +371,20 @@ def test_a_start_without_room_for_them_is_refused(tmp_path: Path, monkeypatch: p
     target, sizes = make("llama", tmp_path / "target"), RandomEagle3()
     heads = make_eagle3(tmp_path / "heads", sizes)
     wanted = Wanted(target, Placement(kv_tokens=700))
-    check(wanted, beside=partial(memory_of_heads, heads, 700))
+    check(wanted, beside=partial(memory_of_heads, heads))
     monkeypatch.setattr("specdec.engine.preflight.check.free_bytes", lambda _: 600_000_000)
     numbers = sum(own.numel() for name, own in sizes.tensors().items() if name not in ("d2t", "t2d"))
     said = rf"heads heads needs {4 * numbers / 1e9:.3g} GB for weights in float32, {700 * 4 * 48 / 1e9:.3g} GB for 700 "
     with pytest.raises(UnsupportedModelError, match=said):
-        check(wanted, beside=partial(memory_of_heads, heads, 700))
+        check(wanted, beside=partial(memory_of_heads, heads))
     with pytest.raises(ModelDirectoryError, match="target_hidden_size is 32, must be 64"):
-        check(wanted, beside=partial(memory_of_heads, make_eagle3(tmp_path / "o", RandomEagle3(stream=32)), None))
+        check(wanted, beside=partial(memory_of_heads, make_eagle3(tmp_path / "o", RandomEagle3(stream=32))))
 
 
 def test_the_cache_leaves_them_room(tmp_path: Path) -> None:
     """They are loaded after the target's KV cache, which takes a share of the free memory."""
     target = ModelDirectory(make("llama", tmp_path / "target"))
-    needed = memory_of_heads(make_eagle3(tmp_path / "heads", RandomEagle3()), None, target, "float32")
+    needed = memory_of_heads(make_eagle3(tmp_path / "heads", RandomEagle3()), target, "float32", None)
     assert needed.owed == (needed.weights + needed.working, 4 * 48)
     for owed, owed_a_slot in ((1 << 50, 0), (0, 1 << 40)):
         with pytest.raises(UnsupportedModelError, match="the KV cache fits 0 tokens"):

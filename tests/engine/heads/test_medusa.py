@@ -228,14 +228,14 @@ def test_a_start_without_room_for_heads_is_refused(tmp_path: Path, monkeypatch: 
     target = make("llama", tmp_path / "target")
     heads = make_heads(tmp_path / "heads")
     wanted = Wanted(target, Placement(kv_tokens=512))
-    check(wanted, beside=partial(memory_of_heads, heads, 512))
+    check(wanted, beside=partial(memory_of_heads, heads))
     monkeypatch.setattr("specdec.engine.preflight.check.free_bytes", lambda _: 600_000_000)
     bytes_of_weights = 4 * 3 * (64 * 64 + 320 * 64)
     said = rf"heads heads needs {bytes_of_weights / 1e9:.3g} GB for weights in float32, 0.0336 GB for checks and steps;"
     with pytest.raises(UnsupportedModelError, match=said):
-        check(wanted, beside=partial(memory_of_heads, heads, 512))
+        check(wanted, beside=partial(memory_of_heads, heads))
     with pytest.raises(HeadsFilesError, match="for a target of hidden size 64 with 320 token ids"):
-        check(wanted, beside=partial(memory_of_heads, make_heads(tmp_path / "others", hidden=32), 512))
+        check(wanted, beside=partial(memory_of_heads, make_heads(tmp_path / "others", hidden=32)))
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -261,10 +261,10 @@ def test_copies_of_the_ends_are_not_read(tmp_path: Path) -> None:
 def test_its_memory_is_that_of_the_layer(tmp_path: Path) -> None:
     target = target_of("llama", tmp_path / "target")
     folder = make_mtp(tmp_path / "heads", target)
-    needed = memory_of_heads(folder, 700, ModelDirectory(target), "float32")
+    needed = memory_of_heads(folder, ModelDirectory(target), "float32", 700)
     assert needed.weights == sum(4 * own.numel() for own in load_file(folder / "model.safetensors").values())
     assert needed.kv == 700 * 4 * 2 * 2 * 16
-    check(Wanted(target, Placement(kv_tokens=700)), beside=partial(memory_of_heads, folder, 700))
+    check(Wanted(target, Placement(kv_tokens=700)), beside=partial(memory_of_heads, folder))
 
 
 # --- refusals ---------------------------------------------------------------------------------------
