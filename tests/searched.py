@@ -17,22 +17,26 @@ from numpy.typing import NDArray
 WIDTHS = ("<u2", "<u4", "<u8")
 """Integers that tokens may be packed as."""
 
+KINDS = (Message, array, bytes, bytearray, np.ndarray, list, tuple, deque)
+"""Types of objects that may hold tokens."""
 
-def holders(tokens: Callable[[], Sequence[int]]) -> list[Any]:
-    """Return the live objects that hold these tokens in a row: lists, tuples and arrays of numbers, packed bytes, and
-    messages. `tokens` is called here, so that no caller holds them. Takes seconds."""
-    wanted = np.asarray(tokens(), dtype=np.int64)
-    packed = packed_forms(wanted)
-    own = {id(wanted), id(packed), *map(id, packed)}
+
+def holders(*texts: Callable[[], Sequence[int]]) -> list[list[Any]]:
+    """Return for each text the live objects that hold its tokens in a row: lists, tuples and arrays of numbers, packed
+    bytes, and messages. The `texts` are called here, so that no caller holds the tokens. Takes seconds."""
+    wanted = [np.asarray(tokens(), dtype=np.int64) for tokens in texts]
+    packed = [packed_forms(each) for each in wanted]
+    seen = {*map(id, wanted), *(id(form) for forms in packed for form in forms)}
+    found: list[list[Any]] = [[] for _ in texts]
     gc.collect()
-    found, seen = list[Any](), set(own)
     for container in gc.get_objects():
         for candidate in (container, *gc.get_referents(container)):
-            if id(candidate) not in seen:
+            if issubclass(type(candidate), KINDS) and id(candidate) not in seen:
                 seen.add(id(candidate))
-                with suppress(ReferenceError, IndexError, RuntimeError):  # dead, or changed by another thread
-                    if _holds(candidate, wanted, packed):
-                        found.append(candidate)
+                for holding, numbers, forms in zip(found, wanted, packed, strict=True):
+                    with suppress(ReferenceError, IndexError, RuntimeError):  # dead, or changed by another thread
+                        if _holds(candidate, numbers, forms):
+                            holding.append(candidate)
     return found
 
 

@@ -1,7 +1,9 @@
-"""A service that does nothing: it is ready immediately, or fails in the phase named by `--fails-in`."""
+"""A service that does nothing: it is ready immediately, or fails in the phase named by `--fails-in`. Like a service, it
+ends with its parent only if it was told to."""
 
 from __future__ import annotations
 
+import signal
 import sys
 
 if __name__ == "__main__":
@@ -11,4 +13,7 @@ if __name__ == "__main__":
         print("draft: no space", file=sys.stderr)
         sys.exit(1)
     print("ready 127.0.0.1:1", flush=True)
-    sys.stdin.read()  # until the parent ends it
+    if "--stop-with-stdin" in sys.argv:
+        sys.stdin.read()
+    else:
+        signal.pause()

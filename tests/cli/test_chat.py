@@ -177,10 +177,14 @@ async def test_a_question_whose_answer_was_cut_off_in_its_reasoning_is_kept() ->
     assert turns(server) == [("user", "hello")]
 
 
-async def test_what_cannot_be_asked_is_told_before_the_first_question(unused_tcp_port: int) -> None:
+async def test_what_cannot_be_asked_is_told_before_the_first_question() -> None:
     async with FakeServer() as server, chatting(server.address, "--model", "other") as terminal:
         await terminal.shows(re.escape(f"--model other: {server.address} serves fake"))
         assert await asyncio.wait_for(terminal.process.wait(), PATIENCE) == 65
+
+
+@pytest.mark.verify
+async def test_a_server_that_is_not_there_is_told_before_the_first_question(unused_tcp_port: int) -> None:
     async with chatting(f"127.0.0.1:{unused_tcp_port}") as terminal:
         await terminal.shows("no server answers")
         assert await asyncio.wait_for(terminal.process.wait(), PATIENCE) == 69

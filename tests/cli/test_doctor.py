@@ -59,12 +59,21 @@ def client_alone(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_pair_that_can_be_served() -> None:
-    done = doctor("--model", TARGET, "--draft", DRAFT)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = doctor_here("--model", TARGET, "--draft", DRAFT)
+    assert (done.exit_code, done.stderr) == (0, "")
     for name in ("packages", "extras", "machine", "ports", "cache folder", "models", "fast paths"):
         assert f"\n{name}" in done.stdout
     for role in ("target", "draft"):
         assert f"  {role} (llama)" in done.stdout
+    assert done.stdout.count(": can be served") == 2
+    assert "\n  one call a step          on\n" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Ready: the target and the draft can be served here")
+
+
+@pytest.mark.verify
+def test_a_process_of_its_own_reports_a_pair_too() -> None:
+    done = doctor("--model", TARGET, "--draft", DRAFT)
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(": can be served") == 2
     assert "\n  one call a step          on\n" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("Ready: the target and the draft can be served here")

@@ -27,6 +27,9 @@ PROGRAMS += [(f"{service}_service", "", f"python -m {service}_service") for serv
 PROGRAMS += [("orchestrator", "", "python -m orchestrator"), ("specdec.openai_api", "", "python -m specdec.openai_api")]
 """(module, its first argument, the program name in usage lines)"""
 
+SHOWN = ("specdec verifier", "python -m orchestrator")
+"""Programs run by every test run: a subcommand and a module. `make verify` runs them all."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -47,7 +50,10 @@ def test_a_command_and_its_options_have_their_help(name: str) -> None:
     assert not [each.name for each in command.params if not each.help and not getattr(each, "hidden", False)]
 
 
-@pytest.mark.parametrize(("module", "service", "name"), PROGRAMS)
+@pytest.mark.parametrize(
+    ("module", "service", "name"),
+    [pytest.param(*each, marks=[] if each[2] in SHOWN else pytest.mark.verify) for each in PROGRAMS],
+)
 def test_a_usage_line_names_what_was_typed(module: str, service: str, name: str, folder: Path) -> None:
     shown = run(module, service, "--help", folder=folder)
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -57,7 +63,9 @@ def test_a_usage_line_names_what_was_typed(module: str, service: str, name: str,
     assert refused.stderr.startswith(f"Usage: {name} [OPTIONS]\nTry '{name} --help' for help.\n")
 
 
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize(
+    "service", [pytest.param(each, marks=[] if each == "verifier" else pytest.mark.verify) for each in SERVICES]
+)
 def test_no_name_of_an_option_is_cut_off_in_a_narrow_terminal(service: str, folder: Path) -> None:
     shown = run("specdec.cli", service, "--help", folder=folder).stdout
     names = [name for each in SERVICES[service].params if not each.hidden for name in each.opts + each.secondary_opts]

@@ -22,15 +22,18 @@ from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli
 from specdec.cli.up import lines
+from specdec.client import Client
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import export
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.memory_needed import in_gigabytes, memory_needed
 from specdec.exit_status import ExitStatus, how_it_ended
 from specdec.local import PROGRAMS, LocalError, Stack
 from testing.processes import alive, children_of
-from tests.models import make, near
+from tests.cli.running_up import Up, running_up
+from tests.models import VOCABULARY, make, near
 from verifier_service.__main__ import main as verifier
 
 pytestmark = pytest.mark.timeout(900)  # several processes start, slowly on a busy machine
@@ -38,16 +41,29 @@ pytestmark = pytest.mark.timeout(900)  # several processes start, slowly on a bu
 NAME, ALIAS = "any/name at all", "gpt-4o"
 """Names of `up`'s target in requests."""
 
+TOKENS = 200
+"""Tokens of a text during which a service dies."""
+
+RETRIES = 200
+"""Client retries, enough for a restart of the only orchestrator on a busy machine."""
+
+STARTING = """
+import sys, time
+from pathlib import Path
+from specdec.local import PROGRAMS, Stack
+
+pretending = dict.fromkeys(PROGRAMS, ("tests.cli.pretends",))
+with Stack.start(Path(sys.argv[1]), sys.argv[2], programs=pretending):
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+"""A program that starts services which only pretend to serve."""
+
 
 @dataclass(frozen=True)
 class Pair:
     target: Path
     draft: Path
-
-    @property
-    def exported(self) -> Path:
-        """Directory for the exported draft."""
-        return self.draft.parent / "exported"
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +73,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(target, near(target, root / "draft", noise=0.04))
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return an environment with a cache of exported models for this module alone."""
-    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-
-
 def specdec(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "specdec.cli", *arguments], capture_output=True, text=True, timeout=100, **options
@@ -70,32 +80,11 @@ def specdec(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]
 
 
 @pytest.fixture(scope="module")
-def exported(pair: Pair) -> subprocess.CompletedProcess[str]:
-    """Return the result of `specdec export` for the draft; `up` serves the exported model."""
-    return specdec("export", str(pair.draft), str(pair.exported))
-
-
-@dataclass(frozen=True)
-class Up:
-    process: subprocess.Popen[str]
-    described: dict[str, Any]
-    address: str
-    children: list[int]
-
-
-@pytest.fixture(scope="module")
-def up(pair: Pair, exported: object, cache: dict[str, str]) -> Iterator[Up]:
-    command = [sys.executable, "-m", "specdec.cli", "up", "--target", str(pair.target), "--draft", str(pair.exported)]
-    command += ["--port", "0", "--openai-port", "0", "--served-model-name", NAME, "--served-model-name", ALIAS]
-    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, env=cache) as process:
-        assert process.stdout is not None
-        described = json.loads(process.stdout.readline())
-        running = Up(process, described, described["address"], children_of(process.pid))
+def up(pair: Pair) -> Iterator[Up]:
+    names = ("--served-model-name", NAME, "--served-model-name", ALIAS)
+    with running_up("--target", str(pair.target), "--draft", str(pair.draft), "--openai-port", "0", *names) as running:
         yield running
-        process.terminate()
-        assert process.wait(20) == 0
-        assert process.stdout.read() == ""
-    assert not [pid for pid in running.children if alive(pid)]
+    assert running.process.returncode == 0
 
 
 def test_all_services_run(up: Up) -> None:
@@ -116,7 +105,7 @@ def test_any_openai_client_is_answered(up: Up) -> None:
 def test_up_tells_what_each_service_runs(up: Up, pair: Pair) -> None:
     pods = up.described["pods"]
     assert {role: pod["address"] for role, pod in pods.items()} == up.described["services"]
-    assert [pods[role]["model"] for role in ("verifier", "draft")] == [pair.target.name, pair.exported.name]
+    assert [pods[role]["model"] for role in ("verifier", "draft")] == [pair.target.name, pair.draft.name]
     assert (pods["verifier"]["device"], pods["verifier"]["dtype"]) == ("cpu", "float32")
     assert all(pod["process_id"] in up.children and pod["memory_bytes"] > 10_000_000 for pod in pods.values())
     most = memory_needed(ModelDirectory(pair.target), Placement(), free_bytes("cpu")).total  # as in the memory table
@@ -202,6 +191,37 @@ def test_generate_says_what_is_wrong_in_one_line(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("role", "module"),
+    [
+        pytest.param("draft", "draft_service", marks=pytest.mark.verify),
+        ("verifier", "verifier_service"),
+        ("orchestrator", "orchestrator"),
+    ],
+)
+def test_a_client_sees_only_a_pause(up: Up, role: str, module: str) -> None:
+    """A dead service is restarted at its old address, and the user sees a line."""
+    with Client(up.address, max_retries=RETRIES) as client:
+
+        def text(*, killing: bool) -> list[int]:
+            tokens: list[int] = []
+            options = {"max_tokens": TOKENS, "temperature": 0.8, "seed": 3, "ignore_end_token": True}
+            with client.generate("hello there", **options) as stream:  # type: ignore[arg-type]
+                for chunk in stream:
+                    tokens += chunk.tokens
+                    if killing:
+                        os.kill(up.pid_of(module), signal.SIGKILL)
+                        killing = False
+            return tokens
+
+        whole = text(killing=False)
+        assert len(whole) == TOKENS
+        assert text(killing=True) == whole
+        assert up.until_said(f"{role} died ({how_it_ended(-signal.SIGKILL)}): it starts again in 0.25 s")
+        assert up.until_said(f"{role} is back at ")
+        assert text(killing=False) == whole
+
+
 @pytest.mark.parametrize(("option", "value"), [("--dtype", "int3"), ("--port", "99999")])
 def test_wrong_flags_are_refused(option: str, value: str) -> None:
     done = CliRunner().invoke(cli.app, ["up", option, value])
@@ -209,7 +229,7 @@ def test_wrong_flags_are_refused(option: str, value: str) -> None:
     assert option in done.stderr
 
 
-def test_a_start_that_fails_is_one_line(pair: Pair, cache: dict[str, str], tmp_path: Path) -> None:
+def test_a_start_that_fails_is_one_line(pair: Pair, tmp_path: Path) -> None:
     """Other causes, and used ports, are in the table of `tests/mistakes`."""
     broken = make("llama", tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"not weights")
@@ -217,7 +237,7 @@ def test_a_start_that_fails_is_one_line(pair: Pair, cache: dict[str, str], tmp_p
         (("--target", str(pair.target), "--draft", "/nonexistent"), "no such directory"),
         (("--target", str(broken), "--draft", "none"), "cannot be loaded"),
     ):
-        done = specdec("up", *arguments, env=cache)
+        done = specdec("up", *arguments)
         assert done.returncode == 1, arguments
         assert message in done.stderr
         assert "Traceback" not in done.stderr
@@ -242,32 +262,52 @@ def test_how_a_process_ended_is_told() -> None:
     assert how_it_ended(-63) == "killed by signal 63"
 
 
-def test_children_end_with_a_killed_parent(pair: Pair, cache: dict[str, str]) -> None:
+def test_children_end_with_a_killed_parent(pair: Pair) -> None:
+    command = [sys.executable, "-c", STARTING, str(pair.target), str(pair.draft)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        children = children_of(process.pid)
+        assert len(children) == 3
+        process.send_signal(signal.SIGKILL)
+    until_ended(children)
+
+
+@pytest.mark.verify
+def test_services_end_with_a_killed_command(pair: Pair) -> None:
     command = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--target", str(pair.target)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=cache) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert ":" in process.stdout.readline()
         children = children_of(process.pid)
         assert len(children) == 2
         process.send_signal(signal.SIGKILL)
+    until_ended(children)
+
+
+def until_ended(pids: list[int]) -> None:
     deadline = time.monotonic() + 20
-    while any(alive(pid) for pid in children) and time.monotonic() < deadline:
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not [pid for pid in children if alive(pid)]
+    assert not [pid for pid in pids if alive(pid)]
 
 
-def test_export_writes_what_the_draft_serves(
-    pair: Pair, exported: subprocess.CompletedProcess[str], tmp_path: Path
-) -> None:
-    model, target, done = pair.draft, pair.exported, exported
+def test_a_model_is_not_replaced_by_its_export(pair: Pair) -> None:
+    with pytest.raises(ModelDirectoryError, match="not replaced"):  # only an existing export may be replaced
+        export(ModelDirectory(pair.draft), pair.draft)
+    assert (pair.draft / "model.safetensors").is_file()
+
+
+@pytest.mark.verify
+def test_export_writes_what_the_draft_serves(pair: Pair, tmp_path: Path) -> None:
+    model, target = pair.draft, tmp_path / "exported"
+    done = specdec("export", str(model), str(target))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{target}\n"
     assert done.stderr == f"specdec: exporting {model} to {target} in float32; large models take minutes\n"
     files = {f.name for f in target.iterdir()}
     assert files >= {"model.onnx", "specdec.json", "config.json", "tokenizer.json"}
-    with pytest.raises(ModelDirectoryError, match="not replaced"):  # only an existing export may be replaced
-        export(ModelDirectory(model), model)
-    assert (model / "model.safetensors").is_file()
+    assert OnnxEngine(ModelDirectory(target), capacity=512, threads=1).vocabulary == VOCABULARY
     wrong = specdec("export", "/nonexistent", str(tmp_path / "other"))
     assert wrong.returncode == ExitStatus.USAGE
     assert wrong.stderr == "specdec: /nonexistent: no such directory\n"

@@ -60,12 +60,17 @@ TARGET = ("--model", str(DEMO / "target"))
     ("command", "option"),
     [
         (("verifier", *TARGET), "--port"),
-        (("draft", "--model", str(DEMO / "draft")), "--port"),
-        (("orchestrator", *TARGET, "--verifier", "127.0.0.1:1"), "--port"),
         (("orchestrator", *TARGET, "--verifier", "127.0.0.1:1", "--workers", "2"), "--port"),
-        (("up", "--verifier-port", "0", "--draft-port", "0"), "--port"),
-        (("up", "--port", "0"), "--verifier-port"),
         (("up", "--port", "0"), "--draft-port"),
+        *(
+            pytest.param(*case, marks=pytest.mark.verify)  # each starts a process
+            for case in (
+                (("draft", "--model", str(DEMO / "draft")), "--port"),
+                (("orchestrator", *TARGET, "--verifier", "127.0.0.1:1"), "--port"),
+                (("up", "--verifier-port", "0", "--draft-port", "0"), "--port"),
+                (("up", "--port", "0"), "--verifier-port"),
+            )
+        ),
     ],
 )
 def test_a_taken_port_is_one_line(command: tuple[str, ...], option: str, taken: int) -> None:
@@ -99,7 +104,9 @@ def test_a_port_that_no_draft_takes_may_be_taken(taken: int) -> None:
 @pytest.mark.parametrize(
     ("words", "variables"),
     [
-        (("--orchestrator-tls-cert", "c.pem", "--orchestrator-tls-key", "k.pem"), {}),
+        pytest.param(
+            ("--orchestrator-tls-cert", "c.pem", "--orchestrator-tls-key", "k.pem"), {}, marks=pytest.mark.verify
+        ),
         ((), {"SPECDEC_ORCHESTRATOR_TLS_CERT": "c.pem", "SPECDEC_ORCHESTRATOR_TLS_KEY": "k.pem"}),
     ],
 )

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from specdec.cli import waiting as module
 from specdec.cli.waiting import VERIFIER, WaitReporter
 from tests.client.fake_server import TEXT, Act, FakeServer
 from tests.stack import until
@@ -29,6 +30,13 @@ async def orchestrator(status: int = SERVING, *acts: Act) -> AsyncIterator[tuple
         yield server, checks
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the reporters of this process report sooner."""
+    monkeypatch.setattr(module, "SILENT_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
 async def test_an_orchestrator_that_is_not_there_is_waited_for_by_its_address() -> None:
     async with FakeServer() as server:
         pass
@@ -38,6 +46,7 @@ async def test_an_orchestrator_that_is_not_there_is_waited_for_by_its_address() 
     assert lines == [f"waiting for an orchestrator: nothing answers at {server.address} yet; retrying for some seconds"]
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_what_is_waited_for_is_said_once_and_when_it_changes() -> None:
     lines: list[str] = []
     async with orchestrator(NOT_SERVING) as (server, checks):
@@ -52,6 +61,7 @@ async def test_what_is_waited_for_is_said_once_and_when_it_changes() -> None:
     assert lines[2:] == lines[1:2]
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_of_several_orchestrators_those_that_can_work_are_named() -> None:
     async with FakeServer() as gone:
         pass
@@ -92,7 +102,7 @@ async def test_a_text_that_breaks_off_says_how_far_it_came() -> None:
     assert "\nended after 3 tokens, seed " in complained.decode()
 
 
-@pytest.mark.parametrize("json_output", [True, False])
+@pytest.mark.parametrize("json_output", [True, pytest.param(False, marks=pytest.mark.verify)])
 async def test_a_file_of_prompts_waits_aloud_too(tmp_path: Any, json_output: bool) -> None:
     file = tmp_path / "prompts"
     file.write_text('{"text": "a"}\n{"text": "b"}\n')

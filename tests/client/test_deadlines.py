@@ -10,7 +10,7 @@ import pytest
 from google.rpc import code_pb2
 
 from specdec.client import AsyncClient, Cancelled, Client, DeadlineExceeded
-from tests.client.calls import BREAK, ROUNDING, retry_info, until, written
+from tests.client.calls import BREAK, EVENTUALLY, ROUNDING, retry_info, until, written
 from tests.client.fake_server import TEXT, TOKENS, Act, FakeServer, rich
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
@@ -123,16 +123,19 @@ async def test_closing_the_client_ends_its_calls(connect: Any) -> None:
             await reading
 
 
-@pytest.mark.parametrize("streams", [False, True])
-async def test_closing_the_client_ends_a_call_that_waits_for_its_next_try(connect: Any, streams: bool) -> None:
-    """The call ends without another connection."""
-    async with FakeServer(rich(code_pb2.UNAVAILABLE, retry_info(3))) as server, connect(server) as client:
-        asking = client.generate("hi").__anext__() if streams else client.complete("hi")
-        call = asyncio.ensure_future(asking)
-        await until(server.called)
-        for _ in range(2):  # answered on the same connection after the refusal: the call is backing off by then
+async def test_closing_the_client_ends_calls_that_wait_for_their_next_try(connect: Any) -> None:
+    """The calls end without another connection."""
+    refusal = rich(code_pb2.UNAVAILABLE, retry_info(3))
+    async with FakeServer(refusal, refusal) as server, connect(server) as client:
+        asking = client.generate("hi").__anext__(), client.complete("hi")
+        calls = [asyncio.ensure_future(each) for each in asking]
+        async with asyncio.timeout(EVENTUALLY):
+            while len(server.calls) < len(calls):
+                await asyncio.sleep(0.01)
+        for _ in range(2):  # answered on the same connection after the refusals: the calls are backing off by then
             await client.models()
         await client.close()
-        with pytest.raises(Cancelled):
-            await call
-    assert len(server.calls) == 1
+        for call in calls:
+            with pytest.raises(Cancelled):
+                await call
+    assert len(server.calls) == len(calls)

@@ -110,8 +110,10 @@ async def command(*arguments: str | Path) -> list[str]:
 
 async def test_commands_say_it_in_a_line_and_grpc_says_nothing(authority: Authority) -> None:
     async with FakeServer() as server:
-        (line,) = await command("stats", server.address, "--tls-ca", authority.file)
-        said = await command("generate", "hi", "--address", server.address, "--tls-ca", authority.file)
+        (line,), said = await asyncio.gather(
+            command("stats", server.address, "--tls-ca", authority.file),
+            command("generate", "hi", "--address", server.address, "--tls-ca", authority.file),
+        )
     assert line.startswith(f"specdec: {server.address}: {NO_TLS}")
     assert said
     assert all(line.startswith(f"specdec: {server.address}: {NO_TLS}") for line in said)

@@ -96,7 +96,7 @@ def ask(status: int, headers: dict[str, str], text: str, schema: dict[str, Any] 
             self.wfile.write(text.encode())
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        serving = threading.Thread(target=server.serve_forever)
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))  # seconds between looks for its end
         serving.start()
         try:
             url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -268,6 +268,7 @@ def where_the_draft_is_sure(q: Model) -> Callable[[int, Path], int]:
     return lambda seed, text: 1 if q(text).max() < 0.6 else 3
 
 
+@pytest.mark.verify
 def test_they_do_if_a_chain_is_as_long_as_the_draft_is_sure() -> None:
     p, q = model(3, VOCABULARY), model(4, VOCABULARY)
     counts = Counter(run(seed, p, q, depth=where_the_draft_is_sure(q)) for seed in range(RUNS))

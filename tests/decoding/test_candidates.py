@@ -19,6 +19,7 @@ from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.truncation import survivors
 from tests.choices import mask_of
+from tests.examples import examples
 
 TOLERANCE = 1e-12
 """Tolerance for logprobs: the reference sums the same float64 weights in another order."""
@@ -105,7 +106,7 @@ def queries(draw: st.DrawFn, vocabulary: int) -> SamplingQuery:
     return SamplingQuery(sampler, draw(st.integers(0, 99)), state, draw(st.lists(tokens, max_size=2)), allowed=mask)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(passes(), st.integers(1, 9))
 def test_each_row_has_the_candidates_that_it_has_alone(of: Pass, width: int) -> None:
     tokens, logprobs, sound = draft_candidates(HostDraftLogits(of.logits), of.rows, width)

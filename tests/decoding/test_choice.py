@@ -16,15 +16,16 @@ from specdec.decoding.sampling import Sampling
 from tests.choices import choose_token
 from tests.choices import scores as scores_of
 from tests.decoding.choice_reference import Case, cases, reference_choice, reference_perturbed
+from tests.examples import examples
 
 
 class TestChoose:
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(cases())
     def test_equals_the_reference(self, case: Case) -> None:
         assert case.choose() == reference_choice(case)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(50), deadline=None)
     @given(cases())
     def test_scores_are_what_the_choice_maximises(self, case: Case) -> None:
         """Scores are of the survivors; for greedy sampling, of all tokens, with banned ones at -inf."""
@@ -35,7 +36,7 @@ class TestChoose:
         assert dict(zip(ids.tolist(), scores.tolist(), strict=True)) == want
         assert ids.tolist() == sorted(want)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(50), deadline=None)
     @given(cases(), st.lists(st.integers(0, 11), max_size=6))
     def test_a_penalty_state_that_grew_is_the_penalty_state(self, case: Case, more: list[int]) -> None:
         more = [token % len(case.logits) for token in more]
@@ -44,7 +45,7 @@ class TestChoose:
         got = int(choose(case.row[None], [case.query._replace(penalty_state=penalty_state)])[0])
         assert got == reference_choice(replace(case, output=case.output + more))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(50), deadline=None)
     @given(cases())
     def test_neither_row_nor_penalty_state_is_changed(self, case: Case) -> None:
         row, penalty_state = np.array(case.logits, dtype=np.float32), case.penalty_state

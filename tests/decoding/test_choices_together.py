@@ -27,6 +27,7 @@ from tests.decoding.choice_reference import (
     reference_choice,
     reference_typical,
 )
+from tests.examples import examples
 
 
 @st.composite
@@ -97,7 +98,7 @@ def random_rows(rng: np.random.Generator, count: int, vocabulary: int) -> NDArra
 
 
 class TestManyRows:
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=examples(40), deadline=None)
     @given(batches(), st.data())
     def test_a_row_does_not_depend_on_the_others(
         self, batch: list[tuple[NDArray[np.float32], SamplingQuery]], data: st.DataObject
@@ -108,13 +109,13 @@ class TestManyRows:
         some = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1))
         assert together([batch[i] for i in some]) == [alone[i] for i in some]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(30), deadline=None)
     @given(st.data(), st.integers(1, 12))
     def test_every_row_equals_the_reference(self, data: st.DataObject, vocabulary: int) -> None:
         batch = data.draw(st.lists(cases(vocabulary=vocabulary), min_size=1, max_size=6))
         assert together([(case.row, case.query) for case in batch]) == [reference_choice(case) for case in batch]
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(50), deadline=None)
     @given(cases(), st.data())
     def test_rows_of_one_text_have_penalties_of_their_own_paths(self, case: Case, data: st.DataObject) -> None:
         paths = data.draw(st.lists(st.lists(st.integers(0, len(case.logits) - 1), max_size=6), min_size=1))

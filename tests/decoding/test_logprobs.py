@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import special
 
 from specdec.decoding.logprobs import log_softmax, logprobs
+from tests.examples import examples
 
 values = st.floats(-1e4, 1e4, width=32) | st.integers(-3, 3).map(float) | st.just(-math.inf)
 
@@ -28,7 +29,7 @@ def test_an_almost_certain_token_keeps_its_small_log_probability() -> None:
     np.testing.assert_allclose(log_softmax(logits)[0], -math.log1p(rest), rtol=1e-6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data(), st.integers(1, 12), st.integers(1, 5))
 def test_rows_equal_a_plain_sort_and_each_row_alone(data: st.DataObject, vocabulary: int, count: int) -> None:
     row = st.lists(values, min_size=vocabulary, max_size=vocabulary).filter(lambda row: max(row) > -math.inf)

@@ -15,10 +15,11 @@ from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from tests.choices import candidates, choose_token
 from tests.decoding.choice_reference import Case, cases, reference_adjusted, reference_perturbed
+from tests.examples import examples
 
 
 class TestDraftCandidates:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=examples(80), deadline=None)
     @given(cases(), st.integers(1, 14))
     def test_the_first_is_the_choice_and_the_rest_descend(self, case: Case, width: int) -> None:
         tokens, scores = case.draft_candidates(width)
@@ -27,7 +28,7 @@ class TestDraftCandidates:
         assert all(-math.inf < score <= 0 for score in scores)
         assert scores == sorted(scores, reverse=True)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(50), deadline=None)
     @given(cases(temperatures=(0.0, 0.7, 1.0, 2.5)), st.integers(1, 14))
     def test_they_rank_the_perturbed_logits_of_the_survivors(self, case: Case, width: int) -> None:
         """The logits are those before the division by T, on the scale that decides agreement."""
@@ -40,7 +41,7 @@ class TestDraftCandidates:
         assert tokens == best
         np.testing.assert_allclose(scores, [scale * perturbed[token] - total for token in best], atol=1e-6)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(50), deadline=None)
     @given(cases(), st.integers(1, 14))
     def test_banned_tokens_are_never_among_them(self, case: Case, width: int) -> None:
         banned = {token for token, z in enumerate(reference_adjusted(case)) if z == -math.inf}

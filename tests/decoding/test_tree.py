@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.tree import MAX_DRAWS, BaseAheadError, Node, Paths, TokenTree, spell
+from tests.examples import examples
 
 VOCABULARY = 4
 PROMPT = (1, 2)
@@ -151,7 +152,7 @@ def everything_first(story: Story) -> TokenTree:
 
 
 class TestOrder:
-    @settings(max_examples=250, deadline=None)
+    @settings(max_examples=examples(120), deadline=None)
     @given(stories())
     def test_any_interleaving_ends_as_inserting_everything_first(self, story: Story) -> None:
         tree = play(story)

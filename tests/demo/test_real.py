@@ -13,8 +13,8 @@ from rich.console import Console
 from demo.real import Model, RealPairError, fetch
 
 CONTENT = bytes(range(256)) * 5000
-PARTS = [CONTENT[:400_000], CONTENT[400_000:1_000_000], CONTENT[1_000_000:]]
-MODEL = Model("tiny-1.5", "parts-of-it", "0.1.0", 3, len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), "MIT")
+PARTS = [CONTENT[:400_000], CONTENT[400_000:]]
+MODEL = Model("tiny-1.5", "parts-of-it", "0.1.0", 2, len(CONTENT), hashlib.sha256(CONTENT).hexdigest(), "MIT")
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ from tests.deploy.chart import (
     text,
 )
 from tests.deploy.chart_values import COMBINATIONS, COMMANDS, EVERYTHING, EXAMPLE_VALUES, PORTS, VOLUMES, WHOLE
+from tests.examples import examples
 
 SERVICES = {
     "verifier": verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name,
@@ -90,7 +91,7 @@ class TestWhatIsRendered:
         assert {each["kind"] for each in things if "hunter2" in json.dumps(each)} == {"Deployment"}
 
     @given(data=st.data())
-    @settings(max_examples=30, phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
+    @settings(max_examples=examples(10), phases=[Phase.explicit, Phase.generate])  # shrinking would take minutes
     def test_any_combination(self, data: st.DataObject) -> None:
         values, release = data.draw(some_values()), data.draw(st.sampled_from(["specdec", "s" * 53, "a-b"]))
         things = render(values, release)

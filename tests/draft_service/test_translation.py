@@ -136,7 +136,7 @@ def test_the_trees_are_those_of_the_draft_with_the_targets_tokenizer(tmp_path: P
     other = ModelDirectory(renumbered(tmp_path / "renumbered"))
     translation = Translation(other, TARGET)
     assert len(translation.common) == TARGET.vocabulary
-    for number, prompt in enumerate(held_out(3, tokens=48)):
+    for number, prompt in enumerate(held_out(2, tokens=48)):
         sampler = RequestSampler(Sampling(temperature=0.8 * (number % 2), seed=number))
         with torch_engine(DEMO / "draft", capacity=2048, exact=False) as ours:
             expected = trees(LanguageModelDrafter(ours), sampler, prompt)
@@ -177,7 +177,7 @@ async def test_tokens_are_those_of_plain_decoding(tmp_path: Path, temperature: f
             drafted = await services.generate(prompt, max_tokens=48, sampling=sampling, speculation=ALWAYS)
             assert list(drafted.tokens) == list(plain.tokens)
             accepted += drafted.finish.speculation.accepted
-            if number >= 2 and accepted > 24:
+            if number and accepted > 24:
                 break
     assert accepted > 24
 

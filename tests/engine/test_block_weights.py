@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from specdec.engine.engine import Engine
 from specdec.engine.engines.cpu_engine import CpuEngine
@@ -39,22 +41,25 @@ def logits(engine: Engine, rows: int) -> np.ndarray[tuple[int, ...], np.dtype[np
 
 
 @pytest.fixture(scope="module")
-def stored() -> CpuEngine:
-    return CpuEngine(TARGET, capacity=512, dtype="bfloat16", threads=(1,), exact=False)
+def own() -> torch.Tensor:
+    """Probabilities after each token of the text, by the model's own forward pass with the stored weights."""
+    model: Any = AutoModelForCausalLM.from_pretrained(TARGET.path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return torch.softmax(model(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0], dim=1)
 
 
-@pytest.mark.parametrize(("bits", "overlap"), [(8, 0.97), (4, 0.8)])
+@pytest.mark.parametrize(("bits", "overlap"), [(8, 0.97), pytest.param(4, 0.8, marks=pytest.mark.verify)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.verify)])
-def test_rows_are_exact_and_logits_near(stored: CpuEngine, bits: int, overlap: float, dtype: str) -> None:
+def test_rows_are_exact_and_logits_near(own: torch.Tensor, bits: int, overlap: float, dtype: str) -> None:
     engine = CpuEngine(TARGET, capacity=512, dtype=dtype, threads=(1,), exact=True, bits=bits)
     assert engine.exact
     assert f"/int{bits}-onnxruntime-" in engine.numerics
+    assert any(isinstance(module, BlockLinear) for module in engine.model.modules())
     found = logits(engine, len(TEXT))
     for rows in (1, 3, 8):
         np.testing.assert_array_equal(logits(engine, rows), found)
-    ours, theirs = (torch.softmax(torch.from_numpy(each), dim=1) for each in (found, logits(stored, len(TEXT))))
-    assert torch.minimum(ours, theirs).sum(dim=1).mean() > overlap
-    assert not torch.equal(ours, theirs)
+    ours = torch.softmax(torch.from_numpy(found), dim=1)
+    assert torch.minimum(ours, own).sum(dim=1).mean() > overlap
 
 
 @pytest.mark.parametrize(

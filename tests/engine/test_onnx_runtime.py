@@ -28,7 +28,10 @@ class InferenceSession:
 
 def _loads(path: Path) -> bool:
     """Return True if a statement of a file imports ONNX Runtime."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    source = path.read_text()
+    if "onnxruntime" not in source:
+        return False
+    for node in ast.walk(ast.parse(source)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module]

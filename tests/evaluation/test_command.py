@@ -24,11 +24,16 @@ def prompts(tmp_path: Path, *lines: object) -> str:
     return str(file)
 
 
-def test_it_tells_acceptance_speed_and_pools(directories: Directories, tmp_path: Path) -> None:
+def evaluate_pair(directories: Directories, tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Evaluate a pair on two short texts, one of them sampled."""
     file = prompts(tmp_path, {"text": "once upon a time"}, {"text": "abc", "temperature": 0.8, "seed": 1})
     pair = (str(directories.target), str(directories.near), "--prompts", file, "--draft-engine", "torch")
-    short = ("--max-tokens", "12", "--threads", "1", "--streams", "2", "--concurrent", "8")
-    done = evaluate(*pair, *short, "--json")
+    short = ("--max-tokens", "6", "--threads", "1", "--streams", "2", "--concurrent", "8")
+    return evaluate(*pair, *short, *options)
+
+
+def test_it_tells_acceptance_speed_and_pools(directories: Directories, tmp_path: Path) -> None:
+    done = evaluate_pair(directories, tmp_path, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["temperatures"] == [0.0, 0.8]
@@ -41,7 +46,10 @@ def test_it_tells_acceptance_speed_and_pools(directories: Directories, tmp_path:
     assert "tokens_per_second" not in told["acceptance"][0]  # this measurement's steps are artificially long
     assert all(each["draft_pods"] >= 1 for each in told["pools"].values())
 
-    shown = evaluate(*pair, *short)
+
+@pytest.mark.verify
+def test_it_tells_people_in_lines(directories: Directories, tmp_path: Path) -> None:
+    shown = evaluate_pair(directories, tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "Predicted tokens a second of one verifier" in shown.stdout
     assert "2 streams a verifier: " in shown.stdout
@@ -51,12 +59,12 @@ def test_it_tells_acceptance_speed_and_pools(directories: Directories, tmp_path:
     ("lines", "options", "why"),
     [
         ([{"text": "a"}], ("--streams", "0"), "Invalid value for '--streams'"),
-        ([{"text": "a", "temperature": -1}], (), "prompts.jsonl:1: sampling.temperature"),
+        ([{"txt": "a"}], (), "prompts.jsonl:1: must be an object with one of"),
         *(
             pytest.param(*case, marks=pytest.mark.verify)  # each starts a process that imports torch
             for case in (
                 ([], (), "prompts.jsonl: has no prompts"),
-                ([{"txt": "a"}], (), "prompts.jsonl:1: must be an object with one of"),
+                ([{"text": "a", "temperature": -1}], (), "prompts.jsonl:1: sampling.temperature"),
                 ([{"text": "a"}], ("--device", "cuda"), "cuda"),
                 ([{"text": "a", "rule": "contrastive"}], (), "prompts.jsonl:1: rule: is contrastive"),
                 ([{"text": "a", "max_tokens": 200}], ("--kv-tokens", "1024"), "prompts.jsonl:1: may have 2"),

@@ -14,7 +14,7 @@ from specdec.openai_api import bodies, callers
 from tests.client.fake_server import Act, FakeServer
 from tests.hostile.keyless_http import KeylessHttp
 from tests.openai_api.front import Front, front
-from tests.openai_api.test_http_server import ASKED, post, told
+from tests.openai_api.test_http_server import ASKED, answered, post, told
 from tests.stack import until
 
 KEY, WRONG = b"authorization: Bearer key\r\n", b"authorization: Bearer wrong\r\n"
@@ -48,7 +48,7 @@ async def held(
 @pytest.mark.parametrize("length", [1000, 9 << 20])
 async def test_a_key_that_is_not_known_is_refused_before_the_body_comes(key: bytes, length: int) -> None:
     async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
-        answer = await told(http.address, post(b"", length=length, headers=key))
+        answer = await answered(http.address, post(b"", length=length, headers=key))
         assert b"connection: close\r\n" in answer
         assert b"unknown API key" in answer
         assert not orchestrator.calls
@@ -71,7 +71,7 @@ async def test_a_caller_that_sends_on_can_read_why_it_is_refused(chunked: bool) 
 
 async def test_a_length_that_is_too_long_is_refused_before_the_body_comes() -> None:
     async with FakeServer() as orchestrator, front(orchestrator.address) as http:
-        answer = await told(http.address, post(b"", length=(8 << 20) + 1))
+        answer = await answered(http.address, post(b"", length=(8 << 20) + 1))
     assert status_of(answer) == 413
     assert b"connection: close\r\n" in answer
     assert b"must have at most 8388608" in answer
@@ -106,6 +106,7 @@ async def test_a_tenant_holds_what_it_leaves_free(monkeypatch: pytest.MonkeyPatc
     """By declared lengths, a single tenant may hold half of the room, and each of two tenants a third."""
     monkeypatch.setattr(bodies, "MAX_BODIES_BYTES", 3000)
     monkeypatch.setattr(bodies, "RATE_GRACE_SECONDS", 30.0)
+    monkeypatch.setattr(bodies, "LINGER_SECONDS", 0.1)
     async with FakeServer(keys=["key", "other"]) as orchestrator, front(orchestrator.address) as http:
         for key in (KEY, OTHER):  # from now on the keys are known, and bodies count immediately
             assert status_of(await told(http.address, post(ASKED, headers=key + CLOSE))) == 200
@@ -164,7 +165,7 @@ async def test_a_body_that_comes_slowly_is_given_up(monkeypatch: pytest.MonkeyPa
     """It is given up long before the time limit for bodies."""
     monkeypatch.setattr(bodies, "RATE_GRACE_SECONDS", 0.2)
     async with FakeServer() as orchestrator, front(orchestrator.address, body_seconds=1000.0) as http:
-        answer = await told(http.address, post(ASKED, length=1000))
+        answer = await answered(http.address, post(ASKED, length=1000))
     assert status_of(answer) == 408
     assert b"less than 8 KiB/s" in answer
 
@@ -252,13 +253,13 @@ async def test_a_check_that_fails_is_no_refusal() -> None:
     """The next request retries the check."""
     full = Act(then="abort", code=grpc.StatusCode.RESOURCE_EXHAUSTED)
     async with FakeServer(listing=[full]) as orchestrator, front(orchestrator.address) as http:
-        assert status_of(await told(http.address, post(b"", length=1000, headers=KEY))) == 503
+        assert status_of(await answered(http.address, post(b"", length=1000, headers=KEY))) == 503
         assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
 
 
 async def test_without_an_orchestrator_nothing_is_read() -> None:
     async with front("127.0.0.1:1") as http:
-        assert status_of(await told(http.address, post(b"", length=1000, headers=KEY))) == 503
+        assert status_of(await answered(http.address, post(b"", length=1000, headers=KEY))) == 503
 
 
 async def test_refusals_of_one_network_are_slowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,4 +271,7 @@ async def test_refusals_of_one_network_are_slowed(monkeypatch: pytest.MonkeyPatc
         slowed = [asyncio.create_task(told(http.address, post(ASKED, headers=CLOSE))) for _ in range(2)]
         await until(lambda: http.app.running == 2)
         assert status_of(await told(http.address, post(ASKED, headers=KEY + CLOSE))) == 200
-        assert b"" in await asyncio.gather(*slowed)  # one connection was closed
+        ended, waiting = await asyncio.wait(slowed, return_when=asyncio.FIRST_COMPLETED)
+        assert b"" in [request.result() for request in ended]  # its connection was closed
+        for request in waiting:
+            request.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ import pytest
 import typer
 from starlette.types import Receive, Scope, Send
 
-from specdec.openai_api import http_server
+from specdec.openai_api import bodies, http_server
 from specdec.openai_api.http_server import HttpServer, ServerTls
 from specdec.openai_api.origins import origin
 from specdec.serving.process.listening import bound
@@ -36,6 +37,22 @@ def post(body: bytes, length: int | None = None, headers: bytes = b"") -> bytes:
         + f"content-length: {len(body) if length is None else length}\r\n\r\n".encode()
         + body
     )
+
+
+async def answered(address: str, request: bytes) -> bytes:
+    """Return the answer to a request, and then close the connection. The server may keep a refused one open for a
+    while."""
+    host, _, port = address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    try:
+        async with asyncio.timeout(20):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"\r\ncontent-length: (\d+)\r\n", head)
+            assert length is not None, head
+            return head + await reader.readexactly(int(length[1]))
+    finally:
+        writer.transport.abort()
 
 
 async def told(address: str, request: bytes) -> bytes:
@@ -80,7 +97,8 @@ async def test_headers_that_do_not_come_end_the_connection(requests: int, begun:
         writer.close()
 
 
-async def test_a_body_that_does_not_come_is_given_up() -> None:
+async def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "LINGER_SECONDS", 0.2)
     async with FakeServer() as orchestrator, front(orchestrator.address, body_seconds=0.2) as http:
         answer = await told(http.address, post(ASKED, length=1000))
         assert answer.startswith(b"HTTP/1.1 408 ")
@@ -112,7 +130,7 @@ async def test_a_caller_who_reads_nothing_is_given_up() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    async with serving(endless, unread_seconds=1.0) as server:
+    async with serving(endless, unread_seconds=0.3) as server:
         caller = socket.create_connection(("127.0.0.1", server.port))
         with caller:
             caller.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")

@@ -16,9 +16,8 @@ from google.rpc import code_pb2
 from specdec.openai_api.anthropic_request import parse_count, parse_messages
 from specdec.openai_api.errors import ApiError
 from tests.client.fake_server import TEXT, Act, FakeServer, rich
-from tests.faults.cluster import Models
 from tests.openai_api.front import front
-from tests.openai_api.test_reasoning import OPENED, reasoning_pair
+from tests.openai_api.test_reasoning import OPENED
 from tests.openai_api.test_tools import WEATHER
 from tests.stack import stack
 
@@ -192,9 +191,12 @@ def test_what_is_ignored_is_named() -> None:
         parse_messages(fields, strict=True)
 
 
-async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> None:
-    target, draft = reasoning_pair(models, tmp_path)
-    async with stack(target, draft) as services, front(services.address) as http, client_of(services.address) as client:
+async def test_tools_are_called_as_in_a_chat(reasoning_pair: tuple[Path, Path]) -> None:
+    async with (
+        stack(*reasoning_pair) as services,
+        front(services.address) as http,
+        client_of(services.address) as client,
+    ):
         asked: dict[str, Any] = {"model": services.model.name, "max_tokens": 120, "messages": HI}
         asked |= {"tools": [TOOL], "extra_body": {"seed": 5}}
         asked["tool_choice"] = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
@@ -233,8 +235,8 @@ async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> 
         assert answer.stop_reason in ("end_turn", "max_tokens")
 
 
-async def test_reasoning_is_a_block_unless_it_is_disabled(models: Models, tmp_path: Path) -> None:
-    async with stack(*reasoning_pair(models, tmp_path)) as services, client_of(services.address) as client:
+async def test_reasoning_is_a_block_unless_it_is_disabled(reasoning_pair: tuple[Path, Path]) -> None:
+    async with stack(*reasoning_pair) as services, client_of(services.address) as client:
         asked: dict[str, Any] = {"model": services.model.name, "max_tokens": 40, "messages": HI}
         asked["extra_body"] = {"seed": 2, **OPENED}
         found = await client.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 1024})

@@ -66,7 +66,7 @@ async def test_it_drains() -> None:
 async def test_a_stream_that_a_drain_cuts_off_ends_with_an_error() -> None:
     async with (
         FakeServer(Act(tokens=3, then="hold")) as server,
-        running("--orchestrator", server.address, "--drain-seconds", "1") as (process, address),
+        running("--orchestrator", server.address, "--drain-seconds", "0.2") as (process, address),
         openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="key", max_retries=0) as client,
     ):
         stream = await client.completions.create(model="fake", prompt="def", stream=True)
@@ -129,10 +129,19 @@ async def test_metrics_are_at_their_port() -> None:
     ("options", "status", "line"),
     [
         (["--orchestrator", "http://x:1"], 2, "'--orchestrator'"),
-        (["--tls-cert", "/nowhere.pem", "--tls-key", "/nowhere.pem"], 1, "--tls-cert /nowhere.pem: No such file"),
-        (["--orchestrator-tls-ca", "/nowhere.pem"], 2, "--orchestrator-tls-ca /nowhere.pem: No such file"),
-        (["--allow-origin", "https://a.example/"], 2, "'--allow-origin'"),
         (["--host", "192.0.2.1"], 1, "cannot listen there"),
+        *(
+            pytest.param(*case, marks=pytest.mark.verify)  # each starts a process
+            for case in (
+                (
+                    ["--tls-cert", "/nowhere.pem", "--tls-key", "/nowhere.pem"],
+                    1,
+                    "--tls-cert /nowhere.pem: No such file",
+                ),
+                (["--orchestrator-tls-ca", "/nowhere.pem"], 2, "--orchestrator-tls-ca /nowhere.pem: No such file"),
+                (["--allow-origin", "https://a.example/"], 2, "'--allow-origin'"),
+            )
+        ),
     ],
 )
 async def test_it_says_why_it_cannot_run(options: list[str], status: int, line: str) -> None:

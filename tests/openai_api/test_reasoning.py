@@ -9,30 +9,12 @@ from typing import Any
 import pytest
 from openai import BadRequestError
 
-from specdec.wire.tool_formats import HERMES
-from tests.faults.cluster import Models
 from tests.openai_api.front import front
 from tests.openai_api.test_tools import TOOLS, check
-from tests.reasoning import CLOSE, TEMPLATE, reasoning_model
+from tests.reasoning import CLOSE
 from tests.stack import stack
-from tests.tool_templates import TEMPLATES
 
 OPENED = {"chat_template_kwargs": {"opened": True}}
-
-
-def reasoning_pair(models: Models, folder: Path) -> tuple[Path, Path]:
-    """Return a target with reasoning and tools, and a draft close to it."""
-    template = "{% if tools %}" + TEMPLATES[HERMES] + "{% if opened %}<think>\n{% endif %}{% else %}" + TEMPLATE
-    template += "{% endif %}"
-    return (
-        reasoning_model(models.target, folder / "target", template),
-        reasoning_model(models.draft, folder / "draft", template),
-    )
-
-
-@pytest.fixture
-def pair(models: Models, tmp_path: Path) -> tuple[Path, Path]:
-    return reasoning_pair(models, tmp_path)
 
 
 def asked_of(name: str, **others: Any) -> dict[str, Any]:
@@ -42,8 +24,8 @@ def asked_of(name: str, **others: Any) -> dict[str, Any]:
     return {"model": name, "messages": messages, **fixed, **others}
 
 
-async def test_it_has_a_field_of_its_own(pair: tuple[Path, Path]) -> None:
-    async with stack(*pair) as services, front(services.address) as http:
+async def test_it_has_a_field_of_its_own(reasoning_pair: tuple[Path, Path]) -> None:
+    async with stack(*reasoning_pair) as services, front(services.address) as http:
         create: Any = http.client.chat.completions.create
         asked = asked_of(services.model.name, logprobs=True)
         whole = await create(**asked)
@@ -74,15 +56,15 @@ async def test_it_has_a_field_of_its_own(pair: tuple[Path, Path]) -> None:
                 assert silent.choices[0].message.content == content
 
 
-async def test_an_answer_that_is_cut_off_while_it_reasons(pair: tuple[Path, Path]) -> None:
-    async with stack(*pair) as services, front(services.address) as http:
+async def test_an_answer_that_is_cut_off_while_it_reasons(reasoning_pair: tuple[Path, Path]) -> None:
+    async with stack(*reasoning_pair) as services, front(services.address) as http:
         answer: Any = await http.client.chat.completions.create(**asked_of(services.model.name, max_tokens=1))
         (choice,) = answer.choices
         assert (choice.finish_reason, choice.message.content) == ("length", None)
 
 
-async def test_a_text_need_not_be_split(pair: tuple[Path, Path]) -> None:
-    async with stack(*pair) as services, front(services.address) as http:
+async def test_a_text_need_not_be_split(reasoning_pair: tuple[Path, Path]) -> None:
+    async with stack(*reasoning_pair) as services, front(services.address) as http:
         own = {"extra_body": {**OPENED, "specdec": {"split_reasoning": False}}}
         answer: Any = await http.client.chat.completions.create(**asked_of(services.model.name) | own)
         assert "</think>" in answer.choices[0].message.content
@@ -90,9 +72,9 @@ async def test_a_text_need_not_be_split(pair: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-async def test_the_next_request_repeats_it(pair: tuple[Path, Path], name: str) -> None:
+async def test_the_next_request_repeats_it(reasoning_pair: tuple[Path, Path], name: str) -> None:
     """The reasoning may have either of the two field names in use."""
-    async with stack(*pair) as services, front(services.address) as http:
+    async with stack(*reasoning_pair) as services, front(services.address) as http:
         turn: Any = {"role": "assistant", "content": "warm", name: "it is May"}
         messages = [{"role": "user", "content": "how warm is it?"}, turn, {"role": "user", "content": "and now?"}]
         answer: Any = await http.client.chat.completions.create(**asked_of(services.model.name, messages=messages))
@@ -107,8 +89,8 @@ async def test_the_next_request_repeats_it(pair: tuple[Path, Path], name: str) -
             await http.client.chat.completions.create(**asked_of(services.model.name, messages=messages))
 
 
-async def test_schemas_and_calls_are_about_the_answer(pair: tuple[Path, Path]) -> None:
-    async with stack(*pair) as services, front(services.address) as http:
+async def test_schemas_and_calls_are_about_the_answer(reasoning_pair: tuple[Path, Path]) -> None:
+    async with stack(*reasoning_pair) as services, front(services.address) as http:
         create: Any = http.client.chat.completions.create
         schema: dict[str, Any] = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
         schema |= {"additionalProperties": False}

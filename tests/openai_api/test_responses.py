@@ -24,10 +24,9 @@ from specdec.openai_api.responses_answer import ResponseAnswer
 from specdec.openai_api.responses_request import ResponsesReader
 from tests.captured_logs import captured_logs
 from tests.client.fake_server import TEXT, Act, FakeServer, rich
-from tests.faults.cluster import Models
 from tests.openai_api.front import Front, front
 from tests.openai_api.test_http_server import post, told
-from tests.openai_api.test_reasoning import OPENED, reasoning_pair
+from tests.openai_api.test_reasoning import OPENED
 from tests.openai_api.test_tools import WEATHER
 from tests.reasoning import CLOSE, OPEN
 from tests.stack import stack
@@ -444,13 +443,10 @@ def test_a_call_of_a_tool_of_a_namespace_is_told_by_both_names() -> None:
     assert done["name"] == "ask"
 
 
-async def test_the_tokens_of_a_prompt_are_counted(models: Models, tmp_path: Path) -> None:
+async def test_the_tokens_of_a_prompt_are_counted(reasoning_pair: tuple[Path, Path]) -> None:
     """The count is that of the response to the same request, even if it continues an earlier one."""
     with stored() as store:
-        async with (
-            stack(*reasoning_pair(models, tmp_path)) as services,
-            front(services.address, store=store) as http,
-        ):
+        async with stack(*reasoning_pair) as services, front(services.address, store=store) as http:
             responses: Any = http.client.responses
             asked: dict[str, Any] = {"model": services.model.name, "input": "hi", "instructions": "be brief"}
             for more in ({}, {"tools": [TOOL]}, {"input": [{"role": "user", "content": "how warm is it?"}]}):
@@ -463,9 +459,8 @@ async def test_the_tokens_of_a_prompt_are_counted(models: Models, tmp_path: Path
                 await responses.input_tokens.count(**asked | {"input": [{"role": "user", "content": 5}]})
 
 
-async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> None:
-    target, draft = reasoning_pair(models, tmp_path)
-    async with stack(target, draft) as services, front(services.address) as http:
+async def test_tools_are_called_as_in_a_chat(reasoning_pair: tuple[Path, Path]) -> None:
+    async with stack(*reasoning_pair) as services, front(services.address) as http:
         fixed: dict[str, Any] = {"seed": 5, "temperature": 1.0, "parallel_tool_calls": False, "max_tokens": 120}
         own = {name: value for name, value in fixed.items() if name not in ("seed", "max_tokens")}
         asked: dict[str, Any] = {"model": services.model.name, "input": "how warm is it?", "max_output_tokens": 120}
@@ -491,7 +486,8 @@ async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> 
         streamed = [event async for event in await http.client.responses.create(**asked, stream=True)]
         (done,) = [event for event in streamed if event.type == "response.function_call_arguments.done"]
         assert done.arguments == call.arguments
-        short = [await http.client.responses.create(**asked | {"max_output_tokens": most}) for most in range(10, 80, 5)]
+        limits = range(15, 80, 10)
+        short = [await http.client.responses.create(**asked | {"max_output_tokens": most}) for most in limits]
         cut = [i for answer in short for i in answer.output if i.type == "function_call" and i.status == "incomplete"]
         assert cut
         assert {item.name for item in cut} == {"weather"}
@@ -510,8 +506,8 @@ async def test_tools_are_called_as_in_a_chat(models: Models, tmp_path: Path) -> 
         assert "response.custom_tool_call_input.done" in kinds
 
 
-async def test_reasoning_is_an_item_of_its_own(models: Models, tmp_path: Path) -> None:
-    async with stack(*reasoning_pair(models, tmp_path)) as services, front(services.address) as http:
+async def test_reasoning_is_an_item_of_its_own(reasoning_pair: tuple[Path, Path]) -> None:
+    async with stack(*reasoning_pair) as services, front(services.address) as http:
         asked: dict[str, Any] = {"model": services.model.name, "input": "how warm is it?", "max_output_tokens": 40}
         asked |= {"temperature": 1.0, "extra_body": {"seed": 2, "logit_bias": {str(CLOSE): 4}, **OPENED}}
         found = await http.client.responses.create(**asked)

@@ -25,10 +25,10 @@ SAMPLINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture
-def chatting(directories: Directories, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def chatting(directories: Directories, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a chat template."""
-    target = tmp_path / "target"
+    target = tmp_path_factory.mktemp("chatting") / "target"
     shutil.copytree(directories.target, target)
     settings = json.loads((target / "tokenizer_config.json").read_text())
     (target / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": CHAT_TEMPLATE}))

@@ -14,7 +14,7 @@ from specdec.openai_api.errors import ApiError
 from specdec.openai_api.structure import MAX_CONTAINERS, MAX_DEPTH, MAX_NAMES, MAX_VALUES, Structure
 from tests.client.fake_server import FakeServer
 from tests.openai_api.front import front
-from tests.openai_api.test_http_server import ASKED, post, told
+from tests.openai_api.test_http_server import ASKED, answered, post, told
 from tests.openai_api.ticking import Ticking
 
 TEXTS = ("", '"', "\\", '\\"', '[{"a": 1}]', "é🦀", "\n\\\\", ",,::")
@@ -77,7 +77,7 @@ async def test_a_body_of_many_values_is_refused_before_it_has_come(problem: str)
     """The error names the limit; the rest of the body need not be sent."""
     begun = b'{"model": "fake", "prompt": [' + LONG[problem][: 4 << 20]
     async with FakeServer() as orchestrator, front(orchestrator.address) as http:
-        answer = await told(http.address, post(begun, length=8 << 20))
+        answer = await answered(http.address, post(begun, length=8 << 20))
         assert not orchestrator.calls
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert problem.encode() in answer

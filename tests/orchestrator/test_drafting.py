@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from orchestrator.generation import draft_session
 from orchestrator.generation.drafting import Drafting
 from orchestrator.generation.speculation_policy import SpeculationState
 from orchestrator.pods.peers import Peers
@@ -215,11 +216,14 @@ class PatientSink(Sink):
         self.extends += 1
 
 
-async def test_contrast_waits_no_longer_for_several_useless_drafts_than_for_one() -> None:
+async def test_contrast_waits_no_longer_for_several_useless_drafts_than_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The drafts take turns: each is active, and none sends the distributions that the text waits for."""
+    monkeypatch.setattr(draft_session, "LATE_SHARE", 0.2)
     drafts, sink = [Mute(), Mute()], PatientSink()
     async with addresses(draft_pb2_grpc.add_DraftServiceServicer_to_server, *drafts) as found:
-        peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel), failover_seconds=4.0)
+        peers = Peers(Pods(), Pods(found, connect=grpc.aio.insecure_channel), failover_seconds=2.5)
         async with Drafting(context(peers, rule=Rule.CONTRASTIVE), sink) as drafting:
             drafting.on_opened(verifier_pb2.VerifyOpened(max_nodes=8, drafting_wanted=True))
             async with asyncio.timeout(60):

@@ -168,7 +168,7 @@ async def test_a_pod_that_says_why_it_goes_is_no_death_under_a_grammar() -> None
 
 async def test_a_verifier_that_was_never_there_is_no_death_under_a_grammar() -> None:
     check, trials = checking("nests too deep")
-    assert isinstance(await end_of([Refusing("failed to connect")], check, failover_seconds=1.0), PeerLostError)
+    assert isinstance(await end_of([Refusing("failed to connect")], check, failover_seconds=0.1), PeerLostError)
     assert not trials.replayed
 
 
@@ -217,7 +217,7 @@ async def test_pods_that_die_under_one_text_after_another_are_its_grammars_fault
 async def test_a_pod_that_goes_without_a_word_has_died(last_words: ServiceError | None, died: bool) -> None:
     async with serving(Dying(last_words)) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
-        peers = Peers(pods, failover_seconds=0.5)
+        peers = Peers(pods, failover_seconds=0.1)
         with pytest.raises(ServiceError):
             async for _ in Verification(context(peers)).messages():
                 pass

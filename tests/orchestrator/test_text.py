@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from orchestrator.text.sample_text import Detokenizer, TextStream
 from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.text.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.models import VOCABULARY, make
 from tests.models import tokenizer as byte_level
 from tests.text.tokenizers import SPECIAL, byte_fallback, loaded, metaspace
@@ -58,7 +60,7 @@ def test_no_piece_ends_inside_a_character(tokenizer: Tokenizer, text: str) -> No
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(150))
 @given(
     text=st.text(alphabet="ab ", max_size=40),
     stops=st.lists(st.text(alphabet="ab ", min_size=1, max_size=4), max_size=3),
@@ -137,6 +139,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     return {kind: loaded(MADE[kind], root / kind) for kind in KINDS}
 
 
+@cache  # a new strategy is validated when it is first drawn from
 def ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     """Any tokens, including special and unknown ones; many from multi-byte characters, whole and cut."""
     whole = st.sampled_from(
@@ -147,7 +150,7 @@ def ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.one_of(some, whole, cut), max_size=12).map(lambda parts: [id for part in parts for id in part])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data(), special=st.booleans())
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_join_to_what_transformers_decodes(
@@ -163,7 +166,7 @@ def test_pieces_join_to_what_transformers_decodes(
     assert told + detokenizer.flush() == PUBLISHED[kind].decode(tokens, skip_special_tokens=not special)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_goes_on_behind_its_prompt(kinds: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
@@ -176,7 +179,7 @@ def test_a_text_goes_on_behind_its_prompt(kinds: dict[str, Tokenizer], kind: str
     assert before + "".join(spell(TextStream(tokenizer, prompt, ()), tokens)[0]) == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_no_character_is_replaced_that_a_later_token_completes(
@@ -248,7 +251,7 @@ def expected(parts: list[str], stops: list[str]) -> tuple[str, str]:
     return "".join(part for part in parts if part != PAD), ""
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(
     parts=st.lists(st.sampled_from([*SHOWN, PAD]), max_size=20),
     stops=st.lists(st.lists(st.sampled_from([*SHOWN, PAD]), min_size=1, max_size=4).map("".join), max_size=3),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from orchestrator.generation.peer_stream import MAX_HEARTBEATS, PeerStream
 from orchestrator.generation.verification import Verification
+from orchestrator.pods import backoff
 from orchestrator.pods.errors import LostError
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
@@ -31,6 +32,7 @@ from specdec.serving.errors import (
     ServiceError,
     to_status,
 )
+from specdec.serving.pods import breaker
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.captured_logs import captured_logs
 from tests.orchestrator.samples import MODEL, context
@@ -99,7 +101,12 @@ async def serving(verifier: Refusing) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-async def test_a_verifier_that_cannot_be_opened_is_told_once_and_when_the_reason_changes() -> None:
+async def test_a_verifier_that_cannot_be_opened_is_told_once_and_when_the_reason_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backoff, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(breaker, "FIRST_OPEN_SECONDS", 0.01)
+    monkeypatch.setattr(breaker, "MAX_OPEN_SECONDS", 0.01)
     verifier = Refusing("loading", "loading", "ending", "ending")
     async with serving(verifier) as address:
         pods = Pods([address], connect=grpc.aio.insecure_channel)
@@ -237,18 +244,18 @@ async def test_a_request_is_invalid_only_if_a_second_opening_says_so() -> None:
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_text_that_has_begun_waits_for_a_verifier_with_the_memory(begun: bool) -> None:
     """The verifier with enough memory is down now. A new text is refused immediately, with the reason."""
-    verifier = Small("")
+    verifier, seconds = Small(""), 1.0 if begun else 30.0
     with socket.socket() as down:
         down.bind(("127.0.0.1", 0))
         async with serving(verifier) as address:
             pods = Pods([f"127.0.0.1:{down.getsockname()[1]}", address], connect=grpc.aio.insecure_channel)
-            given = context(Peers(pods, failover_seconds=4.0))
+            given = context(Peers(pods, failover_seconds=seconds))
             if begun:
                 given.text.add([3])
             begin = time.monotonic()
             with pytest.raises(PromptTooLongError):
                 await anext(Verification(given).messages())
-            assert (time.monotonic() - begin >= 4.0) is begun
+            assert (time.monotonic() - begin >= seconds) is begun
             await pods.close()
 
 

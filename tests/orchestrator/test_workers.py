@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -22,7 +23,9 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 from specdec.serving import checksum
 from specdec.serving.identity import PROTOCOL_VERSION
+from specdec.serving.process import restarts
 from specdec.serving.process.restarts import DEATHS
+from specdec.serving.process.server import StartError
 from specdec.v2 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -203,7 +206,15 @@ async def test_a_worker_that_dies_is_replaced_and_all_drain(verifier: tuple[Slow
         clients = Clients(address)
         await clients.reach_all(slow)
 
-        # 1. The killed worker's streams end, and nothing else.
+        # 1. Any worker tells of the requests of all.
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
+            for number in range(len(clients.streams)):
+                (timeline,) = (await stub.GetTrace(trace_pb2.GetTraceRequest(request_id=str(number)))).timelines
+                assert timeline.service == "orchestrator"
+                assert [event.name for event in timeline.events][:2] == ["parsed", "verifier_opened"]
+
+        # 2. The killed worker's streams end, and nothing else.
         before = slow.open.total()
         os.kill(victim, signal.SIGKILL)
         await until(lambda: slow.workers == 1)
@@ -211,7 +222,7 @@ async def test_a_worker_that_dies_is_replaced_and_all_drain(verifier: tuple[Slow
         assert 0 < survived < before
         await until(lambda: sum(stream.done() for stream in clients.streams) == before - survived)
 
-        # 2. New requests are served, by the other worker or by the replacement, which gets its share.
+        # 3. New requests are served, by the other worker or by the replacement, which gets its share.
         await until(lambda: victim not in children_of(process.pid))
         brief = Clients(address)
         for _ in range(3):
@@ -222,7 +233,7 @@ async def test_a_worker_that_dies_is_replaced_and_all_drain(verifier: tuple[Slow
         newcomers = Clients(address)
         await newcomers.reach_all(slow)
 
-        # 3. SIGTERM: running requests are finished.
+        # 4. SIGTERM: running requests are finished.
         workers = children_of(process.pid)
         process.terminate()
         await until(lambda: not accepts(address))
@@ -234,22 +245,6 @@ async def test_a_worker_that_dies_is_replaced_and_all_drain(verifier: tuple[Slow
         assert errors.count("worker_died") == 1
         assert f'"pid": {victim}, "status": -9' in errors
         assert not any(map(alive, workers))
-
-
-async def test_any_worker_tells_of_the_requests_of_all(verifier: tuple[SlowVerifier, str]) -> None:
-    slow, to_verifier = verifier
-    async with orchestrator(to_verifier, "--workers", str(WORKERS)) as process:
-        address = await address_of(process)
-        clients = Clients(address)
-        await clients.reach_all(slow)
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
-            for number in range(len(clients.streams)):
-                (timeline,) = (await stub.GetTrace(trace_pb2.GetTraceRequest(request_id=str(number)))).timelines
-                assert timeline.service == "orchestrator"
-                assert [event.name for event in timeline.events][:2] == ["parsed", "verifier_opened"]
-        slow.may_end.set()
-        assert set(await clients.ends()) == {grpc.StatusCode.OK}
 
 
 def accepts(address: str) -> bool:
@@ -277,7 +272,8 @@ async def test_the_end_of_stdin_ends_all() -> None:
         assert not any(map(alive, workers))
 
 
-async def test_workers_that_cannot_stay_up_are_given_up() -> None:
+@pytest.mark.verify
+async def test_a_supervisor_whose_workers_cannot_stay_up_says_why() -> None:
     async with orchestrator("127.0.0.1:1", "--workers", "2") as process:
         await address_of(process)
         killed: set[int] = set()
@@ -297,6 +293,32 @@ async def test_workers_that_cannot_stay_up_are_given_up() -> None:
 READY_FOR_LONG = "import time; print('ready', flush=True); time.sleep(600)"
 
 
+@pytest.fixture
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_PAUSE_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("quick_restarts")
+async def test_workers_that_cannot_stay_up_are_given_up() -> None:
+    ready = asyncio.Event()
+    workers = Workers(lambda number: [sys.executable, "-c", READY_FOR_LONG], ready.set)
+    running = asyncio.create_task(workers.run(2))
+    killed: set[Process] = set()
+    async with asyncio.timeout(PATIENCE):
+        await ready.wait()
+        while not running.done():
+            for process in set(workers._processes) - killed:
+                if len(killed) < 2 * DEATHS - 1:  # then one of the two has died DEATHS times
+                    with contextlib.suppress(ProcessLookupError):  # the last one is ended anyway
+                        process.kill()
+                    killed.add(process)
+            await asyncio.sleep(0.01)
+    with pytest.raises(StartError, match="a worker died 5 times in a row, most recently: killed by SIGKILL"):
+        await running
+    assert all(process.returncode is not None for process in killed)
+
+
+@pytest.mark.usefixtures("quick_restarts")
 async def test_many_that_die_at_once_are_all_started_again() -> None:
     """For lack of memory, for example: only each worker's own consecutive deaths count."""
     count, ready = 2 * DEATHS, asyncio.Event()
@@ -312,6 +334,7 @@ async def test_many_that_die_at_once_are_all_started_again() -> None:
         await running
 
 
+@pytest.mark.usefixtures("quick_restarts")
 async def test_a_worker_that_cannot_be_started_now_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example, while the machine lacks memory for it. The other workers go on."""
     ready, spawn, refused = asyncio.Event(), asyncio.create_subprocess_exec, iter((False, False, True, True, False))
@@ -340,7 +363,7 @@ async def test_one_worker_is_the_process_itself() -> None:
         assert children_of(process.pid) == []
 
 
-@pytest.mark.parametrize("number", ["0", "1000"])
+@pytest.mark.parametrize("number", ["0", pytest.param("1000", marks=pytest.mark.verify)])
 async def test_numbers_that_make_no_sense_are_refused(number: str) -> None:
     status, out, errors = await ended(await spawn("--verifier", "127.0.0.1:1", "--workers", number))
     assert (status, out) == (2, "")

@@ -76,7 +76,7 @@ def save(args: argparse.Namespace) -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     costs = {}
     for name, scenario in SCENARIOS.items():
-        recording = record(scenario, engines)
+        recording = record(scenario, engines, count_calls=True)
         (args.folder / file_name(name)).write_text(written(recording))
         costs[name] = asdict(recording.costs)
     (args.folder / "costs.json").write_text(json.dumps(costs, indent=1) + "\n")

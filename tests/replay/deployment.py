@@ -71,16 +71,19 @@ class Recording:
 
 
 class Calls:
-    """A context that counts calls of this project's Python functions."""
+    """A context that counts calls of this project's Python functions if it is `on`, which takes much of the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on: bool) -> None:
         self.count = 0
+        self._on = on
 
     def __enter__(self) -> None:
-        sys.setprofile(self._seen)
+        if self._on:
+            sys.setprofile(self._seen)
 
     def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
+        if self._on:
+            sys.setprofile(None)
 
     def _seen(self, frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(SERVICES):
@@ -130,7 +133,14 @@ class Deployment:
     """`target`, `draft`, and optionally the verifier's `local` draft, on one `clock`."""
 
     def __init__(
-        self, scenario: Scenario, target: TimedEngine, draft: TimedEngine, local: TimedEngine | None, clock: Clock
+        self,
+        scenario: Scenario,
+        target: TimedEngine,
+        draft: TimedEngine,
+        local: TimedEngine | None,
+        clock: Clock,
+        *,
+        count_calls: bool,
     ) -> None:
         self._scenario, self._clock = scenario, clock
         self._target, self._draft = target, draft
@@ -149,7 +159,7 @@ class Deployment:
         self._texts: list[Text] = []
         self._draft_now = clock.now
         self._tick = 0
-        self._calls = Calls()
+        self._calls = Calls(on=count_calls)
         self.recording = Recording()
         for engine in (target, draft, *([] if local is None else [local])):
             engine.passes = engine.rows = 0
@@ -392,8 +402,8 @@ def _silence() -> Iterator[None]:
         structlog.configure(**settings)
 
 
-def record(scenario: Scenario, engines: Engines) -> Recording:
-    """Serve a scenario on a new clock."""
+def record(scenario: Scenario, engines: Engines, *, count_calls: bool = False) -> Recording:
+    """Serve a scenario on a new clock; the costs include calls only if asked."""
     clock = Clock()
     target, draft, local = engines(scenario)
     with clock.rules(), _silence():
@@ -403,6 +413,7 @@ def record(scenario: Scenario, engines: Engines) -> Recording:
             TimedEngine(draft, clock, scenario.draft_base, scenario.draft_row),
             None if local is None else TimedEngine(local, clock, scenario.draft_base, scenario.draft_row),
             clock,
+            count_calls=count_calls,
         ).run()
 
 

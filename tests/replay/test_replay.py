@@ -38,3 +38,8 @@ def test_recordings_hold_every_mode_and_every_source_of_tokens() -> None:
 def test_a_draft_that_says_something_else_makes_another_recording() -> None:
     scenario = SCENARIOS["alone"]
     assert record(scenario, made_up).lines != record(replace(scenario, noise=0.8), made_up).lines
+
+
+def test_calls_are_counted_when_asked() -> None:
+    scenario = SCENARIOS["alone"]
+    assert record(scenario, made_up, count_calls=True).costs.calls > record(scenario, made_up).costs.calls == 0

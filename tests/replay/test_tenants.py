@@ -49,8 +49,14 @@ def tokens_a_step(scenario: Scenario) -> float:
     return tokens / steps
 
 
-@pytest.mark.parametrize("arrives", [0, 150], ids=["at once", "later"])
-@pytest.mark.parametrize("draft_base", [0.004, 0.008])
+@pytest.mark.parametrize(
+    ("draft_base", "arrives"),
+    [
+        (0.004, 0),
+        (0.008, 150),
+        *(pytest.param(*others, marks=pytest.mark.verify) for others in ((0.004, 150), (0.008, 0))),
+    ],
+)
 def test_texts_that_no_draft_helps_leave_it_to_those_of_others(draft_base: float, arrives: int) -> None:
     """The draft takes one of the target's threads and so lengthens steps, which does not pay for the other texts."""
     alone = Scenario((text("helped", HELPED),), 256, row=0.001, draft_base=draft_base, threads=(2, 1), ticks=6000)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +19,7 @@ from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
 from tests.services.conftest import Directories
-from tests.stack import Stack, VerifierPod, request_of
+from tests.stack import Stack, VerifierPod, request_of, stack
 from verifier_service.servicer import VerifierServicer
 
 PROMPT = [50, 60, 70, 80, 90]
@@ -33,6 +34,21 @@ WARM = {"temperature": 0.8, "seed": 4}
 def slow_target() -> None:
     """Make steps slow enough for failures in mid-stream."""
     time.sleep(0.01)
+
+
+_undisturbed: dict[tuple[Path, bytes], generation_pb2.Completion] = {}
+"""The completions made by `undisturbed`, by target and request."""
+
+
+async def undisturbed(directories: Directories, **fields: Any) -> generation_pb2.Completion:
+    """Return the completion of PROMPT by a verifier that is neither slowed nor disturbed, without speculation. Equal
+    fields are run once."""
+    plain = fields | {"plain": True}
+    key = directories.target, request_of(PROMPT, **plain).SerializeToString(deterministic=True)
+    if key not in _undisturbed:
+        async with stack(directories.target, None) as services:
+            _undisturbed[key] = await services.generate(PROMPT, **plain)
+    return _undisturbed[key]
 
 
 def drafted(responses: list[generation_pb2.GenerateResponse]) -> bool:

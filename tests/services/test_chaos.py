@@ -16,10 +16,10 @@ from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
+from tests.services.interrupted import PROMPT, undisturbed
 from tests.services.test_equality import SAMPLINGS, sampler
 from tests.stack import ALWAYS, peers_at, request_of, served, stack, until
 
-PROMPT = [50, 60, 70, 80, 90]
 TOKENS = 60
 
 
@@ -110,6 +110,8 @@ def corrupted(response: draft_pb2.DraftResponse, generator: random.Random) -> dr
 
 async def check(directories: Directories, seeds: range, samplings: list[dict[str, Any]]) -> None:
     tampered = accepted = 0
+    fields: dict[str, Any] = {"max_tokens": TOKENS, "ignore_end_token": True}
+    wanted = [await undisturbed(directories, sampling=sampling, **fields) for sampling in samplings]
     async with (
         stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.015)) as services,
         grpc.aio.insecure_channel(services.drafts[0].address) as to_draft,
@@ -118,14 +120,9 @@ async def check(directories: Directories, seeds: range, samplings: list[dict[str
         grpc.aio.insecure_channel(front) as to_front,
     ):
         stub: Any = generation_pb2_grpc.GenerationServiceStub(to_front)
-        for sampling in samplings:
-            want = await services.generate(
-                PROMPT, sampling=sampling, max_tokens=TOKENS, plain=True, ignore_end_token=True
-            )
+        for sampling, want in zip(samplings, wanted, strict=True):
             for chaos.seed in seeds:
-                request = request_of(
-                    PROMPT, sampling=sampling, max_tokens=TOKENS, ignore_end_token=True, speculation=ALWAYS
-                )
+                request = request_of(PROMPT, sampling=sampling, speculation=ALWAYS, **fields)
                 answer = await stub.Complete(generation_pb2.CompleteRequest(request=request))
                 (got,) = answer.completions
                 directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), sampler(sampling), "tampered with")

@@ -54,7 +54,7 @@ def expected(directories: Directories, prompt: list[int], banned: Sequence[int] 
 @pytest.mark.parametrize(
     ("rule", "options", "tree"),
     [
-        pytest.param("COUPLED", {}, {}, id="COUPLED"),
+        pytest.param("COUPLED", {}, {}, id="COUPLED", marks=pytest.mark.verify),
         pytest.param("REJECTION", {}, {}, id="REJECTION"),
         pytest.param("REJECTION", {"block_verification": False}, {}, id="REJECTION-token", marks=pytest.mark.verify),
         pytest.param("REJECTION", {}, {"max_branches": 3}, id="REJECTION-siblings", marks=pytest.mark.verify),

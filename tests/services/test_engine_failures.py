@@ -14,12 +14,22 @@ from specdec.client.errors import from_rpc
 from specdec.serving.errors import InvalidRequestError, ModelFailureError, ServiceError
 from specdec.v2 import verifier_pb2
 from tests.services.conftest import Directories
-from tests.services.interrupted import Frozen, Reader, changes, same, service_of, serving, slow_target
-from tests.services.test_generation import WARM
-from tests.stack import ALWAYS, Stack, VerifierPod, stack, until
+from tests.services.interrupted import (
+    ALWAYS,
+    PROMPT,
+    WARM,
+    Frozen,
+    Reader,
+    changes,
+    same,
+    service_of,
+    serving,
+    slow_target,
+    undisturbed,
+)
+from tests.stack import Stack, VerifierPod, stack, until
 
-PROMPT = [50, 60, 70, 80, 90]
-FIELDS: dict[str, Any] = {"max_tokens": 80, "ignore_end_token": True, "sampling": WARM}
+FIELDS: dict[str, Any] = {"max_tokens": 60, "ignore_end_token": True, "sampling": WARM}
 
 
 class Faults:
@@ -43,15 +53,20 @@ class Faults:
         self._left[loop._thread] = 0
 
 
+@pytest.fixture(scope="module")
+def faults() -> Faults:
+    """Shared by all tests: the step latency is measured for each delay of an engine."""
+    return Faults()
+
+
 def victim(services: Stack) -> VerifierPod:
     return services.verifiers[serving(services)]
 
 
-async def test_a_pass_that_fails_is_a_pause(directories: Directories) -> None:
+async def test_a_pass_that_fails_is_a_pause(directories: Directories, faults: Faults) -> None:
     """All sessions in the step pause, and continue with the same tokens."""
-    faults = Faults()
+    want = await undisturbed(directories, **FIELDS)
     async with stack(directories.target, directories.near, target_delay=faults) as services:
-        want = await services.generate(PROMPT, **dict(FIELDS))
         readers = [Reader(services, **FIELDS, speculation=ALWAYS) for _ in range(3)]
         await asyncio.gather(*(reader.read(10) for reader in readers))
         faults.put_into(services.verifier_loop, passes=1)
@@ -62,11 +77,10 @@ async def test_a_pass_that_fails_is_a_pause(directories: Directories) -> None:
         await until(lambda: services.idle)
 
 
-async def test_an_engine_that_does_not_recover_is_left(directories: Directories) -> None:
+async def test_an_engine_that_does_not_recover_is_left(directories: Directories, faults: Faults) -> None:
     """Until the engine recovers, its pod reports the failure and takes no sessions."""
-    faults = Faults()
+    want = await undisturbed(directories, **FIELDS)
     async with stack(directories.target, directories.near, verifiers=2, target_delay=faults) as services:
-        want = await services.generate(PROMPT, **dict(FIELDS))
         reader = Reader(services, **FIELDS)
         await reader.read(10)
         broken = victim(services)
@@ -83,10 +97,9 @@ async def test_an_engine_that_does_not_recover_is_left(directories: Directories)
         await until(lambda: services.idle)
 
 
-async def test_an_engine_that_is_alone_is_waited_for(directories: Directories) -> None:
-    faults = Faults()
+async def test_an_engine_that_is_alone_is_waited_for(directories: Directories, faults: Faults) -> None:
+    want = await undisturbed(directories, **FIELDS)
     async with stack(directories.target, None, target_delay=faults) as services:
-        want = await services.generate(PROMPT, **dict(FIELDS))
         reader = Reader(services, **FIELDS)
         await reader.read(10)
         faults.put_into(services.verifier_loop)
@@ -96,8 +109,7 @@ async def test_an_engine_that_is_alone_is_waited_for(directories: Directories) -
         same(directories, want, got, WARM)
 
 
-async def test_an_engine_lost_for_good_is_said_in_our_words(directories: Directories) -> None:
-    faults = Faults()
+async def test_an_engine_lost_for_good_is_said_in_our_words(directories: Directories, faults: Faults) -> None:
     async with stack(directories.target, None, target_delay=faults, failover_seconds=0.6) as services:
         reader = Reader(services, **FIELDS)
         await reader.read(10)
@@ -109,11 +121,10 @@ async def test_an_engine_lost_for_good_is_said_in_our_words(directories: Directo
         assert from_rpc(lost.value).request_id
 
 
-async def test_a_drafts_pass_that_fails_costs_no_token(directories: Directories) -> None:
+async def test_a_drafts_pass_that_fails_costs_no_token(directories: Directories, faults: Faults) -> None:
     """The draft continues after one failed pass; if all fail, it returns once its engine recovers."""
-    faults = Faults()
+    want = await undisturbed(directories, **FIELDS)
     async with stack(directories.target, directories.near, target_delay=slow_target, delay=faults) as services:
-        want = await services.generate(PROMPT, **dict(FIELDS))
         assert services.draft_loop is not None
         once = Reader(services, **FIELDS, speculation=ALWAYS)
         await once.read(10)
@@ -137,7 +148,7 @@ async def test_a_drafts_pass_that_fails_costs_no_token(directories: Directories)
     [ModelFailureError("its logits are not finite"), InvalidRequestError([("prompt_tokens", "are none")])],
     ids=["INTERNAL", "INVALID_ARGUMENT"],
 )
-@pytest.mark.parametrize("others", [0, 1, 2])
+@pytest.mark.parametrize("others", [0, 1, pytest.param(2, marks=pytest.mark.verify)])
 async def test_what_one_verifier_says_of_a_text_another_need_not(
     directories: Directories, error: ServiceError, others: int
 ) -> None:
@@ -148,10 +159,10 @@ async def test_what_one_verifier_says_of_a_text_another_need_not(
             raise error
         return response
 
+    want = await undisturbed(directories, **FIELDS)
     async with stack(
         directories.target, None, verifiers=1 + others, target_delay=slow_target, verifier_kind=Frozen
     ) as services:
-        want = await services.generate(PROMPT, **dict(FIELDS))
         reader = Reader(services, **FIELDS)
         await reader.read(10)
         service_of(services, serving(services)).changed = failing

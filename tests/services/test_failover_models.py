@@ -11,7 +11,7 @@ import pytest
 from specdec.client.errors import from_rpc
 from specdec.v2 import model_pb2
 from tests.services.conftest import Directories
-from tests.services.interrupted import GENEROUS, PROMPT, WARM, Reader, changes, same, serving, slow_target
+from tests.services.interrupted import GENEROUS, PROMPT, WARM, Reader, changes, same, serving, slow_target, undisturbed
 from tests.stack import Stack, request_of, stack, until
 
 
@@ -45,7 +45,8 @@ async def lost_to_the_second(services: Stack, **fields: Any) -> Reader:
 
 @pytest.mark.parametrize("returns", [True, False])
 async def test_a_text_is_never_spliced_from_two_models(directories: Directories, returns: bool) -> None:
-    fields: dict[str, Any] = {"max_tokens": 100, "ignore_end_token": True, "sampling": WARM}
+    fields: dict[str, Any] = {"max_tokens": 80, "ignore_end_token": True, "sampling": WARM}
+    want = await undisturbed(directories, **fields)
     async with stack(
         directories.target,
         None,
@@ -54,7 +55,6 @@ async def test_a_text_is_never_spliced_from_two_models(directories: Directories,
         disguise=second("model_fingerprint"),
         failover_seconds=GENEROUS if returns else 0.5,
     ) as services:
-        want = await services.generate(PROMPT, **dict(fields))
         reader = await lost_to_the_second(services, **fields)
         if returns:
             await services.verifiers[0].start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +21,8 @@ from specdec.serving.identity import identity_of
 from specdec.serving.interceptor import CallInterceptor
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2
 from tests.services.conftest import Directories
-from tests.services.test_equality import slow_target
+from tests.services.interrupted import PROMPT, slow_target, undisturbed
 from tests.stack import ALWAYS, peers_at, request_of, served, stack, until
-
-PROMPT = [50, 60, 70, 80, 90]
 
 
 async def rest_of(call: Any) -> list[generation_pb2.GenerateResponse]:
@@ -37,7 +34,7 @@ async def rest_of(call: Any) -> list[generation_pb2.GenerateResponse]:
 
 
 async def test_a_cancelled_request_frees_both_sessions(directories: Directories) -> None:
-    slow: dict[str, Any] = {"delay": lambda: time.sleep(0.01), "target_delay": lambda: time.sleep(0.01)}
+    slow: dict[str, Any] = {"delay": slow_target, "target_delay": slow_target}
     async with stack(directories.target, directories.near, **slow) as services:
         request = request_of(PROMPT, max_tokens=250, ignore_end_token=True, speculation=ALWAYS)
         call = services.stub.Generate(request)
@@ -57,10 +54,10 @@ async def test_a_deadline_frees_both_sessions(directories: Directories) -> None:
 
 
 async def test_a_draft_killed_mid_stream_costs_no_token(directories: Directories) -> None:
-    fields = {"sampling": {"temperature": 0.7, "seed": 4}, "max_tokens": 200, "ignore_end_token": True}
+    fields = {"sampling": {"temperature": 0.7, "seed": 4}, "max_tokens": 120, "ignore_end_token": True}
+    want = await undisturbed(directories, **fields)
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
         assert services.draft_server is not None
-        want = await services.generate(PROMPT, plain=True, **fields)
         call = services.stub.Generate(request_of(PROMPT, speculation=ALWAYS, **fields))
         responses: list[generation_pb2.GenerateResponse] = [await call.read()]
         while model_pb2.TOKEN_SOURCE_REMOTE_DRAFT not in responses[-1].sources:
@@ -75,10 +72,10 @@ async def test_a_draft_killed_mid_stream_costs_no_token(directories: Directories
         assert speculation.undrafted_reason == "draft_lost"
         # Forced: requests a draft whether or not it pays.
         forced = generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE], forced=True)
-        after = await services.generate(PROMPT, **fields, speculation=forced)
+        after = await services.generate(PROMPT, **(fields | {"max_tokens": 20}), speculation=forced)
         assert after.finish.speculation.undrafted_reason == "no_draft"
         assert after.finish.speculation.sources["remote_draft"] == 0
-        assert len(after.tokens) == 200
+        assert len(after.tokens) == 20
 
 
 async def test_a_draft_with_another_tokenizer_is_not_used(directories: Directories) -> None:
@@ -151,19 +148,19 @@ async def test_a_draft_that_falls_silent_is_given_up(directories: Directories) -
             await asyncio.Event().wait()
 
     async with (
-        stack(directories.target, None, target_delay=lambda: time.sleep(0.01)) as services,
+        stack(directories.target, None, target_delay=slow_target) as services,
         served(Silent()) as (address, _),
     ):
-        peers = replace(peers_at(services, address), silence_seconds=0.5)
+        peers = replace(peers_at(services, address), silence_seconds=0.4)
         async with (
             served(GenerationServicer(Catalog.of(services.model, peers))) as (front, _),
             grpc.aio.insecure_channel(front) as to_front,
         ):
             stub: Any = generation_pb2_grpc.GenerationServiceStub(to_front)
-            request = request_of(PROMPT, max_tokens=220, ignore_end_token=True, speculation=ALWAYS)
+            request = request_of(PROMPT, max_tokens=150, ignore_end_token=True, speculation=ALWAYS)
             answer = await stub.Complete(generation_pb2.CompleteRequest(request=request))
     (completion,) = answer.completions
-    assert len(completion.tokens) == 220
+    assert len(completion.tokens) == 150
     assert completion.finish.speculation.undrafted_reason == "draft_lost"
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import numpy as np
@@ -17,11 +18,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from draft_service.__main__ import main as draft_service
 from draft_service.heads import HeadsDrafter
 from draft_service.request import ExpansionPolicy
 from draft_service.servicer import DraftLimits
 from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
+from specdec.cli.up import up
 from specdec.client import Client
 from specdec.engine.heads.block import BlockDraft
 from specdec.engine.heads.files import TargetShape
@@ -30,11 +33,15 @@ from specdec.engine.heads.kinds import feature_heads_in
 from specdec.engine.heads.target_ends import ends_of
 from specdec.engine.heads.text_memory import TextMemory, TextSlots
 from specdec.engine.model_directory import ModelDirectory
+from specdec.local import LocalError
+from specdec.local import Stack as Services
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, model_pb2, verifier_pb2
 from specdec.v2.verifier_pb2_grpc import VerifierServiceStub
+from tests.cli.commands import command_of
 from tests.models import VOCABULARY
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, REMOTE, DraftPod, long_steps, peers_at, request_of, served, stack, until
+from verifier_service.__main__ import main as verifier
 
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(3, VOCABULARY, 40)]
 
@@ -146,16 +153,15 @@ async def test_a_draft_that_takes_over_reads_the_text_as_far_as_it_is_kept(direc
     async with stack(
         directories.target, directories.target, drafts=2, draft_heads=directories.dspark, target_delay=long_steps
     ) as services:
-        drafted = asyncio.create_task(
-            services.generate(PROMPT, max_tokens=60, ignore_end_token=True, speculation=ALWAYS)
-        )
+        fields: dict[str, Any] = {"max_tokens": 60, "ignore_end_token": True}
+        drafted = asyncio.create_task(services.generate(PROMPT, speculation=ALWAYS, **fields))
+        plain = asyncio.create_task(services.generate(PROMPT, plain=True, **fields))
         await until(lambda: any(read_by(pod)[1] for pod in services.drafts))
         first, other = sorted(services.drafts, key=lambda pod: -read_by(pod)[1])
         await first.stop()
         await until(lambda: read_by(other)[1] > 0)
         begin, count = read_by(other)
-        completion = await drafted
-        want = await services.generate(PROMPT, max_tokens=60, ignore_end_token=True, plain=True)
+        completion, want = await drafted, await plain
     assert begin == 0
     assert count > len(PROMPT)
     assert list(completion.tokens) == list(want.tokens)
@@ -205,6 +211,30 @@ async def test_a_text_that_moves_to_other_features_goes_on_without_its_draft(dir
     assert all(completion.finish.speculation.undrafted_reason == "no_draft" for completion in got)
 
 
+def test_up_gives_its_draft_service_heads_and_its_verifier_their_features(
+    directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft service's model is the target."""
+    target, heads = directories.target, directories.dspark
+    asked: dict[str, Any] = {}
+
+    def start(path: Path, draft: str, **options: Any) -> NoReturn:
+        asked.update(options, target=path, draft=draft)
+        raise LocalError("no service is started")
+
+    monkeypatch.setattr(Services, "start", start)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit):
+        up(target, port=0, passed={"verifier": {}, "draft": {"heads": heads}, "orchestrator": {}, "openai": {}})
+    assert Path(asked["draft"]) == asked["target"]
+    assert target.samefile(asked["target"])
+    of_verifier = command_of(verifier).make_context("verifier", ["--model", "m", *asked["verifier_options"]]).params
+    of_draft = command_of(draft_service).make_context("draft", ["--model", "m", *asked["draft_options"]]).params
+    assert of_verifier["features"] == asked["draft_heads"] == heads
+    assert of_draft["engine"] == "torch"
+
+
+@pytest.mark.verify
 def test_up_runs_heads_in_its_draft_service(directories: Directories) -> None:
     """The draft service reads the target's embeddings and output head, and the verifier feeds it features."""
     command = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--json", "--target", str(directories.target)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -96,16 +97,15 @@ async def test_counts_are_exact(services: Stack) -> None:
     assert finish.numerics_fingerprint.startswith("torch-")
 
 
-@pytest.mark.parametrize("cut", range(2, 24, 3))
-async def test_a_stop_string_cuts_exactly(services: Stack, cut: int) -> None:
+async def test_a_stop_string_cuts_exactly(services: Stack) -> None:
     """The text ends before the stop string, and no token follows it, even inside an accepted block."""
     decode = services.model.tokenizer.decode
     partial = [token for token in range(VOCABULARY) if "\ufffd" in decode([token])]
     warm = WARM | {"banned_tokens": partial}  # whole characters only, so that the cut is visible from outside
     whole = await services.generate(PROMPT, sampling=warm, max_tokens=24, ignore_end_token=True)
-    stop = decode(whole.tokens[: cut + 1])[-3:]
-    at = whole.text.find(stop)
-    for plain in (False, True):
+    for cut, plain in itertools.product(range(2, 24, 3), (False, True)):
+        stop = decode(whole.tokens[: cut + 1])[-3:]
+        at = whole.text.find(stop)
         responses = await stream(
             services,
             request_of(PROMPT, sampling=warm, max_tokens=24, ignore_end_token=True, stop=[stop, "never"], plain=plain),

@@ -82,6 +82,11 @@ def planted(tenant: str) -> list[int]:
     return [10 + (7 * ord(tenant) + 11 * place) % 97 for place in range(24)]
 
 
+def held() -> list[bool]:
+    """Return whether anything in this process holds the prompts of the tenants a and b."""
+    return [bool(found) for found in holders(partial(planted, "a"), partial(planted, "b"))]
+
+
 async def test_a_text_without_consent_is_nowhere_once_it_is_over(directories: Directories) -> None:
     """All three services run in this process, which is searched for texts kept as a list, array, bytes or message. The
     texts are shorter than a block of the verifier's prefix cache, which keeps whole blocks."""
@@ -91,18 +96,16 @@ async def test_a_text_without_consent_is_nowhere_once_it_is_over(directories: Di
             fields: dict[str, Any] = {"speculation": ALWAYS, "tenant": tenant, "learn": tenant == "a"}
             await services.generate(planted(tenant), max_tokens=16, ignore_end_token=True, **fields)
         await until(lambda: services.idle)
-        await until(lambda: bool(holders(partial(planted, "a"))))
-        await until(lambda: not holders(partial(planted, "b")))
+        await until(lambda: held() == [True, False])
         async with grpc.aio.insecure_channel(services.drafts[0].address) as channel:
             stub: Any = learning_pb2_grpc.LearningServiceStub(channel)
             key = (("authorization", f"Bearer {KEY}"),)
             told = await stub.Forget(learning_pb2.ForgetRequest(tenant="a"), metadata=key)
         assert told.texts == 1
-        await until(lambda: not holders(partial(planted, "a")), seconds=30.0)
+        await until(lambda: held() == [False, False], seconds=30.0)
 
 
-@pytest.mark.parametrize("learn", [True, False])
-def test_no_text_is_on_disk_or_in_a_log(directories: Directories, tmp_path: Path, learn: bool) -> None:
+def test_no_text_is_on_disk_or_in_a_log(directories: Directories, tmp_path: Path) -> None:
     """Not even with consent, when the draft service keeps the text in memory. All files that the services may write are
     below one folder or in the cache folder; both are searched while the services run and afterwards."""
     cache = Path(os.environ["SPECDEC_CACHE_DIR"])
@@ -111,8 +114,10 @@ def test_no_text_is_on_disk_or_in_a_log(directories: Directories, tmp_path: Path
     places = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), str(files))
     command = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--json", "--log-level", "debug"]
     command += ["--target", str(directories.target), "--draft", str(directories.near), "--draft-engine", "torch"]
+    command += ["--threads", "1", "--kv-tokens", "4096"]
     command += ["--draft-learn-tokens", "10000", "--draft-learn-key-file", str(files / "key")]
-    prompt = "the kingfisher nests at 7731 Alder Lane"
+    prompts = {True: "the kingfisher nests at 7731 Alder Lane", False: "a heron fishes behind 26 Quarry Road"}
+    forms: list[bytes] = []
     with (
         (files / "log").open("wb") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=files, env=os.environ | places) as process,
@@ -121,13 +126,14 @@ def test_no_text_is_on_disk_or_in_a_log(directories: Directories, tmp_path: Path
         try:
             address = json.loads(process.stdout.readline())["address"]
             with Client(address) as client:
-                result = client.complete(
-                    prompt, max_tokens=64, ignore_end_token=True, speculation="draft", forced=True, learn=learn
-                )
-            (answer,) = result.completions
-            assert answer.finish.kept_for_learning == learn
-            tokens = np.asarray(answer.tokens[:8], dtype=np.int64)
-            forms = [prompt.encode(), *packed_forms(tokens)]
+                for learn, prompt in prompts.items():
+                    result = client.complete(
+                        prompt, max_tokens=64, ignore_end_token=True, speculation="draft", forced=True, learn=learn
+                    )
+                    (answer,) = result.completions
+                    assert answer.finish.kept_for_learning == learn
+                    tokens = np.asarray(answer.tokens[:8], dtype=np.int64)
+                    forms += [prompt.encode(), *packed_forms(tokens)]
             written = files_with(files, *forms) + files_with(cache, *forms)
         finally:
             process.terminate()
@@ -155,7 +161,7 @@ class Listening(VerifierServicer):
         super().act(session, request, arrived)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.verify), 0.9])
 async def test_the_target_says_what_it_found_likely_where_it_overruled_a_draft_that_learns(
     directories: Directories, temperature: float
 ) -> None:
@@ -172,10 +178,11 @@ async def test_the_target_says_what_it_found_likely_where_it_overruled_a_draft_t
         "verifier_kind": Listening,
         "target_delay": long_steps,
     }
+    async with stack(directories.target, None) as services:
+        plain = await services.generate(PROMPT, plain=True, logprobs=20, **copy.deepcopy(fields))
     async with stack(directories.target, directories.near, **options) as services:
         verifier = services.verifiers[0].service
         assert isinstance(verifier, Listening)
-        plain = await services.generate(PROMPT, plain=True, logprobs=20, **copy.deepcopy(fields))
         without = await services.generate(PROMPT, speculation=ALWAYS, tenant="b", **copy.deepcopy(fields))
         assert verifier.asked == {0}
         learning = await services.generate(PROMPT, speculation=ALWAYS, tenant="a", learn=True, **copy.deepcopy(fields))

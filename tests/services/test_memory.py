@@ -79,7 +79,7 @@ def begin(services: Stack, prompt: list[int], tokens: int, **fields: Any) -> asy
 
 async def test_more_sessions_than_fit_wait_their_turn(directories: Directories) -> None:
     """Waiting sessions get the same tokens as alone."""
-    texts = prompts(6, 30)
+    texts = prompts(4, 30)
     async with stack(directories.target, None) as services:
         want = [list((await begin(services, prompt, 90)).tokens) for prompt in texts]
     async with stack(directories.target, None, capacity=256 + 4 * BLOCK) as services:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from specdec import Client
-from specdec.local.stack import Stack
 from specdec.roles import environment
+from tests.faults.cluster import Cluster, Models
 from tests.faults.pods import free_port
 from tests.services.conftest import Directories
 from tests.serving.test_metrics import scraped
@@ -27,24 +28,23 @@ def ports() -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def stack(directories: Directories, ports: dict[str, int]) -> Iterator[Stack]:
+def cluster(
+    directories: Directories, ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     def options(service: str) -> tuple[str, ...]:
         return ("--metrics-port", str(ports[service]))
 
-    few = ("--kv-tokens", "4096", "--threads", "1")
-    with Stack.start(
-        directories.target,
-        str(directories.near),
-        dtype="float32",
-        verifier_options=(*options("verifier"), *few),
-        draft_options=(*options("draft"), *few),
-        orchestrator_options=options("orchestrator"),
-    ) as stack:
-        yield stack
+    models, few = Models(directories.target, directories.near, directories.target), ("--kv-tokens", "4096")
+    with Cluster(models, tmp_path_factory.mktemp("logs")) as made:
+        verifier = made.verifier(*options("verifier"), *few)
+        draft = made.draft(*options("draft"), *few)
+        made.orchestrator([verifier.address], [draft.address], *options("orchestrator"))
+        asyncio.run(made.make_whole())
+        yield made
 
 
-async def test_what_was_generated_is_counted(stack: Stack, ports: dict[str, int]) -> None:
-    with Client(stack.address) as client:
+async def test_what_was_generated_is_counted(cluster: Cluster, ports: dict[str, int]) -> None:
+    with Client(cluster.address) as client:
         done = [client.complete("def main(", max_tokens=40, speculation="always").completions[0]]
         while not any("remote_draft" in each.sources for each in done):  # on a busy machine the draft may be late
             done += client.complete("def main(", max_tokens=40, seed=len(done), speculation="always").completions
@@ -85,7 +85,7 @@ async def test_what_was_generated_is_counted(stack: Stack, ports: dict[str, int]
         assert value(service, "serving") == 1
 
 
-def test_a_port_that_is_taken_ends_the_start(directories: Directories, ports: dict[str, int], stack: Stack) -> None:
+def test_a_port_that_is_taken_ends_the_start(directories: Directories, ports: dict[str, int], cluster: Cluster) -> None:
     taken = str(ports["verifier"])
     command = [sys.executable, "-m", "orchestrator", "--model", str(Path(directories.target)), "--verifier", "h:1"]
     command += ["--port", "0", "--metrics-port", taken]

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from specdec.client import AsyncClient, Client, Completion, build_request
-from specdec.v2 import generation_pb2
+from specdec.v2 import generation_pb2, model_pb2
 from tests.models import END
 from tests.reasoning import CLOSE, OPEN, reasoning_model
 from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
+from tests.services.test_structured_output import compiled
 from tests.stack import Stack, stack
 
 CHAT: list[Any] = [{"role": "user", "content": "how warm is it?"}]
@@ -25,11 +26,12 @@ MARKED = {OPEN: 5.0, CLOSE: 4.0}
 """Biases, without which tiny models rarely write a mark."""
 
 
-@pytest.fixture
-def pair(directories: Directories, tmp_path: Path) -> tuple[Path, Path]:
+@pytest.fixture(scope="module")
+def pair(directories: Directories, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target that reasons, and a draft near it."""
-    draft = reasoning_model(directories.near, tmp_path / "draft")
-    return reasoning_model(directories.target, tmp_path / "target"), draft
+    folder = tmp_path_factory.mktemp("reasoning")
+    draft = reasoning_model(directories.near, folder / "draft")
+    return reasoning_model(directories.target, folder / "target"), draft
 
 
 WANTED = {(False, True, True), (False, False, True), (True, True, True), (None, False, True)}
@@ -67,11 +69,13 @@ def asked_of(arguments: dict[str, Any], seed: int, **others: Any) -> dict[str, A
 
 async def a_reasoned_text(client: AsyncClient, arguments: dict[str, Any]) -> tuple[dict[str, Any], Completion]:
     """Return the first request, by seeds, whose text has both reasoning and an answer, and that text."""
-    for seed in range(100):
-        asked = asked_of(arguments, seed, max_tokens=30)
-        whole = (await client.complete(**asked)).completions[0]
-        if 3 < whole.reasoning_tokens < 25 and whole.text:
-            return asked, whole
+    for start in range(0, 100, 4):
+        requests = [asked_of(arguments, seed, max_tokens=30) for seed in range(start, start + 4)]
+        answers = await asyncio.gather(*(client.complete(**asked) for asked in requests))
+        for asked, answer in zip(requests, answers, strict=True):
+            whole = answer.completions[0]
+            if 3 < whole.reasoning_tokens < 25 and whole.text:
+                return asked, whole
     raise AssertionError("no text has reasoning")
 
 
@@ -80,9 +84,8 @@ async def test_it_comes_apart_equally_with_and_without_drafts(pair: tuple[Path, 
     async with stack(*pair) as services, AsyncClient(services.address) as client:
         (model,) = await client.models()
         assert model.reasons
-        seed = 0
-        while not (kinds.keys() >= WANTED and seed > 15):
-            assert seed < 80, kinds
+
+        async def check(seed: int) -> None:
             arguments, begun = (({}, False), ({}, False), (OPENED, True), (CLOSED, None))[seed % 4]
             asked = asked_of(arguments, seed)
             plain = (await client.complete(**asked, speculation="off")).completions[0]
@@ -93,7 +96,12 @@ async def test_it_comes_apart_equally_with_and_without_drafts(pair: tuple[Path, 
             assert (drafted.text, drafted.reasoning) == (plain.text, plain.reasoning)
             reasoning, answer = parts_of(plain.tokens, begun=begun)
             kinds[begun, bool(reasoning), bool(answer)] += 1
-            seed += 1
+
+        for start in range(0, 80, 8):
+            await asyncio.gather(*map(check, range(start, start + 8)))
+            if kinds.keys() >= WANTED and start > 0:
+                break
+    assert kinds.keys() >= WANTED
 
 
 async def test_a_stream_tells_reasoning_before_the_answer(pair: tuple[Path, Path]) -> None:
@@ -132,44 +140,50 @@ async def test_a_text_is_resumed_from_anywhere(pair: tuple[Path, Path]) -> None:
             assert lengths > 3
 
 
-@pytest.mark.parametrize("arguments", [{}, OPENED, CLOSED], ids=["possible", "begun", "none"])
-async def test_a_schema_is_about_the_answer(pair: tuple[Path, Path], arguments: dict[str, Any]) -> None:
+async def test_a_schema_is_about_the_answer(pair: tuple[Path, Path]) -> None:
     """The model may begin its answer immediately, unless the prompt has opened its reasoning."""
-    with_both = 0
+    answer = "[0-9]{2,5}"
     async with stack(*pair) as services, AsyncClient(services.address) as client:
-        for seed in range(8):
-            asked = asked_of(arguments, seed, regex="[0-9]{2,5}", ignore_end_token=False, max_tokens=100)
-            plain = (await client.complete(**asked, speculation="off")).completions[0]
-            drafted = (await client.complete(**asked, speculation="always")).completions[0]
-            assert (drafted.tokens, drafted.text) == (plain.tokens, plain.text)
-            if plain.finish.reason == "length":  # reasoning never ended: no closing token was chosen
-                assert END not in plain.tokens
-                assert not plain.text
-            else:
-                with_both += bool(plain.reasoning_tokens)
-                assert plain.text.isdigit()
-                assert 2 <= len(plain.text) <= 5
-                assert plain.tokens[-1] == END
-    assert with_both == 0 if arguments == CLOSED else with_both > 0
+        await compiled(services, model_pb2.Grammar(regex=answer))
+
+        async def both(arguments: dict[str, Any], seed: int) -> tuple[Completion, Completion]:
+            asked = asked_of(arguments, seed, regex=answer, ignore_end_token=False, max_tokens=100)
+            plain = await client.complete(**asked, speculation="off")
+            drafted = await client.complete(**asked, speculation="always")
+            return plain.completions[0], drafted.completions[0]
+
+        for arguments in ({}, OPENED, CLOSED):
+            with_both = 0
+            for plain, drafted in await asyncio.gather(*(both(arguments, seed) for seed in range(8))):
+                assert (drafted.tokens, drafted.text) == (plain.tokens, plain.text)
+                if plain.finish.reason == "length":  # reasoning never ended: no closing token was chosen
+                    assert END not in plain.tokens
+                    assert not plain.text
+                else:
+                    with_both += bool(plain.reasoning_tokens)
+                    assert plain.text.isdigit()
+                    assert 2 <= len(plain.text) <= 5
+                    assert plain.tokens[-1] == END
+            assert with_both == 0 if arguments == CLOSED else with_both > 0
 
 
-@pytest.mark.parametrize("tokens", [2, 6])
-async def test_a_text_goes_on_at_an_orchestrator_that_knows_no_marks(pair: tuple[Path, Path], tokens: int) -> None:
+async def test_a_text_goes_on_at_an_orchestrator_that_knows_no_marks(pair: tuple[Path, Path]) -> None:
     """The second orchestrator uses the reasoning's position as resolved by the first, for text and grammar."""
     async with stack(*pair) as services, AsyncClient(services.address) as client:
         for arguments in ({}, OPENED):
             asked, _ = await a_reasoned_text(client, arguments)
             asked |= {"regex": "[0-9]{2,5}", "ignore_end_token": False, "max_tokens": 100}
             whole = await client.complete(**asked)
-            begun = build_request(**asked, generated_tokens=whole.completions[0].tokens[:tokens])
-            begun.reasoning.CopyFrom(generation_pb2.Reasoning(opening_token=OPEN, closing_token=CLOSE))
-            begun.reasoning.begun = arguments == OPENED
-            vars(services.model)["reasoning_marks"] = None
-            rest = await services.stub.Complete(generation_pb2.CompleteRequest(request=begun))
-            del vars(services.model)["reasoning_marks"]
-            assert rest.resolved.reasoning == begun.reasoning
-            assert rest.completions[0].text == whole.text
-            assert list(rest.completions[0].tokens) == whole.completions[0].tokens[tokens:]
+            for tokens in (2, 6):
+                begun = build_request(**asked, generated_tokens=whole.completions[0].tokens[:tokens])
+                begun.reasoning.CopyFrom(generation_pb2.Reasoning(opening_token=OPEN, closing_token=CLOSE))
+                begun.reasoning.begun = arguments == OPENED
+                vars(services.model)["reasoning_marks"] = None
+                rest = await services.stub.Complete(generation_pb2.CompleteRequest(request=begun))
+                del vars(services.model)["reasoning_marks"]
+                assert rest.resolved.reasoning == begun.reasoning
+                assert rest.completions[0].text == whole.text
+                assert list(rest.completions[0].tokens) == whole.completions[0].tokens[tokens:]
 
 
 async def test_a_text_need_not_be_split(pair: tuple[Path, Path]) -> None:

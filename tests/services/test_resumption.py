@@ -81,7 +81,7 @@ async def test_a_change_of_date_changes_no_token(directories: Directories, tmp_p
     dated = copy_of(directories.target, tmp_path / "target", DATED)
     async with two(directories, dated, dated, timedelta(days=1)) as (one, both, alone):
         want = await alone.complete(**CHAT, **OPTIONS)
-        tomorrow = await alone.complete(**CHAT, **OPTIONS, time=LATE + timedelta(days=1))
+        tomorrow = await alone.complete(**CHAT, max_tokens=1, time=LATE + timedelta(days=1))
         assert want.resolved.time == LATE.replace(microsecond=0)
         assert tomorrow.resolved.prompt_digest != want.resolved.prompt_digest  # the date is in the prompt
         chunks = await interrupted(both, one, **CHAT, **OPTIONS)
@@ -106,7 +106,7 @@ async def test_other_end_tokens_end_no_text_differently(directories: Directories
     """The end tokens of the first orchestrator apply at the second."""
     first = copy_of(directories.target, tmp_path / "one" / "target", DATED)
     async with two(directories, first, first, timedelta()) as (_, _, alone):
-        plain = await alone.complete("abc", **OPTIONS, ignore_end_token=True)
+        plain = await alone.complete("abc", **OPTIONS | {"max_tokens": 21}, ignore_end_token=True)
     end = plain.completions[0].tokens[20]  # an end token for the second, but not for the first
     second = copy_of(directories.target, tmp_path / "other" / "target", DATED, eos_token_id=[2, end])
     async with two(directories, first, second, timedelta()) as (one, both, alone):

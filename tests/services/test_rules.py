@@ -80,12 +80,12 @@ def prompts(count: int) -> list[list[int]]:
     return [[generator.randrange(3, 256) for _ in range(generator.choice((3, 9, 40)))] for _ in range(count)]
 
 
-async def compare(directories: Directories, count: int, contrast: Contrast) -> None:
+async def compare(directories: Directories, texts: list[list[int]], contrast: Contrast) -> None:
     reference = Reference(directories.oracle, Oracle(directories.near), contrast)
     message = model_pb2.Contrast(alpha=contrast.alpha, amateur_temperature=contrast.amateur_temperature)
     ties = accepted = 0
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
-        for prompt in prompts(count):
+        for prompt in texts:
             answer = await services.generate(
                 prompt, rule=CONTRASTIVE, contrast=message, max_tokens=TOKENS, ignore_end_token=True
             )
@@ -94,19 +94,20 @@ async def compare(directories: Directories, count: int, contrast: Contrast) -> N
             ties += reference.check(prompt, list(answer.tokens))
             accepted += answer.finish.speculation.accepted
         await until(lambda: services.verifier_loop.pool.held == 0)
-    print(f"{count * TOKENS} tokens compared, {ties} ties, {accepted} of the tokens drafted")
+    compared = len(texts) * TOKENS
+    print(f"{compared} tokens compared, {ties} ties, {accepted} of the tokens drafted")
     assert accepted > 0
-    assert ties <= 0.01 * count * TOKENS
+    assert ties <= 0.01 * compared
 
 
 @pytest.mark.parametrize("contrast", [Contrast(), Contrast(alpha=0.3, amateur_temperature=0.5)], ids=str)
 async def test_contrastive_tokens_are_those_of_the_reference(directories: Directories, contrast: Contrast) -> None:
-    await compare(directories, 4, contrast)
+    await compare(directories, prompts(4)[2:], contrast)
 
 
 @pytest.mark.verify
 async def test_contrastive_tokens_of_50_prompts(directories: Directories) -> None:
-    await compare(directories, 50, Contrast())
+    await compare(directories, prompts(50), Contrast())
 
 
 async def test_contrast_makes_a_difference(directories: Directories) -> None:
@@ -177,12 +178,12 @@ async def test_what_does_not_go_together_is_refused(
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def rejected(services: Stack, **fields: Any) -> generation_pb2.Completion:
-    return await services.generate(PROMPT, rule=REJECTION, max_tokens=60, ignore_end_token=True, **fields)
+async def rejected(services: Stack, tokens: int = 60, **fields: Any) -> generation_pb2.Completion:
+    return await services.generate(PROMPT, rule=REJECTION, max_tokens=tokens, ignore_end_token=True, **fields)
 
 
 async def rejected_until(
-    services: Stack, accepted: int, **sampling: Any
+    services: Stack, accepted: int, tokens: int = 60, **limits: Any
 ) -> tuple[list[generation_pb2.Completion], Counter[str]]:
     """Send requests with consecutive seeds until `accepted` candidates were accepted: on a busy machine drafts are
     late, and there is nothing to accept. Return the completions and their summed counts."""
@@ -190,7 +191,8 @@ async def rejected_until(
     total: Counter[str] = Counter()
     async with asyncio.timeout(120):
         while total["accepted"] < accepted:
-            texts.append(await rejected(services, sampling={"temperature": 1.0, "seed": 3 + len(texts), **sampling}))
+            sampling = {"temperature": 1.0, "seed": 3 + len(texts), **limits}
+            texts.append(await rejected(services, tokens, sampling=sampling))
             found = texts[-1].finish.speculation
             total += Counter(accepted=found.accepted, offered=found.offered, corrections=found.sources["correction"])
     return texts, total
@@ -198,15 +200,15 @@ async def rejected_until(
 
 async def test_rejection_without_temperature_is_greedy(directories: Directories) -> None:
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
-        want = await services.generate(PROMPT, max_tokens=60, plain=True, ignore_end_token=True)
-        got = await rejected(services)
+        want = await services.generate(PROMPT, max_tokens=TOKENS, plain=True, ignore_end_token=True)
+        got = await rejected(services, TOKENS, speculation=ALWAYS)
         directories.oracle.same(PROMPT, list(want.tokens), list(got.tokens), RequestSampler(Sampling()))
         assert got.finish.reproducible
 
 
 async def test_rejection_accepts_and_rejects(directories: Directories) -> None:
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
-        texts, total = await rejected_until(services, 10)
+        texts, total = await rejected_until(services, 10, TOKENS)
     assert total["accepted"] < total["offered"]
     assert not any(each.finish.reproducible for each in texts)
 
@@ -249,7 +251,7 @@ async def test_typical_tokens_are_chosen_or_typical(directories: Directories) ->
     sampling, others, accepted = {"temperature": 1.0, "seed": 4}, 0, 0
     coupled = RequestSampler(Sampling(temperature=1.0, seed=sample_seed(4, 0)))
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
-        for first in range(6):
+        for first in range(3):
             prompt = [*PROMPT, 20 + first]
             found = await services.generate(
                 prompt,

@@ -6,6 +6,8 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
+
 from specdec.v2 import verifier_pb2
 from tests.services.conftest import Directories
 from tests.services.interrupted import (
@@ -20,16 +22,28 @@ from tests.services.interrupted import (
     service_of,
     serving,
     slow_target,
+    undisturbed,
 )
 from tests.stack import stack, until
 
 
+@pytest.fixture(scope="module")
+def gates() -> Gates:
+    """Shared by all tests: the step latency is measured for each delay of an engine."""
+    return Gates()
+
+
 async def test_a_frozen_verifier_is_left(directories: Directories) -> None:
     fields: dict[str, Any] = {"max_tokens": 80, "ignore_end_token": True, "sampling": WARM}
+    want = await undisturbed(directories, **fields)
     async with stack(
-        directories.target, directories.near, verifiers=2, target_delay=slow_target, verifier_kind=Frozen
+        directories.target,
+        directories.near,
+        verifiers=2,
+        target_delay=slow_target,
+        verifier_kind=Frozen,
+        silence_seconds=0.75,
     ) as services:
-        want = await services.generate(PROMPT, **dict(fields))
         reader = Reader(services, **fields)
         await reader.read(20)
         frozen = service_of(services, serving(services))
@@ -37,7 +51,7 @@ async def test_a_frozen_verifier_is_left(directories: Directories) -> None:
         got = await reader.rest()
         same(directories, want, got, WARM)
         assert changes(got.finish.speculation) == {"verifier_lost": 1}
-        assert reader.longest_pause < 3 * 3  # 3 s on an idle machine
+        assert reader.longest_pause < 9  # 1 s on an idle machine
         frozen.thawed.set()
         await until(lambda: services.idle)
 
@@ -50,11 +64,12 @@ async def test_a_frozen_verifier_is_not_waited_for_at_the_beginning(directories:
         service_of(services, 0).thawed.set()
 
 
-async def test_a_verifier_that_answers_and_does_not_step_is_left(directories: Directories) -> None:
-    fields: dict[str, Any] = {"max_tokens": 60, "ignore_end_token": True, "sampling": WARM}
-    gates = Gates()
-    async with stack(directories.target, directories.near, verifiers=2, target_delay=gates) as services:
-        want = await services.generate(PROMPT, **dict(fields))
+async def test_a_verifier_that_answers_and_does_not_step_is_left(directories: Directories, gates: Gates) -> None:
+    fields: dict[str, Any] = {"max_tokens": 80, "ignore_end_token": True, "sampling": WARM}
+    want = await undisturbed(directories, **fields)
+    async with stack(
+        directories.target, directories.near, verifiers=2, target_delay=gates, stuck_seconds=1.0
+    ) as services:
         reader = Reader(services, **fields)
         await reader.read(10)
         with gates.of(services.verifiers[serving(services)]).closed():
@@ -64,19 +79,19 @@ async def test_a_verifier_that_answers_and_does_not_step_is_left(directories: Di
         await until(lambda: services.idle)
 
 
-async def test_a_verifier_that_is_alone_may_take_long_over_a_step(directories: Directories) -> None:
-    gates = Gates()
-    async with stack(directories.target, directories.near, target_delay=gates) as services:
+async def test_a_verifier_that_is_alone_may_take_long_over_a_step(directories: Directories, gates: Gates) -> None:
+    async with stack(directories.target, directories.near, target_delay=gates, stuck_seconds=0.5) as services:
         reader = Reader(services, max_tokens=60, ignore_end_token=True)
         await reader.read(10)
         with gates.of(services.verifiers[0]).closed():
-            await asyncio.sleep(3.0)  # longer than the time limit of any other pod
+            await asyncio.sleep(1.5)  # longer than the time limit where there is another pod
         got = await reader.rest()
         assert "verifier_lost" not in got.finish.speculation.failover_events
 
 
 async def test_a_commit_out_of_place_is_not_taken(directories: Directories) -> None:
-    fields: dict[str, Any] = {"max_tokens": 60, "ignore_end_token": True, "sampling": WARM}
+    fields: dict[str, Any] = {"max_tokens": 80, "ignore_end_token": True, "sampling": WARM}
+    want = await undisturbed(directories, **fields)
 
     def shifted(response: verifier_pb2.VerifyResponse) -> verifier_pb2.VerifyResponse:
         if response.commit.committed.tokens:
@@ -86,7 +101,6 @@ async def test_a_commit_out_of_place_is_not_taken(directories: Directories) -> N
     async with stack(
         directories.target, directories.near, verifiers=2, target_delay=slow_target, verifier_kind=Frozen
     ) as services:
-        want = await services.generate(PROMPT, **dict(fields))
         reader = Reader(services, **fields)
         await reader.read(10)
         service_of(services, serving(services)).changed = shifted
@@ -100,6 +114,6 @@ async def test_nobody_leaves_a_verifier_that_has_nothing_to_do_for_it(directorie
     async with stack(
         directories.target, directories.near, delay=lambda: time.sleep(0.7), silence_seconds=0.5
     ) as services:
-        got = await services.generate(PROMPT, max_tokens=3, ignore_end_token=True, rule=CONTRASTIVE)
-        assert len(got.tokens) == 3
+        got = await services.generate(PROMPT, max_tokens=2, ignore_end_token=True, rule=CONTRASTIVE)
+        assert len(got.tokens) == 2
         assert not got.finish.speculation.failover_events

@@ -10,21 +10,12 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 
 from specdec.client import AsyncClient, InvalidRequest
 from specdec.v2 import draft_pb2, verifier_pb2
 from tests.faults.cluster import Cluster, Models
 from tests.faults.pods import Pod
-from tests.models import make, near
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    torch.set_num_threads(1)
-    root = tmp_path_factory.mktemp("models")
-    target = make("llama", root / "target")
-    return Models(target=target, draft=near(target, root / "draft", noise=0.04), revision=target)
+from tests.services.conftest import Directories
 
 
 def full(pod: Pod) -> Callable[[], None]:
@@ -40,9 +31,10 @@ def left(pod: Pod) -> Callable[[], None]:
     return lambda: os.close(reader)
 
 
-@pytest.fixture(params=[full, left])
-async def cluster(request: pytest.FixtureRequest, models: Models, tmp_path: Path) -> AsyncIterator[Cluster]:
+@pytest.fixture(params=[full, pytest.param(left, marks=pytest.mark.verify)])
+async def cluster(request: pytest.FixtureRequest, directories: Directories, tmp_path: Path) -> AsyncIterator[Cluster]:
     """One pod of each role, with little enough memory to cause preemptions."""
+    models = Models(directories.target, directories.near, directories.target)
     with Cluster(models, tmp_path) as made:
         verifier, draft = made.verifier("--kv-tokens", "1024"), made.draft()
         made.orchestrator([verifier.address], [draft.address])
@@ -73,8 +65,8 @@ async def test_services_serve_though_nothing_can_be_logged(cluster: Cluster) -> 
             )
             return result.completions[0].tokens
 
-        alone = [await generate(number) for number in range(12)]
-        together = await asyncio.gather(*(generate(number) for number in range(12)))
+        alone = [await generate(number) for number in range(8)]
+        together = await asyncio.gather(*(generate(number) for number in range(8)))
         assert list(together) == alone
         with pytest.raises(InvalidRequest):
             await client.complete(tokens=[5], temperature=-1.0)

@@ -85,16 +85,14 @@ async def compiled(services: Stack, grammar: model_pb2.Grammar) -> None:
 
 
 async def all_of(services: Stack, **fields: Any) -> list[generation_pb2.Completion]:
-    """Return a completion for each grammar and sampling, concurrently per grammar."""
-    found: list[generation_pb2.Completion] = []
-    for grammar in GRAMMARS.values():
-        found += await asyncio.gather(
-            *(
-                services.generate(PROMPT, sampling=sampling, grammar=grammar, max_tokens=60, **fields)
-                for sampling in SAMPLINGS
-            )
+    """Return a completion for each grammar and sampling, all at once."""
+    return await asyncio.gather(
+        *(
+            services.generate(PROMPT, sampling=sampling, grammar=grammar, max_tokens=60, **fields)
+            for grammar in GRAMMARS.values()
+            for sampling in SAMPLINGS
         )
-    return found
+    )
 
 
 def tokens_of(completions: Sequence[generation_pb2.Completion]) -> list[list[int]]:
@@ -108,6 +106,8 @@ async def test_texts_fit_and_are_equal_whoever_proposes(directories: Directories
         cases = [grammar for grammar in GRAMMARS.values() for _ in SAMPLINGS]
         for grammar, completion in zip(cases, plain, strict=True):
             check_fits(directories, grammar, completion)
+        for grammar in GRAMMARS.values():
+            await compiled(services, grammar)
         drafted = await all_of(services, speculation=ALWAYS)
         assert tokens_of(drafted) == tokens_of(plain)
         assert sum(each.finish.speculation.sources["remote_draft"] for each in drafted) > 30
@@ -141,15 +141,17 @@ async def test_a_draft_proposes_nothing_that_is_forbidden(directories: Directori
         assert stats.guessed > 0.8 * stats.committed
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
-async def test_a_text_is_resumed_from_anywhere(directories: Directories, name: str) -> None:
-    grammar = GRAMMARS[name]
+async def test_a_text_is_resumed_from_anywhere(directories: Directories) -> None:
     async with stack(directories.target, directories.near) as services:
-        fields: dict[str, Any] = {"sampling": SAMPLINGS[1], "grammar": grammar, "max_tokens": 40}
-        whole = list((await services.generate(PROMPT, **fields)).tokens)
-        for length in range(1, len(whole), 3):
-            rest = await services.generate(PROMPT, generated_tokens=whole[:length], **fields)
-            assert whole[:length] + list(rest.tokens) == whole
+        for name, grammar in GRAMMARS.items():
+            fields: dict[str, Any] = {"sampling": SAMPLINGS[1], "grammar": grammar, "max_tokens": 40}
+            whole = list((await services.generate(PROMPT, **fields)).tokens)
+            begun = [whole[:length] for length in range(1, len(whole), 3)]
+            rests = await asyncio.gather(
+                *(services.generate(PROMPT, generated_tokens=tokens, **fields) for tokens in begun)
+            )
+            for tokens, rest in zip(begun, rests, strict=True):
+                assert tokens + list(rest.tokens) == whole, name
 
 
 async def test_reasoning_may_end_anywhere(directories: Directories) -> None:
@@ -158,7 +160,7 @@ async def test_reasoning_may_end_anywhere(directories: Directories) -> None:
     async with stack(directories.target, directories.target, target_delay=slow_target) as services:
         fields: dict[str, Any] = {"sampling": SAMPLINGS[1], "max_tokens": 40}
         free = list((await services.generate(PROMPT, plain=True, **fields)).tokens)
-        for at in range(0, 12, 2):
+        for at in range(0, 12, 3):
             marker = free[at]
             begins = free.index(marker) + 1
             fields["grammar"] = model_pb2.Grammar(regex="[0-9]{4,6}", after_token=marker)
@@ -168,8 +170,9 @@ async def test_reasoning_may_end_anywhere(directories: Directories) -> None:
             assert piece.isdigit()
             assert 4 <= len(piece) <= 6
             assert plain[-1] == END
-            for speculation in (ALWAYS, generation_pb2.Speculation(drafters=OWN_DRAFTERS), LOOKING):
-                assert list((await services.generate(PROMPT, speculation=speculation, **fields)).tokens) == plain
+            ways = (ALWAYS, generation_pb2.Speculation(drafters=OWN_DRAFTERS), LOOKING)
+            guessed = await asyncio.gather(*(services.generate(PROMPT, speculation=way, **fields) for way in ways))
+            assert tokens_of(guessed) == [plain] * len(ways)
 
 
 async def test_other_rules_keep_to_the_grammar(directories: Directories) -> None:
@@ -178,10 +181,13 @@ async def test_other_rules_keep_to_the_grammar(directories: Directories) -> None
             (model_pb2.ACCEPTANCE_RULE_REJECTION, {"temperature": 0.9, "seed": 5}),
             (model_pb2.ACCEPTANCE_RULE_CONTRASTIVE, {"seed": 5}),
         ):
-            for grammar in GRAMMARS.values():
-                completion = await services.generate(
-                    PROMPT, sampling=sampling, grammar=grammar, max_tokens=60, rule=rule
+            completions = await asyncio.gather(
+                *(
+                    services.generate(PROMPT, sampling=sampling, grammar=grammar, max_tokens=60, rule=rule)
+                    for grammar in GRAMMARS.values()
                 )
+            )
+            for grammar, completion in zip(GRAMMARS.values(), completions, strict=True):
                 check_fits(directories, grammar, completion)
 
 
@@ -223,30 +229,30 @@ async def test_a_text_moves_to_another_verifier_in_the_midst(directories: Direct
         assert tokens == list(want.tokens)
 
 
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"grammar": model_pb2.Grammar()}, "grammar: is set and empty"),
-        ({"json_schema": '{"type": "strin"}'}, 'json_schema: /type: is "strin", must be one of array, boolean'),
-        ({"json_schema": "{}", "grammar": GRAMMARS["regex"]}, "grammar: is set together with json_schema"),
-        ({"grammar": model_pb2.Grammar(regex="(")}, "grammar.regex: cannot be used: error: unclosed group"),
-        ({"grammar": model_pb2.Grammar(json_schema='{"type": "strin"}')}, 'grammar.json_schema: /type: is "strin"'),
-        ({"grammar": model_pb2.Grammar(json_schema='{"$ref": "#"}')}, "grammar.json_schema: matches no text"),
-        ({"grammar": model_pb2.Grammar(choice=model_pb2.Choice())}, "grammar.choice: has 0 texts"),
-        ({"grammar": model_pb2.Grammar(regex="a", after_token=9999)}, "grammar.after_token: is 9999"),
-        ({"grammar": model_pb2.Grammar(regex="a"), "ignore_end_token": True}, "needs a token that ends the text"),
-        (
-            {"grammar": model_pb2.Grammar(regex="a"), "generated_tokens": [9], "sampling": {"seed": 1}},
-            "generated_tokens: the text violates its grammar at token 0",
-        ),
-    ],
-)
-async def test_refusals(directories: Directories, fields: dict[str, Any], problem: str) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"grammar": model_pb2.Grammar()}, "grammar: is set and empty"),
+    ({"json_schema": '{"type": "strin"}'}, 'json_schema: /type: is "strin", must be one of array, boolean'),
+    ({"json_schema": "{}", "grammar": GRAMMARS["regex"]}, "grammar: is set together with json_schema"),
+    ({"grammar": model_pb2.Grammar(regex="(")}, "grammar.regex: cannot be used: error: unclosed group"),
+    ({"grammar": model_pb2.Grammar(json_schema='{"type": "strin"}')}, 'grammar.json_schema: /type: is "strin"'),
+    ({"grammar": model_pb2.Grammar(json_schema='{"$ref": "#"}')}, "grammar.json_schema: matches no text"),
+    ({"grammar": model_pb2.Grammar(choice=model_pb2.Choice())}, "grammar.choice: has 0 texts"),
+    ({"grammar": model_pb2.Grammar(regex="a", after_token=9999)}, "grammar.after_token: is 9999"),
+    ({"grammar": model_pb2.Grammar(regex="a"), "ignore_end_token": True}, "needs a token that ends the text"),
+    (
+        {"grammar": model_pb2.Grammar(regex="a"), "generated_tokens": [9], "sampling": {"seed": 1}},
+        "generated_tokens: the text violates its grammar at token 0",
+    ),
+]
+
+
+async def test_refusals(directories: Directories) -> None:
     async with stack(directories.target, directories.near) as services:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await services.generate(PROMPT, max_tokens=9, **fields)
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert problem in (refused.value.details() or "")
+        for fields, problem in REFUSED:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await services.generate(PROMPT, max_tokens=9, **fields)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, problem
+            assert problem in (refused.value.details() or "")
 
 
 async def test_a_grammar_that_becomes_too_complex_ends_its_text_alone(directories: Directories) -> None:

@@ -15,10 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec import AsyncClient, Client
 from specdec.client.errors import Unavailable
-from specdec.local.stack import Stack
 from specdec.roles import environment
 from specdec.wire.tls_files import channel_credentials
 from tests.certificates import Authority
+from tests.faults.cluster import Cluster, Models
 from tests.faults.pods import free_port
 from tests.services.conftest import Directories
 
@@ -26,15 +26,16 @@ pytestmark = pytest.mark.timeout(900)  # several processes start, slowly on a bu
 
 PROMPT = "def main("
 SERVICES = ("verifier", "draft", "orchestrator")
-FEW = ("--kv-tokens", "4096", "--threads", "1")
+FEW = ("--kv-tokens", "4096")
 
 
 class Secured:
-    """A stack whose services present certificates and require them."""
+    """Services that present certificates and require them."""
 
-    def __init__(self, authority: Authority, stack: Stack, health_ports: dict[str, int]) -> None:
+    def __init__(self, authority: Authority, addresses: dict[str, str], health_ports: dict[str, int]) -> None:
         self.authority = authority
-        self.stack = stack
+        self.addresses = addresses
+        self.address = addresses["orchestrator"]
         self.health_ports = health_ports
 
     def credentials(self, authority: Authority) -> grpc.ChannelCredentials:
@@ -55,19 +56,17 @@ def secured(directories: Directories, tmp_path_factory: pytest.TempPathFactory) 
 
     certificate, key = authority.issue("peer")
     peers = ("--peer-tls-ca", str(authority.file), "--peer-tls-cert", str(certificate), "--peer-tls-key", str(key))
-    with Stack.start(
-        directories.target,
-        str(directories.near),
-        dtype="float32",
-        verifier_options=(*options("verifier"), *FEW),
-        draft_options=(*options("draft"), *FEW),
-        orchestrator_options=(*options("orchestrator"), *peers),
-    ) as stack:
-        yield Secured(authority, stack, ports)
+    models = Models(directories.target, directories.near, directories.target)
+    with Cluster(models, tmp_path_factory.mktemp("logs")) as cluster:
+        verifier, draft = cluster.verifier(*options("verifier"), *FEW), cluster.draft(*options("draft"), *FEW)
+        front = cluster.orchestrator([verifier.address], [draft.address], *options("orchestrator"), *peers)
+        asyncio.run(cluster.make_whole())
+        addresses = dict(zip(SERVICES, (verifier.address, draft.address, front.address), strict=True))
+        yield Secured(authority, addresses, ports)
 
 
 def test_tokens_are_those_of_the_plain_model(secured: Secured, directories: Directories) -> None:
-    with Client(secured.stack.address, credentials=secured.credentials(secured.authority)) as client:
+    with Client(secured.address, credentials=secured.credentials(secured.authority)) as client:
         drafted = client.complete(PROMPT, max_tokens=40, seed=3, temperature=0.8, speculation="always")
         while "remote_draft" not in drafted.completions[0].sources:  # on a busy machine the draft may be late
             drafted = client.complete(PROMPT, max_tokens=40, seed=3, temperature=0.8, speculation="always")
@@ -83,10 +82,10 @@ def test_tokens_are_those_of_the_plain_model(secured: Secured, directories: Dire
 def test_who_has_no_certificate_gets_nothing(secured: Secured, service: str, tmp_path: Path) -> None:
     trusted = secured.authority.file.read_bytes()
     channels = {
-        "no TLS": grpc.insecure_channel(secured.stack.addresses[service]),
-        "no certificate": grpc.secure_channel(secured.stack.addresses[service], grpc.ssl_channel_credentials(trusted)),
+        "no TLS": grpc.insecure_channel(secured.addresses[service]),
+        "no certificate": grpc.secure_channel(secured.addresses[service], grpc.ssl_channel_credentials(trusted)),
         "a foreign one": grpc.secure_channel(
-            secured.stack.addresses[service], secured.credentials(Authority(tmp_path / "foreign"))
+            secured.addresses[service], secured.credentials(Authority(tmp_path / "foreign"))
         ),
     }
     for channel in channels.values():
@@ -108,7 +107,7 @@ def test_probes_need_no_certificate_and_reach_nothing_else(secured: Secured, ser
 
 
 async def test_certificates_are_renewed_under_load(secured: Secured) -> None:
-    """All certificates are renewed several times while texts run on old and new connections: no text fails."""
+    """All certificates are renewed twice while texts run on old and new connections: no text fails."""
     over = asyncio.Event()
     texts = 0
 
@@ -116,13 +115,13 @@ async def test_certificates_are_renewed_under_load(secured: Secured) -> None:
         nonlocal texts
         while not over.is_set():  # one client, hence one connection, per request
             credentials = secured.credentials(secured.authority)
-            async with AsyncClient(secured.stack.address, credentials=credentials, max_retries=0) as client:
+            async with AsyncClient(secured.address, credentials=credentials, max_retries=0) as client:
                 result = await client.complete(PROMPT, max_tokens=24, seed=number)
                 assert len(result.completions[0].tokens) == 24
                 texts += 1
 
     running = [asyncio.create_task(ask(number)) for number in range(3)]
-    for _ in range(4):
+    for _ in range(2):
         for service in (*SERVICES, "peer"):
             secured.authority.issue(service)
         before = texts
@@ -141,7 +140,7 @@ def assert_renewed(secured: Secured) -> None:
     secured.authority.issue("orchestrator", "another.example")
     try:
         credentials = secured.credentials(secured.authority)
-        with Client(secured.stack.address, credentials=credentials, timeout=5) as client, pytest.raises(Unavailable):
+        with Client(secured.address, credentials=credentials, timeout=5) as client, pytest.raises(Unavailable):
             client.models()
     finally:
         secured.authority.issue("orchestrator")
@@ -156,17 +155,14 @@ def test_commands_take_certificates(secured: Secured) -> None:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment() | variables)
 
     options = [word for name, file in files.items() for word in (f"--tls-{name.lower()}", str(file))]
-    asked = run("generate", PROMPT, "--address", secured.stack.address, "--max-tokens", "4", *options)
+    asked = run("generate", PROMPT, "--address", secured.address, "--max-tokens", "4", *options)
     assert asked.returncode == 0, asked.stderr
     variables = {f"SPECDEC_TLS_{name}": str(file) for name, file in files.items()}
     for service in SERVICES:
-        shown = run("stats", secured.stack.addresses[service], **variables)
+        shown = run("stats", secured.addresses[service], **variables)
         assert service in shown.stdout, shown.stderr
-    counted = run("tokenize", PROMPT, "--count", "--address", secured.stack.address, **variables)
+    counted = run("tokenize", PROMPT, "--count", "--address", secured.address, **variables)
     assert counted.stdout.strip().isdecimal()
 
-    alone = run("stats", secured.stack.address, "--tls-cert", str(certificate))
-    assert alone.returncode == 2
-    assert "'--tls-cert': needs TLS: give --tls-ca or --tls too" in alone.stderr
-    without = run("stats", secured.stack.address, "--tls-ca", str(secured.authority.file))
+    without = run("stats", secured.address, "--tls-ca", str(secured.authority.file))
     assert without.returncode == 69

@@ -18,13 +18,13 @@ from specdec.v2 import draft_pb2, generation_pb2, model_pb2
 from specdec.wire.speculation import SPECULATIONS
 from testing.mailbox import Handed
 from tests.services.conftest import Directories
+from tests.services.interrupted import PROMPT, slow_target
 from tests.services.test_stats import of_verifier
 from tests.stack import ALWAYS, REMOTE, stack, until
 from tests.verifier_service.fakes import Decided
 from verifier_service.servicer import VerifierLimits
 from verifier_service.speculation.controller import Mode
 
-PROMPT = [50, 60, 70, 80, 90]
 TOKENS = 40
 SAMPLED = {"sampling": {"temperature": 0.8, "seed": 5}, "max_tokens": TOKENS, "ignore_end_token": True}
 REJECTION = model_pb2.ACCEPTANCE_RULE_REJECTION
@@ -41,10 +41,6 @@ class Mute(DraftServicer):
 
 def slow_draft() -> None:
     time.sleep(0.1)
-
-
-def slow_target() -> None:
-    time.sleep(0.01)
 
 
 @pytest.mark.parametrize("fields", [{"speculation": ALWAYS}, {"rule": REJECTION}], ids=["forced", "rejection"])
@@ -70,7 +66,7 @@ async def test_a_draft_that_is_late_is_told(directories: Directories, fields: di
 async def test_a_draft_that_is_in_time_leaves_nothing_to_tell(directories: Directories) -> None:
     """If the target waits for the draft, all tokens except the first few are drafted."""
     async with stack(
-        directories.target, directories.near, target_delay=lambda: time.sleep(0.1), patience_seconds=5.0
+        directories.target, directories.near, target_delay=lambda: time.sleep(0.06), patience_seconds=5.0
     ) as services:
         answer = await services.generate(PROMPT, speculation=ALWAYS, **SAMPLED)
     assert answer.finish.speculation.undrafted_tokens < TOKENS / 2
@@ -116,11 +112,11 @@ async def test_a_drafter_that_is_not_loaded_is_named(directories: Directories) -
             assert decisions.without[f"{name}_not_loaded"] >= TOKENS - 1
 
 
-@pytest.mark.parametrize("drafts", [1, 2])
+@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.verify), 2])
 async def test_contrast_with_a_draft_that_says_nothing_ends(directories: Directories, drafts: int) -> None:
     """The draft has sessions and sends heartbeats, so it is not silent, and yet no token can be chosen."""
     async with stack(
-        directories.target, directories.near, draft_kind=Mute, drafts=drafts, failover_seconds=1.0
+        directories.target, directories.near, draft_kind=Mute, drafts=drafts, failover_seconds=0.6
     ) as services:
         with pytest.raises(grpc.aio.AioRpcError) as lost:
             await services.generate(PROMPT, max_tokens=5, rule=model_pb2.ACCEPTANCE_RULE_CONTRASTIVE)

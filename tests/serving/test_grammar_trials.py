@@ -9,12 +9,14 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.grammar.heap import resident_bytes
+from specdec.grammar.trial import TrialAnswer
 from specdec.local import DEMO
 from specdec.serving import grammar_trials as module
 from specdec.serving.errors import InternalError, OverloadedError, TenantLimitError
@@ -76,6 +78,17 @@ async def test_verdicts_are_told_and_remembered() -> None:
         assert not trials._processes
 
 
+@pytest.fixture
+def all_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every grammar pass without a process."""
+
+    async def ask(process: TrialProcess, question: dict[str, Any], patience: float) -> TrialAnswer:
+        return TrialAnswer(problem="", bytes=1, worn=False)
+
+    monkeypatch.setattr(TrialProcess, "ask", ask)
+
+
+@pytest.mark.usefixtures("all_pass")
 async def test_verdicts_are_an_owners_own() -> None:
     """With shared verdicts, response times would reveal other owners' grammars."""
     async with trying() as trials:
@@ -85,6 +98,7 @@ async def test_verdicts_are_an_owners_own() -> None:
         assert trials.known(GOOD) is None
 
 
+@pytest.mark.usefixtures("all_pass")
 async def test_verdicts_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     async with trying() as trials:
         monkeypatch.setattr(module, "VERDICT_SECONDS", 0.0)
@@ -117,6 +131,7 @@ async def test_a_process_that_cannot_be_started_is_no_fault_of_a_grammar(monkeyp
         assert (await trials.verdict(GOOD)).problem == ""
 
 
+@pytest.mark.usefixtures("all_pass")
 async def test_an_owner_has_its_own_limit_of_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_VERDICTS_OF_OWNER", 2)
     async with trying() as trials:
@@ -129,9 +144,9 @@ async def test_an_owner_has_its_own_limit_of_verdicts(monkeypatch: pytest.Monkey
 
 
 async def test_what_takes_too_much_of_a_processor_is_ended() -> None:
-    async with trying(seconds=0.4) as trials:
+    async with trying(seconds=0.2) as trials:
         for _ in range(2):  # the second verdict is remembered
-            assert "more than 0.4 s of CPU time to compile, or" in (await trials.verdict(LONG)).problem
+            assert "more than 0.2 s of CPU time to compile, or" in (await trials.verdict(LONG)).problem
             assert not trials._processes
         assert (await trials.verdict(GOOD)).problem == ""
 
@@ -153,7 +168,7 @@ async def test_a_heavy_grammar_is_weighed_and_leaves_nothing_behind() -> None:
     async with trying() as trials:
         await trials.verdict(HEAVY)
         before = resident(only(trials))
-        for number in range(20021, 20025):
+        for number in range(20021, 20023):
             heavy = Grammar(Kind.JSON_SCHEMA, (json.dumps({"type": "integer", "multipleOf": number}),))
             assert (await trials.verdict(heavy)).bytes > 5_000_000
         assert resident(only(trials)) < before + 5_000_000
@@ -195,8 +210,8 @@ async def test_a_process_that_dies_takes_one_grammar_with_it() -> None:
         assert (await trials.verdict(OTHER)).problem == ""
 
 
-async def test_a_process_that_is_killed_says_nothing_of_its_grammar() -> None:
-    """As if by the kernel's OOM killer."""
+async def test_a_process_that_is_killed_says_nothing_of_a_grammar() -> None:
+    """As if by the kernel's OOM killer, during a trial or after one."""
     async with trying() as trials:
         process = (await stopped(trials)).process
         assert process is not None
@@ -206,6 +221,11 @@ async def test_a_process_that_is_killed_says_nothing_of_its_grammar() -> None:
         with pytest.raises(OverloadedError, match="was killed"):
             await asked
         assert (await trials.verdict(OTHER)).problem == ""
+        process = only(trials).process
+        assert process is not None
+        process.kill()
+        await process.wait()
+        assert "unclosed group" in (await trials.verdict(WRONG)).problem
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -225,8 +245,8 @@ async def test_a_caller_that_leaves_gets_nobody_anothers_answer(started: bool) -
 
 async def test_what_took_too_much_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AGAIN_SECONDS", 0.0)
-    async with trying(seconds=0.4) as trials:
-        assert "more than 0.4 s" in (await trials.verdict(LONG)).problem
+    async with trying(seconds=0.2) as trials:
+        assert "more than 0.2 s" in (await trials.verdict(LONG)).problem
         assert trials.known(LONG) is None
 
 
@@ -285,16 +305,6 @@ async def test_a_text_is_followed_again_whatever_is_known_of_its_grammar() -> No
         process.send_signal(signal.SIGCONT)
         assert "nests too deep" in (await again).problem
         assert "nests too deep" in (await trials.verdict(GOOD)).problem  # refused from now on
-
-
-async def test_a_process_that_has_ended_by_itself_refuses_no_grammar() -> None:
-    async with trying() as trials:
-        await trials.verdict(GOOD)
-        process = only(trials).process
-        assert process is not None
-        process.kill()
-        await process.wait()
-        assert (await trials.verdict(OTHER)).problem == ""
 
 
 async def test_an_owners_texts_do_not_all_wait_to_be_followed_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ async def test_a_connection_that_only_wastes_calls_is_closed(kind: str, path: st
             async def attack() -> None:
                 while not attacker.closed.is_set():
                     attacker.send(kind, ENOUGH, path)
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0.02)  # more than the server takes
 
             attacking = asyncio.create_task(attack())
             async with asyncio.timeout(PATIENCE):

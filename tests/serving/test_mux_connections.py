@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from specdec.serving.mux import send_queue
 from specdec.serving.mux.channel import ClientConnection, MuxChannel
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES
 from specdec.serving.mux.stream import WINDOW
@@ -245,8 +246,9 @@ async def frames_to(to: Link, frames: AsyncIterator[list[mux_pb2.Frame]]) -> Any
     return stub.Connect(requests())
 
 
-async def test_a_connection_that_is_asked_and_not_read_ends() -> None:
+async def test_a_connection_that_is_asked_and_not_read_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each frame causes an answer. Without a limit, unread answers took hundreds of megabytes."""
+    monkeypatch.setattr(send_queue, "MAX_UNSENT_FRAMES", 2000)
     sent = 0
 
     async def unknown() -> AsyncIterator[list[mux_pb2.Frame]]:

@@ -66,7 +66,7 @@ def test_a_training_without_room_is_refused(model: PreTrainedModel, tokens: Tens
         MedusaTraining(model, Windows(tokens, PLAN.length), plan, ORIGIN)
 
 
-@pytest.mark.parametrize("own_outputs", [False, True])
+@pytest.mark.parametrize("own_outputs", [False, pytest.param(True, marks=pytest.mark.verify)])
 def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path: Path) -> None:
     """At first, all heads repeat the target's own logits, which are for an earlier token."""
     directory = ModelDirectory(DEMO / "target")

@@ -153,6 +153,7 @@ def if_the_second_draw_is_good(_: int, session: VerifierSession) -> int:
     return int(len(chain) == 2 and chain[1].token == 1)
 
 
+@pytest.mark.verify
 def test_rows_that_depend_on_a_draw_behind_them_are_found_out() -> None:
     """Negative control. It does not bias draws tested one by one: each is tested, in this step or a later one."""
     p, q = TARGET_OF_PAPER, DRAFT_OF_PAPER

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -13,6 +13,7 @@ from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import NO_DRAFTERS
 from specdec.engine.kv.blocks import BLOCK, BlockPool
+from tests.examples import examples
 from tests.verifier_service.fakes import VOCABULARY, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import check_over, client, text
 from verifier_service.backend.request import Policy, VerifierSessionRequest
@@ -153,6 +154,7 @@ def test_texts_that_their_callers_end_are_remembered() -> None:
     assert loop.stats.usual_tokens == generated
 
 
+@settings(max_examples=examples(20))
 @given(st.integers(4, 8), st.lists(st.tuples(st.integers(5, 120), st.integers(1, 70)), min_size=1, max_size=20))
 def test_texts_that_are_as_long_as_expected_are_not_preempted(blocks: int, asked: list[tuple[int, int]]) -> None:
     """All their prompts fit into a step."""

@@ -276,7 +276,7 @@ def test_a_window_that_looks_below_the_tip_does_not_decide_what_is_drawn_there()
     firsts: list[list[int]] = []
     for kind in (TextEngine, DeviceTextEngine):
         firsts.append([])
-        for seed in range(20):
+        for seed in range(10):
             loop, sampling = step_loop(kind(8)), Sampling(temperature=1.0, seed=seed, banned_tokens=SOUND)
             policy = guessing(Lookahead(3, 3, 2))
             client = Client(loop, REPETITIVE, 8, sampling=sampling, rule=Rule.REJECTION, policy=policy)

@@ -9,10 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 
 from draft_service.servicer import DraftServicer
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.errors import OverloadedError, PeerLostError
+from specdec.serving.pods import breaker
+from specdec.vllm import drafts as module
 from specdec.vllm.drafts import FULL_SECONDS, Drafts, Target
 from specdec.vllm.settings import VllmDraftSettings
 from specdec.vllm.texts import VllmText
@@ -26,6 +29,14 @@ __all__ = ["directories"]  # the fixture
 
 DEPTH = 3
 PROMPT = list(range(20, 40))
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again soon after a text has lost its draft, or a draft has failed."""
+    monkeypatch.setattr(module, "AGAIN_SECONDS", 0.02)
+    monkeypatch.setattr(breaker, "FIRST_OPEN_SECONDS", 0.02)
+    monkeypatch.setattr(breaker, "MAX_OPEN_SECONDS", 0.02)
 
 
 def drafts_of(directories: Directories, *addresses: str, room: int = CONTEXT) -> tuple[Drafts, Callable[[], VllmText]]:

@@ -18,7 +18,7 @@ from draft_service.servicer import DraftServicer
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from specdec.v2 import draft_pb2
-from specdec.vllm import RemoteDraft
+from specdec.vllm import RemoteDraft, drafts
 from specdec.vllm.remote_draft import MAX_MISTAKES
 from specdec.vllm.settings import VllmDraftSettings
 from specdec.vllm.worth import Worth
@@ -35,6 +35,8 @@ __all__ = ["directories"]  # the fixture
 
 DEPTH = 5
 TOKENS = 60
+Texts = list[tuple[list[int], list[int]]]
+"""Prompts and their continuations."""
 
 
 def config(target: Path, rank: int = 0) -> Any:
@@ -56,8 +58,7 @@ class Always(Worth):
 class Batch:
     """Texts with known continuations, in rows that move from step to step."""
 
-    def __init__(self, proposer: RemoteDraft, texts: list[tuple[list[int], list[int]]]) -> None:
-        """`texts`: prompts and their continuations."""
+    def __init__(self, proposer: RemoteDraft, texts: Texts) -> None:
         self._proposer = proposer
         self._prompts = [prompt for prompt, _ in texts]
         self._wants = [want for _, want in texts]
@@ -98,9 +99,16 @@ class Batch:
             await asyncio.to_thread(self.step)
 
 
-def texts(directories: Directories, count: int) -> list[tuple[list[int], list[int]]]:
-    said = [(prompt, directories.oracle.greedy(prompt, TOKENS, frozenset({END}))) for prompt in prompts(count, seed=9)]
+@pytest.fixture(scope="module")
+def texts(directories: Directories) -> Texts:
+    """Prompts, and what the target says after them."""
+    said = [(prompt, directories.oracle.greedy(prompt, TOKENS, frozenset({END}))) for prompt in prompts(6, seed=9)]
     return [(prompt, want) for prompt, want in said if want]
+
+
+def begun(texts: Texts) -> Texts:
+    """Return the beginnings of texts."""
+    return [(prompt, want[:20]) for prompt, want in texts]
 
 
 @pytest.fixture
@@ -109,19 +117,21 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-async def test_a_draft_proposes_for_every_text(directories: Directories, environment: pytest.MonkeyPatch) -> None:
+async def test_a_draft_proposes_for_every_text(
+    directories: Directories, texts: Texts, environment: pytest.MonkeyPatch
+) -> None:
     async with stack(directories.target, directories.target, drafts=2) as services:
         environment.setenv("SPECDEC_DRAFTS", ",".join(pod.address for pod in services.drafts))
         proposer = RemoteDraft(config(directories.target), Always())
         proposer.load_model(None)
-        batch = Batch(proposer, texts(directories, 6))
+        batch = Batch(proposer, texts)
         await batch.run()
         assert batch.accepted > 0.9 * batch.offered > 100  # except for near ties in the two engines
         assert all(pod.loop.stats.sent for pod in services.drafts)
 
 
 async def test_drafts_are_found_by_name_and_with_tls(
-    directories: Directories, environment: pytest.MonkeyPatch, tmp_path: Path
+    directories: Directories, texts: Texts, environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     authority = Authority(tmp_path / "ca")
     files = TlsFiles(*authority.issue("server", "localhost"), authority.file)
@@ -134,7 +144,7 @@ async def test_drafts_are_found_by_name_and_with_tls(
         environment.setenv("SPECDEC_DRAFT_TLS_CA", str(authority.file))
         environment.setenv("SPECDEC_DRAFT_TLS_CERT", str(certificate))
         environment.setenv("SPECDEC_DRAFT_TLS_KEY", str(key))
-        proposer, said = RemoteDraft(config(directories.target), Always()), texts(directories, 3)
+        proposer, said = RemoteDraft(config(directories.target), Always()), texts[:3]
         batch = Batch(proposer, said)
         async with asyncio.timeout(30):
             while not batch.accepted:
@@ -143,11 +153,13 @@ async def test_drafts_are_found_by_name_and_with_tls(
         await draft.stop()
 
 
-async def test_a_draft_that_dies_costs_guesses(directories: Directories, environment: pytest.MonkeyPatch) -> None:
+async def test_a_draft_that_dies_costs_guesses(
+    directories: Directories, texts: Texts, environment: pytest.MonkeyPatch
+) -> None:
     async with stack(directories.target, directories.target) as services:
         (draft,) = services.drafts
         environment.setenv("SPECDEC_DRAFTS", draft.address)
-        proposer, said = RemoteDraft(config(directories.target), Always()), texts(directories, 3)
+        proposer, said = RemoteDraft(config(directories.target), Always()), texts[:3]
         before = Batch(proposer, said)
         while not before.accepted:
             await asyncio.to_thread(before.step)
@@ -174,12 +186,12 @@ class Mute(DraftServicer):
 
 
 async def test_a_draft_that_says_nothing_is_waited_for_a_few_times(
-    directories: Directories, environment: pytest.MonkeyPatch
+    directories: Directories, texts: Texts, environment: pytest.MonkeyPatch
 ) -> None:
     environment.setenv("SPECDEC_DRAFT_WAIT_MS", "200")
     async with stack(directories.target, directories.near, draft_kind=Mute) as services:
         environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
-        batch = Batch(RemoteDraft(config(directories.target), Always()), texts(directories, 4))
+        batch = Batch(RemoteDraft(config(directories.target), Always()), texts[:4])
         begin = time.monotonic()
         await batch.run()
         assert batch.offered == 0
@@ -194,13 +206,14 @@ class Leaving(DraftServicer):
 
 
 async def test_a_draft_that_ends_its_sessions_costs_guesses(
-    directories: Directories, environment: pytest.MonkeyPatch
+    directories: Directories, texts: Texts, environment: pytest.MonkeyPatch
 ) -> None:
+    environment.setattr(drafts, "AGAIN_SECONDS", 0.02)
     async with stack(directories.target, directories.near, draft_kind=Leaving) as services:
         environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
         proposer = RemoteDraft(config(directories.target), Always())
         for _ in range(3):
-            batch = Batch(proposer, texts(directories, 2))
+            batch = Batch(proposer, begun(texts[:2]))
             await batch.run()
             assert batch.offered == 0
 
@@ -215,11 +228,11 @@ class Now(Worth):
 
 
 async def test_a_draft_pauses_while_nothing_is_proposed(
-    directories: Directories, environment: pytest.MonkeyPatch
+    directories: Directories, texts: Texts, environment: pytest.MonkeyPatch
 ) -> None:
     async with stack(directories.target, directories.target) as services:
         environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
-        now, said = Now(), texts(directories, 3)
+        now, said = Now(), texts[:3]
         batch = Batch(RemoteDraft(config(directories.target), now), said)
         while not batch.accepted:
             await asyncio.to_thread(batch.step)
@@ -236,11 +249,11 @@ async def test_a_draft_pauses_while_nothing_is_proposed(
 
 
 async def test_a_draft_with_another_tokenizer_is_refused(
-    directories: Directories, environment: pytest.MonkeyPatch
+    directories: Directories, texts: Texts, environment: pytest.MonkeyPatch
 ) -> None:
     async with stack(directories.target, directories.foreign) as services:
         environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
-        batch = Batch(RemoteDraft(config(directories.target), Always()), texts(directories, 2))
+        batch = Batch(RemoteDraft(config(directories.target), Always()), begun(texts[:2]))
         with captured_logs() as logs:
             await batch.run()
             await until(lambda: any(each["event"] == "draft_refused" for each in logs))
@@ -249,10 +262,12 @@ async def test_a_draft_with_another_tokenizer_is_refused(
         assert "different tokenizer" in refused["why"]
 
 
-async def test_only_one_part_of_a_model_asks(directories: Directories, environment: pytest.MonkeyPatch) -> None:
+async def test_only_one_part_of_a_model_asks(
+    directories: Directories, texts: Texts, environment: pytest.MonkeyPatch
+) -> None:
     async with stack(directories.target, directories.target) as services:
         environment.setenv("SPECDEC_DRAFTS", services.drafts[0].address)
-        batch = Batch(RemoteDraft(config(directories.target, rank=1), Always()), texts(directories, 1))
+        batch = Batch(RemoteDraft(config(directories.target, rank=1), Always()), begun(texts[:1]))
         await batch.run()
         assert batch.offered == 0
 

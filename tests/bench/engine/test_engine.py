@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.engine.device import COPIED
 from bench.engine.engine import EngineBench, parsed
 from bench.engine.report import plot, table
 from bench.engine.shapes import SHAPES, WORKING, Combination, Sizes, needed_bytes, roofline_seconds, sizes, split, write
@@ -138,8 +139,11 @@ class TestReport:
         assert "SYNTHETIC" in (tmp_path / "engine.md").read_text()
         assert (tmp_path / "engine.png").stat().st_size > 1000
 
-    def test_what_was_measured_before_it_was_cut_off(self, tiny: RandomWeights, tmp_path: Path) -> None:
+    def test_what_was_measured_before_it_was_cut_off(
+        self, tiny: RandomWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """If nothing was measured, no report is written."""
+        monkeypatch.setitem(COPIED, "cpu", 1 << 20)
 
         class CutOff(EngineBench):
             def _measure(self, system: SteppedSystem, chosen: list[Combination], bandwidth: float) -> None:

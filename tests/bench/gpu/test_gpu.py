@@ -21,7 +21,7 @@ from bench.gpu import gpu
 from bench.gpu.needs import missing, modules
 from bench.gpu.probe import MODULES, facts
 from bench.gpu.results import figures, keep
-from bench.gpu.runner import ROOT
+from bench.gpu.runner import ROOT, Runner
 from bench.gpu.steps import STEPS, Command, Place, Step
 from bench.speed import config
 from testing.processes import alive
@@ -130,14 +130,23 @@ class TestRun:
         assert report["facts"] == has
 
     def test_a_step_that_takes_too_long_is_interrupted_and_keeps_what_it_has(self, tmp_path: Path) -> None:
+        """By a clock that jumps once the step has begun."""
         script = (
             "import pathlib, time\n"
             "try:\n    pathlib.Path(folder, 'begun').touch(); time.sleep(60)\n"
             "except KeyboardInterrupt:\n    pathlib.Path(folder, 'figures.json').write_text('{\"until\": 1}')"
         )
-        slow, after = gpu.run(
-            [stand_in("slow", script, seconds=5.0), stand_in("after", "")], WHOLE, "cuda", tmp_path, 60.0
-        )
+        begun = tmp_path / "slow" / "begun"
+
+        def clock() -> float:
+            if not begun.parent.exists():
+                return 0.0
+            while not begun.exists():
+                time.sleep(0.01)
+            return 10.0
+
+        runner = Runner(WHOLE, "cuda", tmp_path, 60.0, clock)
+        slow, after = map(runner.run, (stand_in("slow", script, seconds=5.0), stand_in("after", "")))
         assert (slow.status, slow.reason, slow.figures) == ("timed out", "it had 5 s", {"until": 1})
         assert after.status == "passed"
 

@@ -108,6 +108,7 @@ def test_llama_server_is_asked_for_one_token(word: str, fails: str | None, tmp_p
         ask([1, 2, 3])
 
 
+@pytest.mark.verify
 def test_specdec_up_is_asked_for_one_token(directories: Directories) -> None:
     (command,) = specdec_up(directories.target, None)
     with command.start(Path(os.environ["SPECDEC_CACHE_DIR"])) as ask:

@@ -33,7 +33,7 @@ def test_a_run_can_be_repeated_exactly() -> None:
     assert first.tokens > first.session_steps  # candidates were accepted
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.0045])
+@pytest.mark.parametrize("delay", [pytest.param(0.0, marks=pytest.mark.verify), 0.0045])
 def test_drafts_of_many_sessions_send_once_a_step_and_just_in_time(delay: float) -> None:
     """At least 2.8 times plain decoding's rate; 2.3 if candidates are sent immediately, 2.5 if the delay is unknown."""
     scenario = Scenario(PRESETS["70b"], sessions=10, drafts=5, delay=delay, warm_up=15, measured=15)
@@ -66,6 +66,7 @@ def test_bounds_are_in_order() -> None:
             assert bound(Language(), hardware, sessions, 2 * pods) >= most
 
 
+@pytest.mark.verify
 def test_latency_costs_the_ideal_schedule_something() -> None:
     language, hardware = Language(), PRESETS["70b"]
     near, far = (ideal(language, hardware, 64, 1, delay) for delay in (0.0, 0.02))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 from gguf import GGUFReader
 from safetensors.numpy import load_file
 
+from bench.__main__ import main
 from testing.gguf_model import convert
 from tests.models import END, VOCABULARY, make
 
@@ -75,8 +74,7 @@ def test_another_kind_of_model_is_refused(tmp_path: Path) -> None:
 
 def test_the_command_writes_half_precision(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "half.gguf"
-    given = [sys.executable, "-m", "bench", "to-gguf", str(model), str(file), "--dtype", "float16"]
-    subprocess.run(given, check=True, timeout=60)
+    main(["to-gguf", str(model), str(file), "--dtype", "float16"])
     types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(file).tensors}
     assert types["blk.0.attn_q.weight"] == "F16"
     assert types["output_norm.weight"] == "F32"

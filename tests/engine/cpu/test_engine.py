@@ -29,7 +29,7 @@ def directory(tmp_path: Path) -> ModelDirectory:
     return ModelDirectory(make("llama", tmp_path / "llama"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.verify)])
 def test_keys_and_values_begin_with_a_page_and_are_zeros(directory: ModelDirectory, dtype: str) -> None:
     engine = CpuEngine(directory, capacity=512, dtype=dtype, threads=(1,), exact=False)
     assert isinstance(engine._backend, RaggedBackend)

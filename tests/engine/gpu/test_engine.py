@@ -62,6 +62,33 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Subject(request.param, tmp_path_factory.mktemp("models"))
 
 
+interpreted_later = [] if ON_GPU else [pytest.mark.verify]
+"""Marks of tests that take the interpreter long and run code that other tests run as well."""
+
+whatever_the_layers = pytest.mark.parametrize(
+    "subject", ["llama", pytest.param("gemma2", marks=interpreted_later)], indirect=True
+)
+"""For code after the layers, which is the same for all models."""
+
+TEXT = np.random.default_rng(4).integers(3, VOCABULARY, 8).tolist()
+BRANCH = [7, 9]
+
+
+@pytest.fixture(scope="module")
+def logits(subject: Subject) -> NDArray[np.float32]:
+    """Logits of the text and its branch."""
+    packer, _ = branched(subject.engine, TEXT, BRANCH)
+    return subject.engine.forward(packer.pack()).copy()
+
+
+@pytest.fixture(scope="module")
+def hidden(subject: Subject) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Logits and hidden states of the same rows, from one pass."""
+    packer, _ = branched(subject.engine, TEXT, BRANCH)
+    beside, found = hidden_states(subject.engine).forward_hidden(packer.pack())
+    return beside.copy(), found.copy()
+
+
 def branched(engine: GpuEngine, text: list[int], branch: list[int]) -> tuple[Packer, list[list[int]]]:
     """Pack a text as a prompt, and a branch next to its last token; return also the texts of the logit rows."""
     length = len(text)
@@ -76,35 +103,32 @@ def branched(engine: GpuEngine, text: list[int], branch: list[int]) -> tuple[Pac
     return packer, [text[:-1], text, *(text[:-1] + branch[: n + 1] for n in range(len(branch)))]
 
 
-def test_logits_are_the_model_s_own(subject: Subject) -> None:
-    text = np.random.default_rng(0).integers(3, VOCABULARY, 12).tolist()
-    packer, texts = branched(subject.engine, text, [7, 9])
-    logits = subject.engine.forward(packer.pack())
+def test_logits_are_the_model_s_own(subject: Subject, logits: NDArray[np.float32]) -> None:
+    _, texts = branched(subject.engine, TEXT, BRANCH)
     for row, spelt in zip(logits, texts, strict=False):
         want = subject.own_logits(spelt)
         assert np.abs(row - want).max() < 1e-4 * np.abs(want).max()
 
 
-def test_hidden_states_are_the_model_s_own_beside_the_same_logits(subject: Subject) -> None:
-    engine = hidden_states(subject.engine)
-    text = np.random.default_rng(4).integers(3, VOCABULARY, 10).tolist()
-    packer, texts = branched(subject.engine, text, [7, 9])
-    logits = subject.engine.forward(packer.pack())
-    packer, _ = branched(subject.engine, text, [7, 9])
-    beside, hidden = engine.forward_hidden(packer.pack())
+def test_hidden_states_are_the_model_s_own_beside_the_same_logits(
+    subject: Subject, logits: NDArray[np.float32], hidden: tuple[NDArray[np.float32], NDArray[np.float32]]
+) -> None:
+    _, texts = branched(subject.engine, TEXT, BRANCH)
+    beside, states = hidden
     assert np.array_equal(beside, logits)
-    assert hidden.shape == (len(logits), engine.hidden_size)
-    assert hidden.dtype == np.float32
-    for row, spelt in zip(hidden, texts, strict=False):
+    assert states.shape == (len(logits), hidden_states(subject.engine).hidden_size)
+    assert states.dtype == np.float32
+    for row, spelt in zip(states, texts, strict=False):
         want = subject.own_hidden(spelt)
         assert np.abs(row - want).max() < 1e-4 * np.abs(want).max()
 
 
-def test_a_launched_pass_keeps_hidden_states_on_the_device(subject: Subject) -> None:
-    text = np.random.default_rng(4).integers(3, VOCABULARY, 10).tolist()
-    packer, _ = branched(subject.engine, text, [7, 9])
-    _, want = hidden_states(subject.engine).forward_hidden(packer.pack())
-    packer, _ = branched(subject.engine, text, [7, 9])
+@whatever_the_layers
+def test_a_launched_pass_keeps_hidden_states_on_the_device(
+    subject: Subject, hidden: tuple[NDArray[np.float32], NDArray[np.float32]]
+) -> None:
+    _, want = hidden
+    packer, _ = branched(subject.engine, TEXT, BRANCH)
     rows = launch_of(subject.engine, hidden=True)(packer.pack()).logits(dict)
     kept = rows.hidden([2, 0])
     assert isinstance(kept, torch.Tensor)
@@ -113,27 +137,26 @@ def test_a_launched_pass_keeps_hidden_states_on_the_device(subject: Subject) -> 
     assert torch.equal(logits.argmax(1).cpu(), torch.tensor(rows.choose([2, 0], [GREEDY, GREEDY])[0]))
 
 
-def test_features_are_the_model_s_own_beside_the_same_logits(subject: Subject) -> None:
+def test_features_are_the_model_s_own_beside_the_same_logits(subject: Subject, logits: NDArray[np.float32]) -> None:
     """Features are of all rows, with layers in the requested order, and may include the last states. A launched pass
     keeps them on the device."""
     engine = layer_features(subject.engine)
     layers = 1, 0, engine.layer_count()
-    text = np.random.default_rng(4).integers(3, VOCABULARY, 10).tolist()
-    logits = subject.engine.forward(branched(subject.engine, text, [7, 9])[0].pack())
-    batch = branched(subject.engine, text, [7, 9])[0].pack()
+    batch = branched(subject.engine, TEXT, BRANCH)[0].pack()
     beside, features = engine.forward_features(batch, layers)
     assert np.array_equal(beside, logits)
     assert features.dtype == np.float32
-    for row, spelt in [(len(text) - 1, text), (len(text) + 1, [*text[:-1], 7, 9])]:
+    for row, spelt in [(len(TEXT) - 1, TEXT), (len(TEXT) + 1, [*TEXT[:-1], *BRANCH])]:
         want = subject.own_features(spelt, layers)
         assert np.abs(features[row] - want).max() < 1e-4 * np.abs(want).max()
-    rows = launch_of(subject.engine, features=layers)(branched(subject.engine, text, [7, 9])[0].pack()).logits(dict)
+    rows = launch_of(subject.engine, features=layers)(branched(subject.engine, TEXT, BRANCH)[0].pack()).logits(dict)
     kept = rows.features([3, 0], [2])
     assert isinstance(kept, torch.Tensor)
     assert np.array_equal(kept.float().cpu().numpy(), features[[*batch.wanted[[3, 0]], 2]])
     assert engine.token_embeddings().shape == (VOCABULARY, hidden_states(subject.engine).hidden_size)
 
 
+@whatever_the_layers
 def test_what_was_computed_is_read_again_where_it_was_copied(subject: Subject) -> None:
     text = np.random.default_rng(1).integers(3, VOCABULARY, 9).tolist()
     packer, _ = branched(subject.engine, text, [5])
@@ -148,6 +171,7 @@ def test_what_was_computed_is_read_again_where_it_was_copied(subject: Subject) -
     assert np.abs(subject.engine.forward(packer.pack())[0] - want).max() < 1e-4 * np.abs(want).max()
 
 
+@whatever_the_layers
 def test_a_step_chooses_as_from_logits_in_memory(subject: Subject) -> None:
     engine = subject.engine
     assert isinstance(engine, GpuSampling)
@@ -162,13 +186,11 @@ def test_a_step_chooses_as_from_logits_in_memory(subject: Subject) -> None:
     assert sound.all()
 
 
-def test_a_draft_s_pass_has_the_shortlists_of_its_logits(subject: Subject) -> None:
+@whatever_the_layers
+def test_a_draft_s_pass_has_the_shortlists_of_its_logits(subject: Subject, logits: NDArray[np.float32]) -> None:
     engine = subject.engine
     assert isinstance(engine, Shortlisting)
-    text = np.random.default_rng(3).integers(3, VOCABULARY, 6).tolist()
-    packer, _ = branched(engine, text, [6, 8])
-    logits = engine.forward(packer.pack())
-    packer, _ = branched(engine, text, [6, 8])
+    packer, _ = branched(engine, TEXT, BRANCH)
     got, rows = engine.forward_shortlists(packer.pack()), [3, 0]
     want = shortlists([logits[row] for row in rows])
     np.testing.assert_array_equal(got.shortlists(rows).values, want.values)

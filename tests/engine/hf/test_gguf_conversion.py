@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,19 @@ def test_a_cache_that_cannot_be_written_is_named_and_costs_time_only(
     assert {entry["folder"] for entry in logs} == {str(tmp_path / "file" / "specdec")}
 
 
-def test_a_failed_conversion_names_the_file(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_a_failed_conversion_names_the_file(tmp_path: Path, monkeypatch: Any) -> None:
+    """A stand-in for the converting process fails."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 2\n")
+    (tmp_path / "python").chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(12))
+    with pytest.raises(ModelDirectoryError, match=r"cut\.gguf: was not converted: exit status 2, see the line above"):
+        open_model(tmp_path / "cut.gguf")
+
+
+@pytest.mark.verify
+def test_a_failed_conversion_says_why(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(12))
     with pytest.raises(ModelDirectoryError, match=r"cut\.gguf: was not converted: exit status 2, see the line above"):

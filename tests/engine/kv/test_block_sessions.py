@@ -21,6 +21,7 @@ from specdec.decoding.block_hashes import block_hashes
 from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv.slots import PoolFullError, Slots
 from tests.engine.kv.block_trees import nodes, text
+from tests.examples import examples
 
 NOTHING, GUESS = -1, -2  # contents of the memory besides texts
 
@@ -338,4 +339,4 @@ class Sessions(RuleBasedStateMachine):
 
 
 TestSessions = Sessions.TestCase
-TestSessions.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSessions.settings = settings(max_examples=examples(50), stateful_step_count=40, deadline=None)

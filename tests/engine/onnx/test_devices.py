@@ -57,7 +57,7 @@ TEXT = [int(token) for token in np.random.default_rng(1).integers(3, 320, 60)]
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make("llama", tmp_path_factory.mktemp("models") / "llama")
+    return make("llama", tmp_path_factory.mktemp("models") / "llama", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

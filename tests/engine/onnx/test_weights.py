@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -16,7 +17,7 @@ from specdec.engine.onnx.agreement import Agreement, agreement, logits_of_model,
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import export
 from specdec.engine.onnx.first_use import exported
-from specdec.engine.onnx.weights import Bits
+from specdec.engine.start_phases import Progress
 from specdec.local.models import DEMO
 from tests.captured_logs import captured_logs
 from tests.models import make
@@ -34,29 +35,66 @@ def described(folder: Path) -> int:
     return bits
 
 
-@pytest.mark.parametrize(("bits", "overlap"), [(8, 0.98), pytest.param(4, 0.85, marks=pytest.mark.verify)])
-def test_quantised_weights_agree_with_the_model(tmp_path: Path, bits: Bits, overlap: float) -> None:
-    said: dict[str, tuple[int, int]] = {}
-    found = export(DRAFT, tmp_path / "small", "float32", bits, lambda what, *bytes_: said.update({what: bytes_}))
-    assert found is not None
-    assert said.keys() == {"quantising", "writing"}
-    assert all(0 < done <= total for done, total in said.values())
-    assert found.overlap > overlap
-    assert found.divergence > 0
-    assert {"MatMulNBits", "GatherBlockQuantized"} <= operators(tmp_path / "small")
-    assert described(tmp_path / "small") == bits
+@dataclass(frozen=True)
+class Quantised:
+    """An export with the fewest bits that agree enough."""
+
+    folder: Path
+    bits: int
+    overlap: float  # that these bits have at least
+    found: Agreement | None
+    said: dict[str, tuple[int, int]]  # last progress, by phase
+
+
+def exported_with(least: float, folder: Path, progress: Progress = lambda what, done, total: None) -> Agreement | None:
+    """Export the draft with the fewest bits whose overlap is at least `least`, as if it were a large model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "MIN_QUANTISED_BYTES", 0)
+        patch.setattr(exporting, "MIN_OVERLAP", least)
+        return export(DRAFT, folder, progress=progress)
+
+
+@pytest.fixture(
+    scope="module", params=[(0.97, 8, 0.98), pytest.param((0.5, 4, 0.85), marks=pytest.mark.verify)], ids=["8", "4"]
+)
+def quantised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Quantised:
+    least, bits, overlap = request.param
+    folder, said = tmp_path_factory.mktemp("quantised") / "small", dict[str, tuple[int, int]]()
+    found = exported_with(least, folder, lambda what, *bytes_: said.update({what: bytes_}))
+    return Quantised(folder, bits, overlap, found, said)
+
+
+def test_the_fewest_bits_that_agree_are_chosen(quantised: Quantised) -> None:
+    assert described(quantised.folder) == quantised.bits
+    assert quantised.found is not None
+    assert "agreement" in json.loads((quantised.folder / "specdec.json").read_text())
+
+
+@pytest.mark.verify
+def test_weights_that_agree_with_no_bits_are_not_quantised(tmp_path: Path) -> None:
+    assert exported_with(1.1, tmp_path / "out") is None
+    assert described(tmp_path / "out") == 32
+    assert "agreement" not in json.loads((tmp_path / "out" / "specdec.json").read_text())
+
+
+def test_quantised_weights_agree_with_the_model(quantised: Quantised) -> None:
+    assert quantised.said.keys() == {"quantising", "writing"}
+    assert all(0 < done <= total for done, total in quantised.said.values())
+    assert quantised.found is not None
+    assert quantised.found.overlap > quantised.overlap
+    assert quantised.found.divergence > 0
+    assert {"MatMulNBits", "GatherBlockQuantized"} <= operators(quantised.folder)
     tensors = load_file(DRAFT.path / "model.safetensors")
     table = tensors["model.embed_tokens.weight"].size
     products = table + sum(tensor.size for name, tensor in tensors.items() if name.endswith("_proj.weight"))
     of_a_block = (4 + 1) / 32  # scale and zero point
-    expected = products * (bits / 8 + of_a_block) + table * (1 + of_a_block)
-    stored = (tmp_path / "small" / "model.onnx.data").stat().st_size
+    expected = products * (quantised.bits / 8 + of_a_block) + table * (1 + of_a_block)
+    stored = (quantised.folder / "model.onnx.data").stat().st_size
     assert 0.97 * expected < stored < 1.03 * expected
 
 
-@pytest.mark.parametrize(
-    "architecture", ["gpt2", *(pytest.param(name, marks=pytest.mark.verify) for name in ("opt", "qwen2", "gemma3"))]
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "qwen2", "gemma3"])
 def test_any_architecture_can_be_quantised(tmp_path: Path, architecture: str) -> None:
     directory = ModelDirectory(make(architecture, tmp_path / "model"))
     found = export(directory, tmp_path / "small", "float32", 8)
@@ -88,21 +126,6 @@ def measured(folder: Path) -> Agreement:
     tokens = sample_tokens(DRAFT)
     engine = OnnxEngine(ModelDirectory(folder), capacity=512, threads=1)
     return agreement(engine, tokens, logits_of_model(load(DRAFT, DTYPES["float32"], "cpu"), tokens))
-
-
-@pytest.mark.parametrize(
-    ("least", "bits"),
-    [(0.97, 8), pytest.param(0.5, 4, marks=pytest.mark.verify), pytest.param(1.1, 32, marks=pytest.mark.verify)],
-)
-def test_the_fewest_bits_that_agree_are_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: float, bits: int
-) -> None:
-    monkeypatch.setattr(exporting, "MIN_QUANTISED_BYTES", 0)
-    monkeypatch.setattr(exporting, "MIN_OVERLAP", least)
-    found = export(DRAFT, tmp_path / "out")
-    assert described(tmp_path / "out") == bits
-    assert (found is None) == (bits == 32)
-    assert ("agreement" in json.loads((tmp_path / "out" / "specdec.json").read_text())) == (bits < 32)
 
 
 @pytest.mark.verify

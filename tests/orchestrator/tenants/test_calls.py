@@ -19,6 +19,7 @@ from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
+from orchestrator.tenants import accounts as accounts_module
 from orchestrator.tenants.accounts import Accounts
 from orchestrator.tenants.file import TenantsFile
 from specdec import AsyncClient, api_keys
@@ -63,7 +64,8 @@ def site(tmp_path: Path) -> Site:
 
 
 @pytest.fixture
-async def address(site: Site) -> AsyncIterator[str]:
+async def address(site: Site, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
+    monkeypatch.setattr(accounts_module, "RELOAD_SECONDS", 0.05)
     accounts = Accounts(TenantsFile(site.path))
     await accounts.start()
     async with served(GenerationServicer(Catalog.of(MODEL, Peers(Pods())), accounts=accounts)) as (address, _):

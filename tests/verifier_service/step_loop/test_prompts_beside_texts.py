@@ -74,7 +74,7 @@ def test_prompt_after_prompt_does_not_stop_a_flood() -> None:
     """The flood's texts sit out steps only while the other tenant has been served no more than the flood."""
     engine = TextEngine(200)
     loop = step_loop(engine, latency=DEAR)
-    flood = [client(loop, 5, seed, 1000, tenant="flood") for seed in range(12)]
+    flood = [client(loop, 5, seed, 300, tenant="flood") for seed in range(12)]
     while not all(each.tokens for each in flood):
         turns(loop, 1)
     before = sum(len(each.tokens) for each in flood)

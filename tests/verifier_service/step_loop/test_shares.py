@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.serving.errors import TooLateError
+from tests.examples import examples
 from tests.verifier_service.fakes import Client, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import check_over, client, turns
-from verifier_service.scheduling.shares import BURST, REMEMBERED
+from verifier_service.scheduling import shares as module
+from verifier_service.scheduling.shares import BURST
 from verifier_service.step_loop import StepLoop
 
 SHORT, LONG = 40, 70
@@ -30,7 +32,7 @@ def order_of(loop: StepLoop, clients: list[Client]) -> list[Client]:
     return order
 
 
-@pytest.mark.parametrize("weight", [1.0, 3.0])
+@pytest.mark.parametrize("weight", [pytest.param(1.0, marks=pytest.mark.verify), 3.0])
 def test_turns_go_by_weight(weight: float) -> None:
     """One text fits at a time, and one tenant queued all of its texts first. The other is next nevertheless, and then
     gets its share of the turns."""
@@ -154,18 +156,19 @@ def test_what_is_not_computed_of_a_prompt_is_not_charged() -> None:
     check_over(loop, engine, stays)
 
 
-def test_tenants_that_are_gone_are_forgotten_in_time() -> None:
+def test_tenants_that_are_gone_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The most recent tenants keep their counters: leaving and returning immediately does not reset a high counter."""
+    monkeypatch.setattr(module, "REMEMBERED", 100)
     loop = step_loop(TextEngine(8))
     shares = loop._queue.memory_shares
     early = client(loop, 5, 0, 1, tenant="early")
-    gone = [client(loop, 5, seed, 1, tenant=f"tenant {seed}") for seed in range(REMEMBERED + 50)]
+    gone = [client(loop, 5, seed, 1, tenant=f"tenant {seed}") for seed in range(150)]
     for each in (*gone, early):
         each.cancel()
     assert set(shares._counters) == {"early", *(each.session.request.tenant for each in gone[51:])}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     st.integers(3, 6),
     st.lists(

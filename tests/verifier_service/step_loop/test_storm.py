@@ -18,6 +18,7 @@ from specdec.decoding.tree import Paths
 from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.row_counts import InvariantRowCounts
 from specdec.engine.working_memory import MAX_STEP_CANDIDATES
+from tests.examples import examples
 from tests.verifier_service.fakes import (
     BAD,
     DEAR,
@@ -187,12 +188,15 @@ class ManySessions(RuleBasedStateMachine):
 
 
 TestManySessions = ManySessions.TestCase
-TestManySessions.settings = settings(max_examples=30, stateful_step_count=40)
+TestManySessions.settings = settings(max_examples=examples(15), stateful_step_count=40)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [0, 3, 7, 11, *(pytest.param(seed, marks=pytest.mark.verify) for seed in (1, 2, 4, 5, 6, 8, 9, 10))]
+)
 def test_a_storm(seed: int) -> None:
-    """The same operations, with far more sessions than fit into memory."""
+    """The same operations, with far more sessions than fit into memory. Three seeds are on each engine, with different
+    costs."""
     dice = Random(seed)
     clients = ManySessions()
     clients.start(
