@@ -350,9 +350,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             return
 
         # 2. Commit the tokens. If the next step is certain, launch it first: the device computes it meanwhile.
-        self.step_succeeded()
-        for entry, _ in plan.entries:
-            self._retry.forget(entry.session)
+        self.step_succeeded(entry.session for entry, _ in plan.entries)
         self._queue.copy_rows(verified.kv_copies)
         begin = begun - proposed.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
