@@ -223,6 +223,7 @@ class LanguageModelDrafter(Drafter):
         self._times = times
         self._sessions: dict[DrafterSession, ModelSession] = {}
         self._virtual_times: dict[str, float] = {}  # virtual time (rows over weight) of tenants with sessions
+        self._level = 0.0  # maximum over all passes of the smallest virtual time among their tenants
         self._probe = EngineProbe(engine)
 
     @property
@@ -320,9 +321,12 @@ class LanguageModelDrafter(Drafter):
         session counts; within a tenant the best sessions come first."""
         tenants = _by_tenant(expanding)
         weights = {tenant: own[0].session.request.weight for tenant, own in tenants.items()}
-        # A new tenant starts at the smallest virtual time: it gets no credit for the time before its arrival.
-        least = min((self._virtual_times[tenant] for tenant in tenants if tenant in self._virtual_times), default=0.0)
-        virtual_times = {tenant: self._virtual_times.get(tenant, least) for tenant in tenants}
+        # Start-time fair queueing, as in the verifier's `TenantShares`: a new tenant starts at the level, and one that
+        # was idle has saved up no more than the rows of a pass.
+        virtual_times = {
+            tenant: max(self._virtual_times.get(tenant, self._level), self._level - self._rows / weight)
+            for tenant, weight in weights.items()
+        }
         wanted = {tenant: float(self._rows_per_session * len(own)) for tenant, own in tenants.items()}
         pool, parts, left = Pool(self._rows, weights), dict[str, float](), self._rows
         for tenant in pool.order(wanted):
@@ -339,6 +343,7 @@ class LanguageModelDrafter(Drafter):
             left -= taken
             virtual_times[tenant] += taken / weights[tenant]
         self._virtual_times |= virtual_times
+        self._level = max(self._level, min(virtual_times.values(), default=0.0))
 
     def _prompt_rows(self, reading: Sequence[ModelSession], expanding: Sequence[ModelSession]) -> int:
         """Return how many tokens of committed text a pass may compute beside sessions that expand nodes.
