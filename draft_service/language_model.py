@@ -89,6 +89,7 @@ class ModelSession:
         self._planned: list[Node] = []  # nodes that get logits in the planned pass
         self._wanted: list[int] = []  # their rows' indices among the logits
         self._planned_text = 0  # text tokens computed by the planned pass
+        self.waiting_since = time.monotonic()  # with pending text; inf without
 
     @property
     def pending_text(self) -> int:
@@ -107,6 +108,7 @@ class ModelSession:
         if self._translation is not None:  # otherwise the text is the tree's own list, extended already
             self._text += self._translation.spelled(move.tokens)
         self.slots.follow_root(move.followed, move.alive)
+        self.waiting_since = min(self.waiting_since, time.monotonic()) if self.pending_text else math.inf
 
     # --- a forward pass -----------------------------------------------------------------------------
 
@@ -160,6 +162,8 @@ class ModelSession:
 
     def forget_plan(self) -> None:
         self._planned, self._wanted, self._planned_text = [], [], 0
+        if not self.pending_text:
+            self.waiting_since = math.inf
 
 
 def translated(session: DrafterSession, translation: Translation) -> list[int]:
@@ -402,13 +406,14 @@ def _reading_order(session: ModelSession) -> tuple[bool, int]:
 
 
 def _shared(reading: Sequence[ModelSession], rows: int) -> Iterator[tuple[ModelSession, int]]:
-    """Yield the sessions to read in a pass over `rows` rows of text, and the token limit of each. The first of
-    `reading` has waited longest and gets a quota, so that shorter texts cannot starve it."""
+    """Yield the sessions to read in a pass over `rows` rows of text, and the token limit of each. The unpaused session
+    that has waited longest gets a quota, so that shorter texts cannot starve it."""
     wanted = [session for session in reading if not session.session.policy.paused]
-    for_oldest = {wanted[0]: rows // OLDEST_SHARE} if wanted else {}
-    left = rows - sum(min(most, session.pending_text) for session, most in for_oldest.items())
+    oldest = min(wanted, key=lambda session: session.waiting_since, default=None)
+    quota = 0 if oldest is None else min(rows // OLDEST_SHARE, oldest.pending_text)
+    left = rows - quota
     for session in sorted(reading, key=_reading_order):
-        own = min(for_oldest.get(session, 0), session.pending_text)
+        own = quota if session is oldest else 0
         more = min(left, session.pending_text - own)
         if own + more > 0:
             left -= more
