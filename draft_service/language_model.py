@@ -176,9 +176,13 @@ SPELLED = 2
 """Draft tokens to reserve memory for, per token of a target with another tokenizer. A session whose text needs more
 proposes nothing."""
 
-PAUSED_LAG_TOKENS = 512
+PROMPT_BUDGET = 512
+"""Maximum tokens of committed text in a pass."""
+
+PAUSED_LAG_TOKENS = PROMPT_BUDGET
 """Limit on a paused draft's pending committed tokens. Below it a paused text costs other sessions nothing, and a
-resumed draft catches up in one pass, or in a few shared passes."""
+resumed draft catches up in one pass, or in a few shared passes. No pass reads a longer text to its end, which would
+expand the root."""
 
 PROMPT_WIDTHS = 4
 """Rows of committed text in a pass that also expands other sessions, in multiples of the expansion width.
@@ -194,11 +198,11 @@ OLDEST_SHARE = 4
 class LanguageModelDrafter(Drafter):
     """The drafter that runs a draft model.
 
-    Limits of one pass: `rows` nodes over all sessions, `rows_per_session` nodes of one session, and `prompt_budget`
-    tokens of committed text, shortest remaining text first. The last limit is lower while other sessions wait for the
-    pass. With `times`, a pass leaves out nodes that would lower its path probability per second. `translation`: for a
-    target with another tokenizer; sessions then have an `own_prompt`, and the model drafts for texts of up to its
-    `context`. `forward` replaces the engine's pass.
+    Limits of one pass: `rows` nodes over all sessions, `rows_per_session` nodes of one session, and PROMPT_BUDGET
+    tokens of committed text, shortest remaining text first. The last limit is lower while other sessions wait for it.
+    With `times`, a pass leaves out nodes that would lower its path probability per second. `translation`: for a target
+    with another tokenizer; sessions then have an `own_prompt`, and the model drafts for texts of up to its `context`.
+    `forward` replaces the engine's pass.
     """
 
     def __init__(
@@ -207,7 +211,6 @@ class LanguageModelDrafter(Drafter):
         *,
         rows: int = 16,
         rows_per_session: int = 4,
-        prompt_budget: int = 512,
         times: PassTimes | None = None,
         translation: Translation | None = None,
         context: int = MAX_CONTEXT,
@@ -223,7 +226,6 @@ class LanguageModelDrafter(Drafter):
         self._pool = KVPool(engine.capacity)
         self._rows = rows
         self._rows_per_session = rows_per_session
-        self._prompt_budget = prompt_budget
         self._times = times
         self._sessions: dict[DrafterSession, ModelSession] = {}
         self._virtual_times: dict[str, float] = {}  # virtual time (rows over weight) of tenants with sessions
@@ -376,7 +378,7 @@ class LanguageModelDrafter(Drafter):
             rows = wanted + max(beside, beside * wanted // max(1, len(expanding)))
         if not expanding:
             rows = max(rows, min(map(_reading_order, reading))[1])
-        return min(rows, self._prompt_budget)
+        return min(rows, PROMPT_BUDGET)
 
 
 def _by_tenant(sessions: Iterable[ModelSession]) -> dict[str, list[ModelSession]]:

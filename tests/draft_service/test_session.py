@@ -46,7 +46,7 @@ class Draft:
         request = DrafterSessionRequest([1, 2, 3], [], sampler, frozenset(), context, context)
         self.session = DrafterSession(request, ExpansionPolicy(**policy), VOCABULARY, calibration or Calibration())
         self._engine = engine or Engine()
-        self._model = LanguageModelDrafter(self._engine, prompt_budget=1000)
+        self._model = LanguageModelDrafter(self._engine)
         self._model.open(self.session)
 
     @property
@@ -99,6 +99,7 @@ def test_a_paused_draft_keeps_up_with_a_long_text() -> None:
     assert draft.wants_step
     draft.step()
     assert not draft.wants_step
+    assert not draft.tree.size
 
 
 def test_with_one_branch_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() -> None:
