@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any, cast
 
@@ -185,12 +187,14 @@ async def test_texts_that_are_being_read_are_not_sent_once_they_are_forgotten() 
     for tenant in "aab":
         traffic.keep(learning(tenant))
     sent: list[str] = []
+    kept = [weakref.ref(text) for text in traffic.texts()]
 
     class Reader:
         async def write(self, message: learning_pb2.GetTrafficResponse) -> None:
             sent.extend(text.tenant_digest for text in message.texts)
             if len(sent) == 1:
                 traffic.forget("a")
+                assert [text() is None for text in kept] == [True, True, False]  # not in memory either
 
     service = LearningServicer(DraftLoop(LanguageModelDrafter(Engine()), traffic), Learning("k" * 16, Forgotten()))
     service.tokens_a_message = 1
