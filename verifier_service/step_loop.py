@@ -89,7 +89,7 @@ class _FailedPass:
 class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     """The step loop of a verifier.
 
-    `step_rows`: limit on the rows of a step with prompts, lowered if fewer rows have the same cost per row;
+    `step_rows`: limit on rows as in `prefill_chunks`, lowered if fewer rows of prompts have the same cost per row;
     `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
     finished texts kept per tenant; unless it is 0, a tenant's texts also share the n-grams of their windows; `latency`:
     latency model of the target's steps, measured by default; `controller`: a single controller for all texts, instead
