@@ -336,7 +336,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         """Verify a step and commit it."""
         plan, begun = step.plan, step.begun
         if batches:
-            self.stats.mode, self.stats.rates = self._speculation.mode.value, self._speculation.rates
+            self.stats.mode, self.stats.rates = self._speculation.mode, self._speculation.rates
 
         # 1. Wait for the forward pass and verify all trees.
         grammars = _grammar_seconds(plan)
