@@ -75,15 +75,14 @@ class CandidateQueue:
         self._unsent: list[Node] = []
         self._unsent_distributions: list[Node] = []  # nodes with an unsent distribution over their children
         self._held_back = Frontier()  # siblings drawn together are represented by the first
+        self._held_nodes = 0  # with those siblings
         self._timer = SendTimer()
         self._all_unsent = True  # nothing was sent since `resend`, or since the start
 
     @property
     def offered(self) -> int:
         """The number of live nodes sent or about to be sent."""
-        if not self._drawn:
-            return self._tree.size - len(self._held_back)
-        return self._tree.size - sum(len(self._sent_together(node)) for node in self._held_back)
+        return self._tree.size - self._held_nodes
 
     @property
     def has_unsent(self) -> bool:
@@ -100,7 +99,7 @@ class CandidateQueue:
         if sendable or (node.parent is self._tree.root and node is self._likeliest):
             self._offer(node)
         else:
-            self._held_back.add(path_logprob, node)
+            self._hold_back(path_logprob, node)
 
     def add_distribution(self, node: Node) -> None:
         """Take a node's new distribution over its children (CONTRASTIVE); it is sent unless the node is held back."""
@@ -122,6 +121,7 @@ class CandidateQueue:
         self._bytes_left = min(MAX_SAVED_BYTES, self._bytes_left + BYTES_A_TOKEN * (self._tree.base - self._base))
         self._base = self._tree.base
         self._held_back.descend(passed, alive)
+        self._held_nodes = sum(map(self._count_together, self._held_back))
         self._unsent = [node for node in self._unsent if node in alive]
         self._unsent_distributions = [n for n in self._unsent_distributions if n is root or n in alive]
         if self._contrasted and root.distribution is not None and root not in self._unsent_distributions:
@@ -150,9 +150,10 @@ class CandidateQueue:
         self._all_unsent = True
         self._unsent, self._unsent_distributions = [], []
         self._held_back.clear()
+        self._held_nodes = 0
         for path_logprob, node in self._tree.by_path_logprob():
             if node is self._sent_together(node)[0]:
-                self._held_back.add(path_logprob, node)
+                self._hold_back(path_logprob, node)
         if self._contrasted and self._tree.root.distribution is not None:
             self._unsent_distributions.append(self._tree.root)
         self._release()
@@ -177,6 +178,23 @@ class CandidateQueue:
         assert node.parent is not None
         return list(node.parent.children.values())
 
+    def _count_together(self, node: Node) -> int:
+        """Return the number of nodes sent together with this one, itself included."""
+        if not self._drawn:
+            return 1
+        assert node.parent is not None
+        return len(node.parent.children)
+
+    def _hold_back(self, path_logprob: float, node: Node) -> None:
+        self._held_back.add(path_logprob, node)
+        self._held_nodes += self._count_together(node)
+
+    def _offer_best(self) -> None:
+        """Offer the best of the nodes held back."""
+        _, node = self._held_back.take()
+        self._held_nodes -= self._count_together(node)
+        self._offer(node)
+
     def _offer(self, node: Node) -> None:
         """Put a node into the next message, with its siblings and the distribution they were drawn from (REJECTION), or
         with the distribution over its children, if any (CONTRASTIVE)."""
@@ -192,11 +210,11 @@ class CandidateQueue:
         held_back, policy = self._held_back, self._policy
         while held_back:
             path_logprob, node = held_back.best()  # the likeliest next token, if it is held back
-            nodes = self.offered + len(self._sent_together(node))
+            nodes = self.offered + self._count_together(node)
             sendable = self._affordable and path_logprob >= policy.min_sent_logprob and nodes <= policy.max_nodes
             if not sendable and node is not self._likeliest:
                 break
-            self._offer(held_back.take()[1])
+            self._offer_best()
 
     # --- output -------------------------------------------------------------------------------------
 

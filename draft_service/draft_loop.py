@@ -125,9 +125,7 @@ class DraftLoop(EngineWorker[DrafterSession]):
             self.step_failed(asked, error)
             return
         self.steps += 1
-        self.step_succeeded()
-        if retried is not None:
-            self._retry.forget(retried)
+        self.step_succeeded(asked)
         for session, why in failed.items():
             log.error("session_failed", exc_info=why)
             self.end_session(session, why)

@@ -40,6 +40,11 @@ CLOCKS_APART_SECONDS = 300.0
 later, and versions that learned from texts kept up to this much later."""
 
 
+SETTLED_SECONDS = 2.0
+"""Seconds for which a folder must look the same until its records count as read: a record written right after a look
+may leave the folder's modification time as it was, which some file systems keep in whole seconds."""
+
+
 class Forgotten:
     """The forgotten tenants of one draft service, and of the services that share its folder. Thread-safe."""
 
@@ -54,6 +59,9 @@ class Forgotten:
         self._lock = threading.Lock()
         self._since: OrderedDict[str, float] = OrderedDict()  # tenant's digest -> Unix seconds
         self._read: dict[str, FileVersion] = {}  # files as last read, by name
+        self._seen: FileVersion = ()  # the folder as last seen
+        self._seen_at = 0.0  # `time.monotonic` when it was first seen like that
+        self._settled: FileVersion | None = None  # the folder of which all records have been read
         self._doubtful: frozenset[str] = frozenset()  # digests whose files cannot be read or parsed at present
         self._unreadable = ""  # the reason, as last logged
         try:
@@ -95,6 +103,11 @@ class Forgotten:
         """Read new and changed files; return whether they had anything new. OSError if the folder cannot be read."""
         if self._folder is None or not self._folder.exists():  # no tenant was forgotten
             return False
+        folder, now = version_of(self._folder), time.monotonic()
+        if folder == self._settled and not self._doubtful:  # files are replaced, which changes their folder
+            return False
+        if folder != self._seen:
+            self._seen, self._seen_at = folder, now
         with os.scandir(self._folder) as entries:
             names = [entry.name for entry in entries if DIGEST.fullmatch(entry.name)]
         is_new, doubtful = False, set[str]()
@@ -115,6 +128,8 @@ class Forgotten:
         with self._lock:
             is_new |= not doubtful <= self._doubtful
             self._doubtful = frozenset(doubtful)
+        if now - self._seen_at >= SETTLED_SECONDS:
+            self._settled = folder
         return is_new
 
     def _note(self, digest: str, since: float) -> bool:

@@ -89,6 +89,7 @@ class ModelSession:
         self._planned: list[Node] = []  # nodes that get logits in the planned pass
         self._wanted: list[int] = []  # their rows' indices among the logits
         self._planned_text = 0  # text tokens computed by the planned pass
+        self.waiting_since = time.monotonic()  # with pending text; inf without
 
     @property
     def pending_text(self) -> int:
@@ -107,6 +108,7 @@ class ModelSession:
         if self._translation is not None:  # otherwise the text is the tree's own list, extended already
             self._text += self._translation.spelled(move.tokens)
         self.slots.follow_root(move.followed, move.alive)
+        self.waiting_since = min(self.waiting_since, time.monotonic()) if self.pending_text else math.inf
 
     # --- a forward pass -----------------------------------------------------------------------------
 
@@ -160,6 +162,8 @@ class ModelSession:
 
     def forget_plan(self) -> None:
         self._planned, self._wanted, self._planned_text = [], [], 0
+        if not self.pending_text:
+            self.waiting_since = math.inf
 
 
 def translated(session: DrafterSession, translation: Translation) -> list[int]:
@@ -172,9 +176,13 @@ SPELLED = 2
 """Draft tokens to reserve memory for, per token of a target with another tokenizer. A session whose text needs more
 proposes nothing."""
 
-PAUSED_LAG_TOKENS = 512
+PROMPT_BUDGET = 512
+"""Maximum tokens of committed text in a pass."""
+
+PAUSED_LAG_TOKENS = PROMPT_BUDGET
 """Limit on a paused draft's pending committed tokens. Below it a paused text costs other sessions nothing, and a
-resumed draft catches up in one pass, or in a few shared passes."""
+resumed draft catches up in one pass, or in a few shared passes. No pass reads a longer text to its end, which would
+expand the root."""
 
 PROMPT_WIDTHS = 4
 """Rows of committed text in a pass that also expands other sessions, in multiples of the expansion width.
@@ -190,11 +198,11 @@ OLDEST_SHARE = 4
 class LanguageModelDrafter(Drafter):
     """The drafter that runs a draft model.
 
-    Limits of one pass: `rows` nodes over all sessions, `rows_per_session` nodes of one session, and `prompt_budget`
-    tokens of committed text, shortest remaining text first. The last limit is lower while other sessions wait for the
-    pass. With `times`, a pass leaves out nodes that would lower its path probability per second. `translation`: for a
-    target with another tokenizer; sessions then have an `own_prompt`, and the model drafts for texts of up to its
-    `context`. `forward` replaces the engine's pass.
+    Limits of one pass: `rows` nodes over all sessions, `rows_per_session` nodes of one session, and PROMPT_BUDGET
+    tokens of committed text, shortest remaining text first. The last limit is lower while other sessions wait for it.
+    With `times`, a pass leaves out nodes that would lower its path probability per second. `translation`: for a target
+    with another tokenizer; sessions then have an `own_prompt`, and the model drafts for texts of up to its `context`.
+    `forward` replaces the engine's pass.
     """
 
     def __init__(
@@ -203,7 +211,6 @@ class LanguageModelDrafter(Drafter):
         *,
         rows: int = 16,
         rows_per_session: int = 4,
-        prompt_budget: int = 512,
         times: PassTimes | None = None,
         translation: Translation | None = None,
         context: int = MAX_CONTEXT,
@@ -219,10 +226,10 @@ class LanguageModelDrafter(Drafter):
         self._pool = KVPool(engine.capacity)
         self._rows = rows
         self._rows_per_session = rows_per_session
-        self._prompt_budget = prompt_budget
         self._times = times
         self._sessions: dict[DrafterSession, ModelSession] = {}
         self._virtual_times: dict[str, float] = {}  # virtual time (rows over weight) of tenants with sessions
+        self._level = 0.0  # maximum over all passes of the smallest virtual time among their tenants
         self._probe = EngineProbe(engine)
 
     @property
@@ -320,9 +327,12 @@ class LanguageModelDrafter(Drafter):
         session counts; within a tenant the best sessions come first."""
         tenants = _by_tenant(expanding)
         weights = {tenant: own[0].session.request.weight for tenant, own in tenants.items()}
-        # A new tenant starts at the smallest virtual time: it gets no credit for the time before its arrival.
-        least = min((self._virtual_times[tenant] for tenant in tenants if tenant in self._virtual_times), default=0.0)
-        virtual_times = {tenant: self._virtual_times.get(tenant, least) for tenant in tenants}
+        # Start-time fair queueing, as in the verifier's `TenantShares`: a new tenant starts at the level, and one that
+        # was idle has saved up no more than the rows of a pass.
+        virtual_times = {
+            tenant: max(self._virtual_times.get(tenant, self._level), self._level - self._rows / weight)
+            for tenant, weight in weights.items()
+        }
         wanted = {tenant: float(self._rows_per_session * len(own)) for tenant, own in tenants.items()}
         pool, parts, left = Pool(self._rows, weights), dict[str, float](), self._rows
         for tenant in pool.order(wanted):
@@ -339,6 +349,7 @@ class LanguageModelDrafter(Drafter):
             left -= taken
             virtual_times[tenant] += taken / weights[tenant]
         self._virtual_times |= virtual_times
+        self._level = max(self._level, min(virtual_times.values(), default=0.0))
 
     def _prompt_rows(self, reading: Sequence[ModelSession], expanding: Sequence[ModelSession]) -> int:
         """Return how many tokens of committed text a pass may compute beside sessions that expand nodes.
@@ -367,7 +378,7 @@ class LanguageModelDrafter(Drafter):
             rows = wanted + max(beside, beside * wanted // max(1, len(expanding)))
         if not expanding:
             rows = max(rows, min(map(_reading_order, reading))[1])
-        return min(rows, self._prompt_budget)
+        return min(rows, PROMPT_BUDGET)
 
 
 def _by_tenant(sessions: Iterable[ModelSession]) -> dict[str, list[ModelSession]]:
@@ -397,13 +408,14 @@ def _reading_order(session: ModelSession) -> tuple[bool, int]:
 
 
 def _shared(reading: Sequence[ModelSession], rows: int) -> Iterator[tuple[ModelSession, int]]:
-    """Yield the sessions to read in a pass over `rows` rows of text, and the token limit of each. The first of
-    `reading` has waited longest and gets a quota, so that shorter texts cannot starve it."""
+    """Yield the sessions to read in a pass over `rows` rows of text, and the token limit of each. The unpaused session
+    that has waited longest gets a quota, so that shorter texts cannot starve it."""
     wanted = [session for session in reading if not session.session.policy.paused]
-    for_oldest = {wanted[0]: rows // OLDEST_SHARE} if wanted else {}
-    left = rows - sum(min(most, session.pending_text) for session, most in for_oldest.items())
+    oldest = min(wanted, key=lambda session: session.waiting_since, default=None)
+    quota = 0 if oldest is None else min(rows // OLDEST_SHARE, oldest.pending_text)
+    left = rows - quota
     for session in sorted(reading, key=_reading_order):
-        own = min(for_oldest.get(session, 0), session.pending_text)
+        own = quota if session is oldest else 0
         more = min(left, session.pending_text - own)
         if own + more > 0:
             left -= more

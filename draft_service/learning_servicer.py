@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import math
 import time
+import weakref
 from typing import NamedTuple
 
 import grpc
@@ -66,11 +67,12 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
     ) -> None:
         now = time.monotonic()
         message, tokens = learning_pb2.GetTrafficResponse(), 0
-        for text in [] if self._loop.traffic is None else self._loop.traffic.texts():
-            if text.forgotten:  # forgotten while earlier texts were sent
-                continue
-            message.texts.append(_message(text, now))
-            tokens += len(text.tokens) + MAX_TOP * len(text.places)
+        texts = [] if self._loop.traffic is None else self._loop.traffic.texts()
+        # Weak references: texts forgotten or evicted while a reader takes earlier ones leave memory, and are not sent.
+        kept = [weakref.ref(text) for text in texts]
+        texts.clear()
+        for reference in kept:
+            tokens += _add(message, reference(), now)
             if tokens >= self.tokens_a_message:
                 await context.write(message)
                 message, tokens = learning_pb2.GetTrafficResponse(), 0
@@ -132,8 +134,11 @@ def key_gate(key: str) -> Gate:
     return check
 
 
-def _message(text: KeptText, now: float) -> learning_pb2.KeptText:
-    return learning_pb2.KeptText(
+def _add(message: learning_pb2.GetTrafficResponse, text: KeptText | None, now: float) -> int:
+    """Add a text, unless it is gone, and return its number of tokens, counted as in TOKENS_A_MESSAGE."""
+    if text is None:
+        return 0
+    message.texts.add(
         tenant_digest=tenant_digest(text.tenant),
         tokens=text.tokens.tolist(),
         prompt_tokens=text.prompt,
@@ -141,3 +146,4 @@ def _message(text: KeptText, now: float) -> learning_pb2.KeptText:
         age_us=int(1e6 * max(0.0, now - text.kept_at)),
         logprobs=text.places.messages,
     )
+    return len(text.tokens) + MAX_TOP * len(text.places)

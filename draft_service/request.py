@@ -26,7 +26,7 @@ MAX_KEPT_BYTES = 16 << 20
 vocabulary of 151,936 tokens that is 55 rows."""
 
 SEND_FACTOR = 3.0
-"""Minimum path probability of a node to be sent, in multiples of the minimum for expansion.
+"""Minimum path probability of a node to be sent, in multiples of the minimum for expansion (of up to 1/9).
 
 Most early expansions lie off the text's eventual path, so a node is sent only once the text has come this near to it.
 That halves the bytes sent, at no cost in tokens a second (`python -m bench simulate`).
@@ -71,7 +71,11 @@ class ExpansionPolicy:
 
     @cached_property
     def min_sent_logprob(self) -> float:
-        return self.min_logprob + math.log(SEND_FACTOR)
+        """The minimum path logprob of a node to be sent. For a large `min_path_probability` p it is log sqrt(p), since
+        no node reaches SEND_FACTOR p. While paused no node is sent."""
+        if self.paused:
+            return math.inf
+        return min(self.min_logprob + math.log(SEND_FACTOR), 0.5 * self.min_logprob)
 
 
 @dataclass(frozen=True)

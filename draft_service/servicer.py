@@ -254,8 +254,8 @@ class DraftServicer(
         opened = draft_pb2.DraftOpened(
             identity=self._identity if version is None else self._identity_of(version),
             version="" if version is None else version.name,
-            max_depth=policy.max_depth,
-            max_branches=policy.max_branches,
+            max_depth=len(policy.expansion) or policy.max_depth,
+            max_branches=max(policy.expansion, default=policy.max_branches),
             max_nodes=policy.max_nodes,
             keeps_text=self._loop.traffic is not None and self._loop.traffic.keeps(session),
             overruled_logprobs=MAX_TOP if self._learns_logprobs(session) else 0,
@@ -280,12 +280,13 @@ class DraftServicer(
         least = MIN_CONTRASTED_PROBABILITY if rule is Rule.CONTRASTIVE else 0.0
         branches = 1 if rule is Rule.REJECTION else defaults.max_branches
         chosen = message.max_depth or message.max_branches  # the request chooses, so default fixed widths do not apply
+        widths = tuple(message.expansion) or (() if chosen else defaults.expansion)
         return ExpansionPolicy(
             max_nodes=min(message.max_nodes or defaults.max_nodes, most_nodes),
             max_depth=min(message.max_depth or defaults.max_depth, limits.max_depth),
             max_branches=min(message.max_branches or branches, limits.max_branches),
             scorer=scorer_of(message.scorer) or defaults.scorer,
-            expansion=tuple(message.expansion) or (() if chosen else defaults.expansion),
+            expansion=tuple(min(width, limits.max_branches) for width in widths[: limits.max_depth]),
             min_path_probability=max(message.min_path_probability, defaults.min_path_probability, least),
             paused=message.paused,
             partial_distributions=message.partial_distributions,

@@ -26,7 +26,7 @@ MAX_KEPT_TOKENS = 1 << 28
 
 @dataclass(eq=False)
 class KeptText:
-    """A text to learn from. Only `places` and `forgotten` ever change."""
+    """A text to learn from. Only `places` ever changes."""
 
     tenant: str
     tokens: NDArray[np.uint32]  # prompt first
@@ -34,7 +34,6 @@ class KeptText:
     overruled: NDArray[np.uint32]  # indices of tokens that are not the draft's likeliest guess, ascending
     kept_at: float  # by the `clock` of `Traffic`
     places: PackedPlaces = NO_PLACES  # the target's log-probabilities at some overruled tokens
-    forgotten: bool = False  # its tenant was forgotten
 
 
 class Kept(NamedTuple):
@@ -119,8 +118,6 @@ class Traffic:
         """Delete the texts of a tenant that is in `forgotten`; return the numbers of deleted texts and tokens."""
         with self._lock:
             gone = [text for text in self._texts if text.tenant == tenant]
-            for text in gone:
-                text.forgotten = True
             self._texts = deque(text for text in self._texts if text.tenant != tenant)
             tokens = sum(len(text.tokens) for text in gone)
             self._tokens -= tokens

@@ -24,7 +24,6 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
-from statistics import fmean
 from typing import Generic, TypeVar
 
 WINDOW_TOKENS = 256
@@ -92,6 +91,22 @@ class _Observed:
     guessed: int = 0
 
 
+@dataclass
+class _Observations:
+    """The observations of one version, of which only their mean counts."""
+
+    count: int = 0
+    sum: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count
+
+    def add(self, observation: float) -> None:
+        self.count += 1
+        self.sum += observation
+
+
 class VersionTrial(Generic[Session]):
     """The trial of one version."""
 
@@ -102,8 +117,8 @@ class VersionTrial(Generic[Session]):
         """Tokens committed in sessions of the new version while it was not paused."""
         self._limits = limits
         self._running: dict[Session, _Observed] = {}  # sessions without an observation so far
-        self._unpaired: tuple[list[float], list[float]] = [], []  # of the serving and the new version, not compared yet
-        self._shares: tuple[list[float], list[float]] = [], []  # all observations, for `reason`
+        self._unpaired = _Observations(), _Observations()  # of the serving and the new version, not compared yet
+        self._all = _Observations(), _Observations()  # for `reason`
         self._better, self._worse = Bettor(), Bettor()
         self._passes = self._slow_passes = 0
         self._new: set[Session] = set()
@@ -116,12 +131,12 @@ class VersionTrial(Generic[Session]):
                 f"{self._slow_passes} of {self._passes} passes took more than {self._limits.max_slowdown:g} times as "
                 "long as the serving version's"
             )
-        serving, new = self._shares
-        if not (serving and new):
+        serving, new = self._all
+        if not (serving.count and new.count):
             return f"{self.tokens} tokens, in too few texts to compare"
         return (
-            f"guessed {fmean(new):.1%} of the tokens in {len(new)} texts, the serving version {fmean(serving):.1%} in "
-            f"{len(serving)}; {self.tokens} tokens on trial"
+            f"guessed {new.mean:.1%} of the tokens in {new.count} texts, the serving version {serving.mean:.1%} in "
+            f"{serving.count}; {self.tokens} tokens on trial"
         )
 
     def opened(self, session: Session, *, is_new: bool) -> None:
@@ -167,14 +182,13 @@ class VersionTrial(Generic[Session]):
     def _observe(self, session: Session) -> None:
         found = self._running.pop(session)
         share = found.guessed / found.tokens
-        self._shares[found.is_new].append(share)
-        self._unpaired[found.is_new].append(share)
+        self._all[found.is_new].add(share)
+        self._unpaired[found.is_new].add(share)
         serving, new = self._unpaired
-        if not (serving and new):
+        if not (serving.count and new.count):
             return
-        difference = fmean(new) - fmean(serving)
-        serving.clear()
-        new.clear()
+        difference = new.mean - serving.mean
+        self._unpaired = _Observations(), _Observations()
         self._better.observe(difference)
         self._worse.observe(-difference)
         needed = math.log(2 / self._limits.alpha)

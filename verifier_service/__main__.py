@@ -118,8 +118,9 @@ def main(
         int,
         typer.Option(
             min=8,
-            help="Maximum rows (tokens) of a step with prefill. The verifier uses fewer if its measurements at "
-            "start-up show that larger steps make a row no cheaper.",
+            help="Maximum rows (tokens) of a step with prefill; more only if decoding sessions nearly fill the step, "
+            "or for one row of each prompt. The verifier uses fewer if its measurements at start-up show that larger "
+            "steps make a row no cheaper.",
         ),
     ] = 512,
     max_candidates: Annotated[

@@ -10,7 +10,7 @@ import structlog
 
 from specdec.decoding.speculation import Outlook
 from specdec.decoding.step_logits import StepLogits
-from verifier_service.backend.result import REMOTE_DRAFT, VerifyResult
+from verifier_service.backend.result import REMOTE_DRAFT, Mode, VerifyResult
 from verifier_service.costs.token_budget import select_candidates
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.scheduling.cpu_threads import ThreadPolicy
@@ -19,7 +19,7 @@ from verifier_service.sessions.draft_timing import TenantGains
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DraftGainTuning
-from verifier_service.speculation.controller import BatchProfile, Controllers, Mode, SpeculationController
+from verifier_service.speculation.controller import BatchProfile, Controllers, SpeculationController
 from verifier_service.speculation.eligibility import LOCAL_MODELS, Eligibility, LocalModel, is_exempt
 from verifier_service.verification.tree_verification import Prompts, TreeVerification
 

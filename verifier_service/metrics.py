@@ -6,8 +6,8 @@ from prometheus_client.metrics_core import Metric
 
 from specdec.serving.metrics.families import Families
 from specdec.v2 import verifier_pb2
+from verifier_service.backend.result import Mode
 from verifier_service.backend.stats import VerifierStats
-from verifier_service.speculation.controller import Mode
 
 
 def metrics(reported: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> list[Metric]:
@@ -61,7 +61,7 @@ def metrics(reported: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> li
     )
 
     lengths = stats.accepted_lengths
-    modes: dict[tuple[str, ...], float] = {(mode.value,): mode.value == stats.mode for mode in Mode}
+    modes: dict[tuple[str, ...], float] = {(mode,): mode == stats.mode for mode in Mode}
     found.gauges("speculation_mode", "1 for the latest mode chosen by adaptive speculation, else 0.", ("mode",), modes)
     found.counter("spec_decode_num_drafts", "Steps with candidates, counted per session.", sum(lengths))
     found.counter("spec_decode_num_draft_tokens", "Candidates verified.", reported.offered_candidates)

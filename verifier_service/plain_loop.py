@@ -63,7 +63,7 @@ class PlainLoop(EngineWorker[VerifierSession]):
             self._probe.pass_failed(packer.slots)
             self.step_failed([entry.session for entry in ready], error)
             return 0.0
-        self.step_succeeded()
+        self.step_succeeded(entry.session for entry in ready)
         now = time.monotonic()
         results = verified.apply(now)
         for entry, why in verified.failed:

@@ -89,7 +89,7 @@ class _FailedPass:
 class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     """The step loop of a verifier.
 
-    `step_rows`: limit on the rows of a step with prompts, lowered if fewer rows have the same cost per row;
+    `step_rows`: limit on rows as in `prefill_chunks`, lowered if fewer rows of prompts have the same cost per row;
     `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
     finished texts kept per tenant; unless it is 0, a tenant's texts also share the n-grams of their windows; `latency`:
     latency model of the target's steps, measured by default; `controller`: a single controller for all texts, instead
@@ -336,7 +336,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         """Verify a step and commit it."""
         plan, begun = step.plan, step.begun
         if batches:
-            self.stats.mode, self.stats.rates = self._speculation.mode.value, self._speculation.rates
+            self.stats.mode, self.stats.rates = self._speculation.mode, self._speculation.rates
 
         # 1. Wait for the forward pass and verify all trees.
         grammars = _grammar_seconds(plan)
@@ -350,9 +350,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             return
 
         # 2. Commit the tokens. If the next step is certain, launch it first: the device computes it meanwhile.
-        self.step_succeeded()
-        for entry, _ in plan.entries:
-            self._retry.forget(entry.session)
+        self.step_succeeded(entry.session for entry, _ in plan.entries)
         self._queue.copy_rows(verified.kv_copies)
         begin = begun - proposed.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()

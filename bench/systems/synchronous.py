@@ -51,7 +51,7 @@ class AllAtOnce(CandidateQueue):
         self._complete = complete  # returns True if nothing is left to expand
 
     def add(self, path_logprob: float, node: Node) -> None:
-        self._held_back.add(path_logprob, node)
+        self._hold_back(path_logprob, node)
 
     def _release(self) -> None:
         """Hold everything back: only `take` offers candidates."""
@@ -68,10 +68,9 @@ class AllAtOnce(CandidateQueue):
         """Return the K best candidates without improbable ones; an answer may have none."""
         self.answered = self._tree.base
         while self._held_back and len(self._unsent) < self._policy.max_nodes:
-            path_logprob, node = self._held_back.take()
-            if self._unsent and path_logprob < self._policy.min_logprob:
+            if self._unsent and self._held_back.best()[0] < self._policy.min_logprob:
                 break
-            self._offer(node)
+            self._offer_best()
         return super().take(now)
 
     def resend(self) -> None:

@@ -7,7 +7,7 @@ engine recovers. If recovery takes too long, the process ends, since only a new 
 
 A memory shortage (`engine/shortage.py`) is no session's fault. Free memory is returned to the system and, after a
 pause, the sessions are computed one by one, which needs less memory. After several steps in a row without memory, the
-process ends.
+process ends. A session that never gets memory alone, while others do, ends and can continue at another pod.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import gc
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import structlog
@@ -33,11 +33,17 @@ log = structlog.get_logger()
 Session = TypeVar("Session")
 
 
+SHORTAGE_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8)
+"""Pauses in seconds after consecutive steps that got no memory: another process may need the memory only briefly.
+One more failure after these ends the process; or a session, if steps with it alone fail and others succeed."""
+
+
 class StepRetry(Generic[Session]):
     """The sessions on trial in one loop: after a failed step, each is stepped alone. Belongs to the loop's thread."""
 
     def __init__(self) -> None:
-        self._failures: Counter[Session] = Counter()  # consecutive failures by session on trial, in order
+        self._failures: Counter[Session] = Counter()  # errors by session on trial, in the order of their turns
+        self._shortages: Counter[Session] = Counter()  # steps with this session alone that got no memory
 
     def next(self, ready: Collection[Session]) -> Session | None:
         """Return the session to step alone next; None if none is on trial."""
@@ -53,9 +59,24 @@ class StepRetry(Generic[Session]):
         self.forget(session)
         return session
 
+    def got_no_memory(self, sessions: Sequence[Session]) -> Session | None:
+        """Record a step that got no memory. If its only session has got none in too many steps alone, return it: this
+        session must end. Otherwise return None; the other sessions on trial are stepped before these."""
+        for session in sessions:  # no failure: a shortage is no session's fault
+            self._failures[session] = self._failures.pop(session, 0)
+        (session, *others) = sessions
+        if others:
+            return None
+        self._shortages[session] += 1
+        if self._shortages[session] <= len(SHORTAGE_PAUSES):
+            return None
+        self.forget(session)
+        return session
+
     def forget(self, session: Session) -> None:
         """Take a session off trial: its step succeeded, or it has ended."""
         self._failures.pop(session, None)
+        self._shortages.pop(session, None)
 
 
 CHECK_SECONDS = 1.0
@@ -63,10 +84,6 @@ CHECK_SECONDS = 1.0
 
 LOST_SECONDS = 60.0
 """Seconds without a working engine after which the process ends."""
-
-SHORTAGE_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8)
-"""Pauses in seconds after consecutive steps that got no memory: another process may need the memory only briefly.
-One more failure after these ends the process."""
 
 SHORTAGE_SECONDS = 10.0
 """Seconds without memory for any forward pass after which the process ends: a restarted one needs less memory."""
@@ -119,9 +136,11 @@ class EngineWorker(Worker, Generic[Session]):
         if not self.works:
             raise EngineLostError
 
-    def step_succeeded(self) -> None:
-        """Record that a step got enough memory."""
+    def step_succeeded(self, sessions: Iterable[Session]) -> None:
+        """Record that a step over rows of these sessions succeeded."""
         self._shortages = 0
+        for session in sessions:
+            self._retry.forget(session)
 
     def step_failed(self, sessions: Sequence[Session], error: Exception) -> None:
         """Handle a failed forward pass over rows of these sessions."""
@@ -148,7 +167,11 @@ class EngineWorker(Worker, Generic[Session]):
         self._resume_at = time.monotonic() + SHORTAGE_PAUSES[self._shortages - 1]
         gc.collect()
         give_freed_memory_back()
-        self._retry.failed(sessions)  # each is now stepped alone; a shortage is no session's fault
         if not self.recover():  # the probe got no memory either; the failed step left partial writes
             self.works, self._worked = False, time.monotonic()
             self.end_sessions(ShortOfMemoryError())
+            return
+        too_large = self._retry.got_no_memory(sessions)
+        if too_large is not None:  # other sessions got memory meanwhile: else the process would have ended
+            self._shortages = 0
+            self.end_session(too_large, ShortOfMemoryError())

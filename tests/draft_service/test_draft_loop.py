@@ -105,6 +105,24 @@ def test_a_long_prompt_is_read_while_shorter_ones_keep_coming() -> None:
     pytest.fail("it is never read")
 
 
+def test_a_long_prompt_is_read_beside_an_older_text_that_is_corrected_again_and_again() -> None:
+    """The quota is for the text that has waited longest, not for the oldest one."""
+    pod = Pod(Engine())
+    corrected, other = session(max_nodes=24), session(max_nodes=24)
+    for each in (corrected, other):
+        pod.attach(each)
+    pod.run(2)
+    long = session(prompt=[1] * 200)
+    pod.attach(long)
+    for _ in range(100):
+        pod.commit(corrected, [9])
+        pod.attach(session(prompt=[2] * 100))
+        pod.run(1)
+        if long.tree.size:
+            return
+    pytest.fail("it is never read")
+
+
 def test_a_prompt_is_read_a_little_in_a_pass_while_others_expand_nodes() -> None:
     """With no nodes left to expand, the prompt fills the pass."""
     pod = Pod(Engine())

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from draft_service import forgotten
 from draft_service.draft_loop import DraftLoop
 from draft_service.forgotten import CLOCKS_APART_SECONDS, FOLDER, Forgotten
 from draft_service.language_model import LanguageModelDrafter
@@ -81,6 +84,22 @@ def test_services_with_the_same_folder_know_the_same(tmp_path: Path) -> None:
     assert other.concerns(learned("acme", 900.0))
     assert other.concerns(learned("", 900.0))
     assert not list(tmp_path.glob(f"{FOLDER}/.*"))  # nothing half-written is left
+
+
+def test_a_folder_without_news_is_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The follower of versions looks once a second, beside the draft loop."""
+    monkeypatch.setattr(forgotten, "SETTLED_SECONDS", 0.0)
+    (tmp_path / FOLDER).mkdir()
+    for number in range(1000):
+        (tmp_path / FOLDER / tenant_digest(str(number))).write_text("1000")
+    known = Forgotten(tmp_path)
+    begin = time.process_time()
+    for _ in range(100):
+        assert not known.look()
+    assert time.process_time() - begin < 0.1
+    Forgotten(tmp_path, lambda: 5000.0).add("5")
+    assert known.look()
+    assert known.concerns(learned("5", 5000.0))
 
 
 def test_no_name_is_written(tmp_path: Path) -> None:
@@ -185,12 +204,14 @@ async def test_texts_that_are_being_read_are_not_sent_once_they_are_forgotten() 
     for tenant in "aab":
         traffic.keep(learning(tenant))
     sent: list[str] = []
+    kept = [weakref.ref(text) for text in traffic.texts()]
 
     class Reader:
         async def write(self, message: learning_pb2.GetTrafficResponse) -> None:
             sent.extend(text.tenant_digest for text in message.texts)
             if len(sent) == 1:
                 traffic.forget("a")
+                assert [text() is None for text in kept] == [True, True, False]  # not in memory either
 
     service = LearningServicer(DraftLoop(LanguageModelDrafter(Engine()), traffic), Learning("k" * 16, Forgotten()))
     service.tokens_a_message = 1

@@ -4,6 +4,7 @@ correct.)"""
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -46,7 +47,7 @@ class Draft:
         request = DrafterSessionRequest([1, 2, 3], [], sampler, frozenset(), context, context)
         self.session = DrafterSession(request, ExpansionPolicy(**policy), VOCABULARY, calibration or Calibration())
         self._engine = engine or Engine()
-        self._model = LanguageModelDrafter(self._engine, prompt_budget=1000)
+        self._model = LanguageModelDrafter(self._engine)
         self._model.open(self.session)
 
     @property
@@ -99,6 +100,7 @@ def test_a_paused_draft_keeps_up_with_a_long_text() -> None:
     assert draft.wants_step
     draft.step()
     assert not draft.wants_step
+    assert not draft.tree.size
 
 
 def test_with_one_branch_a_sampled_tree_is_a_chain_and_every_draw_has_its_row() -> None:
@@ -121,6 +123,37 @@ def test_draws_of_one_place_are_sent_together_in_their_order() -> None:
         drawn = _children(draft.tree)
         assert all(children in ([], drawn[path]) for path, children in _children(known).items())
     assert len(known.root.children) == 3
+
+
+def test_a_high_minimum_probability_leaves_more_than_the_next_token() -> None:
+    draft = Draft(min_path_probability=0.4)
+    for _ in range(4):
+        draft.step()
+    assert len(draft.take().tokens) == 4
+
+
+@pytest.mark.parametrize("least", [0.002, 0.1])
+def test_sent_nodes_are_thrice_as_probable_as_expanded_ones(least: float) -> None:
+    policy = ExpansionPolicy(min_path_probability=least)
+    assert policy.min_sent_logprob == pytest.approx(math.log(3 * least))
+
+
+def test_releasing_many_draws_takes_linear_time() -> None:
+    nodes = 4000
+    tree = TokenTree([1], vocabulary=VOCABULARY, last_position=nodes + 1, sampled=True)
+    sampler = RequestSampler(Sampling(temperature=1.0), rule=Rule.REJECTION)
+    queue = candidate_queue.CandidateQueue(tree, sampler, ExpansionPolicy(max_nodes=2 * nodes, paused=True))
+    node = tree.root
+    for depth in range(1, nodes + 1):
+        drawn = [tree.add(node, token, -0.0001) for token in (7, 8)]
+        assert drawn[0] is not None
+        node = drawn[0]
+        queue.add(-0.0001 * depth, node)
+    assert queue.offered == 2  # the next token, and its sibling
+    begin = time.process_time()
+    queue.set_policy(ExpansionPolicy(max_nodes=2 * nodes))
+    assert time.process_time() - begin < 0.3
+    assert queue.offered == 2 * nodes
 
 
 def _children(tree: TokenTree) -> dict[tuple[int, ...], list[int]]:

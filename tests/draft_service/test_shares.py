@@ -47,6 +47,25 @@ def test_more_tenants_than_rows_take_turns() -> None:
     assert not pod.drafter._virtual_times
 
 
+def test_new_tenants_get_nothing_of_what_was_served_before_them() -> None:
+    """Even if the first of them begins while the old tenant reads."""
+    pod = Pod(Engine(sureness=12.0))
+    old = session(tenant="old")
+    pod.attach(old)
+    pod.run(60)
+    pod.commit(old, [9])
+    first = session(tenant="first")
+    pod.attach(first)
+    pod.run(1)
+    pod.commit(old, [9])
+    pod.run(1)
+    for number in range(2 * ROWS):
+        pod.attach(session(tenant=f"tenant {number}"))
+    before = candidates(pod, old)
+    pod.run(16)
+    assert candidates(pod, old) - before >= candidates(pod, first) // 2 > 2
+
+
 def test_prompts_of_a_crowd_do_not_lengthen_the_passes_of_another_tenant() -> None:
     pod, _ = pod_with(0)
     pod.run(2)

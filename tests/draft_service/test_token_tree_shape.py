@@ -140,9 +140,18 @@ def test_a_pod_decides_what_is_left_open_and_grants_no_more_than_its_limits() ->
     assert (opened.max_nodes, opened.max_depth, opened.max_branches) == (40, 8, 4)  # reported to the client
 
 
+def test_fixed_widths_are_within_the_limits_of_the_pod() -> None:
+    service = servicer(DraftLimits(max_depth=8, max_branches=2))
+    asked = draft_pb2.DraftPolicy(expansion=[16, *[1] * 15])
+    session = service.parse(opening(asked), None)
+    assert session.policy.expansion == (2, *[1] * 7)
+    opened = service.opened(session).opened
+    assert (opened.max_depth, opened.max_branches) == (8, 2)
+
+
 @pytest.mark.parametrize(
     ("policy", "branches", "expansion"),
-    [({}, 1, ()), ({"max_branches": 9}, 9, ()), ({"expansion": [3, 1]}, 1, (3, 1))],
+    [({}, 1, ()), ({"max_branches": 9}, 9, ()), ({"expansion": [3, 1]}, 3, (3, 1))],
 )
 def test_where_candidates_are_drawn_they_are_a_chain_unless_siblings_are_asked_for(
     policy: dict[str, Any], branches: int, expansion: tuple[int, ...]
@@ -152,7 +161,8 @@ def test_where_candidates_are_drawn_they_are_a_chain_unless_siblings_are_asked_f
     assert service.opened(session).opened.max_branches == branches
     assert session.policy.expansion == expansion
     service.act(session, draft_pb2.DraftRequest(policy=draft_pb2.DraftPolicy(**policy)), 0.0)
-    assert (session.policy.max_branches, session.policy.expansion) == (branches, expansion)
+    assert service.opened(session).opened.max_branches == branches
+    assert session.policy.expansion == expansion
 
 
 USUAL: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import random
 from statistics import fmean
 
@@ -193,6 +194,18 @@ def test_sessions_that_are_no_part_of_it_change_nothing() -> None:
     trial.closed(1)
     assert (trial.verdict, trial.tokens) == (None, 0)
     assert trial.reason == "0 tokens, in too few texts to compare"
+
+
+def test_its_memory_does_not_grow_with_its_texts() -> None:
+    """It may last for as long as the canary gets no text, or is paused."""
+    trial: VersionTrial[int] = VersionTrial(LIMITS)
+    sizes = []
+    for session in range(2000):
+        trial.opened(session, is_new=session < 1000 and session % 2 == 0)
+        trial.committed(session, 100, session % 100, paused=True)
+        trial.closed(session)
+        sizes.append(len(pickle.dumps(trial)))
+    assert sizes[-1] < sizes[10] + 100
 
 
 def test_it_is_slow_if_most_of_its_passes_are() -> None:

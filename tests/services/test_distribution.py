@@ -23,7 +23,7 @@ from tests.models import VOCABULARY
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, Stack, request_of, stack
 from tests.verifier_service.fakes import Decided
-from verifier_service.speculation.controller import Mode
+from verifier_service.backend.result import Mode
 
 FALSE_ALARM = 1e-6
 PROMPT = [50, 60, 70, 80, 90]

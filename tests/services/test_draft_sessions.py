@@ -22,7 +22,7 @@ from tests.services.conftest import Directories
 from tests.services.test_equality import slow_target
 from tests.stack import ALWAYS, request_of, served, stack
 from tests.verifier_service.fakes import Decided
-from verifier_service.speculation.controller import Mode
+from verifier_service.backend.result import Mode
 
 DRAFT = generation_pb2.Speculation(drafters=[model_pb2.DRAFTER_REMOTE])
 

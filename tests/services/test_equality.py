@@ -24,7 +24,7 @@ from tests.models import CONTEXT, END, VOCABULARY
 from tests.services.conftest import Directories
 from tests.stack import ALWAYS, Stack, long_steps, stack, until
 from tests.verifier_service.fakes import Decided
-from verifier_service.speculation.controller import Mode
+from verifier_service.backend.result import Mode
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 TRUNCATIONS: tuple[dict[str, Any], ...] = (

@@ -33,7 +33,7 @@ from tests.services.test_equality import slow_target
 from tests.services.test_transformers import onnx
 from tests.stack import ALWAYS, OWN_DRAFTERS, Stack, long_steps, request_of, stack, until
 from tests.verifier_service.fakes import Decided
-from verifier_service.speculation.controller import Mode
+from verifier_service.backend.result import Mode
 
 PROMPT = list(range(40, 60))
 SCHEMA = {

@@ -22,8 +22,8 @@ from tests.services.interrupted import PROMPT, slow_target
 from tests.services.test_stats import of_verifier
 from tests.stack import ALWAYS, REMOTE, stack, until
 from tests.verifier_service.fakes import Decided
+from verifier_service.backend.result import Mode
 from verifier_service.servicer import VerifierLimits
-from verifier_service.speculation.controller import Mode
 
 TOKENS = 40
 SAMPLED = {"sampling": {"temperature": 0.8, "seed": 5}, "max_tokens": TOKENS, "ignore_end_token": True}

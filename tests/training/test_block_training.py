@@ -40,7 +40,7 @@ from tests.models import VOCABULARY, make
 from tests.stack import stack
 from tests.training.test_eagle3_training import close, features_in_service, gradients_of, weights_of
 from tests.verifier_service.fakes import Decided
-from verifier_service.speculation.controller import Mode
+from verifier_service.backend.result import Mode
 
 PLAN = BlockPlan(block=3, layers=2, markov_rank=6, anchors=5, steps=6, rows=2, length=16, rate=0.003)
 ORIGIN = Origin("tiny", "0123", 500)

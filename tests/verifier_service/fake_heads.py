@@ -20,10 +20,10 @@ from specdec.engine.heads.growth import AutoregressiveReader, BlockReader
 from specdec.engine.heads.text_memory import TextMemory, TreeContext
 from specdec.engine.kv.slots import Slots
 from tests.verifier_service.fakes import BAD, FREE, LANGUAGE, VOCABULARY, Client, Decided, TextEngine, step_loop
+from verifier_service.backend.result import Mode
 from verifier_service.proposers.feature_heads import FeatureHeadsProposer
 from verifier_service.proposers.heads import HeadsProposer
 from verifier_service.proposers.medusa import MedusaProposer
-from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 
 COUNT = 4

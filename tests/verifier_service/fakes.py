@@ -35,12 +35,13 @@ from testing.mailbox import Mailbox
 from tests.choices import choose_token
 from tests.paged import Paged
 from verifier_service.backend.request import Policy, VerifierSessionRequest
+from verifier_service.backend.result import Mode
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.plain_loop import PlainLoop
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import LatencyTuning
-from verifier_service.speculation.controller import BatchProfile, Mode, SpeculationController
+from verifier_service.speculation.controller import BatchProfile, SpeculationController
 from verifier_service.step_loop import StepLoop
 
 REMOTE = frozenset({CandidateSource.REMOTE})

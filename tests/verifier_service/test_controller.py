@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from verifier_service.backend.result import Mode
 from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import (
     BatchProfile,
-    Mode,
     SpeculationController,
 )
 

@@ -9,13 +9,13 @@ from specdec.decoding.speculation import NO_DRAFTERS, CandidateSource
 from specdec.engine.kv.blocks import BLOCK
 from tests.verifier_service.fakes import Client, Decided, TextEngine, ThreadedTextEngine, step_loop
 from verifier_service.backend.request import Policy
+from verifier_service.backend.result import Mode
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.scheduling.cpu_threads import (
     AdaptiveThreads,
     thread_policy,
 )
 from verifier_service.settings.tuning import DEFAULTS
-from verifier_service.speculation.controller import Mode
 
 REMOTE = frozenset({CandidateSource.REMOTE})
 

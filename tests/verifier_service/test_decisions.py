@@ -12,7 +12,7 @@ from specdec.v2 import model_pb2, verifier_pb2
 from tests.verifier_service.fakes import DEAR, FREE, Client, Decided, TextEngine, run, step_loop
 from tests.verifier_service.step_loop.helpers import NO_BAD, REMOTE
 from verifier_service.backend.request import Policy
-from verifier_service.backend.result import Decision, StepTimes, VerifyResult, Without
+from verifier_service.backend.result import Decision, Mode, StepTimes, VerifyResult, Without
 from verifier_service.costs.token_budget import RowPrice
 from verifier_service.responses import commit_response
 from verifier_service.scheduling.step_candidates import StepCandidates
@@ -22,7 +22,6 @@ from verifier_service.settings.tuning import DEFAULTS
 from verifier_service.speculation.controller import (
     BatchProfile,
     Controllers,
-    Mode,
     ModeStats,
     SpeculationController,
 )

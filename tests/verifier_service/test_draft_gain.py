@@ -9,10 +9,11 @@ import pytest
 from specdec.decoding.speculation import CandidateSource
 from tests.verifier_service.fakes import Client, Decided, TextEngine, run, step_loop
 from verifier_service.backend.request import Policy
+from verifier_service.backend.result import Mode
 from verifier_service.sessions import draft_timing
 from verifier_service.sessions.draft_timing import DraftGain, TenantGains
 from verifier_service.settings.tuning import DEFAULTS
-from verifier_service.speculation.controller import MAX_GROUPS, BatchProfile, Controllers, Mode
+from verifier_service.speculation.controller import MAX_GROUPS, BatchProfile, Controllers
 
 TUNING = DEFAULTS.draft_gain
 REMOTE = frozenset({CandidateSource.REMOTE})

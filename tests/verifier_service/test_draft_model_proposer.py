@@ -26,10 +26,9 @@ from tests.verifier_service.fakes import (
     step_loop,
 )
 from verifier_service.backend.request import Policy
-from verifier_service.backend.result import CORRECTION, LOCAL_MODEL, LOOKAHEAD, NGRAM
+from verifier_service.backend.result import CORRECTION, LOCAL_MODEL, LOOKAHEAD, NGRAM, Mode
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.settings.tuning import DEFAULTS
-from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 
 REMOTE = frozenset({CandidateSource.REMOTE})

@@ -8,11 +8,12 @@ from specdec.decoding.speculation import CandidateSource
 from tests.verifier_service.fakes import Client, Decided, TextEngine, step_loop
 from verifier_service.adaptive_speculation import AdaptiveSpeculation
 from verifier_service.backend.request import Policy
+from verifier_service.backend.result import Mode
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.scheduling.cpu_threads import FixedThreads
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS
-from verifier_service.speculation.controller import Controllers, Mode
+from verifier_service.speculation.controller import Controllers
 from verifier_service.speculation.eligibility import Eligibility
 
 REMOTE = frozenset({CandidateSource.REMOTE})

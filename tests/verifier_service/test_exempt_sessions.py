@@ -15,8 +15,9 @@ from tests.replay.deployment import made_up, record
 from tests.replay.scenarios import ALWAYS, CONTRASTIVE, SCENARIOS, WARM, Request, Scenario
 from tests.verifier_service.fakes import Client, TextEngine, step_loop
 from verifier_service.backend.request import Policy
+from verifier_service.backend.result import Mode
 from verifier_service.settings.tuning import DEFAULTS
-from verifier_service.speculation.controller import BatchProfile, Controllers, Mode, SpeculationController
+from verifier_service.speculation.controller import BatchProfile, Controllers, SpeculationController
 from verifier_service.speculation.eligibility import Eligibility
 
 FORCED = Request(prompt=5, tokens=150, sampling=WARM, delay=0, **ALWAYS)

@@ -20,11 +20,10 @@ from tests.verifier_service.fake_heads import StatesEngine
 from tests.verifier_service.fakes import BAD, FREE, LANGUAGE, VOCABULARY, Decided, reference, step_loop
 from tests.verifier_service.step_loop.helpers import NO_BAD, REMOTE, text
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import FeatureRows
+from verifier_service.backend.result import FeatureRows, Mode
 from verifier_service.proposers.feature_source import MAX_WINDOW_BYTES, FeatureSource
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 
 FED = Policy(REMOTE, 8, 0.0, features_session=1)

@@ -18,9 +18,8 @@ from specdec.engine.kv.blocks import BLOCK
 from tests.verifier_service.fake_heads import KINDS, Kind, StatesEngine, check_empty, check_over, proposer_of, sources
 from tests.verifier_service.fakes import BAD, DEAR, END, Client, Decided, run
 from verifier_service.backend.request import Policy
-from verifier_service.backend.result import HEADS
+from verifier_service.backend.result import HEADS, Mode
 from verifier_service.proposers.proposer import Phase
-from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 
 NO_BAD = Sampling(banned_tokens=frozenset({BAD}))

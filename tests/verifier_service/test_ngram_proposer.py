@@ -31,11 +31,10 @@ from tests.verifier_service.fakes import (
     step_loop,
 )
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import LOOKAHEAD, NGRAM, PLAIN
+from verifier_service.backend.result import LOOKAHEAD, NGRAM, PLAIN, Mode
 from verifier_service.sessions.ngram import Confidence, SessionNgrams
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS
-from verifier_service.speculation.controller import Mode
 
 SOUND = frozenset({BAD})  # BAD alone has NaN logits
 SAMPLINGS = [Sampling(banned_tokens=SOUND), Sampling(temperature=0.8, seed=3, banned_tokens=SOUND)]

@@ -12,11 +12,10 @@ from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS
 from specdec.decoding.tree import Paths
 from tests.verifier_service.fakes import BAD, FREE, Client, Decided, TextEngine, run, step_loop
 from verifier_service.backend.request import Policy
-from verifier_service.backend.result import NGRAM
+from verifier_service.backend.result import NGRAM, Mode
 from verifier_service.plain_loop import PlainLoop
 from verifier_service.proposers.proposer import ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.speculation.controller import Mode
 
 GREEDY = Sampling(banned_tokens=frozenset({BAD}))
 WARM = Sampling(temperature=0.9, seed=5, banned_tokens=frozenset({BAD}))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.scheduling.step_shares import MEASURED_FIRST, MEASURED_LATER, Division, StepShares
+from verifier_service.scheduling.step_shares import MEASURED_FIRST, MEASURED_LATER, REMEMBERED, Division, StepShares
 
 STEPS = 60
 
@@ -235,3 +236,18 @@ def test_a_text_takes_part_beside_prompts_of_its_own_tenant(prompts: int, beside
             chunk = 8 if part > 0 else 0  # smallest chunk
             shares.charge(tenant, latency.of(rows + chunk) - latency.of(rows) - part)
     assert steps >= 40
+
+
+def with_grammar(tenant: str, seconds: float = 0.0) -> Any:
+    """Return a session whose grammar took these seconds in a step."""
+    text = SimpleNamespace(grammar="a grammar", grammar_seconds=seconds)
+    return SimpleNamespace(tenant=tenant, grammar=0.0, session=text)
+
+
+def test_the_grammar_cost_of_a_busy_tenant_is_remembered_among_many_others() -> None:
+    shares, result = StepShares(prefill_rows=512), cast("Any", None)
+    for number in range(REMEMBERED):
+        shares.observe_grammars([(with_grammar("busy", 0.5), result), (with_grammar(f"tenant {number}", 0.1), result)])
+    new = with_grammar("busy")
+    shares.joined(new)
+    assert new.grammar == pytest.approx(0.5)

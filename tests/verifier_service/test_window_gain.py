@@ -22,11 +22,10 @@ from tests.replay.engines import TimedEngine
 from tests.verifier_service.fakes import BAD, Client, Decided, FixedLatency, TextEngine, run, step_loop
 from tests.verifier_service.test_ngram_proposer import Parrot
 from verifier_service.backend.request import Policy
-from verifier_service.backend.result import LOOKAHEAD
+from verifier_service.backend.result import LOOKAHEAD, Mode
 from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
 from verifier_service.sessions.window_gain import MAX_TENANTS, TenantWindows, WindowGain, WindowsByTenant
 from verifier_service.settings.tuning import DEFAULTS
-from verifier_service.speculation.controller import Mode
 
 TUNING = DEFAULTS.windows
 SIZES = TUNING.sizes

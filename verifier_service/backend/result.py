@@ -88,6 +88,21 @@ class Without(StrEnum):
     """The step also computed the end of the session's prompt."""
 
 
+class Mode(StrEnum):
+    """The candidates verified by a step."""
+
+    OFF = "off"
+    """None: one token a step."""
+    NGRAM = "ngram"
+    """Candidates found by the verifier without a model: n-grams of the text and lookahead windows."""
+    LOCAL_DRAFT = "local_draft"
+    """The candidates of NGRAM, and of a draft model in the verifier's process."""
+    HEADS = "heads"
+    """The candidates of NGRAM, and of the target's heads."""
+    REMOTE_DRAFT = "remote_draft"
+    """The candidates of NGRAM, and of draft services."""
+
+
 class Decision(NamedTuple):
     """A session's mode in one step and, if the step had no candidates for the session, the reason."""
 
@@ -101,7 +116,7 @@ class Decision(NamedTuple):
 FORCED = "forced"
 """Reported in place of a mode for sessions not governed by one."""
 
-MODES = ("off", "ngram", "local_draft", "heads", "remote_draft", FORCED)
+MODES = (*map(str, Mode), FORCED)
 
 
 @dataclass(slots=True)

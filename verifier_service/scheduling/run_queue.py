@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 
 from specdec.engine.engine import Engine
-from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable, blocks_freed
+from specdec.engine.kv.blocks import BLOCK, BlockPool, FreedBlocks
 from specdec.engine.kv.slots import PADDING_SLOT, PoolFullError, Slots
 from specdec.serving.errors import TooLateError
 from verifier_service.backend.result import VerifyResult
@@ -181,28 +181,23 @@ class RunQueue:
     def _make_room(self, entry: RunningSession, blocks: int) -> None:
         """Preempt sessions until there is memory for the waiting `entry`: `blocks` for its text, and the forecast
         growth of all texts. PoolFullError, without any preemption, if no choice of victims makes enough room."""
-        running, room = self.running, self.pool.available
-        victims, tables = list[RunningSession](), list[BlockTable]()
+        running, room = list(self.running), self.pool.available
+        throttled = [other for other in running if self.throttled(other)]
+        victims, freed = list[RunningSession](), FreedBlocks()
         # Choose all victims first: preempting some without making enough room would waste their work. The forecast is
         # needed only once the text itself fits.
         while (wanted := blocks if blocks > room else max(blocks, self._growth(entry, running))) > room:
-            victim = self._next_victim(entry, running)
+            # Throttled sessions go first: they make no progress until their readers catch up.
+            victim = throttled.pop() if throttled else youngest_beyond(running, entry, entry.session.tree.base)
             if victim is None:
                 raise PoolFullError(wanted * BLOCK, room * BLOCK)
             assert victim.session.table is not None
             victims.append(victim)
-            tables.append(victim.session.table)
-            running = [other for other in running if other is not victim]
-            room = self.pool.available + blocks_freed(tables)
+            running.remove(victim)
+            freed.add(victim.session.table)
+            room = self.pool.available + freed.count
         for victim in victims:
             self._preempt(victim)
-
-    def _next_victim(self, entry: RunningSession, running: list[RunningSession]) -> RunningSession | None:
-        """Return the running session to preempt first for `entry`, or None."""
-        throttled = [other for other in running if self.throttled(other)]
-        if throttled:  # no progress until its reader catches up
-            return throttled[-1]
-        return youngest_beyond(running, entry, entry.session.tree.base)
 
     def _growth(self, entry: RunningSession, running: list[RunningSession]) -> int:
         """Return the forecast growth, in blocks, of the running sessions and the one being admitted. Running sessions

@@ -26,8 +26,8 @@ from specdec.decoding.tree import Node
 from verifier_service.backend.result import Without
 from verifier_service.costs.step_latency import StepLatency
 from verifier_service.costs.token_budget import RowPrice, select_candidates
-from verifier_service.proposers.ngrams import open_windows, window_rows
 from verifier_service.scheduling.step_shares import Division
+from verifier_service.scheduling.step_windows import open_windows, window_rows
 from verifier_service.sessions.ngram import LookaheadRows
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession

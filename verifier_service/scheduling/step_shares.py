@@ -224,7 +224,7 @@ class StepShares:
             seconds, session.grammar_seconds = session.grammar_seconds, 0.0
             self._pay(entry, seconds - entry.grammar)
             entry.grammar = _average(entry.grammar, seconds)
-            self._usual[entry.tenant] = _average(self._usual.get(entry.tenant, 0.0), seconds)
+            self._usual[entry.tenant] = _average(self._usual.pop(entry.tenant, 0.0), seconds)  # now the latest
             if len(self._usual) > REMEMBERED:
                 self._usual.popitem(last=False)
 

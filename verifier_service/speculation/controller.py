@@ -21,26 +21,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
+from verifier_service.backend.result import Mode
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS, ControllerTuning
-
-
-class Mode(Enum):
-    """The candidates verified by a step."""
-
-    OFF = "off"
-    """None: one token a step."""
-    NGRAM = "ngram"
-    """Candidates found by the verifier without a model: n-grams of the text and lookahead windows."""
-    LOCAL_DRAFT = "local_draft"
-    """The candidates of NGRAM, and of a draft model in the verifier's process."""
-    HEADS = "heads"
-    """The candidates of NGRAM, and of the target's heads."""
-    REMOTE_DRAFT = "remote_draft"
-    """The candidates of NGRAM, and of draft services."""
 
 
 @dataclass

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from specdec.decoding.speculation import CandidateSource
-from verifier_service.backend.result import FORCED, Decision, Without
+from verifier_service.backend.result import FORCED, Decision, Mode, Without
 from verifier_service.costs.token_budget import RowPrice
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.speculation.controller import BatchProfile, Controllers, Mode
+from verifier_service.speculation.controller import BatchProfile, Controllers
 
 NOTHING_PAYS = 1.0 - 1e-7
 """Break-even probability at or above which no candidate pays: as a moving average it approaches 1 without reaching
@@ -136,7 +136,7 @@ class Eligibility:
         return self._controllers.of(session).rates
 
     def _mode_name(self, session: VerifierSession) -> str:
-        return FORCED if is_exempt(session) else self._mode_of(session).value
+        return FORCED if is_exempt(session) else self._mode_of(session)
 
     def _mode_of(self, session: VerifierSession) -> Mode:
         """Return the mode that governs a session, limited to the drafters that the session permits."""

@@ -217,11 +217,18 @@ class BlockPool:
         return unheld
 
 
-def blocks_freed(tables: Sequence[BlockTable]) -> int:
-    """Return how many more blocks become available when all these tables are closed."""
-    held = Counter(node for table in tables for node in table._chain)
-    own = sum(len(table._blocks) - len(table._chain) for table in tables)
-    return own + sum(node.holders == count for node, count in held.items())
+class FreedBlocks:
+    """Counts the blocks that become available when all tables added to it are closed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._holders: Counter[_Node] = Counter()  # holders of a node among these tables
+
+    def add(self, table: BlockTable) -> None:
+        self.count += len(table._blocks) - len(table._chain)
+        for node in table._chain:
+            self._holders[node] += 1
+            self.count += self._holders[node] == node.holders
 
 
 class BlockTable:

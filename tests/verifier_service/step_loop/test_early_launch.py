@@ -34,9 +34,8 @@ from tests.verifier_service.fakes import (
 )
 from tests.verifier_service.step_loop.helpers import SAMPLINGS, WARM, check_over, client, expect_no_growth, turns
 from verifier_service.backend.request import Policy
-from verifier_service.backend.result import LENGTH
+from verifier_service.backend.result import LENGTH, Mode
 from verifier_service.costs.step_latency import StepLatency
-from verifier_service.speculation.controller import Mode
 from verifier_service.step_loop import StepLoop
 
 

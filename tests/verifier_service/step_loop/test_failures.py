@@ -108,6 +108,17 @@ class OutOfMemory(TextEngine):
         return super().forward(batch)
 
 
+class Cramped(TextEngine):
+    """A text engine without memory for passes over positions from `longest` on."""
+
+    longest = 50
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        if batch.positions.max() >= self.longest:
+            raise MemoryError
+        return super().forward(batch)
+
+
 def turns_until(loop: StepLoop, condition: Callable[[], bool]) -> None:
     """Turn until `condition`, sleeping between turns as the loop asks."""
     while not condition():
@@ -166,6 +177,29 @@ class TestFailures:
 
         with pytest.raises(MemoryError, match="6 consecutive steps could not allocate memory"):
             turns_until(loop, fail)
+
+    def test_a_text_that_never_gets_memory_goes_elsewhere(self) -> None:
+        """Until it does, the others get tokens."""
+        engine = Cramped(20)
+        loop = step_loop(engine)
+        large, small = client(loop, 100, 1, 20), client(loop, 10, 2, 30)
+        turns_until(loop, lambda: large.over or small.over)
+        assert isinstance(large.mail.error, ShortOfMemoryError)
+        assert small.tokens
+        left, begun = 30 - len(small.tokens), len(engine.steps)
+        turns_until(loop, lambda: small.over)
+        assert engine.steps[begun:] == [1] * left
+        check_over(loop, engine, small)
+
+    def test_a_text_that_got_no_memory_may_fail_once_more(self) -> None:
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        reader = client(loop, 30, 1, 20)
+        for failure in (MemoryError(), RuntimeError("a device error")):
+            engine.failure = failure
+            turns_until(loop, lambda: engine.failure is None)
+        run(loop, reader)
+        check_over(loop, engine, reader)
 
     def test_an_engine_without_memory_sends_its_texts_elsewhere(self) -> None:
         engine = OutOfMemory(20)

@@ -35,11 +35,12 @@ from verifier_service.backend.result import (
     PLAIN,
     REMOTE_DRAFT,
     STOP,
+    Mode,
     RejectedCandidate,
 )
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.settings.tuning import DEFAULTS, CommitTuning, Tuning
-from verifier_service.speculation.controller import Mode, SpeculationController
+from verifier_service.speculation.controller import SpeculationController
 from verifier_service.step_loop import StepLoop
 
 
