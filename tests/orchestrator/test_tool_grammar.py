@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -365,3 +366,15 @@ def test_json_of_too_many_values_is_not_parsed(model: ServedModel) -> None:
     ((field, problem),) = problems('{"a": [' + "[]," * many + "0]}")
     assert field == "chat.messages"
     assert problem.endswith(f"values in JSON, must have at most {MAX_VALUES}")
+
+
+def test_an_unclosed_string_is_scanned_once(source: Path, tmp_path: Path) -> None:
+    """A search after each of its quotes would take a second here, and hold the GIL meanwhile."""
+    arguments = "[" * (MAX_VALUES + 1) + '"' + '\\"' * 10_000
+    call = generation_pb2.ToolCall(id="a", name="weather", arguments=arguments)
+    asked = chat(messages=[generation_pb2.ChatMessage(role="assistant", tool_calls=[call])])
+    model = model_of(source, tmp_path / "m", next(iter(TEMPLATES.values())))
+    begun = time.thread_time()
+    ((field, _),) = tool_violations(asked, model)
+    assert time.thread_time() - begun < 0.1
+    assert field == "chat.messages"
