@@ -25,7 +25,7 @@ from specdec.openai_api.json_text import Json, as_bytes, encoded
 from specdec.openai_api.parsing import Intake, TakenRequest
 from specdec.openai_api.parts import Part
 from specdec.openai_api.presence import while_present
-from specdec.openai_api.requests import PROMPT_FIELDS, fields_of
+from specdec.openai_api.requests import PROMPT_FIELDS
 from specdec.openai_api.response_store import ResponseStore, not_found
 from specdec.openai_api.responses_answer import ResponseAnswer
 from specdec.openai_api.responses_request import ResponsesReader, ResponsesRequest
@@ -84,7 +84,7 @@ class Responses:
         self._store = store
 
     async def create(self, http: Request) -> Response | EventStream:
-        taken = await self._intake.take(http, _reader)
+        taken = await self._intake.take(http, ResponsesReader)
         reader, caller, owner = taken.request, taken.caller, taken.owner
         stores = self._stores(reader)
         async with self._continued(taken) as (earlier, size):
@@ -95,7 +95,7 @@ class Responses:
         return await _sent(http, request, answer, events)
 
     async def count_tokens(self, http: Request) -> JSONResponse:
-        taken = await self._intake.take(http, _reader)
+        taken = await self._intake.take(http, ResponsesReader)
         reader, caller, owner = taken.request, taken.caller, taken.owner
         async with self._continued(taken) as (earlier, size):
             request = await self._intake.parser.parse(size, partial(reader.request, earlier), owner)
@@ -242,7 +242,7 @@ class Messages:
         self._intake = intake
 
     async def create(self, http: Request) -> Response | EventStream:
-        taken = await self._intake.take(http, _parsed_messages)
+        taken = await self._intake.take(http, parse_messages)
         request, caller = taken.request, taken.caller
         request = replace(request, chat=await self._gateway.named(request.chat, caller))
         parts = await while_present(http.receive, self._gateway.parts(request.chat, caller))
@@ -250,23 +250,11 @@ class Messages:
         return await _sent(http, request, answer, _events_of(answer, parts))
 
     async def count_tokens(self, http: Request) -> JSONResponse:
-        taken = await self._intake.take(http, _parsed_count)
+        taken = await self._intake.take(http, parse_count)
         message, ignored = taken.request
         tokenized = self._gateway.tokenized(message, {**PROMPT_FIELDS, **NAMES}, taken.caller)
         count = (await while_present(http.receive, tokenized)).count
         return JSONResponse({"input_tokens": count}, headers=ignored_header(ignored))
-
-
-def _reader(body: bytes, *, strict: bool) -> ResponsesReader:
-    return ResponsesReader(fields_of(body), strict=strict)
-
-
-def _parsed_messages(body: bytes, *, strict: bool) -> MessagesRequest:
-    return parse_messages(fields_of(body), strict=strict)
-
-
-def _parsed_count(body: bytes, *, strict: bool) -> tuple[TokenizeRequest, tuple[str, ...]]:
-    return parse_count(fields_of(body), strict=strict)
 
 
 def _no_item(index: int, item_id: object) -> ApiError:

@@ -291,20 +291,12 @@ class _Answer:
         kind = "chatcmpl" if request.chat else "cmpl"
         begun, answer_id = int(time.time()), f"{kind}-{self.caller.request_id}"
         self.frame = Frame(request.chat, answer_id, begun, request.model, request.ignored)
-        stop_tokens = frozenset(request.options.stop_tokens)
         self.choices = [
             Choice(
                 index,
-                first_sample=index % request.samples == 0,
-                chat=request.chat,
-                logprobs=request.logprobs,
-                chunks=request.chunks,
-                reasoning=request.reasoning,
+                request,
                 calls=self._calls(index),
                 prompt=self.prompts[index // request.samples] if self.prompts and not request.chat else None,
-                token_ids=request.token_ids,
-                stop_tokens=stop_tokens,
-                tells_end=request.tells_end,
             )
             for index in range(request.samples * len(request.prompts))
         ]

@@ -3,16 +3,16 @@ threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 
 from specdec.grammar.json_schema.unique_items import KEYWORD
 from specdec.openai_api.bodies import Bodies
 from specdec.openai_api.gateway import Caller
+from specdec.openai_api.requests import fields_of
 from specdec.serving.bounded_threads import BoundedThreads
 
 Parsed = TypeVar("Parsed")
@@ -54,9 +54,9 @@ Content = TypeVar("Content", covariant=True)
 
 
 class Parse(Protocol[Content]):
-    """Parses a body into a request; with `strict`, it refuses unknown fields."""
+    """Parses the fields of a body into a request; with `strict`, it refuses unknown fields."""
 
-    def __call__(self, body: bytes, *, strict: bool) -> Content: ...
+    def __call__(self, fields: Mapping[str, Any], *, strict: bool) -> Content: ...
 
 
 @dataclass(frozen=True)
@@ -84,5 +84,5 @@ class Intake:
         caller, owner = self.who(http)
         body = await self.bodies.read(http, owner)
         size = max(len(body), SHORT_BODY + 1) if any(text in body for text in SLOW) else len(body)
-        request = await self.parser.parse(size, partial(parse, body, strict=self.strict), owner)
+        request = await self.parser.parse(size, lambda: parse(fields_of(body), strict=self.strict), owner)
         return TakenRequest(request, size, caller, owner)

@@ -175,14 +175,9 @@ class ParsedRequest:
         return message
 
 
-def parse(body: bytes, *, chat: bool, strict: bool = False) -> ParsedRequest:
-    """Parse the body of a chat or completion request; ApiError if it is invalid or unsupported. With `strict`, unknown
-    fields are refused."""
-    return parse_fields(fields_of(body), chat=chat, strict=strict)
-
-
 def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False) -> ParsedRequest:
-    """Parse the fields of a chat or completion request; ApiError if they are invalid or unsupported."""
+    """Parse the fields of a chat or completion request; ApiError if they are invalid or unsupported. With `strict`,
+    unknown fields are refused."""
     given = {name: value for name, value in fields.items() if value is not None}
     ignored = _check_names(given, chat=chat)
     for name in given.keys() - LONG:

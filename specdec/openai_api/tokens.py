@@ -19,7 +19,7 @@ from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.json_text import Json, as_bytes, encoded, json_list, json_object
 from specdec.openai_api.parsing import Intake, Parse
 from specdec.openai_api.presence import while_present
-from specdec.openai_api.requests import PROMPT_FIELDS, fields_of, parse_fields
+from specdec.openai_api.requests import PROMPT_FIELDS, parse_fields
 from specdec.openai_api.routes import OF_DETOKENIZE, OF_TOKENIZE
 from specdec.v2.generation_pb2 import TokenizeRequest
 
@@ -138,10 +138,10 @@ class Tokens:
         self._intake = intake
 
     async def tokenize(self, http: Request) -> Response:
-        return await self._answered(http, _parsed_text)
+        return await self._answered(http, parse_tokenize)
 
     async def detokenize(self, http: Request) -> Response:
-        return await self._answered(http, _parsed_tokens)
+        return await self._answered(http, parse_detokenize)
 
     async def _answered(self, http: Request, parse: Parse[AskedTokens]) -> Response:
         taken = await self._intake.take(http, parse)
@@ -153,14 +153,6 @@ class Tokens:
         found = await while_present(http.receive, self._gateway.tokenized(asked.message, names, taken.caller))
         answer = await self._intake.parser.parse(len(found.ids), partial(_answer, asked, found), taken.owner)
         return Response(answer, headers=ignored_header(asked.ignored), media_type="application/json")
-
-
-def _parsed_text(body: bytes, *, strict: bool) -> AskedTokens:
-    return parse_tokenize(fields_of(body), strict=strict)
-
-
-def _parsed_tokens(body: bytes, *, strict: bool) -> AskedTokens:
-    return parse_detokenize(fields_of(body), strict=strict)
 
 
 def _answer(asked: AskedTokens, found: Tokenized) -> bytes:
