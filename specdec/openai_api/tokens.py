@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specdec.client.tokenized import Tokenized
-from specdec.openai_api.errors import refused, unknown, unsupported, wrong
+from specdec.openai_api.errors import refused, unsupported, wrong
 from specdec.openai_api.event_stream import ignored_header
-from specdec.openai_api.fields import MAX_IGNORED, check_names
+from specdec.openai_api.fields import check_names, flag, listed
 from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.json_text import Json, as_bytes, encoded, json_list, json_object
 from specdec.openai_api.parsing import Intake, Parse
@@ -71,10 +71,8 @@ def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedT
     others = {"chat_template_kwargs", "tools"} if form == "messages" else set()
     known = {form, "model", *flags, *others}
     ignored = check_names(given, known, hints=dict.fromkeys(OF_TOKENIZE - known, f"does not go together with {form}"))
-    values = {name: given.get(name, default) for name, default in flags.items()}
+    values = {name: flag(given, name, default=default) for name, default in flags.items()}
     for name, value in values.items():
-        if not isinstance(value, bool):
-            raise wrong(name, value, "true or false")
         if value is not flags[name] and (form, name) in FIXED:
             raise unsupported(name, f"must be {encoded(flags[name])}: {FIXED[form, name]}")
     pieces = values["with_pieces" if form == "content" else "return_token_strs"]
@@ -90,7 +88,7 @@ def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedT
             raise wrong(form, given[form], "text")
         message.text = _encodable(form, given[form])
         message.add_special = values["add_special_tokens" if form == "prompt" else "add_special"]
-    return AskedTokens(message, form, _ignored(ignored, strict=strict))
+    return AskedTokens(message, form, listed(ignored, strict=strict))
 
 
 def parse_detokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedTokens:
@@ -103,7 +101,7 @@ def parse_detokenize(fields: Mapping[str, Any], *, strict: bool = False) -> Aske
     message = TokenizeRequest(model=_model(given), text_of_tokens=True)
     message.tokens.ids[:] = tokens
     message.tokens.SetInParent()  # marks an empty list as this form
-    return AskedTokens(message, "tokens", _ignored(ignored, strict=strict))
+    return AskedTokens(message, "tokens", listed(ignored, strict=strict))
 
 
 def _model(given: Mapping[str, Any]) -> str:
@@ -118,12 +116,6 @@ def _encodable(name: str, text: str) -> str:
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise refused(name, "has a lone surrogate, must be Unicode text")
     return text
-
-
-def _ignored(ignored: list[str], *, strict: bool) -> tuple[str, ...]:
-    if ignored and strict:
-        raise unknown(ignored[0])
-    return tuple(ignored[:MAX_IGNORED])
 
 
 class Tokens:

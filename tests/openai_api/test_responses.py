@@ -221,7 +221,7 @@ def test_unknown_fields_are_ignored_and_named() -> None:
     fields = {"input": [thought, {"role": "user", "content": "a"}], "nonsense": 1, "reasoning": {"tone": 1}}
     assert list(ResponsesReader(fields).request().ignored) == ["nonsense", "reasoning.tone", "input[0]"]
     with pytest.raises(ApiError, match="nonsense: unknown parameter"):
-        ResponsesReader(fields, strict=True)
+        ResponsesReader(fields, strict=True).request()
     odd = {"role": "user", "content": [{"type": "input_text", "text": "a", "cache_control": {}}], "foo": 1}
     ignored = ResponsesReader({"input": [odd]}).request().ignored
     assert list(ignored) == ["input[0].foo", "input[0].content[0].cache_control"]
