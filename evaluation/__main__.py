@@ -22,6 +22,7 @@ with needed_by("evaluate", "evaluate"):
     from evaluation.pools import VERIFIERS, smallest
     from evaluation.progress import Heard, Progress
     from evaluation.report import ROWS, Distance, EvaluationReport, fastest
+    from orchestrator.requests.model import ServedModel
     from orchestrator.requests.parsing import parse
     from orchestrator.requests.sample import Sample
     from specdec.cli.failure import fail
@@ -32,6 +33,7 @@ with needed_by("evaluate", "evaluate"):
     from specdec.decoding.sampling import Rule
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
     from specdec.engine.engine import UnsupportedModelError
+    from specdec.engine.gguf_file import open_model
     from specdec.engine.kv.blocks import BLOCK
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.placement import DraftKind, WantedDtype
@@ -109,17 +111,17 @@ def main(
     streams = sorted(set(streams or (1, 8)))
     file = PromptFile(prompts, {"max_tokens": max_tokens, "temperature": temperature})
     try:
-        for _ in islice(file.prompts(), max_prompts):  # report an invalid prompt before loading models
+        for _ in islice(file.prompts(), max_prompts):  # report an invalid line before converting a GGUF file
             pass
+        room = (kv_tokens - MAX_STEP_CANDIDATES) // max(streams) // BLOCK * BLOCK  # whole blocks, as in a verifier
+        samples = list(_samples(ServedModel.of(open_model(target)), file, max_prompts, room))
+        if not samples:
+            fail(f"{prompts}: has no prompts", ExitStatus.USAGE)
         # A draft keeps each session's candidates in its KV cache, next to the text.
         candidates = max(streams) * DraftLimits().max_nodes
         pair = Pair(target, draft, target_options, draft_options, kv_tokens, candidates)
-        room = (kv_tokens - MAX_STEP_CANDIDATES) // max(streams) // BLOCK * BLOCK  # whole blocks, as in a verifier
-        samples = list(_samples(pair, file, max_prompts, room))
     except (ModelDirectoryError, UnsupportedModelError, PromptFileError) as error:
         fail(str(error), ExitStatus.USAGE)
-    if not samples:
-        fail(f"{prompts}: has no prompts", ExitStatus.USAGE)
     try:
         distance = Distance(hop_seconds(), network_ms / 1000)
     except LocalError as error:
@@ -131,12 +133,12 @@ def main(
         print(*report.lines(), sep="\n")
 
 
-def _samples(pair: Pair, file: PromptFile, most: int, most_tokens: int) -> Iterator[Sample]:
+def _samples(model: ServedModel, file: PromptFile, most: int, most_tokens: int) -> Iterator[Sample]:
     """Yield the samples of a file's first `most` prompts; PromptFileError names a line if it cannot be served, or if
     its text may exceed `most_tokens`."""
     for prompt in islice(file.prompts(), most):
         try:
-            sample = parse(build_request(prompt.text, **prompt.options), pair.model).samples[0]
+            sample = parse(build_request(prompt.text, **prompt.options), model).samples[0]
         except ServiceError as error:
             raise PromptFileError(f"{file.path}:{prompt.line}: {error}") from None
         if sample.rule in (Rule.CONTRASTIVE, Rule.TYPICAL):

@@ -15,6 +15,14 @@ _INSTALLED = Path(__file__).parent / "roles"
 FOLDER = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parent.parent
 """The parent folder of `draft_service`, `verifier_service` and `orchestrator`."""
 
+PACKAGES = {
+    "verifier": "verifier_service",
+    "draft": "draft_service",
+    "orchestrator": "orchestrator",
+    "openai": "specdec.openai_api",
+}
+"""The package of each role of `specdec up`; `python -m` runs it."""
+
 
 def environment() -> dict[str, str]:
     """Return the environment for running a service by `python -m`."""

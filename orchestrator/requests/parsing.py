@@ -173,6 +173,7 @@ def parse(
         rejected_candidates=message.rejected_candidates,
         cache_salt=message.cache_salt,
         learn=message.learn,
+        tool_format=model.tool_format.name if message.chat.tools and model.tool_format is not None else "",
     )
     return Request(
         seed,

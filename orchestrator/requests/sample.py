@@ -50,6 +50,7 @@ class Sample:
     schema_check: UniqueItems | None = None  # of the finished answer: the part of its schema that no grammar enforces
     cache_salt: str = ""  # separates the text from others of its tenant in caches
     learn: bool = False  # draft services may keep the text to learn from it
+    tool_format: str = ""  # of the calls in the text; empty without tools
 
     @property
     def cache_scope(self) -> bytes:
@@ -131,6 +132,7 @@ def resolved(sample: Sample, model: str) -> generation_pb2.ResolvedRequest:
         end_tokens=sorted(sample.end_tokens),
         prompt_digest=digest(sample.prompt),
         reasoning=reasoning_message(sample.reasoning),
+        tool_format=sample.tool_format,
     )
     if sample.time is not None:
         message.time.FromDatetime(sample.time)

@@ -26,7 +26,8 @@ MAX_VALUES = 1 << 17
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 _SIGNS = "[{,:"
-_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A JSON string. An unclosed one extends to the end: a search after each of its quotes would take quadratic time."""
 
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of the arguments of a function without parameters."""

@@ -11,7 +11,7 @@ from specdec import __version__
 from specdec.extras import needed_by, needed_extra
 
 with needed_by("specdec", needed_extra(sys.argv[1:])):  # perhaps only the client is installed
-    if {"draft", "verifier", "orchestrator", "openai", "up"}.isdisjoint(sys.argv[1:2]):  # services have a log
+    if {"draft", "verifier", "orchestrator", "openai", "up", "serve"}.isdisjoint(sys.argv[1:2]):  # services have a log
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is loaded; commands report its errors
     import rich  # noqa: F401 (as the commands want it)
     import typer

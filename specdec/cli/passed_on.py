@@ -14,14 +14,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from specdec.roles import load
-
-PACKAGES = {
-    "verifier": "verifier_service",
-    "draft": "draft_service",
-    "orchestrator": "orchestrator",
-    "openai": "specdec.openai_api",
-}
+from specdec.roles import PACKAGES, load
 
 OPTIONAL = {"openai": ("starlette", "uvicorn")}
 """Optional roles of `specdec up`, and the packages they need. A role without its packages has no options."""

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from specdec.client import Chunk, Finish, SpecdecError
+from specdec.client import Chunk, Finish
 
 
 class CompletionReport:
@@ -38,8 +38,7 @@ class CompletionReport:
 
     @property
     def finish(self) -> Finish:
-        if self._finish is None:
-            raise SpecdecError("the stream ended before the text did")
+        assert self._finish is not None
         return self._finish
 
     def as_json(self) -> dict[str, Any]:

@@ -49,8 +49,10 @@ class ResultsFile:
         """Raise ResultsFileError if a result has no prompt, or was made with other options."""
         unknown = dict(self._digests)
         for prompt in prompts:
-            here, digest = unknown.pop(prompt.line, (0, prompt.digest))
-            if digest != prompt.digest:
+            if not unknown:
+                break
+            here, digest = unknown.pop(prompt.line, (0, None))
+            if digest is not None and digest != prompt.digest:
                 raise ResultsFileError(
                     f"{self.path}:{here}: is the result of another prompt or other options than line {prompt.line} "
                     "has now"

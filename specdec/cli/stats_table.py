@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -165,9 +165,7 @@ def _of_draft(stats: DraftServiceGetStatsResponse, before: Stats | None) -> Iter
 
 def _version(version: DraftVersion) -> str:
     """Return a version of a draft's model in words: its state and, if it has drafted, its figures."""
-    known = version.state in DraftVersionState.values()  # a newer draft may have other states
-    state = DraftVersionState.Name(version.state).removeprefix("DRAFT_VERSION_STATE_").lower() if known else "unknown"
-    parts = [f"{version.name}  {state}"]
+    parts = [f"{version.name}  {_state(DraftVersionState, version.state, 'DRAFT_VERSION_STATE_')}"]
     if version.passes:
         guessed = percent(version.guessed_tokens, version.committed_tokens)
         parts.append(f"{version.sessions} sessions, {guessed} of {version.committed_tokens} tokens guessed")
@@ -235,13 +233,20 @@ def _pods(name: str, pods: Sequence[PodView]) -> Iterator[Line]:
 
 
 def _pod(pod: PodView) -> str:
-    state = BreakerState.Name(pod.breaker).removeprefix("BREAKER_STATE_").lower().replace("_", "-")
-    parts = [f"breaker {state}", f"{pod.sessions} session{'s' * (pod.sessions != 1)} from here"]
+    breaker = _state(BreakerState, pod.breaker, "BREAKER_STATE_")
+    parts = [f"breaker {breaker}", f"{pod.sessions} session{'s' * (pod.sessions != 1)} from here"]
     if pod.unfit_reason:
         parts.insert(0, f"unfit: {pod.unfit_reason}")
     if pod.HasField("capacity"):
         parts.append(f"{pod.capacity.sessions} in all, room for {pod.capacity.room} more")
     return ", ".join(parts)
+
+
+def _state(states: Any, state: int, prefix: str) -> str:
+    """Return a value of the enum `states` in words; "unknown" for one that only a newer server has."""
+    if state not in states.values():
+        return "unknown"
+    return str(states.Name(state)).removeprefix(prefix).lower().replace("_", "-")
 
 
 # --- numbers ----------------------------------------------------------------------------------------

@@ -142,6 +142,8 @@ class Resolved:
     time: datetime | None  # current time passed to the chat template; None without one
     model: str = ""  # the revision serving the request, as NAME@REVISION; empty if the model has no named revisions
     prompt_tokens: int = 0  # tokens of the prompt; 0 from an older server
+    # of the tool calls in the text, in `specdec.wire.tool_formats`; empty without tools, and from an older server
+    tool_format: str = ""
 
 
 @dataclass(frozen=True)
@@ -376,6 +378,7 @@ def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
         time=resolved.time.ToDatetime(UTC) if resolved.HasField("time") else None,
         model=resolved.model,
         prompt_tokens=resolved.prompt_tokens,
+        tool_format=resolved.tool_format,
     )
 
 

@@ -20,7 +20,7 @@ MAX_GROUPS = 50
 MAX_EXPRESSION = 8192
 """Maximum characters of a regular expression that replaces a whole grammar."""
 
-_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_RULE = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)
 
 
 def is_ebnf(source: str) -> bool:
@@ -83,9 +83,9 @@ class _Token(NamedTuple):
 
 _TOKENS = re.compile(
     r"""(?P<space>(?:[ \t\r\n]|\#[^\n]*)+)
-    |(?P<head>[\w-]+(?=[ \t]*::=))|(?P<is>::=)|(?P<name>[\w-]+)
+    |(?P<head>[\w-]++(?=[ \t]*+::=))|(?P<is>::=)|(?P<name>[\w-]++)
     |(?P<literal>"(?:[^"\\\n]|\\.)*+")|(?P<set>\[(?:[^\]\\\n]|\\.)*+\])
-    |(?P<times>[*+?]|\{\s*\d{1,6}\s*\}|\{\s*\d{0,6}\s*,\s*\d{0,6}\s*\})
+    |(?P<times>[*+?]|\{\s*+\d{1,6}\s*+\}|\{\s*+\d{0,6}+\s*+,\s*+\d{0,6}+\s*+\})
     |(?P<sign>[.()|])""",
     re.VERBOSE,
 )

@@ -76,7 +76,9 @@ def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
     return None
 
 
-_RULE = re.compile(r"^[ \t]*[!?]?[A-Za-z_][\w-]*[ \t]*(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
+_RULE = re.compile(
+    r"^[ \t]*+[!?]?[A-Za-z_][\w-]*+[ \t]*+(?:\.-?\d++[ \t]*+)?+(?:\[[^\]\n]*+\][ \t]*+)?+:", re.MULTILINE
+)
 """The head of a Lark rule, with its priority and its attributes."""
 
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)

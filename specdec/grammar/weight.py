@@ -34,7 +34,7 @@ STATE_BYTES = 2048
 _COUNTED = ("maxLength", "minLength", "maxItems", "minItems", "maxProperties", "minProperties", "multipleOf")
 """Keywords of JSON Schema whose values a lexer may have to count to."""
 
-_REPETITION = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
+_REPETITION = re.compile(r"\{\s*+(\d*+)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
 """A repetition in a regular expression: {n}, {n,} or {n,m}."""
 
 _RANGE = re.compile(r"~\s*(\d+)(?:\s*\.\.\s*(\d+))?")

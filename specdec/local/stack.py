@@ -26,6 +26,7 @@ from specdec.engine.start_phases import EXPORT, is_progress
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.local.child import DRAIN_SECONDS, Child, LocalError, stop
 from specdec.local.models import ModelPaths
+from specdec.roles import PACKAGES
 
 START_SECONDS = 1800.0
 """Start-up timeout of all services in seconds, long enough for large weights on slow disks."""
@@ -34,12 +35,7 @@ MIN_FAILOVER_SECONDS = 30.0
 """Minimum seconds that requests wait for a verifier. They wait for twice the duration of its first start if that is
 longer, because the only verifier must restart and load its model."""
 
-PROGRAMS = {
-    "verifier": ("verifier_service",),
-    "draft": ("draft_service",),
-    "orchestrator": ("orchestrator",),
-    "openai": ("specdec.openai_api",),
-}
+PROGRAMS = {role: (package,) for role, package in PACKAGES.items()}
 """Arguments of `python -m` for each role."""
 
 

@@ -7,7 +7,7 @@ speculation statistics.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from specdec.client import Chunk, Finish, Logprobs
 from specdec.openai_api.json_text import Json, as_bytes, encoded, json_list, json_object
 from specdec.openai_api.logprobs import EncodedLogprobs, TextOffset, chat_logprobs, completion_logprobs, of_text
 from specdec.openai_api.prompts import AnsweredPrompt
+from specdec.openai_api.requests import ParsedRequest
 from specdec.wire.tool_calls import ToolCall, ToolCallReader
 from specdec.wire.tool_formats import ToolFormat
 from specdec.wire.tool_scanner import Schemas
@@ -64,36 +65,14 @@ class Choice:
     `whole`)."""
 
     def __init__(
-        self,
-        index: int,
-        *,
-        first_sample: bool,
-        chat: bool,
-        logprobs: bool,
-        chunks: bool = False,
-        reasoning: bool = True,
-        calls: Calls | None = None,
-        prompt: AnsweredPrompt | None = None,
-        token_ids: bool = False,
-        stop_tokens: Collection[int] = (),
-        tells_end: bool = True,
+        self, index: int, request: ParsedRequest, calls: Calls | None = None, prompt: AnsweredPrompt | None = None
     ) -> None:
-        """`first_sample`: the first of its prompt, for which usage counts the prompt's tokens. `reasoning`: include
-        the reasoning, if any. `calls`: collects tool calls; None if the text has none. `prompt`: the prompt, if a
-        completion's choice shows any part of it. `chunks`: include the tokens of each chunk; `token_ids`: include token
-        ids. `stop_tokens`: end tokens named in the request. `tells_end`: log-probabilities cover the token that ends
-        the text."""
-        self._calls = calls
+        """`calls`: collects tool calls; None if the text has none. `prompt`: the prompt, if a completion's choice shows
+        any part of it."""
         self.index = index
-        self.first_sample = first_sample
-        self._chat = chat
-        self._wants_logprobs = logprobs
-        self._wants_chunks = chunks
+        self._request = request
+        self._calls = calls
         self._chunks: list[str] = []
-        self._wants_reasoning = reasoning
-        self._wants_token_ids = token_ids
-        self._stop_tokens = stop_tokens
-        self._tells_end = tells_end
         self._tokens: list[str] = []  # ids, in decimal
         self._last_token: int | None = None
         self._completion_tokens = 0
@@ -115,6 +94,11 @@ class Choice:
         assert self._finish is not None
         return self._finish
 
+    @property
+    def first_sample(self) -> bool:
+        """True for the first sample of its prompt, for which usage counts the prompt's tokens."""
+        return self.index % self._request.samples == 0
+
     def opening(self) -> Json:
         """Return the first stream event of a chat's sample, which contains only the role."""
         delta = {"role": "assistant", "content": ""}
@@ -130,21 +114,21 @@ class Choice:
         """Return a chunk as the choice of a stream event; `seed` is the request's."""
         own = self._note(chunk, seed)
         piece: Json = {"index": self.index, "text": chunk.text}
-        if self._chat:
+        if self._request.chat:
             text, calls = self._said(chunk)
             reasoning = self._thought(chunk)
             said = text or (chunk.finish is None and not calls and not reasoning)
             piece = {"index": self.index, "delta": {"reasoning": reasoning} if reasoning else {}}
             piece["delta"] |= {"content": text} if said else {}
             piece["delta"] |= {"tool_calls": calls} if calls else {}
-        logprobs = of_text(chunk, with_end=self._tells_end)
+        logprobs = of_text(chunk, with_end=self._request.tells_end)
         piece["logprobs"] = self._logprobs_of(logprobs) if logprobs else None
         piece |= {"finish_reason": None} if chunk.finish is None else self._end(chunk.finish)
-        if self._wants_chunks and chunk.tokens:
+        if self._request.chunks and chunk.tokens:
             own["chunks"] = [self._chunk(chunk)]
-        if self._wants_token_ids:
+        if self._request.token_ids:
             piece["token_ids"] = chunk.tokens
-        if self.prompt_token_ids is not None and not self._chat:
+        if self.prompt_token_ids is not None and not self._request.chat:
             piece["prompt_token_ids"], self.prompt_token_ids = self.prompt_token_ids, None
         return piece | ({"specdec": own} if own else {})
 
@@ -152,26 +136,26 @@ class Choice:
         """Keep a chunk for `whole`; `seed` is the request's."""
         self._text.append(self._said(chunk)[0])
         self._reasoning.append(self._thought(chunk))
-        logprobs = of_text(chunk, with_end=self._tells_end)
+        logprobs = of_text(chunk, with_end=self._request.tells_end)
         if logprobs or chunk.finish:  # wait for the whole prompt: text offsets begin at its end
             self._logprobs.add(logprobs)
         self._own |= self._note(chunk, seed)
-        if self._wants_chunks and chunk.tokens:
+        if self._request.chunks and chunk.tokens:
             self._chunks.append(encoded(self._chunk(chunk)))
-        if self._wants_token_ids:
+        if self._request.token_ids:
             self._tokens += map(str, chunk.tokens)
 
     def whole(self) -> str:
         """Return the gathered sample as JSON."""
         text = self._prompt.text + "".join(self._text)
-        said: Json = {"message": self._message(text)} if self._chat else {"text": text}
+        said: Json = {"message": self._message(text)} if self._request.chat else {"text": text}
         fields = {"index": self.index, **said, **self._end(self.finish)}
-        own = json_object(self._own, {"chunks": json_list(self._chunks)} if self._wants_chunks else {})
-        logprobs = self._logprobs.whole(self._prompt.logprobs) if self._wants_logprobs else "null"
+        own = json_object(self._own, {"chunks": json_list(self._chunks)} if self._request.chunks else {})
+        logprobs = self._logprobs.whole(self._prompt.logprobs) if self._request.logprobs else "null"
         parts = {"specdec": own, "logprobs": logprobs, **self._prompt.fields}
-        if self._wants_token_ids:
+        if self._request.token_ids:
             parts["token_ids"] = json_list(self._tokens)
-        if self.encoded_prompt and not self._chat:
+        if self.encoded_prompt and not self._request.chat:
             parts["prompt_token_ids"] = self.encoded_prompt
         return json_object(fields, parts)
 
@@ -181,7 +165,7 @@ class Choice:
 
     def _thought(self, chunk: Chunk) -> str:
         """Return a chunk's reasoning; "" if the request excludes it."""
-        return chunk.reasoning if self._wants_reasoning else ""
+        return chunk.reasoning if self._request.reasoning else ""
 
     def _message(self, text: str) -> Json:
         """Return the message of a chat's sample; `reasoning` is vLLM's field."""
@@ -198,12 +182,13 @@ class Choice:
         reason = REASONS.get(finish.reason, "stop")
         if reason == "stop" and self._calls is not None and self._calls.made:
             reason = "tool_calls"
-        token = self._last_token if finish.reason == "stop" and self._last_token in self._stop_tokens else None
+        asked = finish.reason == "stop" and self._last_token in self._request.options.stop_tokens
+        token = self._last_token if asked else None
         return {"finish_reason": reason, "stop_reason": finish.stop or token}
 
     def _chunk(self, chunk: Chunk) -> Json:
         """Return the tokens of a chunk with their sources, and times in seconds. Excluded reasoning has empty texts."""
-        hidden = 0 if self._wants_reasoning else chunk.reasoning_tokens
+        hidden = 0 if self._request.reasoning else chunk.reasoning_tokens
         fields: Json = {
             "tokens": chunk.tokens,
             "token_texts": [""] * hidden + chunk.token_texts[hidden:],
@@ -248,7 +233,7 @@ class Choice:
         return TextOffset(self._prompt.text)
 
     def _logprobs_of(self, found: Iterable[Logprobs]) -> Json:
-        return chat_logprobs(found) if self._chat else completion_logprobs(found, self._offset)
+        return chat_logprobs(found) if self._request.chat else completion_logprobs(found, self._offset)
 
 
 class Calls:

@@ -11,15 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.openai_api.errors import ApiError, refused, renamed, unknown, unsupported, wrong
+from specdec.openai_api.errors import ApiError, refused, renamed, unsupported, wrong
 from specdec.openai_api.fields import READ as CHAT_READ
-from specdec.openai_api.fields import (
-    RENAMED,
-    SAMPLING,
-    Unsupported,
-    check_names,
-    cut_names,
-)
+from specdec.openai_api.fields import RENAMED, SAMPLING, Unsupported, check_names, listed
 from specdec.openai_api.fields import SAME as CHAT_SAME
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
@@ -104,9 +98,7 @@ def parse_messages(fields: Mapping[str, Any], *, strict: bool = False, counts: b
     except ApiError as error:
         raise renamed(error, places, names) from None
     ignored += parsed.ignored
-    if ignored and strict:
-        raise unknown(ignored[0])
-    return MessagesRequest(parsed.renamed(names, places), cut_names(ignored))
+    return MessagesRequest(parsed.renamed(names, places), listed(ignored, strict=strict))
 
 
 def parse_count(fields: Mapping[str, Any], *, strict: bool = False) -> tuple[TokenizeRequest, tuple[str, ...]]:

@@ -33,7 +33,7 @@ from specdec.openai_api.json_text import Json
 from specdec.openai_api.page_files import page_routes
 from specdec.openai_api.parsing import Intake, Parser
 from specdec.openai_api.presence import CallerLeftError, while_present
-from specdec.openai_api.requests import parse
+from specdec.openai_api.requests import parse_fields
 from specdec.openai_api.response_store import ResponseStore
 from specdec.openai_api.routes import (
     ALIASES,
@@ -114,7 +114,7 @@ def make_app(
     tokens = Tokens(gateway, intake)
 
     async def generate(request: Request, *, chat: bool) -> Response | EventStream:
-        taken = await intake.take(request, partial(parse, chat=chat))
+        taken = await intake.take(request, partial(parse_fields, chat=chat))
         parsed, caller = taken.request, taken.caller
         told = ignored_header(parsed.ignored)
         if parsed.stream:

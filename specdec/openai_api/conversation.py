@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specdec.openai_api.errors import refused, unsupported, wrong
-from specdec.openai_api.fields import MAX_NAME_CHARACTERS
+from specdec.openai_api.fields import flag
 
 OF_TURN = ("name", "tool_call_id", "tool_calls")
 """Message fields besides role, content and reasoning."""
@@ -65,10 +65,7 @@ def tool_schemas(given: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def _end(given: Mapping[str, Any], last: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield the option for the end of the prompt; nothing if it ends with the start of an assistant turn. The last
     message may itself ask to be continued (`prefix`, as in Mistral's and DeepSeek's APIs)."""
-    flags = {name: given[name] for name in ("add_generation_prompt", "continue_final_message") if name in given}
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise wrong(name, value, "true or false")
+    flags = {name: flag(given, name) for name in ("add_generation_prompt", "continue_final_message") if name in given}
     if last.get("prefix") or flags.get("continue_final_message"):
         if flags.get("add_generation_prompt"):
             raise refused("add_generation_prompt", "is true, must be false with continue_final_message")
@@ -102,7 +99,7 @@ def _message(message: object, name: str, ignored: list[str], *, last: bool) -> d
             continue
         if key in MEANT:
             raise unsupported(f"{name}.{key}")
-        ignored.append(f"{name}.{key}"[:MAX_NAME_CHARACTERS])
+        ignored.append(f"{name}.{key}")
     if not isinstance(role, str):
         raise wrong(f"{name}.role", role, "text")
     if role == "function":
@@ -133,8 +130,7 @@ def _reasoning(message: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any
 def _part(part: object, name: str, ignored: list[str]) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise refused(name, 'must be {"type": "text", "text": ...}: models are text-only here')
-    others = [key for key, value in part.items() if key not in ("type", "text") and value is not None]
-    ignored += [f"{name}.{key}"[:MAX_NAME_CHARACTERS] for key in others]
+    ignored += [f"{name}.{key}" for key, value in part.items() if key not in ("type", "text") and value is not None]
     return str(part["text"])
 
 
@@ -159,5 +155,5 @@ def _tool(tool: Any, name: str, ignored: list[str]) -> Any:
     if not isinstance(tool, dict) or "function" not in tool:
         return tool
     others = [key for key, value in tool.items() if key not in OF_TOOLS and value is not None]
-    ignored += [f"{name}.{key}"[:MAX_NAME_CHARACTERS] for key in others]
+    ignored += [f"{name}.{key}" for key in others]
     return {key: value for key, value in tool.items() if key not in others}

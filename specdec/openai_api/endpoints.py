@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain as chain_of
@@ -24,7 +25,7 @@ from specdec.openai_api.json_text import Json, as_bytes, encoded
 from specdec.openai_api.parsing import Intake, TakenRequest
 from specdec.openai_api.parts import Part
 from specdec.openai_api.presence import while_present
-from specdec.openai_api.requests import PROMPT_FIELDS, fields_of
+from specdec.openai_api.requests import PROMPT_FIELDS
 from specdec.openai_api.response_store import ResponseStore, not_found
 from specdec.openai_api.responses_answer import ResponseAnswer
 from specdec.openai_api.responses_request import ResponsesReader, ResponsesRequest
@@ -83,7 +84,7 @@ class Responses:
         self._store = store
 
     async def create(self, http: Request) -> Response | EventStream:
-        taken = await self._intake.take(http, _reader)
+        taken = await self._intake.take(http, ResponsesReader)
         reader, caller, owner = taken.request, taken.caller, taken.owner
         stores = self._stores(reader)
         async with self._continued(taken) as (earlier, size):
@@ -94,7 +95,7 @@ class Responses:
         return await _sent(http, request, answer, events)
 
     async def count_tokens(self, http: Request) -> JSONResponse:
-        taken = await self._intake.take(http, _reader)
+        taken = await self._intake.take(http, ResponsesReader)
         reader, caller, owner = taken.request, taken.caller, taken.owner
         async with self._continued(taken) as (earlier, size):
             request = await self._intake.parser.parse(size, partial(reader.request, earlier), owner)
@@ -118,31 +119,10 @@ class Responses:
         await self._store.delete(owner, found)
         return JSONResponse({"id": found, "object": "response", "deleted": True})
 
-    async def input_items(self, http: Request) -> Response:
-        found, asked = await self._stored(http, ResponseStore.items), http.query_params
-        items = [_listed(item, f"in_{http.path_params['response']}_{number}") for number, item in enumerate(found)]
-        if (order := asked.get("order", "desc")) not in ("asc", "desc"):
-            raise wrong("order", order, "asc or desc")
-        if order == "desc":
-            items.reverse()
-        ids = [item["id"] for item in items]
-        if (after := asked.get("after")) is not None:
-            if after not in ids:
-                raise refused("after", "is no item of this response")
-            items = items[ids.index(after) + 1 :]
-        limit = asked.get("limit", "20")
-        if len(limit) > 3 or not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
-            raise wrong("limit", limit, f"a number from 1 to {MAX_LISTED}")
-        shown = items[: int(limit)]
-        first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-        fields = {
-            "object": "list",
-            "data": shown,
-            "first_id": first,
-            "last_id": last,
-            "has_more": len(shown) < len(items),
-        }
-        return Response(as_bytes(encoded(fields)), media_type="application/json")
+    async def input_items(self, http: Request) -> StoredAnswer:
+        items, owner = await self._stored(http, ResponseStore.items), self._intake.who(http)[1]
+        listed = partial(_listed, items, http.path_params["response"], http.query_params)
+        return StoredAnswer(await self._intake.parser.parse(len(items), listed, owner), self._intake.bodies, owner)
 
     async def cancel(self, http: Request) -> Response:
         await self._stored(http, ResponseStore.get)
@@ -161,8 +141,9 @@ class Responses:
         Until the context exits, the stored bytes count against the caller's limit, like a body's."""
         reader, owner = taken.request, taken.owner
         chain, size = await self._chain(owner, reader.previous)
-        size += await self._resolve(reader, owner)
-        with self._intake.bodies.reserved(owner, size):
+        with ExitStack() as stack:
+            stack.enter_context(self._intake.bodies.reserved(owner, size))
+            size += await self._resolve(reader, owner, stack)
             yield [] if self._store is None else await self._store.conversation(owner, chain), taken.size + size
 
     async def _chain(self, owner: str, previous: str) -> tuple[list[str], int]:
@@ -183,30 +164,33 @@ class Responses:
             raise ApiError(400, f"previous_response_id: {problem}", param="previous_response_id", code="body_too_long")
         return chain, size
 
-    async def _resolve(self, reader: ResponsesReader, owner: str) -> int:
-        """Replace references to items of stored responses by the items; return the items' total bytes."""
+    async def _resolve(self, reader: ResponsesReader, owner: str, stack: ExitStack) -> int:
+        """Replace references to items of stored responses by the items; return the items' total bytes. They are
+        reserved, response by response, until the stack is closed."""
         places = [index for index, item in enumerate(reader.items) if item.get("type") == "item_reference"]
         if len(places) > MAX_REFERENCES:
             raise refused("input", f"has {len(places)} references, must have at most {MAX_REFERENCES}")
-        outputs: dict[str, list[tuple[Json, int]]] = {}
-        total = 0
+        by_response: dict[str, dict[int, str]] = {}
         for index in places:
             item_id = reader.items[index].get("id")
             found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
-            item: Json | None = None
+            if found is None or self._store is None:
+                raise _no_item(index, item_id)
+            by_response.setdefault(f"resp_{found[1]}", {})[index] = found[0]
+        total = 0
+        for response_id, ids in by_response.items():
+            assert self._store is not None
+            items = await self._store.output(owner, response_id, frozenset(ids.values()))
             size = 0
-            if found is not None and self._store is not None:
-                response_id = f"resp_{found[1]}"
-                if response_id not in outputs:
-                    outputs[response_id] = await self._store.output(owner, response_id)
-                item, size = next((own for own in outputs[response_id] if own[0]["id"] == item_id), (None, 0))
-            if item is None:
-                problem = f"input[{index}].id: {str(item_id)[:100]!r} is no item that is stored here"
-                raise ApiError(404, problem, param=f"input[{index}].id", code="item_not_found")
-            reader.items[index] = item
+            for index, item_id in ids.items():
+                if item_id not in items:
+                    raise _no_item(index, item_id)
+                reader.items[index], item_bytes = items[item_id]
+                size += item_bytes
             total += size
             if total > MAX_BODY_BYTES:
                 raise refused("input", f"refers to more than {MAX_BODY_BYTES} bytes, the maximum")
+            stack.enter_context(self._intake.bodies.reserved(owner, size))
         return total
 
     async def _begun(
@@ -258,7 +242,7 @@ class Messages:
         self._intake = intake
 
     async def create(self, http: Request) -> Response | EventStream:
-        taken = await self._intake.take(http, _parsed_messages)
+        taken = await self._intake.take(http, parse_messages)
         request, caller = taken.request, taken.caller
         request = replace(request, chat=await self._gateway.named(request.chat, caller))
         parts = await while_present(http.receive, self._gateway.parts(request.chat, caller))
@@ -266,26 +250,41 @@ class Messages:
         return await _sent(http, request, answer, _events_of(answer, parts))
 
     async def count_tokens(self, http: Request) -> JSONResponse:
-        taken = await self._intake.take(http, _parsed_count)
+        taken = await self._intake.take(http, parse_count)
         message, ignored = taken.request
         tokenized = self._gateway.tokenized(message, {**PROMPT_FIELDS, **NAMES}, taken.caller)
         count = (await while_present(http.receive, tokenized)).count
         return JSONResponse({"input_tokens": count}, headers=ignored_header(ignored))
 
 
-def _reader(body: bytes, *, strict: bool) -> ResponsesReader:
-    return ResponsesReader(fields_of(body), strict=strict)
+def _no_item(index: int, item_id: object) -> ApiError:
+    problem = f"input[{index}].id: {str(item_id)[:100]!r} is no item that is stored here"
+    return ApiError(404, problem, param=f"input[{index}].id", code="item_not_found")
 
 
-def _parsed_messages(body: bytes, *, strict: bool) -> MessagesRequest:
-    return parse_messages(fields_of(body), strict=strict)
+def _listed(items: str, response_id: str, asked: Mapping[str, str]) -> bytes:
+    """Return the list of a response's input items, given as JSON, that a request asks for."""
+    found = [_list_entry(item, f"in_{response_id}_{number}") for number, item in enumerate(json.loads(items))]
+    if (order := asked.get("order", "desc")) not in ("asc", "desc"):
+        raise wrong("order", order, "asc or desc")
+    if order == "desc":
+        found.reverse()
+    ids = [item["id"] for item in found]
+    if (after := asked.get("after")) is not None:
+        if after not in ids:
+            raise refused("after", "is no item of this response")
+        found = found[ids.index(after) + 1 :]
+    limit = asked.get("limit", "20")
+    if len(limit) > 3 or not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
+        raise wrong("limit", limit, f"a number from 1 to {MAX_LISTED}")
+    shown = found[: int(limit)]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    has_more = len(shown) < len(found)
+    fields = {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": has_more}
+    return as_bytes(encoded(fields))
 
 
-def _parsed_count(body: bytes, *, strict: bool) -> tuple[TokenizeRequest, tuple[str, ...]]:
-    return parse_count(fields_of(body), strict=strict)
-
-
-def _listed(item: Json, item_id: str) -> Json:
+def _list_entry(item: Json, item_id: str) -> Json:
     """Return an input item as shown in lists: with an id of this server, and its content in parts."""
     fields: Json = {"type": "message"} | item | {"id": item_id}
     if isinstance(content := fields.get("content"), str):

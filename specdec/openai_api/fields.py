@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from specdec.openai_api.errors import unsupported, wrong
+from specdec.openai_api.errors import unknown, unsupported, wrong
 
 SAMPLING = frozenset({"min_p", "repetition_penalty", "temperature", "top_p", "typical_p"})
 """Sampling parameters that every API here accepts, besides `top_k`."""
@@ -202,14 +202,16 @@ def check_names(
             raise unsupported(name, hints[name])
         field = others.get(name) or UNSUPPORTED.get(name)
         if field is None:
-            ignored.append(name[:MAX_NAME_CHARACTERS])
+            ignored.append(name)
         elif not any(alike(value, accepted) for accepted in field.accepted):
             raise unsupported(name, "is not supported" + (field.instead and f": {field.instead}"))
     return ignored
 
 
-def cut_names(ignored: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of ignored fields that an answer lists."""
+def listed(ignored: Sequence[str], *, strict: bool) -> tuple[str, ...]:
+    """Return the names of ignored fields as an answer lists them; ApiError, with `strict`, if there are any."""
+    if ignored and strict:
+        raise unknown(ignored[0][:MAX_NAME_CHARACTERS])
     return tuple(name[:MAX_NAME_CHARACTERS] for name in ignored[:MAX_IGNORED])
 
 

@@ -85,54 +85,39 @@ class Gateway:
             raise refused("model", problem)
         return replace(request, model=served[0].name)
 
-    async def tool_format(self, request: ParsedRequest, caller: Caller) -> ToolFormat | None:
-        """Return the requested model's tool format; None if the request has no tools or the model has no format."""
-        if not request.calls_tools:
-            return None
-        name = next((model.tool_format for model in await self.models(caller) if model.is_asked_as(request.model)), "")
-        if name and name not in FORMATS:
-            raise unsupported("tools", f"use the format {name} for calls, which this server cannot parse")
-        return FORMATS.get(name)  # the orchestrator refuses tools for a model without a format
-
     async def answer(self, request: ParsedRequest, caller: Caller) -> bytes:
         """Generate all samples of all prompts; return the complete answer as JSON."""
         request = await self.named(request, caller)
-        tool_format = await self.tool_format(request, caller)
         prompts = _prompts(request)
-        answer: _Answer | None = None
-        async with aclosing(self._chunks(request, caller, prompts)) as chunks:
+        tool_format, chunks = await self._begun(request, caller, prompts)
+        answer = _Answer(request, caller, tool_format, prompts)
+        async with aclosing(chunks):
             async for number, chunk in chunks:
-                answer = answer or _Answer(request, caller, tool_format, prompts)
                 answer.note(number, chunk)
                 answer.gather_prompt(number, chunk)
                 answer.choice(number, chunk).gather(chunk, answer.seeds[number])
-        assert answer is not None  # a stream without chunks ends with an error
         return answer.frame.whole(answer.choices, prompts[0].fields if request.chat and prompts else {})
 
     async def events(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Json, None]:
         """Generate all samples of all prompts; return the events of their stream. Errors before the first chunk are
         raised by this call."""
         request = await self.named(request, caller)
-        tool_format = await self.tool_format(request, caller)
         prompts = _prompts(request)
-        chunks = self._chunks(request, caller, prompts)
-        first = await _first(chunks)
-        return _events(_Answer(request, caller, tool_format, prompts), first, chunks)
+        tool_format, chunks = await self._begun(request, caller, prompts)
+        return _events(_Answer(request, caller, tool_format, prompts), chunks)
 
     async def parts(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Part, None]:
         """Generate the single sample of the single prompt; return its parts. Errors before the first chunk are raised
         by this call."""
         if request.chunks:
             raise unsupported("specdec.chunks", "is for /v1/completions and /v1/chat/completions")
-        tool_format = await self.tool_format(request, caller)
+        tool_format, chunks = await self._begun(request, caller)
         calls = (
             None
             if tool_format is None
             else Calls(tool_format, new_request_id(), request.schemas, forced=request.forces_calls)
         )
-        chunks = self._chunks(request, caller)
-        first = await _first(chunks)
-        return parts_of(_of_one_prompt(first, chunks), calls, reasoning=request.reasoning, with_end=request.tells_end)
+        return parts_of(_of_one_prompt(chunks), calls, reasoning=request.reasoning, with_end=request.tells_end)
 
     async def tokenized(
         self, request: TokenizeRequest, names: Names, caller: Caller, places: Sequence[str] = ()
@@ -144,6 +129,30 @@ class Gateway:
                 return await client.send_tokenize(request, metadata=caller.metadata)
         except SpecdecError as error:
             raise from_specdec(error, names, places) from error
+
+    async def _begun(
+        self, request: ParsedRequest, caller: Caller, prompts: Sequence[AnsweredPrompt] = ()
+    ) -> tuple[ToolFormat | None, Chunks]:
+        """Wait for the first chunk of `_chunks`; return the format of the tool calls in the text and all chunks."""
+        chunks = self._chunks(request, caller, prompts)
+        try:
+            first = await anext(chunks)
+            return await self._tool_format(request, first[1], caller), _chained(first, chunks)
+        except BaseException:
+            await chunks.aclose()
+            raise
+
+    async def _tool_format(self, request: ParsedRequest, first: Chunk, caller: Caller) -> ToolFormat | None:
+        """Return the format of the tool calls in the text that begins with this chunk; None if it has none."""
+        if not request.calls_tools:
+            return None
+        name = "" if first.resolved is None else first.resolved.tool_format
+        if not name:  # an older orchestrator does not send it with the text
+            models = await self.models(caller)
+            name = next((model.tool_format for model in models if model.is_asked_as(request.model)), "")
+        if name and name not in FORMATS:
+            raise unsupported("tools", f"use the format {name} for calls, which this server cannot parse")
+        return FORMATS.get(name)
 
     async def _chunks(self, request: ParsedRequest, caller: Caller, prompts: Sequence[AnsweredPrompt] = ()) -> Chunks:
         """Yield the chunks of all prompts in order of arrival. Echoed `prompts` get their texts before the chunks."""
@@ -241,19 +250,16 @@ async def _text(client: AsyncClient, request: ParsedRequest, number: int, caller
     return b"".join(piece.bytes for piece in response.pieces)
 
 
-async def _first(chunks: Chunks) -> tuple[int, Chunk]:
-    """Return the first chunk; close the stream if it fails."""
-    try:
-        return await anext(chunks)
-    except BaseException:
-        await chunks.aclose()
-        raise
-
-
-async def _of_one_prompt(first: tuple[int, Chunk], rest: Chunks) -> AsyncGenerator[Chunk, None]:
+async def _chained(first: tuple[int, Chunk], rest: Chunks) -> Chunks:
     async with aclosing(rest):
-        yield first[1]
-        async for _, chunk in rest:
+        yield first
+        async for found in rest:
+            yield found
+
+
+async def _of_one_prompt(chunks: Chunks) -> AsyncGenerator[Chunk, None]:
+    async with aclosing(chunks):
+        async for _, chunk in chunks:
             yield chunk
 
 
@@ -285,20 +291,12 @@ class _Answer:
         kind = "chatcmpl" if request.chat else "cmpl"
         begun, answer_id = int(time.time()), f"{kind}-{self.caller.request_id}"
         self.frame = Frame(request.chat, answer_id, begun, request.model, request.ignored)
-        stop_tokens = frozenset(request.options.stop_tokens)
         self.choices = [
             Choice(
                 index,
-                first_sample=index % request.samples == 0,
-                chat=request.chat,
-                logprobs=request.logprobs,
-                chunks=request.chunks,
-                reasoning=request.reasoning,
+                request,
                 calls=self._calls(index),
                 prompt=self.prompts[index // request.samples] if self.prompts and not request.chat else None,
-                token_ids=request.token_ids,
-                stop_tokens=stop_tokens,
-                tells_end=request.tells_end,
             )
             for index in range(request.samples * len(request.prompts))
         ]
@@ -344,13 +342,14 @@ class _Answer:
             choice.prompt_token_ids, choice.encoded_prompt = ids, encoded
 
 
-async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> AsyncGenerator[Json, None]:
-    """Yield the events of a stream whose first chunk has arrived."""
+async def _events(answer: _Answer, chunks: Chunks) -> AsyncGenerator[Json, None]:
+    """Yield the events of a stream."""
     request, frame = answer.request, answer.frame
     usage: Json = {"usage": None} if request.usage_in_stream else {}
     extra = frame.ignored_json
-    answer.note(*first)
-    async with aclosing(rest):
+    async with aclosing(chunks):
+        first = await anext(chunks)
+        answer.note(*first)
         if request.chat:
             if (prompt := answer.choices[0].prompt_token_ids) is not None:
                 extra = {**extra, "prompt_token_ids": prompt}
@@ -375,7 +374,7 @@ async def _events(answer: _Answer, first: tuple[int, Chunk], rest: Chunks) -> As
                 ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
                 yield frame.piece([piece], **usage, **ended, **extra)
                 extra = {}
-            found = await anext(rest, None)
+            found = await anext(chunks, None)
     if request.usage_in_stream:
         yield frame.piece([], usage=usage_of(answer.choices))
 

@@ -1,23 +1,28 @@
-"""From a request to its parsed body. Short bodies are parsed inline, longer ones, which may take seconds, in
+"""From a request to its parsed body. Short bodies are parsed inline, longer and slower ones, which may take seconds, in
 threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 
+from specdec.grammar.json_schema.unique_items import KEYWORD
 from specdec.openai_api.bodies import Bodies
 from specdec.openai_api.gateway import Caller
+from specdec.openai_api.requests import fields_of
 from specdec.serving.bounded_threads import BoundedThreads
 
 Parsed = TypeVar("Parsed")
 
 SHORT_BODY = 4 << 10
 """Maximum bytes of a body parsed inline, which takes a few milliseconds at most."""
+
+SLOW = (KEYWORD.encode(), rb"\u")
+"""Texts of a body that is never parsed inline: rewriting a strict schema with `uniqueItems` may take 150 ms, however
+short it is, and escapes may spell the keyword."""
 
 LONG_BODY = 64 << 10
 """Minimum bytes of a long body. Long bodies have a separate queue and thread, so that they do not delay others."""
@@ -49,9 +54,9 @@ Content = TypeVar("Content", covariant=True)
 
 
 class Parse(Protocol[Content]):
-    """Parses a body into a request; with `strict`, it refuses unknown fields."""
+    """Parses the fields of a body into a request; with `strict`, it refuses unknown fields."""
 
-    def __call__(self, body: bytes, *, strict: bool) -> Content: ...
+    def __call__(self, fields: Mapping[str, Any], *, strict: bool) -> Content: ...
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class TakenRequest(Generic[Parsed]):
     """A parsed request."""
 
     request: Parsed
-    size: int  # bytes of the body
+    size: int  # bytes of the body; more than SHORT_BODY if its parsing may be slow
     caller: Caller
     owner: str  # the caller's name in the limits per caller
 
@@ -78,5 +83,6 @@ class Intake:
         """Read and parse a request's body."""
         caller, owner = self.who(http)
         body = await self.bodies.read(http, owner)
-        request = await self.parser.parse(len(body), partial(parse, body, strict=self.strict), owner)
-        return TakenRequest(request, len(body), caller, owner)
+        size = max(len(body), SHORT_BODY + 1) if any(text in body for text in SLOW) else len(body)
+        request = await self.parser.parse(size, lambda: parse(fields_of(body), strict=self.strict), owner)
+        return TakenRequest(request, size, caller, owner)

@@ -20,7 +20,6 @@ from specdec.openai_api.errors import ApiError, refused, unknown, unsupported, w
 from specdec.openai_api.fields import (
     FLAGS,
     LEAST,
-    MAX_IGNORED,
     OF_CHAT,
     OF_COMPLETIONS,
     READ,
@@ -29,6 +28,7 @@ from specdec.openai_api.fields import (
     alike,
     check_names,
     flag,
+    listed,
 )
 from specdec.v2.generation_pb2 import GenerateRequest
 
@@ -175,14 +175,9 @@ class ParsedRequest:
         return message
 
 
-def parse(body: bytes, *, chat: bool, strict: bool = False) -> ParsedRequest:
-    """Parse the body of a chat or completion request; ApiError if it is invalid or unsupported. With `strict`, unknown
-    fields are refused."""
-    return parse_fields(fields_of(body), chat=chat, strict=strict)
-
-
 def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False) -> ParsedRequest:
-    """Parse the fields of a chat or completion request; ApiError if they are invalid or unsupported."""
+    """Parse the fields of a chat or completion request; ApiError if they are invalid or unsupported. With `strict`,
+    unknown fields are refused."""
     given = {name: value for name, value in fields.items() if value is not None}
     ignored = _check_names(given, chat=chat)
     for name in given.keys() - LONG:
@@ -215,8 +210,6 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
     options |= dict(_prompt_logprobs(given, options))
     options |= own_options
     prompts = [conversation(given, ignored)] if chat else _prompts(given)
-    if ignored and strict:
-        raise unknown(ignored[0])
     return ParsedRequest(
         chat=chat,
         model=given.get("model", ""),
@@ -229,7 +222,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
         places=(),
         reasoning=flag(given, "include_reasoning", default=True),
         schemas=tool_schemas(given) if chat else {},
-        ignored=tuple(ignored[:MAX_IGNORED]),
+        ignored=listed(ignored, strict=strict),
         echo=flag(given, "echo"),
         prompt_logprobs=given.get("prompt_logprobs"),
     )
@@ -417,13 +410,11 @@ def _own(given: Mapping[str, Any]) -> dict[str, Any]:
 def _chunks(given: Mapping[str, Any]) -> bool:
     """Return whether the answer includes the tokens of its chunks."""
     own = given.get("specdec", {})
-    chunks, rejected = own.get(CHUNKS), own.get("rejected_candidates")
-    for name, value in ((CHUNKS, chunks), ("rejected_candidates", rejected)):
-        if not isinstance(value, bool | None):
-            raise wrong(f"specdec.{name}", value, "true or false")
+    own = {name: value for name, value in own.items() if value is not None}
+    chunks, rejected = (flag(own, name, where="specdec.") for name in (CHUNKS, "rejected_candidates"))
     if rejected and not chunks:
         raise refused("specdec.rejected_candidates", f"needs specdec.{CHUNKS}: true")
-    return bool(chunks)
+    return chunks
 
 
 def _stream_options(given: Mapping[str, Any]) -> dict[str, bool]:

@@ -6,7 +6,7 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -111,9 +111,9 @@ class ResponseStore:
         """Return a response as JSON; ApiError if it is not stored."""
         return await self._run(caller, lambda: self._row(caller, response_id, "response")[0])
 
-    async def items(self, caller: str, response_id: str) -> list[Json]:
-        """Return the input items of a response's request; ApiError if it is not stored."""
-        return await self._run(caller, lambda: json.loads(self._row(caller, response_id, "items")[0]))
+    async def items(self, caller: str, response_id: str) -> str:
+        """Return the input items of a response's request as JSON; ApiError if it is not stored."""
+        return await self._run(caller, lambda: self._row(caller, response_id, "items")[0])
 
     async def delete(self, caller: str, response_id: str) -> None:
         """Delete a response; ApiError if it is not stored."""
@@ -128,9 +128,10 @@ class ResponseStore:
         """Return the input and output items of these responses."""
         return await self._run(caller, lambda: self._conversation(caller, chain))
 
-    async def output(self, caller: str, response_id: str) -> list[tuple[Json, int]]:
-        """Return the output items of a response, each with its bytes as JSON; ApiError if it is not stored."""
-        return await self._run(caller, lambda: self._output(caller, response_id))
+    async def output(self, caller: str, response_id: str, ids: Collection[str]) -> dict[str, tuple[Json, int]]:
+        """Return the output items of a response that have one of these ids, by id, each with its bytes as JSON;
+        ApiError if the response is not stored."""
+        return await self._run(caller, lambda: self._output(caller, response_id, ids))
 
     def close(self) -> None:
         self._thread.close()
@@ -184,18 +185,19 @@ class ResponseStore:
             raise not_found(response_id)
         return found
 
-    def _output(self, caller: str, response_id: str) -> list[tuple[Json, int]]:
+    def _output(self, caller: str, response_id: str, ids: Collection[str]) -> dict[str, tuple[Json, int]]:
         items = json.loads(self._row(caller, response_id, "output")[0])
-        return [(item, len(encoded(item, ascii=True))) for item in items]
+        return {item["id"]: (item, len(encoded(item, ascii=True))) for item in items if item["id"] in ids}
 
     def _delete(self, caller: str, response_id: str) -> None:
         self._row(caller, response_id, "id")
         self._database.execute("DELETE FROM responses WHERE id = ? AND caller = ?", (response_id, caller))
 
     def _chain(self, caller: str, response_id: str) -> tuple[list[str], int]:
-        self._row(caller, response_id, "id")
         asked = {"id": response_id, "caller": caller, "since": self._since, "most": MAX_CHAIN}
         rows = self._database.execute(_CHAIN, asked).fetchall()
+        if not rows:
+            raise not_found(response_id)
         if (missing := rows[0][1]) is not None:
             if len(rows) == MAX_CHAIN:
                 problem = f"previous_response_id: continues more than {MAX_CHAIN} responses"

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.openai_api.errors import ApiError, refused, renamed, unknown, unsupported, wrong
+from specdec.openai_api.errors import ApiError, refused, renamed, unsupported, wrong
+from specdec.openai_api.fields import READ as CHAT_READ
 from specdec.openai_api.fields import (
-    MAX_NAME_CHARACTERS,
     RENAMED,
     SAMPLING,
     WITHOUT_EFFECT,
     Unsupported,
     check_names,
-    cut_names,
+    flag,
+    listed,
 )
-from specdec.openai_api.fields import READ as CHAT_READ
 from specdec.openai_api.fields import SAME as CHAT_SAME
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
@@ -167,7 +167,7 @@ class ResponsesReader:
     """Reads a body, and builds the request once the items of earlier responses are known."""
 
     def __init__(self, fields: Mapping[str, Any], *, strict: bool = False) -> None:
-        """ApiError for an unsupported field and, with `strict`, for an unknown one."""
+        """ApiError for an unsupported field. With `strict`, `request` refuses unknown ones."""
         self.fields = {name: value for name, value in fields.items() if value is not None}
         self.ignored = check_names(
             self.fields, SAME | READ, hints=HINTS, without_effect=OWN_WITHOUT_EFFECT, others=OWN_UNSUPPORTED
@@ -176,7 +176,7 @@ class ResponsesReader:
         self._strict = strict
         self._read_nested()
         self.items = _input_items(self.fields.get("input"))
-        self.stores = _flag(self.fields, "store")
+        self.stores = flag(self.fields, "store") if "store" in self.fields else None
         """Value of `store`; None if the request leaves it to the server."""
         self.previous = self.fields.get("previous_response_id", "")
         """The id of the response to continue; "" for none."""
@@ -184,8 +184,6 @@ class ResponsesReader:
             raise wrong("previous_response_id", self.previous, "text")
         if (truncation := self.fields.get("truncation", "disabled")) not in TRUNCATIONS:
             raise wrong("truncation", truncation, f"one of {', '.join(TRUNCATIONS)}")
-        if self.ignored and strict:
-            raise unknown(self.ignored[0])
 
     def _read_nested(self) -> None:
         """Refuse wrong values in nested fields that are not read below, and collect the names of ignored ones."""
@@ -193,7 +191,7 @@ class ResponsesReader:
             given = self.fields.get(field, {})
             if not isinstance(given, dict):
                 raise wrong(field, given, "an object")
-            self.ignored += [f"{field}.{name}"[:MAX_NAME_CHARACTERS] for name in given if name not in known]
+            self.ignored += [f"{field}.{name}" for name in given if name not in known]
         if (self.fields.get("text") or {}).get("verbosity", "medium") not in (None, "medium"):
             raise unsupported("text.verbosity")
         if (self.fields.get("stream_options") or {}).get("include_obfuscation"):
@@ -227,11 +225,9 @@ class ResponsesReader:
         except ApiError as error:
             raise renamed(error, turns.places, names) from None
         ignored = (*self.ignored, *left_out, *turns.ignored, *parsed.ignored)
-        if ignored and self._strict:
-            raise unknown(ignored[0])
         by_name = {tool.function_name: tool for tool in tools}
         chat_request = parsed.renamed(names, turns.places)
-        return ResponsesRequest(chat_request, given, self.items, by_name, cut_names(ignored))
+        return ResponsesRequest(chat_request, given, self.items, by_name, listed(ignored, strict=self._strict))
 
 
 def _doubled(most: int) -> Iterator[int]:
@@ -242,13 +238,6 @@ def _doubled(most: int) -> Iterator[int]:
         number *= 2
     if most:
         yield number
-
-
-def _flag(given: Mapping[str, Any], name: str) -> bool | None:
-    value = given.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise wrong(name, value, "true or false")
-    return value
 
 
 def _input_items(given: object) -> list[Json]:

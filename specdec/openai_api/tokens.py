@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specdec.client.tokenized import Tokenized
-from specdec.openai_api.errors import refused, unknown, unsupported, wrong
+from specdec.openai_api.errors import refused, unsupported, wrong
 from specdec.openai_api.event_stream import ignored_header
-from specdec.openai_api.fields import MAX_IGNORED, check_names
+from specdec.openai_api.fields import check_names, flag, listed
 from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.json_text import Json, as_bytes, encoded, json_list, json_object
 from specdec.openai_api.parsing import Intake, Parse
 from specdec.openai_api.presence import while_present
-from specdec.openai_api.requests import PROMPT_FIELDS, fields_of, parse_fields
+from specdec.openai_api.requests import PROMPT_FIELDS, parse_fields
 from specdec.openai_api.routes import OF_DETOKENIZE, OF_TOKENIZE
 from specdec.v2.generation_pb2 import TokenizeRequest
 
@@ -71,10 +71,8 @@ def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedT
     others = {"chat_template_kwargs", "tools"} if form == "messages" else set()
     known = {form, "model", *flags, *others}
     ignored = check_names(given, known, hints=dict.fromkeys(OF_TOKENIZE - known, f"does not go together with {form}"))
-    values = {name: given.get(name, default) for name, default in flags.items()}
+    values = {name: flag(given, name, default=default) for name, default in flags.items()}
     for name, value in values.items():
-        if not isinstance(value, bool):
-            raise wrong(name, value, "true or false")
         if value is not flags[name] and (form, name) in FIXED:
             raise unsupported(name, f"must be {encoded(flags[name])}: {FIXED[form, name]}")
     pieces = values["with_pieces" if form == "content" else "return_token_strs"]
@@ -90,7 +88,7 @@ def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedT
             raise wrong(form, given[form], "text")
         message.text = _encodable(form, given[form])
         message.add_special = values["add_special_tokens" if form == "prompt" else "add_special"]
-    return AskedTokens(message, form, _ignored(ignored, strict=strict))
+    return AskedTokens(message, form, listed(ignored, strict=strict))
 
 
 def parse_detokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedTokens:
@@ -103,7 +101,7 @@ def parse_detokenize(fields: Mapping[str, Any], *, strict: bool = False) -> Aske
     message = TokenizeRequest(model=_model(given), text_of_tokens=True)
     message.tokens.ids[:] = tokens
     message.tokens.SetInParent()  # marks an empty list as this form
-    return AskedTokens(message, "tokens", _ignored(ignored, strict=strict))
+    return AskedTokens(message, "tokens", listed(ignored, strict=strict))
 
 
 def _model(given: Mapping[str, Any]) -> str:
@@ -120,12 +118,6 @@ def _encodable(name: str, text: str) -> str:
     return text
 
 
-def _ignored(ignored: list[str], *, strict: bool) -> tuple[str, ...]:
-    if ignored and strict:
-        raise unknown(ignored[0])
-    return tuple(ignored[:MAX_IGNORED])
-
-
 class Tokens:
     """The endpoints."""
 
@@ -138,10 +130,10 @@ class Tokens:
         self._intake = intake
 
     async def tokenize(self, http: Request) -> Response:
-        return await self._answered(http, _parsed_text)
+        return await self._answered(http, parse_tokenize)
 
     async def detokenize(self, http: Request) -> Response:
-        return await self._answered(http, _parsed_tokens)
+        return await self._answered(http, parse_detokenize)
 
     async def _answered(self, http: Request, parse: Parse[AskedTokens]) -> Response:
         taken = await self._intake.take(http, parse)
@@ -153,14 +145,6 @@ class Tokens:
         found = await while_present(http.receive, self._gateway.tokenized(asked.message, names, taken.caller))
         answer = await self._intake.parser.parse(len(found.ids), partial(_answer, asked, found), taken.owner)
         return Response(answer, headers=ignored_header(asked.ignored), media_type="application/json")
-
-
-def _parsed_text(body: bytes, *, strict: bool) -> AskedTokens:
-    return parse_tokenize(fields_of(body), strict=strict)
-
-
-def _parsed_tokens(body: bytes, *, strict: bool) -> AskedTokens:
-    return parse_detokenize(fields_of(body), strict=strict)
 
 
 def _answer(asked: AskedTokens, found: Tokenized) -> bytes:

@@ -829,6 +829,7 @@ class ResolvedRequest(google.protobuf.message.Message):
     REASONING_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    TOOL_FORMAT_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """Maximum tokens to generate."""
     prompt_digest: builtins.str
@@ -837,6 +838,8 @@ class ResolvedRequest(google.protobuf.message.Message):
     """The selected revision, in the format of GenerateRequest.model. Empty: the model has no named revision."""
     prompt_tokens: builtins.int
     """Tokens of the prompt."""
+    tool_format: builtins.str
+    """Format of the tool calls in the text, as in ServedModel.tool_format. Empty: the conversation has no tools."""
     @property
     def sampling(self) -> global___SamplingParameters:
         """The sampling parameters as used. `logit_bias`, `banned_tokens` and `seed` are not repeated."""
@@ -864,9 +867,10 @@ class ResolvedRequest(google.protobuf.message.Message):
         reasoning: global___Reasoning | None = ...,
         model: builtins.str = ...,
         prompt_tokens: builtins.int = ...,
+        tool_format: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reasoning", b"reasoning", "sampling", b"sampling", "time", b"time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "max_tokens", b"max_tokens", "model", b"model", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "reasoning", b"reasoning", "sampling", b"sampling", "time", b"time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end_tokens", b"end_tokens", "max_tokens", b"max_tokens", "model", b"model", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "reasoning", b"reasoning", "sampling", b"sampling", "time", b"time", "tool_format", b"tool_format"]) -> None: ...
 
 global___ResolvedRequest = ResolvedRequest
 

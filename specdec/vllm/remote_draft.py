@@ -103,11 +103,13 @@ class RemoteDraft:
         }
         if not rows:
             return proposed
-        proposing = self._worth.after_step(len(rows), sum(map(len, sampled_token_ids)), time.monotonic())
+        tokens, now = sum(map(len, sampled_token_ids)), time.monotonic()
         with drafts.lock:
             texts = self._texts.find(rows, self._step)
+            new = {number: text.extend_to(rows[number]) for number, text in texts.items()}  # nothing for a new text
+            proposing = self._worth.after_step(len(rows), tokens, now, continues=any(new.values()))
             for number, text in texts.items():
-                drafts.follow(text, text.extend_to(rows[number]), proposing=proposing)
+                drafts.follow(text, new[number], proposing=proposing)
             if proposing:
                 drafts.wait(texts.values())
                 for number, text in texts.items():

@@ -67,10 +67,15 @@ class VllmText:
         return [node.token for path_logprob, node in islice(self.tree.best_chain(), length) if path_logprob >= least]
 
     @property
+    def ended(self) -> bool:
+        """True if the text's last token is an end token. Texts of requests that ignore these go on."""
+        return self.tree.root.token in self._ends
+
+    @property
     def worth_a_wait(self) -> bool:
         """True if there is nothing to propose, the text has not ended, and its draft has sent something within its last
         IN_VAIN waits."""
-        return not self.tree.root.children and self._in_vain < IN_VAIN and self.tree.root.token not in self._ends
+        return not self.tree.root.children and self._in_vain < IN_VAIN and not self.ended
 
     def lost(self) -> None:
         """Record the loss of the text's draft."""
@@ -87,10 +92,11 @@ class TextTable:
     def __init__(self, vocabulary: int, context: int, end_tokens: frozenset[int]) -> None:
         self._made_with = vocabulary, context, end_tokens
         self._of_row: dict[int, VllmText] = {}
+        self._ended: list[VllmText] = []  # and in no row any more
 
     def find(self, rows: dict[int, Tokens], step: int) -> dict[int, VllmText]:
         """Return the text in each of these rows; for a row that continues no text, a new one. The texts are not
-        extended by their rows yet."""
+        extended by their rows yet. A text that has ended is not looked for in other rows than its own."""
         found: dict[int, VllmText] = {}
         unmatched: list[int] = []
         before = dict(self._of_row)
@@ -100,6 +106,8 @@ class TextTable:
                 found[number] = before.pop(number)
             else:
                 unmatched.append(number)
+        self._ended += [text for text in before.values() if text.ended]
+        before = {place: text for place, text in before.items() if not text.ended}
         for number in unmatched:
             row = rows[number]
             # Compare the ends first, because texts are long and most differ there.
@@ -114,8 +122,9 @@ class TextTable:
         return found
 
     def forget(self, before: int) -> list[VllmText]:
-        """Remove and return the texts last seen before this step."""
+        """Remove and return the texts last seen before this step, and those that have ended."""
         gone = {number: text for number, text in self._of_row.items() if text.seen < before}
         for number in gone:
             del self._of_row[number]
-        return list(gone.values())
+        ended, self._ended = self._ended, []
+        return [*gone.values(), *ended]

@@ -24,9 +24,6 @@ CLEARLY = 1.05
 NOTICED = 2
 """Consecutive measurements below the other's last result that trigger an immediate trial: a single one may be noise."""
 
-IDLE_SECONDS = 1.0
-"""Gap in seconds between two steps above which the engine counts as idle."""
-
 
 @dataclass
 class _Size:
@@ -81,13 +78,14 @@ class Worth:
         self._sizes: dict[int, _Size] = {}
         self._last: tuple[int, float] | None = None  # texts and time of the last step
 
-    def after_step(self, texts: int, tokens: int, now: float) -> bool:
+    def after_step(self, texts: int, tokens: int, now: float, *, continues: bool) -> bool:
         """Record a step with `tokens` tokens for `texts` texts; return whether to propose candidates for the next one.
-        A step is not measured after an idle gap, or after a step with another number of texts."""
+        A step is not measured after a step with another number of texts, or if it `continues` no text: the engine may
+        have been idle before it."""
         size = self._sizes.setdefault((texts - 1).bit_length(), _Size())
         if self._last is not None:
             before, then = self._last
-            if before == texts and now - then < IDLE_SECONDS:
+            if before == texts and continues:
                 size.add(tokens, now - then)
         self._last = texts, now
         return size.proposes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Callable
@@ -74,6 +76,16 @@ def test_a_traceback_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_typer_says_stays() -> None:
     with pytest.raises(typer.BadParameter):
         raising(typer.BadParameter("no"))()
+
+
+@pytest.mark.parametrize(("command", "level"), [("serve", "None"), ("stats", "NONE")])
+def test_only_services_show_grpcs_own_log(command: str, level: str) -> None:
+    script = (
+        f"import os, sys; sys.argv = ['specdec', '{command}']; import specdec.cli; print(os.getenv('GRPC_VERBOSITY'))"
+    )
+    given = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    shown = subprocess.run([sys.executable, "-c", script], env=given, capture_output=True, text=True, timeout=60)
+    assert shown.stdout == f"{level}\n", shown.stderr
 
 
 async def test_an_interrupted_command_ends_without_a_word() -> None:

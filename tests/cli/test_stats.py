@@ -257,6 +257,12 @@ def test_versions_of_a_draft_have_a_line_each() -> None:
     assert not any(line.startswith("  versions") for line in lines("draft", DRAFT))
 
 
+def test_a_breaker_state_of_a_newer_orchestrator_is_unknown() -> None:
+    pod = PodView(address="a:1", breaker=99)  # type: ignore[arg-type]
+    seen = lines("orchestrator", GenerationServiceGetStatsResponse(pod=POD, verifiers=[pod]))
+    assert "  verifiers    a:1  breaker unknown, 0 sessions from here" in seen
+
+
 def test_rates_are_those_since_the_look_before() -> None:
     before = DraftServiceGetStatsResponse(pod=POD, up_us=1_000_000, sent_candidates=10)
     assert "  candidates   30 sent in 0 messages (10/s)" in lines("draft", DRAFT, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,16 @@ def test_what_is_wrong_is_told(
     assert done.returncode == ExitStatus.USAGE
     assert why in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_sampling_options_are_checked_before_models_are_loaded(directories: Directories, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(directories.target, target)
+    (target / "model.safetensors").unlink()
+    file = prompts(tmp_path, {"text": "a", "temperature": -1})
+    done = evaluate(str(target), str(tmp_path / "missing"), "--prompts", file)
+    assert done.returncode == ExitStatus.USAGE
+    assert "prompts.jsonl:1: sampling.temperature" in done.stderr
 
 
 def test_another_tokenizer_is_told(directories: Directories, tmp_path: Path) -> None:

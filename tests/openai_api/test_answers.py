@@ -16,13 +16,21 @@ from specdec.openai_api.event_stream import typed_event_of
 from specdec.openai_api.json_text import EncodedList, Json, encoded
 from specdec.openai_api.logprobs import of_text
 from specdec.openai_api.parts import EndPart, TextPart, parts_of
-from specdec.openai_api.requests import parse
+from specdec.openai_api.requests import ParsedRequest, parse_fields
 from specdec.openai_api.responses_answer import ResponseAnswer
 from specdec.openai_api.responses_request import ResponsesReader
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2.model_pb2 import FINISH_REASON_STOP
 
 TOP = 20
+
+
+def asking(*, chat: bool, **fields: Any) -> ParsedRequest:
+    """Return a request for log-probabilities."""
+    prompt = (
+        {"messages": [{"role": "user", "content": "hi"}], "logprobs": True} if chat else {"prompt": "hi", "logprobs": 0}
+    )
+    return parse_fields({"model": "m", **prompt, **fields}, chat=chat)
 
 
 def chunk(*, spelt: bool = True, last: bool = False) -> Chunk:
@@ -54,13 +62,12 @@ def chunk(*, spelt: bool = True, last: bool = False) -> Chunk:
 )
 async def test_logprobs_of_a_chat_are_those_of_its_content(fields: dict[str, Any], chat: bool, told: int) -> None:
     """An end token is not content, unless the text shows it or token ids are returned too."""
-    prompt = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
-    request = parse(json.dumps({"model": "m", **prompt, **fields}).encode(), chat=chat)
-    choice = Choice(0, first_sample=True, chat=chat, logprobs=True, tells_end=request.tells_end)
+    request = asking(chat=chat, **fields)
+    choice = Choice(0, request)
     streamed = [choice.piece(each, None)["logprobs"] for each in (chunk(), chunk(last=True))]
     name = "content" if chat else "tokens"
     assert sum(len(logprobs[name]) for logprobs in streamed if logprobs) == told
-    choice = Choice(0, first_sample=True, chat=chat, logprobs=True, tells_end=request.tells_end)
+    choice = Choice(0, request)
     for each in (chunk(), chunk(last=True)):
         choice.gather(each, None)
     assert len(json.loads(choice.whole())["logprobs"][name]) == told
@@ -85,7 +92,7 @@ def finish_of(chunk: Chunk) -> Finish:
 
 
 def a_choice(*, chat: bool) -> Choice:
-    return Choice(0, first_sample=True, chat=chat, logprobs=True)
+    return Choice(0, asking(chat=chat, include_stop_str_in_output=True))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from google.protobuf.json_format import ParseDict
 
 from specdec.client.completion import read_chunk
 from specdec.openai_api.answers import Choice
+from specdec.openai_api.requests import parse_fields
 from specdec.v2 import generation_pb2 as pb
 from tests.client.fake_server import PROMPT, TOKENS, FakeServer
 from tests.openai_api.front import front
@@ -124,7 +125,7 @@ async def test_usage_in_every_event(path: str, include: bool) -> None:
 )
 def test_the_token_that_ended_a_text_is_named(reason: str, stop: str, last: int, told: Any) -> None:
     """Only a token that the request gave is named; the model's own end tokens are not."""
-    choice = Choice(0, first_sample=True, chat=True, logprobs=False, stop_tokens={9})
+    choice = Choice(0, parse_fields({**CHAT, "stop_token_ids": [9]}, chat=True))
     response = pb.GenerateResponse(text="a", tokens=[5, last])
     ParseDict({"reason": f"FINISH_REASON_{reason}", "stop": stop}, response.finish)
     choice.gather(read_chunk(response), None)

@@ -20,7 +20,9 @@ from orchestrator.servicer import GenerationServicer
 from orchestrator.tenants.accounts import Accounts
 from orchestrator.tenants.file import TenantsFile
 from specdec import api_keys
+from specdec.v2 import generation_pb2 as pb
 from testing.chromium import CHROMIUM, Page, page
+from tests.client.fake_server import FakeServer
 from tests.openai_api.front import front
 from tests.services.conftest import Directories
 from tests.stack import Stack, long_steps, served, stack, until
@@ -199,6 +201,24 @@ async def test_a_tenant_sees_no_pods_and_an_operator_does(directories: Directori
         whole = await opened.run("document.querySelector('#pods-tables').textContent")
         assert all(pod.address in whole for pod in (*services.verifiers, *services.drafts))
         assert await opened.run("Object.keys(localStorage).length") == 0
+
+
+class TwoModels(FakeServer):
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        found = await super().ListModels(request, context)
+        other = pb.ServedModel(name="other", context_tokens=8)
+        return pb.ListModelsResponse(models=[*found.models, other])
+
+
+async def test_a_pasted_link_chooses_its_model() -> None:
+    chosen = "document.querySelector('#model').value"
+    async with TwoModels() as server, shown(server.address) as (opened, _):
+        await opened.until(f"{chosen} === 'fake'")
+        await opened.run("location.hash = 'model=other&seed=3'")
+        await opened.until(f"{chosen} === 'other'")
+        assert "model=other" in await opened.run("location.hash")
+        await opened.run("location.hash = 'seed=4'")
+        await opened.until(f"{chosen} === 'fake'")
 
 
 async def test_escape_stops_an_answer(directories: Directories) -> None:

@@ -7,8 +7,12 @@ import json
 import threading
 
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
-from specdec.openai_api.parsing import LONG_BODY, MAX_LONG_WAITING, SHORT_BODY, Parser
+from specdec.openai_api.bodies import Bodies
+from specdec.openai_api.gateway import Caller
+from specdec.openai_api.parsing import LONG_BODY, MAX_LONG_WAITING, SHORT_BODY, Intake, Parser
 from specdec.serving.errors import OverloadedError, TenantLimitError
 from tests.client.fake_server import FakeServer
 from tests.openai_api.front import front
@@ -35,6 +39,24 @@ async def test_only_short_bodies_are_parsed_on_the_event_loop(size: int, here: b
     parses.go_on.set()
     assert await Parser().parse(size, parses, "a") == "m"
     assert (parses.threads == [threading.current_thread()]) is here
+
+
+@pytest.mark.parametrize(
+    ("body", "here"),
+    [(b'{"model": "m"}', True), (b'{"items": {"uniqueItems": true}}', False), (rb'{"unique\u0049tems": true}', False)],
+)
+async def test_schemas_that_are_slow_to_rewrite_are_not_parsed_on_the_event_loop(body: bytes, here: bool) -> None:
+    parses = Parses()
+    parses.go_on.set()
+    messages = iter([{"type": "http.request", "body": body}])
+
+    async def receive() -> Message:
+        return next(messages)
+
+    intake = Intake(Parser(), Bodies(1.0), lambda _: (Caller("r"), "a"))
+    taken = await intake.take(Request({"type": "http", "headers": []}, receive), lambda _, strict: parses())
+    assert (parses.threads == [threading.current_thread()]) is here
+    assert (taken.size <= SHORT_BODY) is here  # later parts of the request, too
 
 
 async def test_a_caller_takes_half_of_the_places_at_most() -> None:

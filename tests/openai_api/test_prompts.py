@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from specdec.client import Chunk, Piece
 from specdec.openai_api import gateway
 from specdec.openai_api.prompts import EchoOffset, prompt_first
-from specdec.openai_api.requests import parse
+from specdec.openai_api.requests import parse_fields
 from tests.client.fake_server import TEXT, TOKENS, Act, FakeServer
 from tests.openai_api.front import Front, front
 
@@ -161,8 +161,8 @@ async def test_an_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defaults_are_no_request() -> None:
-    body = json.dumps({"model": "m", "messages": CHAT, "echo": False, "prompt_logprobs": None}).encode()
-    assert not parse(body, chat=True).scores_prompts
+    fields = {"model": "m", "messages": CHAT, "echo": False, "prompt_logprobs": None}
+    assert not parse_fields(fields, chat=True).scores_prompts
 
 
 @given(st.lists(st.text(max_size=3), max_size=8), st.booleans())

@@ -14,7 +14,7 @@ from openai.types.chat import completion_create_params as chat_params
 from specdec.client import InvalidRequest
 from specdec.openai_api.errors import ApiError, from_specdec
 from specdec.openai_api.fields import OF_CHAT, OF_COMPLETIONS, READ, RENAMED, SAME, UNSUPPORTED, WITHOUT_EFFECT
-from specdec.openai_api.requests import ParsedRequest, parse
+from specdec.openai_api.requests import ParsedRequest, fields_of, parse_fields
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 TOOL_F = {"type": "function", "function": {"name": "f"}}
@@ -24,11 +24,11 @@ CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 30
 
 
 def chat(**fields: Any) -> ParsedRequest:
-    return parse(json.dumps({"model": "m", "messages": MESSAGES} | fields).encode(), chat=True)
+    return parse_fields(fields_of(json.dumps({"model": "m", "messages": MESSAGES} | fields).encode()), chat=True)
 
 
 def completion(**fields: Any) -> ParsedRequest:
-    return parse(json.dumps({"model": "m", "prompt": "def"} | fields).encode(), chat=False)
+    return parse_fields(fields_of(json.dumps({"model": "m", "prompt": "def"} | fields).encode()), chat=False)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_what_an_orchestrator_refuses_has_the_callers_name(own: dict[str, Any], 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"a": NaN}', b"[" * 100_000, b"1" * 10_000])
 def test_what_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        parse(body, chat=True)
+        fields_of(body)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
@@ -336,7 +336,7 @@ def test_reasoning_has_two_names(fields: dict[str, Any]) -> None:
 def test_arguments_that_are_nested_too_deeply_are_refused(depth: int) -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": %s}}'
     with pytest.raises(ApiError) as error:
-        parse(body % (b"[" * depth + b"]" * depth), chat=True)
+        parse_fields(fields_of(body % (b"[" * depth + b"]" * depth)), chat=True)
     assert error.value.status == 400
     assert error.value.param == "chat_template_kwargs"
 
@@ -417,7 +417,7 @@ def test_unknown_fields_are_ignored_and_named() -> None:
     assert found.message(0) == chat(tools=[tool, tool]).message(0)
     assert chat(**{f"field{number}": number for number in range(100)}).ignored[-1] == "field31"
     with pytest.raises(ApiError, match="temprature: unknown parameter"):
-        parse(json.dumps({"messages": MESSAGES, "temprature": 1}).encode(), chat=True, strict=True)
+        parse_fields({"messages": MESSAGES, "temprature": 1}, chat=True, strict=True)
 
 
 def test_the_effort_of_reasoning_goes_to_the_template() -> None:

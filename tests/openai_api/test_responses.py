@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -12,12 +12,16 @@ import openai
 import pytest
 from google.protobuf import json_format
 from google.rpc import code_pb2, error_details_pb2
+from starlette.requests import Request
 
 from specdec.client import InvalidRequest
 from specdec.openai_api import endpoints
 from specdec.openai_api.bodies import Bodies
 from specdec.openai_api.errors import ApiError, from_specdec
 from specdec.openai_api.fields import MAX_IGNORED
+from specdec.openai_api.gateway import Caller
+from specdec.openai_api.json_text import Json
+from specdec.openai_api.parsing import Intake, Parser, TakenRequest
 from specdec.openai_api.parts import CallPart
 from specdec.openai_api.response_store import ResponseStore
 from specdec.openai_api.responses_answer import ResponseAnswer
@@ -217,7 +221,7 @@ def test_unknown_fields_are_ignored_and_named() -> None:
     fields = {"input": [thought, {"role": "user", "content": "a"}], "nonsense": 1, "reasoning": {"tone": 1}}
     assert list(ResponsesReader(fields).request().ignored) == ["nonsense", "reasoning.tone", "input[0]"]
     with pytest.raises(ApiError, match="nonsense: unknown parameter"):
-        ResponsesReader(fields, strict=True)
+        ResponsesReader(fields, strict=True).request()
     odd = {"role": "user", "content": [{"type": "input_text", "text": "a", "cache_control": {}}], "foo": 1}
     ignored = ResponsesReader({"input": [odd]}).request().ignored
     assert list(ignored) == ["input[0].foo", "input[0].content[0].cache_control"]
@@ -321,18 +325,62 @@ async def test_an_orchestrators_refusal_names_the_item() -> None:
     assert caught.value.param == "input[0].tool_calls[0].arguments"
 
 
-async def test_a_stored_response_counts_as_its_owners_until_it_is_read() -> None:
-    bodies, sent, free = Bodies(1.0), list[bytes](), set[int]()
-    before = bodies._free
+def answering(bodies: Bodies, store: ResponseStore) -> endpoints.Responses:
+    intake = Intake(Parser(), bodies, lambda _: (Caller("r"), "a"))
+    return endpoints.Responses(cast("Any", None), intake, store)
+
+
+async def read(answer: endpoints.StoredAnswer, bodies: Bodies) -> bytes:
+    """Return the answer's bytes; check that they are sent in pieces, and reserved until the end."""
+    sent, free, before = list[bytes](), set[int](), bodies._free
 
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
         free.add(bodies._free)
 
-    await endpoints.StoredAnswer(b"x" * 200_000, bodies, "a")({}, cast("Any", None), send)
-    assert b"".join(sent) == b"x" * 200_000
+    await answer({}, cast("Any", None), send)
+    content = b"".join(sent)
     assert max(map(len, sent)) <= endpoints.SENT_AT_ONCE
-    assert (free, bodies._free) == ({before - 200_000}, before)
+    assert (free, bodies._free) == ({before - len(content)}, before)
+    return content
+
+
+async def test_a_stored_response_counts_as_its_owners_until_it_is_read() -> None:
+    bodies = Bodies(1.0)
+    assert await read(endpoints.StoredAnswer(b"x" * 200_000, bodies, "a"), bodies) == b"x" * 200_000
+
+
+async def test_listed_items_count_as_their_owners_until_they_are_read() -> None:
+    bodies = Bodies(1.0)
+    items = [{"type": "message", "role": "user", "content": "x" * 200_000}]
+    with stored() as store:
+        await store.put("a", items, response(1))
+        scope = {"type": "http", "headers": [], "query_string": b"", "path_params": {"response": "resp_1"}}
+        listed = await answering(bodies, store).input_items(Request(scope))
+    (item,) = json.loads(await read(listed, bodies))["data"]
+    assert item["content"] == [{"type": "input_text", "text": "x" * 200_000}]
+
+
+async def test_items_referred_to_are_reserved_response_by_response() -> None:
+    class Watched(ResponseStore):
+        async def output(self, caller: str, response_id: str, ids: Collection[str]) -> dict[str, tuple[Json, int]]:
+            free.append(bodies._free)
+            return await super().output(caller, response_id, ids)
+
+    bodies, free = Bodies(1.0), list[int]()
+    store = Watched()
+    for number in (1, 2):
+        outputs = [{"id": f"msg_{number}_{part}", "type": "message", "content": "x" * 1000} for part in range(5)]
+        await store.put("a", [], {**response(number), "output": outputs})
+    references = [{"type": "item_reference", "id": item} for item in ("msg_1_0", "msg_2_1", "msg_1_3")]
+    taken = TakenRequest(ResponsesReader({"input": references}), 0, Caller("r"), "a")
+    async with answering(bodies, store)._continued(taken) as (_, size):
+        assert [item["id"] for item in taken.request.items] == ["msg_1_0", "msg_2_1", "msg_1_3"]
+        held = free[0] - bodies._free
+        assert 3000 < size == held < 4000
+    assert (len(free), free[0] - free[1]) == (2, 2 * size // 3)
+    assert bodies._free == free[0]
+    store.close()
 
 
 async def test_a_store_that_does_not_answer_is_named() -> None:
@@ -557,10 +605,19 @@ async def test_stored_responses_expire() -> None:
     clock = Clock()
     with stored(seconds=100.0, clock=clock) as store:
         await store.put("a", [], response(1))
-        assert await store.items("a", "resp_1") == []
+        assert await store.items("a", "resp_1") == "[]"
         clock.now += 100
         with pytest.raises(ApiError):
             await store.get("a", "resp_1")
+
+
+async def test_a_chain_is_read_at_one_moment() -> None:
+    """Between two statements another server may delete it, or it may expire."""
+    with stored(seconds=1.5, clock=Clock()) as store:
+        await store.put("a", [], response(1))
+        assert (await store.chain("a", "resp_1"))[0] == ["resp_1"]
+        with pytest.raises(ApiError, match="'resp_1' is not stored here"):
+            await store.chain("a", "resp_1")
 
 
 async def test_servers_share_a_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from specdec.grammar.grammar import Kind
 from specdec.openai_api.errors import ApiError
-from specdec.openai_api.requests import parse
+from specdec.openai_api.requests import parse_fields
 from specdec.openai_api.structural_tags import tags_in_lark
 from tests.grammar.followed import Followed
 
@@ -49,7 +49,7 @@ def test_which_texts_fit(text: str, fits: bool) -> None:
 def test_they_are_one_grammar_under_every_name() -> None:
     def grammar(**fields: Any) -> str:
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
-        return parse(json.dumps(body).encode(), chat=True).message(0).grammar.lark
+        return parse_fields(body, chat=True).message(0).grammar.lark
 
     want = tags_in_lark(TAGS, "tags")
     assert grammar(response_format=TAGS) == want

@@ -14,6 +14,7 @@ import pytest_asyncio
 from openai import BadRequestError
 
 from specdec.client import AsyncClient
+from specdec.v2 import generation_pb2 as pb
 from specdec.wire.tool_formats import (
     GRANITE,
     HERMES,
@@ -25,6 +26,7 @@ from specdec.wire.tool_formats import (
     ToolFormat,
     written,
 )
+from tests.client.fake_server import FakeServer
 from tests.faults.cluster import Models
 from tests.openai_api.front import Front, front
 from tests.services.conftest import Directories
@@ -45,6 +47,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "time"}},
 ]
 SCHEMAS = {"weather": WEATHER, "time": {"type": "object", "maxProperties": 0}}
+RESPONSES_TIME: Any = {"type": "function", "name": "time", "parameters": {}, "strict": False}
 MESSAGES: list[Any] = [{"role": "user", "content": "how warm is it?"}]
 
 
@@ -59,6 +62,49 @@ FORMS |= {f"{each.name}, its marks special tokens": (each, marks) for each, mark
 
 SHOWN = ("hermes", "llama3_json", "qwen3_coder", "mistral_args, its marks special tokens")
 """Forms tried by every test run; `make verify` tries them all."""
+
+
+class NewModel(FakeServer):
+    """Serves a model that other orchestrators do not list yet. Its answer is a call."""
+
+    tool_format = HERMES.name
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        await self._begin(request, context)
+        resolved = pb.ResolvedRequest(tool_format=self.tool_format)
+        yield pb.GenerateResponse(resolved=resolved, text=written(HERMES, [("time", {})]), finish=pb.Finish())
+
+
+class OlderOrchestrator(NewModel):
+    """Sends the format only with its models."""
+
+    tool_format = ""
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[pb.ServedModel(name="old", tool_format=HERMES.name)])
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_calls_are_read_in_the_format_sent_with_the_text() -> None:
+    asked: dict[str, Any] = {"model": "new", "messages": MESSAGES, "tools": TOOLS}
+    async with NewModel() as orchestrator, front(orchestrator.address) as http:
+        create: Any = http.client.chat.completions.create
+        (choice,) = (await create(**asked)).choices
+        assert [call.function.name for call in choice.message.tool_calls] == ["time"]
+        pieces = [event.choices[0].delta async for event in await create(**asked, stream=True)]
+        assert [call.function.name for piece in pieces for call in piece.tool_calls or ()] == ["time"]
+        message = await http.client.responses.create(model="new", input="hi", tools=[RESPONSES_TIME])
+        assert [item.type for item in message.output] == ["function_call"]
+        assert len(orchestrator.listings) == 1  # the check of the key
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_an_older_orchestrator_lists_the_format() -> None:
+    asked: dict[str, Any] = {"model": "old", "messages": MESSAGES, "tools": TOOLS}
+    async with OlderOrchestrator() as orchestrator, front(orchestrator.address) as http:
+        create: Any = http.client.chat.completions.create
+        (choice,) = (await create(**asked)).choices
+    assert [call.function.name for call in choice.message.tool_calls] == ["time"]
 
 
 class Served(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
+from orchestrator.requests.sample import resolved
 from orchestrator.requests.tools import MAX_VALUES, tool_grammar, tool_violations
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
@@ -365,3 +367,24 @@ def test_json_of_too_many_values_is_not_parsed(model: ServedModel) -> None:
     ((field, problem),) = problems('{"a": [' + "[]," * many + "0]}")
     assert field == "chat.messages"
     assert problem.endswith(f"values in JSON, must have at most {MAX_VALUES}")
+
+
+def test_the_format_of_calls_is_resolved_for_texts_with_tools(model: ServedModel) -> None:
+    asked = chat({"f": {}}, messages=[generation_pb2.ChatMessage(role="user", content="hi")])
+    for tools in (True, False):
+        (sample,) = parse(generation_pb2.GenerateRequest(chat=asked), model).samples
+        assert model.tool_format is not None
+        assert resolved(sample, "").tool_format == (model.tool_format.name if tools else "")
+        asked.ClearField("tools")
+
+
+def test_an_unclosed_string_is_scanned_once(source: Path, tmp_path: Path) -> None:
+    """A search after each of its quotes would take a second here, and hold the GIL meanwhile."""
+    arguments = "[" * (MAX_VALUES + 1) + '"' + '\\"' * 10_000
+    call = generation_pb2.ToolCall(id="a", name="weather", arguments=arguments)
+    asked = chat(messages=[generation_pb2.ChatMessage(role="assistant", tool_calls=[call])])
+    model = model_of(source, tmp_path / "m", next(iter(TEMPLATES.values())))
+    begun = time.thread_time()
+    ((field, _),) = tool_violations(asked, model)
+    assert time.thread_time() - begun < 0.1
+    assert field == "chat.messages"

@@ -51,7 +51,7 @@ def config(target: Path, rank: int = 0) -> Any:
 class Always(Worth):
     """Proposals always pay."""
 
-    def after_step(self, texts: int, tokens: int, now: float) -> bool:
+    def after_step(self, texts: int, tokens: int, now: float, *, continues: bool) -> bool:
         return True
 
 
@@ -223,7 +223,7 @@ class Now(Worth):
 
     proposes = True
 
-    def after_step(self, texts: int, tokens: int, now: float) -> bool:
+    def after_step(self, texts: int, tokens: int, now: float, *, continues: bool) -> bool:
         return self.proposes
 
 
@@ -295,7 +295,7 @@ async def test_a_mistake_of_ours_costs_vllm_proposals_alone(
     class Failing(Worth):
         asked = 0
 
-        def after_step(self, texts: int, tokens: int, now: float) -> bool:
+        def after_step(self, texts: int, tokens: int, now: float, *, continues: bool) -> bool:
             self.asked += 1
             raise RuntimeError("a mistake")
 

@@ -28,7 +28,7 @@ def chain(*tokens: int, probability: float = 0.9) -> Paths:
 
 @given(st.lists(st.permutations(range(4)), min_size=1, max_size=8), st.data())
 def test_a_text_is_found_in_whatever_row_it_is(orders: list[list[int]], data: st.DataObject) -> None:
-    texts = {number: [9, 9, number] for number in range(4)}
+    texts = {number: [9, 9, 20 + number] for number in range(4)}
     found: dict[int, VllmText] = {}
     ours = table()
     for step, order in enumerate(orders):
@@ -38,7 +38,7 @@ def test_a_text_is_found_in_whatever_row_it_is(orders: list[list[int]], data: st
         for place, number in enumerate(present):
             assert found.setdefault(number, there[place]) is there[place]
             there[place].extend_to(rows[place])
-            texts[number] = [*texts[number], step, step]
+            texts[number] = [*texts[number], 10 + step, 10 + step]
     assert len(set(map(id, found.values()))) == len(found)
 
 
@@ -59,6 +59,25 @@ def test_another_text_in_the_same_row_is_a_new_one() -> None:
     assert new.tree.committed == [5, 6, 8, 9]
     assert ours.forget(2) == [old]
     assert ours.find({0: row(5, 6, 7, 7)}, 3)[0] is not old
+
+
+def test_a_text_that_has_ended_is_dropped_once_it_has_no_row() -> None:
+    """Otherwise each new text would be compared with all that ended in the last steps."""
+    ours = table()
+    old = ours.find({0: row(5, 6)}, 1)[0]
+    old.extend_to(row(5, 6, 1))
+    assert ours.find({1: row(5, 6, 1, 7)}, 2)[1] is not old
+    assert ours.forget(0) == [old]
+    assert ours.forget(0) == []
+
+
+def test_a_text_goes_on_after_an_end_token_in_its_row() -> None:
+    """As a request may ignore end tokens."""
+    ours = table()
+    text = ours.find({0: row(5, 6)}, 1)[0]
+    text.extend_to(row(5, 6, 1))
+    assert ours.find({0: row(5, 6, 1, 7)}, 2)[0] is text
+    assert ours.forget(0) == []
 
 
 def test_what_a_text_says_since_is_committed() -> None:

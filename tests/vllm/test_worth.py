@@ -14,11 +14,11 @@ Step = Callable[[bool, int], tuple[int, float]]
 
 def run(worth: Worth, step: Step, seconds: float, texts: int = 1, start: float = 0.0) -> tuple[float, float]:
     """Run steps for `seconds`; return the share of time with proposals, and tokens per second."""
-    now, proposes, proposing, tokens = start, worth.after_step(texts, 0, start), 0.0, 0
+    now, proposes, proposing, tokens = start, worth.after_step(texts, 0, start, continues=False), 0.0, 0
     while now < start + seconds:
         given, took = step(proposes, texts)
         now, tokens, proposing = now + took, tokens + given, proposing + took * proposes
-        proposes = worth.after_step(texts, given, now)
+        proposes = worth.after_step(texts, given, now, continues=True)
     return proposing / (now - start), tokens / (now - start)
 
 
@@ -72,8 +72,19 @@ def test_what_comes_to_pay_is_found() -> None:
     assert run(worth, pays, 50.0, start=700.0)[0] > 0.9
 
 
+def test_steps_of_seconds_are_measured() -> None:
+    def step(proposes: bool, texts: int) -> tuple[int, float]:
+        return (texts, 6.0) if proposes else (texts, 2.0)
+
+    worth = Worth()
+    run(worth, step, 60.0)
+    assert run(worth, step, 2 * MAX_PAUSE, start=100.0)[0] < 0.2
+
+
 @pytest.mark.parametrize("texts", [1, 5])
 def test_pauses_and_new_texts_are_not_measured(texts: int) -> None:
     worth = Worth()
-    for number in range(1000):  # a step per minute, each with a different number of texts
-        assert worth.after_step(texts + number % 2, 1, 60.0 * number)
+    for number in range(1000):  # a step per minute, each with other texts
+        assert worth.after_step(texts, 1, 60.0 * number, continues=False)
+    for number in range(1000):  # steps with a different number of texts each
+        assert worth.after_step(texts + number % 2, 1, 60_000.0 + number, continues=True)

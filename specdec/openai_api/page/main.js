@@ -16,13 +16,19 @@ const messages = []; // of the conversation
 let stopping = null; // aborts the answer in progress
 let plainFigures = null; // of the last answer by plain decoding, with these settings
 
+// Choose the model with this name; the first one if it is not served.
+function choose(name) {
+  const select = at("#model");
+  select.selectedIndex = Math.max(0, [...select.options].findIndex((option) => option.value === name));
+}
+
 async function models(wanted) {
   const select = at("#model");
   try {
     const { data } = await get("v1/models");
     const before = wanted ?? select.value;
     select.replaceChildren(...data.map((model) => make("option", "", model.id)));
-    if (data.some((model) => model.id === before)) select.value = before;
+    choose(before);
     at("#server").textContent = data.length === 1 ? `${data[0].max_model_len} tokens of context` : `${data.length} models`;
     problem("");
   } catch (error) {
@@ -233,7 +239,7 @@ document.addEventListener("keydown", (pressed) => {
   if (pressed.key === "Enter" && (pressed.ctrlKey || pressed.metaKey)) send();
 });
 addEventListener("hashchange", () => {
-  settings.load(location.hash);
+  choose(settings.load(location.hash));
   saved();
 });
 models(wanted);
