@@ -193,6 +193,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 request = decode(message)
             except DecodeError:
                 raise InvalidRequestError([("request", "cannot be decoded as this method's request")]) from None
+            del message  # a prompt must not be in memory twice while its text is generated
             response = await _run(behaviour, request, context)
             if answers_once:
                 await context.write(response)
