@@ -270,19 +270,14 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
 
 
 def as_service_error(error: Exception) -> ServiceError:
-    """Map an exception to the caller's error: InternalError if unexpected. An exception group is mapped by its first
-    member."""
+    """Map an exception to the caller's error: InternalError if unexpected."""
     match error:
         case ServiceError():
             return error
         case _ if is_shortage(error):
             return ShortOfMemoryError()
-        case ExceptionGroup():
-            return as_service_error(error.exceptions[0])
         case DecodeError():
             return ProtocolError("a message cannot be parsed")
-        case TimeoutError():
-            return DeadlineError("the deadline has passed")
         case _:
             return InternalError()
 

@@ -236,8 +236,6 @@ async def _answer(error: Exception, context: Context) -> None:
     them."""
     if isinstance(error, grpc.aio.AbortError | grpc.aio.BaseError) or context.cancelled():
         raise error
-    if isinstance(error, ExceptionGroup):
-        await _answer(error.exceptions[0], context)
     mapped = as_service_error(error)
     if isinstance(mapped, InternalError):
         log.error("failed", exc_info=error)

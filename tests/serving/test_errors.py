@@ -24,6 +24,7 @@ from specdec.serving.errors import (
     OverloadedError,
     PeerLostError,
     ServiceError,
+    as_service_error,
     to_status,
 )
 from specdec.v2 import generation_pb2
@@ -142,6 +143,10 @@ async def test_what_nobody_expected_is_told_by_its_request_id_alone(method: str)
     assert not [word for word in ("10.0.0.1", "secret", "KeyError") if word in told]
     seen = from_rpc(error)
     assert (seen.reason, seen.request_id) == ("INTERNAL", "from-the-caller")
+
+
+def test_a_timeout_that_nobody_handled_is_not_the_callers_deadline() -> None:
+    assert isinstance(as_service_error(TimeoutError()), InternalError)
 
 
 @pytest.mark.parametrize("method", ["Generate", "Complete"])
