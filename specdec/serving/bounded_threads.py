@@ -69,4 +69,5 @@ class BoundedThreads:
         return await asyncio.shield(work)  # a cancelled caller leaves its thread running
 
     def close(self) -> None:
-        self._executor.shutdown(cancel_futures=True)
+        """Start no more work. Running work ends by itself: to wait for it would block the event loop."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
