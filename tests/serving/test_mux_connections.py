@@ -54,6 +54,41 @@ async def test_a_renewed_channel_takes_new_streams_and_the_old_one_keeps_its_own
             await channel.close()
 
 
+async def test_a_renewed_channel_that_was_only_polled_is_closed_at_the_next_renewal() -> None:
+    """A pod without sessions is only asked for its health and its capacity."""
+    channels = [grpc.aio.insecure_channel("127.0.0.1:1") for _ in range(4)]
+    renewals = iter(channels)
+    channel = MuxChannel(next(renewals), lambda: next(renewals, None))
+    for _ in range(5):
+        channel.unary_unary(f"/{SERVICE}/none")
+    await until(lambda: not channel._closing)
+    closed = [each.get_state() is grpc.ChannelConnectivity.SHUTDOWN for each in channels]
+    assert closed == [True, True, False, False]
+    await channel.close()
+
+
+async def test_a_renewed_channel_with_a_plain_stream_stays_open() -> None:
+    server = grpc.aio.server()
+    Methods().register(server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    renewals: list[grpc.aio.Channel] = []
+    channel = MuxChannel(grpc.aio.insecure_channel(address), lambda: renewals.pop() if renewals else None)
+    try:
+        echo = channel.stream_stream(f"/{SERVICE}/echo", bytes, readable)
+        with pytest.raises(grpc.aio.AioRpcError):  # the service does not support connections
+            await echo().read()
+        plain = echo()
+        for _ in range(3):
+            await plain.write(b"here")
+            assert await plain.read() == b"here"
+            renewals.append(grpc.aio.insecure_channel(address))
+            channel.unary_unary(f"/{SERVICE}/none")
+    finally:
+        await channel.close()
+        await server.stop(None)
+
+
 async def test_with_its_connection_a_stream_is_lost_and_the_next_one_has_another() -> None:
     async with link() as to:
         calls = [to.begin("echo") for _ in range(3)]
