@@ -371,8 +371,12 @@ def _detail(error: grpc.aio.AioRpcError, message: Any) -> Any:
 
 def _rich(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
     """Return the rich status; None if it is missing or cannot be parsed."""
+    details = status_details(error.trailing_metadata())
     with contextlib.suppress(DecodeError):
-        for key, value in error.trailing_metadata() or ():
-            if key == STATUS_DETAILS and isinstance(value, bytes):
-                return status_pb2.Status.FromString(value)
+        return status_pb2.Status.FromString(details) if details else None
     return None
+
+
+def status_details(metadata: Any) -> bytes:
+    """Return the serialized rich status in a call's trailing metadata; empty if there is none."""
+    return next((value for key, value in metadata or () if key == STATUS_DETAILS and isinstance(value, bytes)), b"")

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from specdec.serving.errors import said_by_pod
 from specdec.serving.mux import send_queue
 from specdec.serving.mux.channel import ClientConnection, MuxChannel
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES
@@ -139,6 +140,28 @@ async def test_a_service_that_drains_ends_with_its_last_stream() -> None:
         async with asyncio.timeout(10):
             await stopping
         await idle.channel.close()
+
+
+async def test_a_stream_that_a_draining_service_refuses_was_not_lost() -> None:
+    """The caller has not heard of the drain yet. Without a status from the pod, the pod would count as dead."""
+    async with link() as to:
+        last = to.begin("echo")
+        await last.write(b"here")
+        assert await last.read() == b"here"
+        to.pod.mux.drain()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await to.begin("echo").read()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert said_by_pod(refused.value)
+
+
+async def test_the_streams_of_a_refused_connection_were_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.serving.mux.servicer.MAX_CONNECTIONS", 0)
+    async with link() as to:
+        with pytest.raises(grpc.aio.AioRpcError, match="0 connections are open") as refused:
+            await to.begin("echo").read()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert said_by_pod(refused.value)
 
 
 async def test_a_service_that_leaves_does_not_keep_new_streams_from_its_successor() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from specdec.serving.errors import STATUS_DETAILS, ProtocolError
+from specdec.serving.errors import STATUS_DETAILS, ProtocolError, status_details
 from specdec.serving.mux.send_queue import SendQueue
 from specdec.serving.mux.stream import MuxStream, TooLargeError, check_batch
 from specdec.v2 import mux_pb2, mux_pb2_grpc
@@ -206,6 +206,7 @@ class ClientConnection:
         except grpc.aio.AioRpcError as error:  # the connection's own error, not a stream's
             self.unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED
             end.message = error.details() or error.code().name
+            end.status = status_details(error.trailing_metadata())
         except ProtocolError as error:
             end = mux_pb2.End(code=grpc.StatusCode.FAILED_PRECONDITION.value[0], message=f"the connection: {error}")
         finally:
