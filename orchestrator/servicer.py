@@ -21,7 +21,7 @@ from orchestrator.pod_stats import Peer, PodStatsCache
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod
 from orchestrator.pods.readiness import VERIFIER
-from orchestrator.requests.parsing import MAX_SAMPLES, grammar_field, parse
+from orchestrator.requests.parsing import MAX_SAMPLES, parse
 from orchestrator.requests.sample import Request
 from orchestrator.requests.tokenization import tokenize
 from orchestrator.tenants.account import Account
@@ -309,10 +309,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             parsed = work()
         else:
             parsed = await (self._short if size <= LONG_BYTES else self._long).run(work, tenant)
-        message = parsed.samples[0].grammar
-        grammars = revision.grammars
-        if grammars is not None and message is not None and (grammar := grammar_from(message)) is not None:
-            await grammars.check(grammar, grammar_field(request), tenant)
+        sample, grammars = parsed.samples[0], revision.grammars
+        if (
+            grammars is not None
+            and sample.grammar is not None
+            and (grammar := grammar_from(sample.grammar)) is not None
+        ):
+            await grammars.check(grammar, sample.grammar_field, tenant)
         record_parsed(timeline, parsed)
         return parsed
 

@@ -338,6 +338,8 @@ class Verification:
                 self._choice.unfit(pod, error.error)
             case ModelFailureError() | InvalidRequestError():
                 self._note_failed(pod, error)
+            case InvalidRequestError():
+                self._note_failed(pod, self._as_of_request(error))
             case _:
                 raise error
 
@@ -368,8 +370,14 @@ class Verification:
                 self._refused = True
                 log.info("request_refused", pod=str(pod), why=str(error))
                 return
-            told = [("prompt" if field == "prompt_tokens" else field, why) for field, why in error.violations]
-            self._choice.unfit(pod, PromptTooLongError(told))  # another verifier may have more memory
+            self._choice.unfit(pod, error)  # another verifier may have more memory
             return
         self._choice.failed(pod, error)
         self._context.events.record("verifier_lost", pod, str(error))
+
+    def _as_of_request(self, error: InvalidRequestError) -> InvalidRequestError:
+        """Return a verifier's error with the request's fields in place of those of the session's opening."""
+        fields, sample = {"prompt_tokens": "prompt"}, self._context.sample
+        if sample.grammar is not None:
+            fields[f"grammar.{sample.grammar.WhichOneof('kind')}"] = sample.grammar_field
+        return type(error)([(fields.get(field, field), problem) for field, problem in error.violations])

@@ -164,6 +164,7 @@ def parse(
         revision=message.model_fingerprint,
         coalesce_commits=not streamed and not message.stop,
         grammar=grammar,
+        grammar_field="" if grammar is None else grammar_field(message),
         schema_check=check,
         shown_tokens=frozenset(model.tool_tokens.values()) if message.chat.tools else frozenset(),
         show_special=message.show_special_tokens,

@@ -41,6 +41,7 @@ class Sample:
     coalesce_commits: bool = False  # the client reads the text only when it is complete
     rejected_candidates: bool = False  # return rejected candidates
     grammar: model_pb2.Grammar | None = None  # of the text; None: any text
+    grammar_field: str = ""  # of the request, which sets the grammar
     shown_tokens: frozenset[int] = frozenset()  # special tokens that the text shows
     show_special: bool = False  # all special tokens are shown
     include_stop: bool = False  # the text includes the stop string or end token
