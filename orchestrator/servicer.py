@@ -20,6 +20,7 @@ from orchestrator.models.stats import OrchestratorStats
 from orchestrator.pod_stats import Peer, PodStatsCache
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod
+from orchestrator.pods.prefix_routing import PrefixAnswers
 from orchestrator.pods.readiness import VERIFIER
 from orchestrator.requests.parsing import MAX_SAMPLES, parse
 from orchestrator.requests.sample import Request
@@ -332,8 +333,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         deadline = None if remaining is None else time.monotonic() + remaining
         several = len(request.samples) > 1
         recorded = [SampleTimeline(timeline, sample if several else None) for sample in request.samples]
+        prefixes = PrefixAnswers()
         runs = [
-            coalesced(Generation(sample, revision, peers, deadline, sample_timeline).run())
+            coalesced(Generation(sample, revision, peers, deadline, sample_timeline, prefixes).run())
             for sample, sample_timeline in zip(request.samples, recorded, strict=True)
         ]
         return runs[0] if len(runs) == 1 else interleaved(runs)

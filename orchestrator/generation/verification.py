@@ -22,7 +22,7 @@ from orchestrator.pods.admission import LeftAloneError
 from orchestrator.pods.backoff import Backoff
 from orchestrator.pods.errors import ForeignPodError, LostError, UnfitError
 from orchestrator.pods.pods import Pod
-from orchestrator.pods.prefix_routing import cached_tokens, preferred
+from orchestrator.pods.prefix_routing import preferred
 from orchestrator.text.commit_check import CommitCheck
 from specdec.serving.errors import (
     DeadlineError,
@@ -82,9 +82,11 @@ class VerifierChoice:
         asked = [pod for pod in known if pod not in self._tried and pod not in self._unfit]
         if len(asked) < 2 or text.unscored:  # a prompt is scored without the cache
             return {}
-        tokens, left = [*sample.prompt, *text.generated], self._context.timeout
-        cached = await cached_tokens(asked, tokens, sample.cache_scope, math.inf if left is None else left)
-        return preferred(cached, len(tokens), sample.tenant, self._pods.willing)
+        left = self._context.timeout
+        prefixes = self._context.prefixes
+        cached = await prefixes.cached_tokens(asked, text.block_hashes, math.inf if left is None else left)
+        tokens = len(sample.prompt) + len(text.generated)
+        return preferred(cached, tokens, sample.tenant, self._pods.willing)
 
     def _raise_if_nothing_left(self, resumed: bool) -> None:
         """Raise the error that ends the request, if nothing is left to try."""
@@ -336,7 +338,7 @@ class Verification:
                 if isinstance(error, ForeignPodError):
                     pod.found_unfit(error.reason, error.error)
                 self._choice.unfit(pod, error.error)
-            case ModelFailureError() | InvalidRequestError():
+            case ModelFailureError():
                 self._note_failed(pod, error)
             case InvalidRequestError():
                 self._note_failed(pod, self._as_of_request(error))
