@@ -82,18 +82,20 @@ class Client(Endpoint[grpc.Channel]):
         model: str | None = None,
         add_special: bool | None = None,
         pieces: bool = False,
+        text: bool = False,
         timeout: float | EllipsisType | None = ...,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> Tokenized:
         """Return the tokens of a prompt, as for `generate`, without generating.
 
         `add_special=False` omits tokens the model expects around plain text (a BOS token, for example). `pieces`
-        requests the text and bytes of each token.
+        requests the text and bytes of each token, `text` the text of all of them, with special tokens.
         """
         request = build_tokenize_request(
             model,
             add_special,
             pieces,
+            text,
             prompt=prompt,
             tokens=tokens,
             messages=messages,
