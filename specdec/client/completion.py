@@ -125,6 +125,15 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Reasoning:
+    """The position of a text's reasoning."""
+
+    opening_token: int  # the opening mark, if it is at the start of the text
+    closing_token: int  # the closing mark
+    begun: bool  # True: the prompt ends inside the reasoning
+
+
+@dataclass(frozen=True)
 class Resolved:
     """The request with all defaults resolved by the server."""
 
@@ -142,6 +151,7 @@ class Resolved:
     time: datetime | None  # current time passed to the chat template; None without one
     model: str = ""  # the revision serving the request, as NAME@REVISION; empty if the model has no named revisions
     prompt_tokens: int = 0  # tokens of the prompt; 0 from an older server
+    reasoning: Reasoning | None = None  # None: the whole text is the answer
 
 
 @dataclass(frozen=True)
@@ -376,7 +386,12 @@ def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
         time=resolved.time.ToDatetime(UTC) if resolved.HasField("time") else None,
         model=resolved.model,
         prompt_tokens=resolved.prompt_tokens,
+        reasoning=_read_reasoning(resolved.reasoning) if resolved.HasField("reasoning") else None,
     )
+
+
+def _read_reasoning(reasoning: pb.Reasoning) -> Reasoning | None:
+    return None if reasoning.none else Reasoning(reasoning.opening_token, reasoning.closing_token, reasoning.begun)
 
 
 def _read_prompt_token(message: pb.PromptToken) -> PromptToken:
