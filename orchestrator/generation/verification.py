@@ -218,22 +218,12 @@ class Verification:
                         )
                         async with aclosing(stream.messages()) as messages:
                             async for message in messages:
+                                if problem := check.problem(message, context.text):
+                                    raise LostError(problem)
                                 if isinstance(message, verifier_pb2.Commit):
-                                    if problem := check.violation(message, context.text):
-                                        raise LostError(f"invalid commit: {problem}")
                                     self._take(pod, message)
                                 elif isinstance(message, verifier_pb2.PromptLogprobs):
-                                    if problem := check.scores_violation(message, context.text):
-                                        raise LostError(f"invalid log-probabilities of the prompt: {problem}")
                                     self._take_scores(pod, message)
-                                elif isinstance(message, model_pb2.DraftQuery) and (
-                                    problem := check.query_violation(message, context.text)
-                                ):
-                                    raise LostError(f"invalid query to the draft: {problem}")
-                                elif isinstance(message, model_pb2.Features) and (
-                                    problem := check.features_violation(message)
-                                ):
-                                    raise LostError(f"invalid features: {problem}")
                                 yield message
                     return
                 except Exception as error:
