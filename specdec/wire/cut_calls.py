@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.wire.overlap import overlap
 from specdec.wire.tool_arguments import is_text, property_schemas, types_of, value_of
 from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolCall, ToolFormat
 from specdec.wire.tool_scanner import Schemas
@@ -88,7 +89,7 @@ def _tagged_call(text: str, style: TaggedCall, schemas: Schemas, *, whole: bool)
         key, end = text[key_begin:key_end], text.find(style.value[1], begin)
         inner = properties.get(key, {})
         if end < 0:
-            value = _without_beginning(text[begin:], style.pad + style.value[1])
+            value = text[begin : len(text) - overlap(text, style.pad + style.value[1], begin)]
             return ToolCall(name, _with_last(arguments, key, value.removeprefix(style.pad), inner, schema))
         value = text[begin:end].removeprefix(style.pad).removesuffix(style.pad)
         arguments[key] = value_of(value, inner, schema)
@@ -111,12 +112,6 @@ def _with_last(
     if not is_text(types_of(inner, schema)):
         return head + value
     return head + json.dumps(value, ensure_ascii=False)[:-1]
-
-
-def _without_beginning(text: str, end: str) -> str:
-    """Return a text without a suffix that may be the start of `end`."""
-    found = next((n for n in range(min(len(text), len(end) - 1), 0, -1) if end.startswith(text[-n:])), 0)
-    return text[: len(text) - found]
 
 
 def _arguments(text: str) -> str:
