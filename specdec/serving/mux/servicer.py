@@ -249,10 +249,6 @@ class ServedStream(MuxStream):
     def peer(self) -> str:
         return str(self._connection.peer())
 
-    def peer_identities(self) -> Any:
-        """Return the names in the caller's certificate, which are valid for the whole connection."""
-        return self._connection.peer_identities()
-
     def auth_context(self) -> Any:
         return self._connection.auth_context()
 
