@@ -77,3 +77,17 @@ async def test_closing_does_not_wait_for_running_work() -> None:
     assert time.monotonic() - begin < 2
     over.set()
     assert await working
+
+
+async def test_closing_may_wait_for_running_work() -> None:
+    threads, ended = BoundedThreads("jobs", 1, 4), list[int]()
+
+    def work() -> None:
+        time.sleep(0.05)
+        ended.append(1)
+
+    working = asyncio.create_task(threads.run(work))
+    await asyncio.sleep(0)  # it runs now
+    threads.close(wait=True)
+    assert ended
+    await working
