@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +21,6 @@ with needed_by("orchestrator", "orchestrator"):
     from orchestrator.models.followed_catalog import FollowedCatalog
     from orchestrator.models.revision import Revision
     from orchestrator.pods.peers import Peers, PeerSettings
-    from orchestrator.pods.pods import Pods
     from orchestrator.requests.model import ServedModel
     from orchestrator.servicer import GenerationServicer
     from orchestrator.tenants.accounts import Accounts
@@ -191,8 +191,8 @@ def main(
             raise StartError(str(error)) from None
         names: dict[str, str] = {}
         peers = PeerSettings(
-            Peers(
-                Pods(),
+            partial(
+                Peers,
                 patience_seconds=patience_ms / 1000,
                 silence_seconds=silence_seconds,
                 failover_seconds=failover_seconds,

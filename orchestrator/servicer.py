@@ -20,26 +20,28 @@ from orchestrator.models.stats import OrchestratorStats
 from orchestrator.pod_stats import Peer, PodStatsCache
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod
+from orchestrator.pods.prefix_routing import PrefixAnswers
 from orchestrator.pods.readiness import VERIFIER
-from orchestrator.requests.parsing import MAX_SAMPLES, grammar_field, parse
+from orchestrator.requests.parsing import MAX_SAMPLES, parse
 from orchestrator.requests.sample import Request
 from orchestrator.requests.tokenization import tokenize
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.accounts import Accounts
+from orchestrator.text.answer import CompleteAnswer
 from orchestrator.text.coalesce import Responses, coalesced
 from orchestrator.text.request_timeline import SampleTimeline, operation, record_parsed
 from orchestrator.trace import OrchestratorTraceServicer
 from orchestrator.views import pod_view, revision_view
 from orchestrator.workers import Siblings
 from specdec.serving.bounded_threads import BoundedThreads
-from specdec.serving.errors import InvalidRequestError, ServiceError
+from specdec.serving.errors import ServiceError
 from specdec.serving.identity import pod_info
 from specdec.serving.interceptor import Metadata
 from specdec.serving.interleaved import interleaved
 from specdec.serving.messages import grammar_from
 from specdec.serving.timeline import Timeline, Timelines
 from specdec.serving.tracing.servicer import TraceServicer
-from specdec.serving.validation import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
+from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
 
 SHORT_BYTES = 1 << 14
@@ -143,33 +145,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         with self._request(request.request, account, streamed=False) as (revision, peers, timeline):
             valid = await self._parse(request.request, revision, peers, account, timeline, streamed=False)
             account.spend_tokens(valid.given_tokens)
-            answer = generation_pb2.CompleteResponse(seed=valid.seed)
-            if request.request.return_prompt_token_ids:
-                answer.prompt_token_ids[:] = valid.samples[0].prompt
-            completions = [answer.completions.add() for _ in valid.samples]
-            size = 0
+            answer = CompleteAnswer(valid.seed, len(valid.samples))
             async with aclosing(self._responses(valid, revision, peers, context, timeline)) as responses:
                 async for response in responses:
                     account.spend_tokens(len(response.tokens))
-                    size += response.ByteSize()
-                    if size > MAX_ANSWER_BYTES:
-                        limit = f"{MAX_ANSWER_BYTES >> 20} MiB, the limit of one message"
-                        field = "prompt_logprobs" if response.prompt else "max_tokens"
-                        raise InvalidRequestError([(field, f"the response is longer than {limit}: use Generate")])
-                    if response.HasField("resolved"):
-                        answer.resolved.CopyFrom(response.resolved)
-                    answer.prompt.extend(response.prompt)
-                    completion = completions[response.index]
-                    completion.reasoning += response.reasoning
-                    completion.reasoning_tokens += response.reasoning_tokens
-                    completion.text += response.text
-                    completion.tokens.extend(response.tokens)
-                    completion.sources.extend(response.sources)
-                    completion.logprobs.extend(response.logprobs)
-                    completion.rejected.extend(response.rejected)
-                    if response.HasField("finish"):
-                        completion.finish.CopyFrom(response.finish)
-        return answer
+                    answer.add(response)
+        message = answer.message()
+        if request.request.return_prompt_token_ids:
+            message.prompt_token_ids[:] = valid.samples[0].prompt
+        return message
 
     async def ListModels(
         self,
@@ -326,10 +310,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             parsed = work()
         else:
             parsed = await (self._short if size <= LONG_BYTES else self._long).run(work, tenant)
-        message = parsed.samples[0].grammar
-        grammars = revision.grammars
-        if grammars is not None and message is not None and (grammar := grammar_from(message)) is not None:
-            await grammars.check(grammar, grammar_field(request), tenant)
+        sample, grammars = parsed.samples[0], revision.grammars
+        if (
+            grammars is not None
+            and sample.grammar is not None
+            and (grammar := grammar_from(sample.grammar)) is not None
+        ):
+            await grammars.check(grammar, sample.grammar_field, tenant)
         record_parsed(timeline, parsed)
         return parsed
 
@@ -346,8 +333,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         deadline = None if remaining is None else time.monotonic() + remaining
         several = len(request.samples) > 1
         recorded = [SampleTimeline(timeline, sample if several else None) for sample in request.samples]
+        prefixes = PrefixAnswers()
         runs = [
-            coalesced(Generation(sample, revision, peers, deadline, sample_timeline).run())
+            coalesced(Generation(sample, revision, peers, deadline, sample_timeline, prefixes).run())
             for sample, sample_timeline in zip(request.samples, recorded, strict=True)
         ]
         return runs[0] if len(runs) == 1 else interleaved(runs)

@@ -28,7 +28,7 @@ import structlog
 from specdec.exit_status import how_it_ended
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.process import logs
-from specdec.serving.process.listening import bound
+from specdec.serving.process.listening import bound, joined
 from specdec.serving.process.restarts import Restarts
 from specdec.serving.process.server import STOP_SIGNALS, ServerSettings, StartError, announce, stop_asked_for
 from specdec.serving.tracing.servicer import TraceServicer
@@ -94,7 +94,7 @@ async def supervise(settings: ServerSettings, count: int) -> None:
     with bound(settings.host, settings.port, shared=True), _folder() as sockets:
         # 2. Serve. The options in `ours` come last, so they override earlier ones.
         ours = ("--port", str(settings.port), "--share-port", "--workers", "1", "--stop-with-stdin")
-        address = f"{settings.host}:{settings.port}"
+        address = joined(settings.host, settings.port)
 
         def command(worker: int) -> tuple[str, ...]:
             socket = ("--sibling-socket", f"{sockets}/{worker}")

@@ -27,12 +27,13 @@ from orchestrator.models.revision import Revision
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from orchestrator.requests.model import ServedModel
-from orchestrator.requests.sample import Sample
+from orchestrator.requests.sample import Prompt, Sample
 from orchestrator.text.request_timeline import SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, CandidateSource, SpeculationOptions
 from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from specdec.serving.identity import PROTOCOL_VERSION
+from specdec.serving.messages import sampling_message
 from specdec.serving.timeline import Timeline
 from specdec.text.tokenizer import Tokenizer
 from specdec.v2 import model_pb2
@@ -141,9 +142,10 @@ class Deployment:
         """Run one session; return its tokens."""
         sample = Sample(
             index=0,
-            prompt=prompt(number),
+            prompt=Prompt(prompt(number)),
             generated=[],
             sampling=Sampling(),
+            sampling_message=sampling_message(Sampling()),
             max_tokens=max_tokens or self._context,
             min_tokens=0,
             end_tokens=frozenset(),

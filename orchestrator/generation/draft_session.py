@@ -24,7 +24,7 @@ from orchestrator.pods.pods import Pod
 from specdec.decoding import contrastive
 from specdec.decoding.proposal import DistributionSizes
 from specdec.decoding.sampling import Rule
-from specdec.serving.messages import distribution_from, query_from, rule_message, sampling_message
+from specdec.serving.messages import distribution_from, query_from, rule_message
 from specdec.serving.mux.stream import MAX_BYTES
 from specdec.serving.target_logprobs import MAX_TOP
 from specdec.serving.validation import MAX_NODES_A_MESSAGE
@@ -65,7 +65,7 @@ class DraftStream(PeerStream):
         message = draft_pb2.DraftOpen(
             prompt_tokens=sample.prompt,
             generated_tokens=self._context.text.generated,
-            sampling=sampling_message(sample.sampling),
+            sampling=sample.sampling_message,
             rule=rule_message(sample.draft_rule),
             contrast=sample.contrast if sample.rule is Rule.CONTRASTIVE else None,
             max_tokens=sample.max_tokens,
@@ -79,6 +79,7 @@ class DraftStream(PeerStream):
             learn=learn,
             age_us=int(1e6 * (time.monotonic() - self._context.timeline.began)),
         )
+        message.sampling.seed = sample.sampling.seed
         stub = draft_pb2_grpc.DraftServiceStub(self.pod.channel)
         opened: draft_pb2.DraftOpened = await self._begin(stub.Draft, draft_pb2.DraftRequest(open=message))
         check_fit(opened.identity, self._context.model, self.peer)

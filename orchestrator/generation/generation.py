@@ -15,6 +15,7 @@ from orchestrator.generation.sample_context import GrantedLimits, SampleContext
 from orchestrator.generation.verification import Verification
 from orchestrator.models.revision import Revision
 from orchestrator.pods.peers import Peers
+from orchestrator.pods.prefix_routing import PrefixAnswers
 from orchestrator.requests.sample import CommittedText, Sample, resolved
 from orchestrator.text.request_timeline import FailoverEvents, SampleTimeline
 from orchestrator.text.transcript import SampleTranscript
@@ -32,8 +33,10 @@ class Generation:
         peers: Peers,
         deadline: float | None,
         timeline: SampleTimeline,
+        prefixes: PrefixAnswers | None = None,
     ) -> None:
-        """Prepare to run a sample of a request, with the revision and the peers chosen when the request arrived."""
+        """Prepare to run a sample of a request, with the revision and the peers chosen when the request arrived. All
+        samples of a request share its `prefixes`."""
         stats = revision.stats
         granted, events = GrantedLimits(sample.speculation), FailoverEvents(timeline, stats.failover_events)
         self._asked_as = revision.asked_as
@@ -52,6 +55,7 @@ class Generation:
             timeline,
             grammar_watch=None if revision.grammars is None else revision.grammars.watch(sample, text, peers),
             fallback_seconds=stats.fallback_seconds,
+            prefixes=prefixes or PrefixAnswers(),
         )
         self._transcript = SampleTranscript(sample, revision.model, timeline.began)
         self._verification = Verification(self._context)

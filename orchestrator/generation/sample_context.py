@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from orchestrator.models.grammar_check import GrammarWatch
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pod
+from orchestrator.pods.prefix_routing import PrefixAnswers
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import CommittedText, Sample
 from orchestrator.text.request_timeline import FailoverEvents, SampleTimeline
@@ -62,6 +63,8 @@ class SampleContext:
     grammar_watch: GrammarWatch | None = None  # None: the sample has no grammar, or grammars are not tried
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds that texts continued without the draft they asked for, by reason; shared by all samples."""
+    prefixes: PrefixAnswers = field(default_factory=PrefixAnswers)
+    """What verifiers have cached of the request's texts; shared by all samples."""
     keepers: set[Pod] = field(default_factory=set)
     """Drafts that keep the text to learn from it."""
 

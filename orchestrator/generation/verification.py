@@ -22,7 +22,7 @@ from orchestrator.pods.admission import LeftAloneError
 from orchestrator.pods.backoff import Backoff
 from orchestrator.pods.errors import ForeignPodError, LostError, UnfitError
 from orchestrator.pods.pods import Pod
-from orchestrator.pods.prefix_routing import cached_tokens, preferred
+from orchestrator.pods.prefix_routing import preferred
 from orchestrator.text.commit_check import CommitCheck
 from specdec.serving.errors import (
     DeadlineError,
@@ -82,9 +82,11 @@ class VerifierChoice:
         asked = [pod for pod in known if pod not in self._tried and pod not in self._unfit]
         if len(asked) < 2 or text.unscored:  # a prompt is scored without the cache
             return {}
-        tokens, left = [*sample.prompt, *text.generated], self._context.timeout
-        cached = await cached_tokens(asked, tokens, sample.cache_scope, math.inf if left is None else left)
-        return preferred(cached, len(tokens), sample.tenant, self._pods.willing)
+        left = self._context.timeout
+        prefixes = self._context.prefixes
+        cached = await prefixes.cached_tokens(asked, text.block_hashes, math.inf if left is None else left)
+        tokens = len(sample.prompt) + len(text.generated)
+        return preferred(cached, tokens, sample.tenant, self._pods.willing)
 
     def _raise_if_nothing_left(self, resumed: bool) -> None:
         """Raise the error that ends the request, if nothing is left to try."""
@@ -216,22 +218,12 @@ class Verification:
                         )
                         async with aclosing(stream.messages()) as messages:
                             async for message in messages:
+                                if problem := check.problem(message, context.text):
+                                    raise LostError(problem)
                                 if isinstance(message, verifier_pb2.Commit):
-                                    if problem := check.violation(message, context.text):
-                                        raise LostError(f"invalid commit: {problem}")
                                     self._take(pod, message)
                                 elif isinstance(message, verifier_pb2.PromptLogprobs):
-                                    if problem := check.scores_violation(message, context.text):
-                                        raise LostError(f"invalid log-probabilities of the prompt: {problem}")
                                     self._take_scores(pod, message)
-                                elif isinstance(message, model_pb2.DraftQuery) and (
-                                    problem := check.query_violation(message, context.text)
-                                ):
-                                    raise LostError(f"invalid query to the draft: {problem}")
-                                elif isinstance(message, model_pb2.Features) and (
-                                    problem := check.features_violation(message)
-                                ):
-                                    raise LostError(f"invalid features: {problem}")
                                 yield message
                     return
                 except Exception as error:
@@ -336,8 +328,10 @@ class Verification:
                 if isinstance(error, ForeignPodError):
                     pod.found_unfit(error.reason, error.error)
                 self._choice.unfit(pod, error.error)
-            case ModelFailureError() | InvalidRequestError():
+            case ModelFailureError():
                 self._note_failed(pod, error)
+            case InvalidRequestError():
+                self._note_failed(pod, self._as_of_request(error))
             case _:
                 raise error
 
@@ -368,8 +362,14 @@ class Verification:
                 self._refused = True
                 log.info("request_refused", pod=str(pod), why=str(error))
                 return
-            told = [("prompt" if field == "prompt_tokens" else field, why) for field, why in error.violations]
-            self._choice.unfit(pod, PromptTooLongError(told))  # another verifier may have more memory
+            self._choice.unfit(pod, error)  # another verifier may have more memory
             return
         self._choice.failed(pod, error)
         self._context.events.record("verifier_lost", pod, str(error))
+
+    def _as_of_request(self, error: InvalidRequestError) -> InvalidRequestError:
+        """Return a verifier's error with the request's fields in place of those of the session's opening."""
+        fields, sample = {"prompt_tokens": "prompt"}, self._context.sample
+        if sample.grammar is not None:
+            fields[f"grammar.{sample.grammar.WhichOneof('kind')}"] = sample.grammar_field
+        return type(error)([(fields.get(field, field), problem) for field, problem in error.violations])

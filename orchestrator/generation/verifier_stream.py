@@ -12,7 +12,7 @@ from orchestrator.pods.pods import Pod
 from specdec.decoding.sampling import Rule
 from specdec.serving import checksum
 from specdec.serving.errors import NotBuiltError, PeerLostError
-from specdec.serving.messages import rule_message, sampling_message
+from specdec.serving.messages import rule_message
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 
 STUCK_STEPS = 20
@@ -55,7 +55,7 @@ class VerifierStream(PeerStream):
         message = verifier_pb2.VerifyOpen(
             prompt_tokens=sample.prompt,
             generated_tokens=self._context.text.generated,
-            sampling=sampling_message(sample.sampling),
+            sampling=sample.sampling_message,
             rule=rule_message(sample.rule),
             contrast=sample.contrast if sample.rule is Rule.CONTRASTIVE else None,
             typicality=sample.typicality if sample.rule is Rule.TYPICAL else None,
@@ -75,6 +75,7 @@ class VerifierStream(PeerStream):
             scored_tokens=self._context.text.scored if self._context.text.unscored else 0,
             cache_salt=sample.cache_salt,
         )
+        message.sampling.seed = sample.sampling.seed
         message.checksum = self._checksum = checksum.of_opening(message)
         stub = verifier_pb2_grpc.VerifierServiceStub(self.pod.channel)
         opened: verifier_pb2.VerifyOpened = await self._begin(stub.Verify, verifier_pb2.VerifyRequest(open=message))

@@ -35,8 +35,7 @@ class Catalog:
         self._leaving: dict[Revision, asyncio.Task[None]] = {}
         self.refused = OrchestratorStats()
         """Counts of requests for unknown models."""
-        self._counts: dict[tuple[str, str], list[OrchestratorStats]] = defaultdict(list)
-        self._counts[NOWHERE].append(self.refused)
+        self._left: dict[tuple[str, str], OrchestratorStats] = {}  # counts of former revisions
         self.become(revisions)
 
     @classmethod
@@ -70,7 +69,10 @@ class Catalog:
     def counts(self) -> dict[tuple[str, str], OrchestratorStats]:
         """Return the counts of all requests, by the names of model and revision. Former revisions are included: a
         counter must never decrease."""
-        return {key: OrchestratorStats.summed(counts) for key, counts in self._counts.items()}
+        found = defaultdict(list, {NOWHERE: [self.refused]})
+        for key, stats in (*self._left.items(), *((revision.key, revision.stats) for revision in self.all)):
+            found[key].append(stats)
+        return {key: OrchestratorStats.summed(counts) for key, counts in found.items()}
 
     async def start(self) -> None:
         await asyncio.gather(*(revision.start() for revision in self))
@@ -88,8 +90,6 @@ class Catalog:
         self._models = {}
         for revision in revisions:
             self._models.setdefault(revision.model.name, []).append(revision)
-            if revision not in before:
-                self._counts[revision.key].append(revision.stats)
         self._aliases = {alias: revision.model.name for revision in self for alias in revision.model.aliases}
         for gone in before - set(self):
             self._leaving[gone] = asyncio.create_task(self._leave(gone))
@@ -156,6 +156,8 @@ class Catalog:
             await revision.close()
         finally:
             del self._leaving[revision]
+            key, stats = revision.key, revision.stats
+            self._left[key] = OrchestratorStats.summed((self._left[key], stats)) if key in self._left else stats
 
 
 def _cannot_be_read(asked: str) -> PeerLostError:

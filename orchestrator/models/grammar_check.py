@@ -152,7 +152,6 @@ class GrammarWatch:
         self._grammar = grammar
         self._sample = sample
         self._text = text
-        self._field = f"grammar.{grammar.kind.value}"
         self._suspect = False  # a pod has died since the last trial
         self._counted = False  # a death was counted since a pod last got the text: draft and verifier may die together
         self._verifier_counted = False  # the same, for a verifier's death
@@ -185,7 +184,7 @@ class GrammarWatch:
         if not self._suspect:
             return
         async with self._trying:
-            self._check.check_quarantine(self._grammar, self._field, self._sample.tenant)
+            self._check.check_quarantine(self._grammar, self._sample.grammar_field, self._sample.tenant)
             if not self._suspect:
                 return
             try:
@@ -205,5 +204,5 @@ class GrammarWatch:
                 self._counted = self._verifier_counted = False
             log.info("grammar_tried_again", tokens=len(self._text.generated), problem=verdict.problem)
             if verdict.problem:
-                raise InvalidRequestError([(self._field, verdict.problem)])
+                raise InvalidRequestError([(self._sample.grammar_field, verdict.problem)])
             self._suspect = False

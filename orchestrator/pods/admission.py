@@ -28,6 +28,9 @@ STALE_SECONDS = 2.5
 report is out of date."""
 
 
+MAX_UINT32 = 2**32 - 1
+"""Largest value of a message's uint32."""
+
 CROWD_SECONDS = 5.0
 """Seconds within which the sessions of a dead pod end one after another."""
 
@@ -80,7 +83,7 @@ class PodCapacity:
             return None
         found = model_pb2.PodCapacity()
         found.CopyFrom(told)
-        found.sessions = self.ours + self.opening + self._others
+        found.sessions = min(self.ours + self.opening + self._others, MAX_UINT32)  # a pod may report any number
         return found
 
     @property

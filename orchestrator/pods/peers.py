@@ -44,7 +44,7 @@ class Peers:
 class PeerSettings:
     """How to reach pods, the same for all revisions."""
 
-    times: Peers = field(default_factory=lambda: Peers(Pods()))  # holds the time limits; its pods are not used
+    peers: Callable[[Pods], Peers] = Peers  # makes peers with the time limits
     connect: Callable[[str], grpc.aio.Channel] = connect
     names: dict[str, str] = field(default_factory=dict)  # host name by DNS address: certificates are for host names
 
@@ -55,7 +55,7 @@ class PeerFinder:
     def __init__(self, settings: PeerSettings) -> None:
         self._verifiers, self._drafts = Pods(connect=settings.connect), Pods(connect=settings.connect)
         self._discoveries = [Discovery((), pods, names=settings.names) for pods in (self._verifiers, self._drafts)]
-        self.peers = replace(settings.times, verifiers=self._verifiers)
+        self.peers = settings.peers(self._verifiers)
 
     async def look(self, verifiers: Sequence[Address], drafts: Sequence[Address]) -> None:
         """Replace the addresses of pods. Running texts keep their pods until these fail, then move to pods of the new

@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.prompt import most_prompt_tokens, prompt_tokens, time_of
 from orchestrator.requests.reasoning import Reasoning, reasoning_after, reasoning_from
-from orchestrator.requests.sample import Request, Sample, digest
+from orchestrator.requests.sample import Prompt, Request, Sample
 from orchestrator.requests.tools import tool_grammar
 from orchestrator.tenants.file import Tenant
 from specdec.decoding.noise import sample_seed
@@ -26,7 +26,7 @@ from specdec.serving.errors import (
     PromptChangedError,
     PromptTooLongError,
 )
-from specdec.serving.messages import RULES, rule_of, speculation_from
+from specdec.serving.messages import RULES, rule_of, sampling_message, speculation_from
 from specdec.serving.validation import (
     MAX_BANNED_SEQUENCE_TOKENS,
     MAX_CACHE_SALT_CHARACTERS,
@@ -91,7 +91,7 @@ def parse(
         problem = f"learn: is set, the tenant {echo(owner.name)} does not permit it (`learn` in the file of tenants)"
         raise PermissionDeniedError(problem, "LEARNING_NOT_PERMITTED")
     time = time_of(message, arrived or datetime.now(UTC), violations)
-    prompt = prompt_tokens(message, model, time, violations)
+    prompt = Prompt(prompt_tokens(message, model, time, violations))
     if (
         not violations and (unknown := max(prompt, default=0)) >= model.vocabulary
     ):  # the tokenizer has more tokens than the model
@@ -141,7 +141,7 @@ def parse(
     if untrusted_drafts and speculation.remote and rule is not Rule.COUPLED:
         problem = f"is {rule.name}, must be COUPLED: the drafts here are not trusted (--trust-drafts)"
         raise InvalidRequestError([("rule", problem)])
-    if message.prompt_digest and message.prompt_digest != digest(prompt):
+    if message.prompt_digest and message.prompt_digest != prompt.digest:
         raise PromptChangedError("prompt: gives other tokens here than when the text began")
 
     sample = Sample(
@@ -149,6 +149,7 @@ def parse(
         prompt=prompt,
         generated=generated,
         sampling=sampling,
+        sampling_message=sampling_message(sampling),
         max_tokens=max_tokens,
         min_tokens=message.min_tokens,
         end_tokens=end_tokens,
@@ -164,6 +165,7 @@ def parse(
         revision=message.model_fingerprint,
         coalesce_commits=not streamed and not message.stop,
         grammar=grammar,
+        grammar_field="" if grammar is None else grammar_field(message),
         schema_check=check,
         shown_tokens=frozenset(model.tool_tokens.values()) if message.chat.tools else frozenset(),
         show_special=message.show_special_tokens,
@@ -175,6 +177,9 @@ def parse(
         learn=message.learn,
         tool_format=model.tool_format.name if message.chat.tools and model.tool_format is not None else "",
     )
+    # Computed before the samples need them: a parse of a long prompt runs in a thread, the samples on the event loop.
+    _ = prompt.digest
+    prompt.block_hashes(sample.cache_scope)
     return Request(
         seed,
         [

@@ -6,15 +6,35 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 
 import numpy as np
 
 from orchestrator.requests.reasoning import Reasoning, reasoning_message
-from specdec.decoding.block_hashes import cache_scope
+from specdec.decoding.block_hashes import HASHED_TOKENS, block_hashes, cache_scope
 from specdec.decoding.sampling import NUMBERS, Rule, Sampling
 from specdec.decoding.speculation import SpeculationOptions
 from specdec.grammar.json_schema.unique_items import UniqueItems
 from specdec.v2 import generation_pb2, model_pb2
+
+
+class Prompt(list[int]):
+    """The tokens of a prompt, and what is computed from all of them: once, for all samples of the request."""
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256, in hex, over tokens of four bytes each (little-endian)."""
+        return hashlib.sha256(np.asarray(self, "<u4").tobytes()).hexdigest()
+
+    def block_hashes(self, scope: bytes) -> list[int]:
+        """Return the hashes of the prompt's full blocks in a cache scope."""
+        if scope not in self._hashes:
+            self._hashes[scope] = block_hashes(self, scope)
+        return self._hashes[scope]
+
+    @cached_property
+    def _hashes(self) -> dict[bytes, list[int]]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -22,9 +42,10 @@ class Sample:
     """One of the n completions of a request."""
 
     index: int
-    prompt: list[int]
+    prompt: Prompt
     generated: list[int]
     sampling: Sampling
+    sampling_message: model_pb2.Sampling  # `sampling` without its seed, the same message for all samples
     max_tokens: int
     min_tokens: int
     end_tokens: frozenset[int]
@@ -41,6 +62,7 @@ class Sample:
     coalesce_commits: bool = False  # the client reads the text only when it is complete
     rejected_candidates: bool = False  # return rejected candidates
     grammar: model_pb2.Grammar | None = None  # of the text; None: any text
+    grammar_field: str = ""  # of the request, which sets the grammar
     shown_tokens: frozenset[int] = frozenset()  # special tokens that the text shows
     show_special: bool = False  # all special tokens are shown
     include_stop: bool = False  # the text includes the stop string or end token
@@ -77,6 +99,7 @@ class CommittedText:
     trees and caches of draft and verifier can be rebuilt at any time."""
 
     def __init__(self, sample: Sample) -> None:
+        self._prompt, self._scope = sample.prompt, sample.cache_scope
         self._generated = list(sample.generated)
         self._to_score = 0 if sample.prompt_logprobs is None else len(sample.prompt)
         self.scored = 0  # leading tokens of the prompt with log-probabilities, if requested; the first one has none
@@ -85,6 +108,12 @@ class CommittedText:
     def generated(self) -> Sequence[int]:
         """The tokens after the prompt."""
         return self._generated
+
+    @property
+    def block_hashes(self) -> list[int]:
+        """The hashes of the full blocks of prompt and generated tokens."""
+        known = self._prompt.block_hashes(self._scope)
+        return block_hashes([*self._prompt[HASHED_TOKENS * len(known) :], *self._generated], self._scope, known)
 
     @property
     def unscored(self) -> int:
@@ -117,11 +146,6 @@ class Request:
         return self.prompt_tokens + len(self.samples[0].generated)
 
 
-def digest(tokens: Sequence[int]) -> str:
-    """Return the SHA-256, in hex, over tokens of four bytes each (little-endian)."""
-    return hashlib.sha256(np.asarray(tokens, "<u4").tobytes()).hexdigest()
-
-
 def resolved(sample: Sample, model: str) -> generation_pb2.ResolvedRequest:
     """Return the resolved request of a sample. `model` names its revision; empty if the model has no other."""
     message = generation_pb2.ResolvedRequest(
@@ -130,7 +154,7 @@ def resolved(sample: Sample, model: str) -> generation_pb2.ResolvedRequest:
         prompt_tokens=len(sample.prompt),
         max_tokens=sample.max_tokens,
         end_tokens=sorted(sample.end_tokens),
-        prompt_digest=digest(sample.prompt),
+        prompt_digest=sample.prompt.digest,
         reasoning=reasoning_message(sample.reasoning),
         tool_format=sample.tool_format,
     )

@@ -22,7 +22,7 @@ def tokenize(message: generation_pb2.TokenizeRequest, model: ServedModel) -> gen
     bare = message.HasField("add_special")
     if bare and message.WhichOneof("prompt") != "text":
         raise InvalidRequestError([("add_special", "is set, may be set only with text")])
-    ids = parse(asked, model).samples[0].prompt
+    ids: list[int] = parse(asked, model).samples[0].prompt
     if bare and not message.add_special:
         ids = model.tokenizer.encode(message.text, special=False)
     pieces = [model.tokenizer.piece(token) for token in ids] if message.pieces else []

@@ -1,4 +1,4 @@
-"""Checks a verifier's commit against the request.
+"""Checks a verifier's messages against the request.
 
 No message shows whether the verifier's choice of tokens is right; the checksum shows only that the tokens arrived as
 sent. Everything else about a commit follows from the request and the text so far. A mismatch means that the pod is
@@ -47,7 +47,7 @@ step."""
 
 
 class CommitCheck:
-    """Checks the commits of one session. `context_tokens`: the longest text its verifier has room for."""
+    """Checks the messages of one session. `context_tokens`: the longest text its verifier has room for."""
 
     def __init__(
         self, sample: Sample, model: ServedModel, context_tokens: int, keepers: Collection[object] = ()
@@ -59,6 +59,21 @@ class CommitCheck:
         self._end = min(len(sample.prompt) + sample.max_tokens, context_tokens)
         self._queries: Counter[int] = Counter()  # number of queries to the draft by base; only the last base is kept
         self._features = 0  # bytes of features since the last commit
+
+    def problem(self, message: object, text: CommittedText) -> str:
+        """Return what is wrong with a message about a text; empty if nothing is."""
+        match message:
+            case verifier_pb2.Commit():
+                what, violation = "commit", self.violation(message, text)
+            case verifier_pb2.PromptLogprobs():
+                what, violation = "log-probabilities of the prompt", self.scores_violation(message, text)
+            case model_pb2.DraftQuery():
+                what, violation = "query to the draft", self.query_violation(message, text)
+            case model_pb2.Features():
+                what, violation = "features", self.features_violation(message)
+            case _:
+                return ""
+        return violation and f"invalid {what}: {violation}"
 
     def query_violation(self, query: model_pb2.DraftQuery, text: CommittedText) -> str:
         """Return the problem with a query to the draft; empty if there is none."""

@@ -109,9 +109,6 @@ FailoverReason = Literal[
     "verifier_lost", "numerics_changed", "draft_lost", "draft_useless", "draft_back", "draft_paused", "draft_resumed"
 ]
 
-EXPECTED: frozenset[FailoverReason] = frozenset({"draft_back", "draft_paused", "draft_resumed"})
-"""Events that need no attention."""
-
 
 class FailoverEvents:
     """The failover events of one sample. `of_all` counts the events of all samples."""
@@ -129,5 +126,5 @@ class FailoverEvents:
             log.info("drafting", reason=reason, pod=str(pod), why=why)
             return
         self._timeline.failover(reason, str(pod))
-        tell = log.info if reason in EXPECTED else log.warning
+        tell = log.info if reason == "draft_back" else log.warning
         tell("failover", reason=reason, pod=str(pod), why=why)

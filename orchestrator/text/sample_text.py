@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from orchestrator.requests.sample import Sample
 from specdec.text.tokenizer import Tokenizer
+from specdec.wire.overlap import overlap
 
 CONTEXT = 8
 """Number of earlier tokens decoded together with new ones: a token may spell something else at the beginning of a
@@ -215,10 +216,10 @@ class StopStrings:
             at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
             self._held, self._shown = "", []
             return Spelt(visible[:at] + (stop if self._include_stop else ""), stop)
-        begin = len(held) - max((_overlap(held, stop) for stop in self._with_special), default=0)
-        if overlap := max(_overlap(visible, stop) for stop in self._stop):
-            # The offset in `_held` of the overlap's first character.
-            begin = min(begin, places.index(len(visible) - overlap + 1) - 1)
+        begin = len(held) - max((overlap(held, stop) for stop in self._with_special), default=0)
+        if begun := max(overlap(visible, stop) for stop in self._stop):
+            # The offset in `_held` of the first character of the stop string that may have begun.
+            begin = min(begin, places.index(len(visible) - begun + 1) - 1)
         self._held, self._shown = held[begin:], self._shown[begin:]
         return Spelt(visible[: places[begin]])
 
@@ -227,14 +228,6 @@ class StopStrings:
         if not self._with_special:
             return self._held
         return "".join(character for character, is_shown in zip(self._held, self._shown, strict=True) if is_shown)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 MAX_SPACE_BEFORE_MARK = 8

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, Unpack, cast
+from weakref import WeakSet
 
 import grpc
 
@@ -70,13 +72,14 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         in a thread. The stream takes ownership of the message. Other parameters are as in `generate`."""
         request_id, sent = self._identified(request_id, metadata)
         transcript = Transcript(request, self._retries(timeout))
-        return AsyncStream(partial(self._call, metadata=sent), transcript, request_id)
+        over = self._ended_by_closing(asyncio.Event())
+        return AsyncStream(partial(self._call, metadata=sent), transcript, request_id, over)
 
     def renewed(self, credentials: grpc.ChannelCredentials | None) -> Self:
         """Return a client with the same settings but these credentials. It has its own connections, and shares the
         state of the servers (rotation) with this one."""
         other = copy(self)
-        other._credentials, other._channels = credentials, {}
+        other._credentials, other._channels, other._pausing = credentials, {}, WeakSet()
         return other
 
     @takes_options
@@ -114,18 +117,20 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         model: str | None = None,
         add_special: bool | None = None,
         pieces: bool = False,
+        text: bool = False,
         timeout: float | EllipsisType | None = ...,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> Tokenized:
         """Return the tokens of a prompt, as for `generate`, without generating.
 
         `add_special=False` omits tokens the model expects around plain text (a BOS token, for example). `pieces`
-        requests the text and bytes of each token.
+        requests the text and bytes of each token, `text` the text of all of them, with special tokens.
         """
         request = build_tokenize_request(
             model,
             add_special,
             pieces,
+            text,
             prompt=prompt,
             tokens=tokens,
             messages=messages,
@@ -156,9 +161,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
 
     async def close(self) -> None:
         """Cancel all calls and close all connections."""
-        self._closed += 1
-        channels, self._channels = self._channels, {}
-        for channel in channels.values():
+        for channel in self._end():
             await channel.close()
 
     async def __aenter__(self) -> Self:
@@ -188,14 +191,15 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         method: Callable[[GenerationServiceAsyncStub], grpc.aio.UnaryUnaryMultiCallable[Request, Answer]],
         request: Request,
         timeout: float | EllipsisType | None,
-        metadata: Metadata | None = None,
+        metadata: Metadata,
     ) -> Answer:
         retries = self._retries(timeout)
+        over = self._ended_by_closing(asyncio.Event())
         while True:
             retries.check_open()
             ask = method(self._stub(retries.address))
             try:
-                answer = await ask(request, timeout=retries.seconds_left, metadata=metadata or self._metadata)
+                answer = await ask(request, timeout=retries.seconds_left, metadata=metadata)
             except grpc.RpcError as error:
                 pause = retries.pause(error)
             except asyncio.CancelledError as error:
@@ -203,7 +207,14 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
             else:
                 retries.progressed()
                 return answer
-            await asyncio.sleep(pause)
+            await _pause(pause, over)
+
+
+async def _pause(seconds: float, over: asyncio.Event) -> None:
+    """Wait before the next try of a call, unless the call is `over` before."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await over.wait()
 
 
 class _Call(Protocol):
@@ -221,43 +232,43 @@ class _Send(Protocol):
 class AsyncStream:
     """A stream of the chunks of a completion. Leaving its context cancels an unfinished completion."""
 
-    def __init__(self, send: _Send, transcript: Transcript, request_id: str) -> None:
-        """Send the request; called by `AsyncClient.generate`."""
+    def __init__(self, send: _Send, transcript: Transcript, request_id: str, over: asyncio.Event) -> None:
+        """Send the request; called by `AsyncClient.generate`. `over` ends a pause before the next try."""
         self.request_id = request_id
         """Id of the request in logs and traces of the services."""
         self._send = send
         self._transcript = transcript
-        self._cancelled = asyncio.Event()
+        self._cancelled = False
+        self._over = over
         self._call = self._ask()
 
     def cancel(self) -> None:
         """Cancel the completion; a pending `anext` raises Cancelled."""
-        self._cancelled.set()
+        self._cancelled = True
+        self._over.set()
         self._call.cancel()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Chunk:
-        while not self._cancelled.is_set():
+        while not self._cancelled:
             try:
                 return self._transcript.take(await anext(aiter(self._call)))
             except StopAsyncIteration:
                 self._transcript.end()
                 raise
             except grpc.RpcError as error:
-                if self._cancelled.is_set():
+                if self._cancelled:
                     break
                 pause = self._transcript.pause(error)
             except asyncio.CancelledError as error:
-                self._cancelled.set()  # grpc.aio ends a call whose reader is cancelled
+                self._cancelled = True  # grpc.aio ends a call whose reader is cancelled
                 raise _seen_as(error) from None
             if pause is None:
                 raise StopAsyncIteration
-            try:
-                async with asyncio.timeout(pause):
-                    await self._cancelled.wait()
-            except TimeoutError:
+            await _pause(pause, self._over)
+            if not self._cancelled:
                 self._call = self._ask()
         raise Cancelled("the stream was cancelled", code=grpc.StatusCode.CANCELLED)
 

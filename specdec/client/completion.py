@@ -125,6 +125,15 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Reasoning:
+    """The position of a text's reasoning."""
+
+    opening_token: int  # the opening mark, if it is at the start of the text
+    closing_token: int  # the closing mark
+    begun: bool  # True: the prompt ends inside the reasoning
+
+
+@dataclass(frozen=True)
 class Resolved:
     """The request with all defaults resolved by the server."""
 
@@ -144,6 +153,7 @@ class Resolved:
     prompt_tokens: int = 0  # tokens of the prompt; 0 from an older server
     # of the tool calls in the text, in `specdec.wire.tool_formats`; empty without tools, and from an older server
     tool_format: str = ""
+    reasoning: Reasoning | None = None  # None: the whole text is the answer
 
 
 @dataclass(frozen=True)
@@ -379,7 +389,12 @@ def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
         model=resolved.model,
         prompt_tokens=resolved.prompt_tokens,
         tool_format=resolved.tool_format,
+        reasoning=_read_reasoning(resolved.reasoning) if resolved.HasField("reasoning") else None,
     )
+
+
+def _read_reasoning(reasoning: pb.Reasoning) -> Reasoning | None:
+    return None if reasoning.none else Reasoning(reasoning.opening_token, reasoning.closing_token, reasoning.begun)
 
 
 def _read_prompt_token(message: pb.PromptToken) -> PromptToken:

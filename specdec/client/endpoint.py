@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from types import EllipsisType
 from typing import Generic, TypeVar
+from weakref import WeakSet
 
 import grpc
 
@@ -44,6 +46,7 @@ _MAX_TIMEOUT = 1e7  # seconds
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 Channel = TypeVar("Channel", grpc.Channel, grpc.aio.Channel)
+Event = TypeVar("Event", threading.Event, asyncio.Event)
 
 
 class Endpoint(Generic[Channel]):
@@ -81,8 +84,23 @@ class Endpoint(Generic[Channel]):
         self._options = list((_OPTIONS | dict(options)).items())
         self._channels: dict[str, Channel] = {}  # by address
         self._closed = 0  # how many times
-        # For the synchronous client, which threads may share; `_over` is set when it is closed.
-        self._connecting, self._over = threading.Lock(), threading.Event()
+        self._pausing: WeakSet[threading.Event | asyncio.Event] = WeakSet()  # set when the client is closed
+        self._lock = threading.Lock()  # of the three: threads may share a synchronous client
+
+    def _ended_by_closing(self, pause: Event) -> Event:
+        """Return the event that ends the pauses of a call; closing the client sets it."""
+        with self._lock:
+            self._pausing.add(pause)
+        return pause
+
+    def _end(self) -> list[Channel]:
+        """Note that the client is closed, and end the pauses of its calls; return the channels to close."""
+        with self._lock:
+            self._closed += 1
+            for pause in self._pausing:
+                pause.set()
+            channels, self._channels = self._channels, {}
+        return list(channels.values())
 
     def _with(self, metadata: Sequence[tuple[str, str | bytes]]) -> Metadata:
         """Return the metadata of a call: the client's own, with `metadata` added or replacing the same keys."""

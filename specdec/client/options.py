@@ -58,7 +58,8 @@ class GenerateOptions(TypedDict, total=False):
     split_reasoning: Annotated[bool | None, "False: reasoning stays in the text, with its marks. Default: True."]
     parallel_tool_calls: Annotated[bool | None, "With `tools`: False allows at most one call. Default: True."]
     truncate_prompt_tokens: Annotated[
-        int | None, "Keep only the last N tokens of the prompt, and special tokens around plain text. Default: all."
+        int | None,
+        "Keep the last N tokens of the prompt. Special tokens around plain text count, and are kept. Default: all.",
     ]
     return_prompt_token_ids: Annotated[bool | None, "Send the prompt's token ids in the first chunk."]
     model: Annotated[str | None, "Model name, if several are served."]

@@ -46,7 +46,8 @@ class Client(Endpoint[grpc.Channel]):
         """
         request_id, sent = self._identified(request_id, metadata)
         transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
-        return Stream(partial(self._send, metadata=sent), transcript, request_id)
+        over = self._ended_by_closing(threading.Event())
+        return Stream(partial(self._send, metadata=sent), transcript, request_id, over)
 
     @takes_options
     def complete(
@@ -81,18 +82,20 @@ class Client(Endpoint[grpc.Channel]):
         model: str | None = None,
         add_special: bool | None = None,
         pieces: bool = False,
+        text: bool = False,
         timeout: float | EllipsisType | None = ...,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> Tokenized:
         """Return the tokens of a prompt, as for `generate`, without generating.
 
         `add_special=False` omits tokens the model expects around plain text (a BOS token, for example). `pieces`
-        requests the text and bytes of each token.
+        requests the text and bytes of each token, `text` the text of all of them, with special tokens.
         """
         request = build_tokenize_request(
             model,
             add_special,
             pieces,
+            text,
             prompt=prompt,
             tokens=tokens,
             messages=messages,
@@ -103,12 +106,7 @@ class Client(Endpoint[grpc.Channel]):
 
     def close(self) -> None:
         """Cancel all calls and close all connections."""
-        with self._connecting:
-            self._closed += 1
-            over, self._over = self._over, threading.Event()
-            channels, self._channels = self._channels, {}
-        over.set()
-        for channel in channels.values():
+        for channel in self._end():
             channel.close()
 
     def __enter__(self) -> Self:
@@ -120,7 +118,7 @@ class Client(Endpoint[grpc.Channel]):
         self.close()
 
     def _stub(self, address: str) -> GenerationServiceStub:
-        with self._connecting:
+        with self._lock:
             channel = self._channels.get(address)
             if channel is None:
                 if self._credentials is None:
@@ -138,15 +136,15 @@ class Client(Endpoint[grpc.Channel]):
         method: Callable[[GenerationServiceStub], grpc.UnaryUnaryMultiCallable[Request, Answer]],
         request: Request,
         timeout: float | EllipsisType | None,
-        metadata: Metadata | None = None,
+        metadata: Metadata,
     ) -> Answer:
-        over = self._over
         retries = self._retries(timeout)
+        over = self._ended_by_closing(threading.Event())
         while True:
             retries.check_open()
             ask = method(self._stub(retries.address))
             try:
-                answer = ask(request, timeout=retries.seconds_left, metadata=metadata or self._metadata)
+                answer = ask(request, timeout=retries.seconds_left, metadata=metadata)
             except grpc.RpcError as error:
                 over.wait(retries.pause(error))
             else:
@@ -169,37 +167,40 @@ class _Send(Protocol):
 class Stream:
     """A stream of the chunks of a completion. Leaving its context, or dropping it, cancels an unfinished completion."""
 
-    def __init__(self, send: _Send, transcript: Transcript, request_id: str) -> None:
-        """Send the request; called by `Client.generate`."""
+    def __init__(self, send: _Send, transcript: Transcript, request_id: str, over: threading.Event) -> None:
+        """Send the request; called by `Client.generate`. `over` ends a pause before the next try."""
         self.request_id = request_id
         """Id of the request in logs and traces of the services."""
         self._send = send
         self._transcript = transcript
-        self._cancelled = threading.Event()
+        self._cancelled = False
+        self._over = over
         self._call = self._ask()
 
     def cancel(self) -> None:
         """Cancel the completion, from any thread; a pending `next` raises Cancelled."""
-        self._cancelled.set()
+        self._cancelled = True
+        self._over.set()
         self._call.cancel()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Chunk:
-        while not self._cancelled.is_set():
+        while not self._cancelled:
             try:
                 return self._transcript.take(next(self._call))
             except StopIteration:
                 self._transcript.end()
                 raise
             except grpc.RpcError as error:
-                if self._cancelled.is_set():
+                if self._cancelled:
                     break
                 pause = self._transcript.pause(error)
             if pause is None:
                 raise StopIteration
-            if not self._cancelled.wait(pause):
+            self._over.wait(pause)
+            if not self._cancelled:
                 self._call = self._ask()
         self._call.cancel()  # another thread may have cancelled only the previous call
         raise Cancelled("the stream was cancelled", code=grpc.StatusCode.CANCELLED)

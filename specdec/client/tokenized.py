@@ -26,12 +26,12 @@ class Tokenized:
 
 
 def build_tokenize_request(
-    model: str | None, add_special: bool | None, pieces: bool, **prompt: Any
+    model: str | None, add_special: bool | None, pieces: bool, text: bool, **prompt: Any
 ) -> pb.TokenizeRequest:
     """Return the message; ValueError or TypeError for a value that does not fit. `prompt`: the options of
     `build_request` for the prompt."""
     asked = build_request(**prompt, model=model)
-    request = pb.TokenizeRequest(model=asked.model, add_special=add_special, pieces=pieces)
+    request = pb.TokenizeRequest(model=asked.model, add_special=add_special, pieces=pieces, text_of_tokens=text)
     match asked.WhichOneof("prompt"):
         case "text":
             request.text = asked.text

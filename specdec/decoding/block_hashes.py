@@ -31,10 +31,11 @@ def next_hash(before: int, block: bytes) -> int:
     return _digest(before.to_bytes(8, "little") + block)
 
 
-def block_hashes(tokens: Sequence[int], scope: bytes) -> list[int]:
-    """Return the hashes of a text's full blocks, first to last."""
-    text, size, found = array("I", tokens).tobytes(), 4 * HASHED_TOKENS, []
-    before = root_hash(scope)
+def block_hashes(tokens: Sequence[int], scope: bytes, known: Sequence[int] = ()) -> list[int]:
+    """Return the hashes of a text's full blocks, first to last. `tokens` are those after the blocks with `known`
+    hashes."""
+    text, size, found = array("I", tokens).tobytes(), 4 * HASHED_TOKENS, list(known)
+    before = found[-1] if found else root_hash(scope)
     for start in range(0, len(text) - size + 1, size):
         before = next_hash(before, text[start : start + size])
         found.append(before)

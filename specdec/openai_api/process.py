@@ -19,7 +19,7 @@ from specdec.openai_api.response_store import ResponseStore
 from specdec.openai_api.routes import ROUTES
 from specdec.serving.metrics.endpoint import LoopCollector, registry_with
 from specdec.serving.process import logs
-from specdec.serving.process.listening import ListenError, bound, is_loopback
+from specdec.serving.process.listening import ListenError, bound, is_loopback, joined
 from specdec.serving.process.server import (
     STOP_SIGNALS,
     ServerSettings,
@@ -100,8 +100,8 @@ async def serve(
     orchestrators.start()
     log_settings()
     gc.freeze()  # large bodies cause full collections, which would hold the event loop for 0.1 s
-    announce(f"{settings.host}:{server.port}")
-    log.info("serving", address=f"{settings.host}:{server.port}")
+    announce(joined(settings.host, server.port))
+    log.info("serving", address=joined(settings.host, server.port))
     await stop.wait()
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().remove_signal_handler(number)  # a second signal kills the process immediately

@@ -134,7 +134,7 @@ class ResponseStore:
         return await self._run(caller, lambda: self._output(caller, response_id, ids))
 
     def close(self) -> None:
-        self._thread.close()
+        self._thread.close(wait=True)  # it may be using the database
         self._database.close()
 
     async def _run(self, caller: str, work: Callable[[], Result]) -> Result:

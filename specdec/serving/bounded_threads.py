@@ -68,5 +68,6 @@ class BoundedThreads:
         work.add_done_callback(done)
         return await asyncio.shield(work)  # a cancelled caller leaves its thread running
 
-    def close(self) -> None:
-        self._executor.shutdown(cancel_futures=True)
+    def close(self, *, wait: bool = False) -> None:
+        """Start no more work. To `wait` until running work has ended blocks the event loop."""
+        self._executor.shutdown(wait=wait, cancel_futures=True)

@@ -21,10 +21,12 @@ Opening = TypeVar("Opening", verifier_pb2.VerifyOpen, verifier_pb2.VerifyOpened)
 def of_opening(message: Opening) -> int:
     """Return the checksum of a session's opening, where the running checksum starts, or of the answer to it. It covers
     all fields except `checksum`."""
-    bare = type(message)()
-    bare.CopyFrom(message)
-    bare.ClearField("checksum")
-    return zlib.crc32(bare.SerializeToString(deterministic=True))
+    if message.HasField("checksum"):
+        bare = type(message)()
+        bare.CopyFrom(message)
+        bare.ClearField("checksum")
+        message = bare
+    return zlib.crc32(message.SerializeToString(deterministic=True))
 
 
 def extended(checksum: int, tokens: Iterable[int], finish: int = 0) -> int:

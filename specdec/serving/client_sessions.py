@@ -1,6 +1,7 @@
 """Per-client limits on sessions and connections, so that one client cannot starve the rest.
 
-Across all its connections, a client is identified by its certificate, or by its host if it has none.
+Across all its connections, a client is identified by its certificate, or if it has none by its IPv4 address or the /64
+of its IPv6 address.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import grpc
 import structlog
 
 from specdec.serving.callers.certificate import names_of
+from specdec.serving.callers.sockets import network_of, parse_peer
 from specdec.serving.errors import OverloadedError
 
 log = structlog.get_logger()
@@ -52,8 +54,8 @@ class ClientSessions:
 
 
 def client_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Return the names in the caller's certificate, or else the caller's host."""
+    """Return the names in the caller's certificate, or else the caller's network."""
     if names := names_of(context.auth_context()):
         return ", ".join(sorted(map(str, names)))
-    peer = context.peer()
-    return peer.rpartition(":")[0] if peer.startswith("ipv") else peer
+    found = parse_peer(context.peer())
+    return context.peer() if found is None else str(network_of(found[0]))

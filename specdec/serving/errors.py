@@ -270,19 +270,14 @@ STATUS: dict[type[ServiceError], grpc.StatusCode] = {
 
 
 def as_service_error(error: Exception) -> ServiceError:
-    """Map an exception to the caller's error: InternalError if unexpected. An exception group is mapped by its first
-    member."""
+    """Map an exception to the caller's error: InternalError if unexpected."""
     match error:
         case ServiceError():
             return error
         case _ if is_shortage(error):
             return ShortOfMemoryError()
-        case ExceptionGroup():
-            return as_service_error(error.exceptions[0])
         case DecodeError():
             return ProtocolError("a message cannot be parsed")
-        case TimeoutError():
-            return DeadlineError("the deadline has passed")
         case _:
             return InternalError()
 
@@ -376,8 +371,12 @@ def _detail(error: grpc.aio.AioRpcError, message: Any) -> Any:
 
 def _rich(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
     """Return the rich status; None if it is missing or cannot be parsed."""
+    details = status_details(error.trailing_metadata())
     with contextlib.suppress(DecodeError):
-        for key, value in error.trailing_metadata() or ():
-            if key == STATUS_DETAILS and isinstance(value, bytes):
-                return status_pb2.Status.FromString(value)
+        return status_pb2.Status.FromString(details) if details else None
     return None
+
+
+def status_details(metadata: Any) -> bytes:
+    """Return the serialized rich status in a call's trailing metadata; empty if there is none."""
+    return next((value for key, value in metadata or () if key == STATUS_DETAILS and isinstance(value, bytes)), b"")

@@ -193,6 +193,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 request = decode(message)
             except DecodeError:
                 raise InvalidRequestError([("request", "cannot be decoded as this method's request")]) from None
+            del message  # a prompt must not be in memory twice while its text is generated
             response = await _run(behaviour, request, context)
             if answers_once:
                 await context.write(response)
@@ -235,8 +236,6 @@ async def _answer(error: Exception, context: Context) -> None:
     them."""
     if isinstance(error, grpc.aio.AbortError | grpc.aio.BaseError) or context.cancelled():
         raise error
-    if isinstance(error, ExceptionGroup):
-        await _answer(error.exceptions[0], context)
     mapped = as_service_error(error)
     if isinstance(mapped, InternalError):
         log.error("failed", exc_info=error)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.wire.overlap import overlap
 from specdec.wire.tool_arguments import is_text, property_schemas, types_of, value_of
 from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolCall, ToolFormat
 from specdec.wire.tool_scanner import Schemas
@@ -75,25 +76,32 @@ def _tagged_call(text: str, style: TaggedCall, schemas: Schemas, *, whole: bool)
     found = head.match(text)
     if found is None:
         return None
-    name, rest = found[1], text[found.end() :]
+    name, at = found[1], found.end()
     schema = schemas.get(name, {})
     arguments: dict[str, object] = {}
     properties = property_schemas(schema)
-    while style.key[0] in rest:
-        key, between, value = rest.split(style.key[0], 1)[1].partition(style.key[1])
-        if style.value[0]:
-            _, between, value = value.partition(style.value[0])
-        if not between:
-            break
+    # A text may have thousands of arguments: the rest of the text is not copied for each.
+    while (
+        (key_begin := _behind(text, style.key[0], at)) >= 0
+        and (key_end := text.find(style.key[1], key_begin)) >= 0
+        and (begin := _behind(text, style.value[0], key_end + len(style.key[1]))) >= 0
+    ):
+        key, end = text[key_begin:key_end], text.find(style.value[1], begin)
         inner = properties.get(key, {})
-        value, ended, rest = value.partition(style.value[1])
-        if not ended:
-            value = _without_beginning(value, style.pad + style.value[1])
+        if end < 0:
+            value = text[begin : len(text) - overlap(text, style.pad + style.value[1], begin)]
             return ToolCall(name, _with_last(arguments, key, value.removeprefix(style.pad), inner, schema))
-        value = value.removeprefix(style.pad).removesuffix(style.pad)
+        value = text[begin:end].removeprefix(style.pad).removesuffix(style.pad)
         arguments[key] = value_of(value, inner, schema)
+        at = end + len(style.value[1])
     written = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(name, written if whole else written[:-1])
+
+
+def _behind(text: str, mark: str, at: int) -> int:
+    """Return the end of the first mark from `at`; -1 if there is none."""
+    found = text.find(mark, at)
+    return found if found < 0 else found + len(mark)
 
 
 def _with_last(
@@ -104,12 +112,6 @@ def _with_last(
     if not is_text(types_of(inner, schema)):
         return head + value
     return head + json.dumps(value, ensure_ascii=False)[:-1]
-
-
-def _without_beginning(text: str, end: str) -> str:
-    """Return a text without a suffix that may be the start of `end`."""
-    found = next((n for n in range(min(len(text), len(end) - 1), 0, -1) if end.startswith(text[-n:])), 0)
-    return text[: len(text) - found]
 
 
 def _arguments(text: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 
 from specdec.wire.cut_calls import cut_calls
+from specdec.wire.overlap import overlap
 from specdec.wire.tool_formats import ToolCall as ToolCall
 from specdec.wire.tool_formats import ToolFormat
 from specdec.wire.tool_scanner import Cursor, Scan, Schemas, scan
@@ -97,7 +98,7 @@ class ToolCallReader:
         found = text.find(marker, at)
         if found >= 0:
             return found
-        return len(text) if self._cursor.over else len(text) - _overlap(text, at, marker)
+        return len(text) if self._cursor.over else len(text) - overlap(text, marker, at)
 
     def _tell(self, text: str) -> Iterator[str]:
         if self._behind_call:
@@ -105,9 +106,3 @@ class ToolCallReader:
         if text:
             self._behind_call, self._said = False, self._said or not text.isspace()
             yield text
-
-
-def _overlap(text: str, begin: int, marker: str) -> int:
-    """Return the length of the longest suffix of text[begin:] that is a proper prefix of the marker."""
-    longest = min(len(text) - begin, len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if marker.startswith(text[len(text) - n :])), 0)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, cast
 
+import grpc
 import pytest
 from google.rpc import code_pb2
 
-from specdec.client import AsyncClient, Cancelled, Client, DeadlineExceeded
+from specdec.client import AsyncClient, AsyncStream, Cancelled, Client, DeadlineExceeded
 from tests.client.calls import BREAK, EVENTUALLY, ROUNDING, retry_info, until, written
 from tests.client.fake_server import TEXT, TOKENS, Act, FakeServer, rich
 
@@ -83,6 +86,60 @@ async def test_cancel_ends_a_pause(connect: Any) -> None:
             await reading
 
 
+class Broken:
+    """A gRPC call that has failed."""
+
+    def __init__(self) -> None:
+        self.cancelled = False
+
+    def __aiter__(self) -> Broken:
+        return self
+
+    async def __anext__(self) -> Any:
+        raise grpc.RpcError
+
+    def cancel(self) -> bool:
+        self.cancelled = True
+        return True
+
+
+class Pausing:
+    """A transcript whose pause has just ended, but was not noticed by its stream, when `cancel` is called."""
+
+    cancel: Callable[[], None]
+
+    def ask(self) -> tuple[str, None, None]:
+        return "", None, None
+
+    def take(self, response: Any) -> Any:
+        raise AssertionError
+
+    def pause(self, error: grpc.RpcError) -> float:
+        loop = asyncio.get_running_loop()
+
+        def outlast_the_pause() -> None:
+            time.sleep(0.002)
+            loop.call_soon(loop.call_soon, self.cancel)  # runs right after the timer of the pause
+
+        loop.call_soon(outlast_the_pause)
+        return 0.001
+
+
+async def test_cancel_at_the_end_of_a_pause_leaves_no_call() -> None:
+    calls = list[Broken]()
+
+    def send(*args: Any, **options: Any) -> Broken:
+        calls.append(Broken())
+        return calls[-1]
+
+    transcript = Pausing()
+    stream = AsyncStream(send, cast("Any", transcript), "", asyncio.Event())
+    transcript.cancel = stream.cancel
+    with pytest.raises(Cancelled):
+        await anext(stream)
+    assert all(call.cancelled for call in calls)
+
+
 async def test_leaving_the_context_frees_the_server(connect: Any) -> None:
     async with FakeServer(Act(6, "hold")) as server, connect(server) as client:
         async with client.generate("hi") as stream:
@@ -124,10 +181,10 @@ async def test_closing_the_client_ends_its_calls(connect: Any) -> None:
 
 
 async def test_closing_the_client_ends_calls_that_wait_for_their_next_try(connect: Any) -> None:
-    """The calls end without another connection."""
-    refusal = rich(code_pb2.UNAVAILABLE, retry_info(3))
+    """The calls end immediately and without another connection."""
+    refusal = rich(code_pb2.UNAVAILABLE, retry_info(3600))
     async with FakeServer(refusal, refusal) as server, connect(server) as client:
-        asking = client.generate("hi").__anext__(), client.complete("hi")
+        asking = client.generate("hi", timeout=None).__anext__(), client.complete("hi", timeout=None)
         calls = [asyncio.ensure_future(each) for each in asking]
         async with asyncio.timeout(EVENTUALLY):
             while len(server.calls) < len(calls):

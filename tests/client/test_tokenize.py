@@ -16,9 +16,11 @@ async def test_tokens_pieces_and_retries(kind: Any) -> None:
     async with FakeServer(Act(then="abort")) as server, kind(server.address) as client:  # the first try fails
         whole = await client.tokenize("é", pieces=True)
         bare = await client.tokenize("é", add_special=False)
+        spelt = await client.tokenize(tokens=[0xC3, 0xA9], text=True)
     assert whole.ids == [0, 0xC3, 0xA9]
     assert whole.pieces[1] == Piece("\ufffd", b"\xc3")
     assert (whole.count, whole.context_tokens) == (3, 1024)
-    assert (bare.ids, bare.pieces) == ([0xC3, 0xA9], [])
+    assert (bare.ids, bare.pieces, bare.text) == ([0xC3, 0xA9], [], "")
+    assert spelt.text == "é"
     with pytest.raises(ValueError, match="not several"):
         await client.tokenize("a", tokens=[1])

@@ -18,7 +18,9 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=3 * HASHED_TOKENS + 1)
 def test_a_longer_text_has_the_same_hashes_first(beginning: list[int], rest: list[int], scope: bytes) -> None:
     hashes = block_hashes(beginning, scope)
     assert len(hashes) == len(beginning) // HASHED_TOKENS
-    assert block_hashes(beginning + rest, scope)[: len(hashes)] == hashes
+    whole = block_hashes(beginning + rest, scope)
+    assert whole[: len(hashes)] == hashes
+    assert block_hashes((beginning + rest)[HASHED_TOKENS * len(hashes) :], scope, hashes) == whole
 
 
 @given(TOKENS, st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,11 @@ from orchestrator.generation.sample_context import GrantedLimits, SampleContext
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from orchestrator.requests.model import ServedModel
-from orchestrator.requests.sample import CommittedText, Sample
+from orchestrator.requests.sample import CommittedText, Prompt, Sample
 from orchestrator.text.request_timeline import FailoverEvents, SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import SpeculationOptions
+from specdec.serving.messages import sampling_message
 from specdec.serving.timeline import Timeline
 from specdec.v2 import model_pb2
 
@@ -39,7 +41,9 @@ def sample(**fields: Any) -> Sample:
         "contrast": model_pb2.Contrast(),
         "typicality": model_pb2.Typicality(),
     }
-    return Sample(**(usual | fields))
+    given = usual | fields
+    given["prompt"] = Prompt(given["prompt"])
+    return Sample(sampling_message=sampling_message(replace(given["sampling"], seed=0)), **given)
 
 
 def context(peers: Peers | None = None, **fields: Any) -> SampleContext:

@@ -127,6 +127,14 @@ async def test_what_was_told_stands_for_a_while_only(asked: bool, seconds: float
     assert verifier.sessions == 1
 
 
+async def test_any_number_of_sessions_can_be_told_on() -> None:
+    load = PodCapacity()
+    load.report(model_pb2.PodCapacity(sessions=2**32 - 1))
+    with load.session():
+        assert load.now is not None
+        assert load.now.sessions == 2**32 - 1
+
+
 async def test_other_errors_shut_nobody_out() -> None:
     admission = Admission(PodCapacity(), Breaker())
     with pytest.raises(PeerLostError):

@@ -116,6 +116,19 @@ async def test_a_revision_that_comes_back_counts_on() -> None:
     await catalog.close()
 
 
+async def test_former_revisions_are_remembered_as_one_sum() -> None:
+    """A rollout may go on for years."""
+    catalog = Catalog([revision("big", "a")])
+    for _ in range(5):
+        with catalog.main("big").request("default"):
+            pass
+        catalog.become([revision("big", "a")])
+        await until(lambda: not list(catalog.leaving))
+    assert len(catalog._left) == 1
+    assert catalog.counts()["big", "a"].by_class.total() == 5
+    await catalog.close()
+
+
 @pytest.mark.parametrize(
     ("name", "lost"), [("big", True), ("big@b", True), ("gone", True), ("gone@a", True), ("big@a", False)]
 )

@@ -75,7 +75,7 @@ def checking(*outcomes: str | Exception) -> tuple[GrammarCheck, Trials]:
 
 
 def watched(check: GrammarCheck, peers: Peers | None = None, **fields: Any) -> SampleContext:
-    given = context(peers, grammar=model_pb2.Grammar(regex="a+"), **fields)
+    given = context(peers, grammar=model_pb2.Grammar(regex="a+"), grammar_field="chat.tools", **fields)
     return replace(given, grammar_watch=check.watch(given.sample, given.text, given.peers))
 
 
@@ -135,8 +135,14 @@ async def test_a_grammar_that_does_not_pass_again_ends_its_text_and_kills_no_oth
     verifier = Dying(None)
     error = await end_of([verifier], check, [5, 6])
     assert isinstance(error, InvalidRequestError)
-    assert str(error) == "grammar.regex: nests too deep"
+    assert str(error) == "chat.tools: nests too deep"
     assert trials.replayed == [[5, 6]]  # and no other pod has died of it
+
+
+async def test_a_verifier_that_refuses_the_grammar_refuses_the_field_that_set_it() -> None:
+    check, _ = checking("")
+    error = await end_of([Dying(InvalidRequestError([("grammar.regex", "is wrong"), ("rule", "is too")]))], check)
+    assert str(error) == "chat.tools: is wrong; rule: is too"
 
 
 async def test_a_grammar_that_passes_again_and_again_is_refused_in_the_end() -> None:

@@ -13,13 +13,13 @@ import pytest
 
 from orchestrator.pods import prefix_routing
 from orchestrator.pods.pods import Pod, Pods
-from orchestrator.pods.prefix_routing import LOAD_FACTOR, SPARE_SESSIONS, cached_tokens, preferred
+from orchestrator.pods.prefix_routing import KNOWN_SECONDS, LOAD_FACTOR, SPARE_SESSIONS, PrefixAnswers, preferred
 from specdec.decoding.block_hashes import HASHED_TOKENS, block_hashes
 from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.orchestrator.servers import addresses
 from tests.stack import until
 
-TEXT = list(range(3 * HASHED_TOKENS + 7))
+HASHES = block_hashes(range(3 * HASHED_TOKENS + 7), b"a tenant")
 
 
 class Holding(verifier_pb2_grpc.VerifierServiceServicer):
@@ -40,7 +40,7 @@ class Holding(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> verifier_pb2.FindPrefixResponse:
         self.asked += 1
         known = min(self.blocks, len(request.block_hashes))
-        assert list(request.block_hashes) == block_hashes(TEXT, b"a tenant")
+        assert list(request.block_hashes) == HASHES
         capacity = model_pb2.PodCapacity(sessions=self.sessions, room=5)
         return verifier_pb2.FindPrefixResponse(cached_tokens=HASHED_TOKENS * known, capacity=capacity)
 
@@ -85,8 +85,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_every_verifier_says_what_it_has_and_how_full_it_is() -> None:
     async with asking(Holding(2, sessions=4), Holding(0), Boasting(0)) as pods:
-        found = await cached_tokens(pods, TEXT, b"a tenant")
-        assert list(found.values()) == [2 * HASHED_TOKENS, 0, len(TEXT)]
+        found = await PrefixAnswers().cached_tokens(pods, HASHES)
+        assert list(found.values()) == [2 * HASHED_TOKENS, 0, 3 * HASHED_TOKENS]
         assert [pod.load.sessions for pod in pods] == [4, 0, 0]
 
 
@@ -94,26 +94,53 @@ async def test_who_does_not_answer_has_nothing_and_is_not_waited_for_beyond_the_
     async with asking(Holding(3), Silent(3), Older(3)) as pods:
         await asyncio.gather(*(pod.channel.channel_ready() for pod in pods))
         begin = time.monotonic()
-        found = await cached_tokens(pods, TEXT, b"a tenant", 2.0)
+        found = await PrefixAnswers().cached_tokens(pods, HASHES, 2.0)
         assert 1.8 < time.monotonic() - begin < 30.0  # Silent never answers
         assert list(found.values()) == [3 * HASHED_TOKENS, 0, 0]
+
+
+async def test_the_samples_of_a_request_share_an_answer_for_a_while() -> None:
+    now, asked = 0.0, [Holding(1), Holding(2)]
+    async with asking(*asked) as (one, other):
+        answers = PrefixAnswers(lambda: now)
+        found = await asyncio.gather(*(answers.cached_tokens([one], HASHES) for _ in range(16)))
+        assert found == 16 * [{one: HASHED_TOKENS}]
+        assert [verifier.asked for verifier in asked] == [1, 0]
+        assert await answers.cached_tokens([one, other], HASHES) == {one: HASHED_TOKENS, other: 2 * HASHED_TOKENS}
+        assert [verifier.asked for verifier in asked] == [1, 1]
+        now += 2 * KNOWN_SECONDS
+        await answers.cached_tokens([one], HASHES)
+        assert [verifier.asked for verifier in asked] == [2, 1]
+
+
+async def test_a_sample_that_ends_while_it_asks_leaves_the_others_to_ask() -> None:
+    silent = Silent(3)
+    async with asking(silent) as pods:
+        answers = PrefixAnswers()
+        first = asyncio.ensure_future(answers.cached_tokens(pods, HASHES))
+        await until(lambda: silent.asked == 1)
+        second = asyncio.ensure_future(answers.cached_tokens(pods, HASHES, 0.05))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == {pods[0]: 0}
+        assert silent.asked == 2
 
 
 async def test_nobody_is_asked_about_a_text_without_a_whole_block() -> None:
     asked = [Holding(3), Holding(3)]
     async with asking(*asked) as pods:
-        assert await cached_tokens(pods, TEXT[: HASHED_TOKENS - 1], b"a tenant") == {}
+        assert await PrefixAnswers().cached_tokens(pods, []) == {}
     assert not any(verifier.asked for verifier in asked)
 
 
 async def test_a_pod_that_leaves_while_it_is_asked_has_nothing() -> None:
     silent = Silent(3)
     async with asking(Holding(2), silent) as pods:
-        begun = asyncio.ensure_future(cached_tokens(pods, TEXT, b"a tenant"))
+        begun = asyncio.ensure_future(PrefixAnswers().cached_tokens(pods, HASHES))
         await until(lambda: silent.asked > 0)
         await pods[1].channel.close()
         assert list((await begun).values()) == [2 * HASHED_TOKENS, 0]
-        assert list((await cached_tokens(pods, TEXT, b"a tenant")).values()) == [2 * HASHED_TOKENS, 0]
+        assert list((await PrefixAnswers().cached_tokens(pods, HASHES)).values()) == [2 * HASHED_TOKENS, 0]
 
 
 def three(sessions: Sequence[int], rooms: Sequence[int] = (9, 9, 9)) -> list[Pod]:

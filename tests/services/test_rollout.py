@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from orchestrator.models.file import ModelsFile
 from orchestrator.models.followed_catalog import FollowedCatalog
 from orchestrator.models.revision import Revision
 from orchestrator.pods.peers import Peers, PeerSettings
-from orchestrator.pods.pods import Pods
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient, InvalidRequest, NotFound
 from tests.services.conftest import Directories
@@ -77,7 +77,7 @@ async def rollout(
     found.write(shares)
     async with AsyncExitStack() as exits:
         for _ in range(fronts):
-            settings = PeerSettings(Peers(Pods(), patience_seconds=0.02))
+            settings = PeerSettings(partial(Peers, patience_seconds=0.02))
             catalog = FollowedCatalog(ModelsFile(tmp_path / "models.yaml"), settings)
             front = GenerationServicer(catalog)
             await front.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -63,3 +64,30 @@ async def test_who_leaves_makes_room() -> None:
         left.cancel()
         await asyncio.wait([left])
         assert threads.waiting == 0
+
+
+async def test_closing_does_not_wait_for_running_work() -> None:
+    """Waiting would block the event loop, and with it all streams of the service."""
+    threads, over = BoundedThreads("jobs", 1, 4), threading.Event()
+    working = asyncio.create_task(threads.run(lambda: over.wait(60)))
+    await asyncio.sleep(0)  # it runs now
+    asyncio.get_running_loop().call_later(5, over.set)
+    begin = time.monotonic()
+    threads.close()
+    assert time.monotonic() - begin < 2
+    over.set()
+    assert await working
+
+
+async def test_closing_may_wait_for_running_work() -> None:
+    threads, ended = BoundedThreads("jobs", 1, 4), list[int]()
+
+    def work() -> None:
+        time.sleep(0.05)
+        ended.append(1)
+
+    working = asyncio.create_task(threads.run(work))
+    await asyncio.sleep(0)  # it runs now
+    threads.close(wait=True)
+    assert ended
+    await working

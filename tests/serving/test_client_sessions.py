@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.serving.client_sessions import ClientSessions
+from specdec.serving.client_sessions import ClientSessions, client_of
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.channel import MuxChannel
 from specdec.serving.process.server import registered
@@ -114,6 +114,34 @@ async def test_without_certificates_it_is_known_by_its_host() -> None:
         first = await hold(one)
         assert not isinstance(first, grpc.aio.AioRpcError)
         assert refusal(await hold(other)) == "1 sessions are open for one client, the limit is reached"
+
+
+class Caller:
+    """The context of a call without a certificate."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+
+    def peer(self) -> str:
+        return self._peer
+
+    def auth_context(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("peer", "other", "same"),
+    [
+        ("ipv6:%5B2001:db8::1%5D:1", "ipv6:[2001:db8::ffff:1]:2", True),  # a host owns a /64
+        ("ipv6:[2001:db8:0:1::1]:1", "ipv6:[2001:db8:0:2::1]:1", False),
+        ("ipv4:10.0.0.1:1", "ipv6:[::ffff:10.0.0.1]:2", True),
+        ("ipv4:10.0.0.1:1", "ipv4:10.0.0.2:1", False),
+        ("unix:a", "unix:b", False),
+    ],
+)
+def test_a_host_is_known_by_its_network(peer: str, other: str, same: bool) -> None:
+    found: list[Any] = [Caller(peer), Caller(other)]
+    assert (client_of(found[0]) == client_of(found[1])) is same
 
 
 async def test_by_default_there_is_no_limit() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 import urllib.parse
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from specdec.serving.errors import (
     OverloadedError,
     PeerLostError,
     ServiceError,
+    as_service_error,
     to_status,
 )
 from specdec.v2 import generation_pb2
@@ -143,6 +145,10 @@ async def test_what_nobody_expected_is_told_by_its_request_id_alone(method: str)
     assert (seen.reason, seen.request_id) == ("INTERNAL", "from-the-caller")
 
 
+def test_a_timeout_that_nobody_handled_is_not_the_callers_deadline() -> None:
+    assert isinstance(as_service_error(TimeoutError()), InternalError)
+
+
 @pytest.mark.parametrize("method", ["Generate", "Complete"])
 async def test_a_request_that_cannot_be_decoded_is_invalid(method: str) -> None:
     async with calling(AssertionError()) as channel:
@@ -150,6 +156,34 @@ async def test_a_request_that_cannot_be_decoded_is_invalid(method: str) -> None:
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     ((field, problem),) = from_rpc(error).violations
     assert (field, problem) == ("request", "cannot be decoded as this method's request")
+
+
+class Measuring(Service):
+    """A service that answers with the memory in use while its request is served."""
+
+    def __init__(self) -> None:
+        super().__init__(AssertionError())
+
+    def register(self, server: Any) -> None:
+        methods: dict[str, Any] = {"Complete": grpc.unary_unary_rpc_method_handler(self._measure, len, bytes)}
+        server.add_registered_method_handlers(self.name, methods)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.name, methods),))
+
+    async def _measure(self, request: int, context: Any) -> bytes:
+        return b"%d" % tracemalloc.get_traced_memory()[0]
+
+
+async def test_an_encoded_request_is_not_kept_beside_the_decoded_one() -> None:
+    size = 1 << 20
+    tracemalloc.start()
+    try:
+        async with served(Measuring()) as (address, _), grpc.aio.insecure_channel(address) as channel:
+            ask: Any = channel.unary_unary(f"/{Service.name}/Complete")
+            before = tracemalloc.get_traced_memory()[0]
+            used = int(await ask(bytes(size))) - before
+    finally:
+        tracemalloc.stop()
+    assert used < 1.5 * size, "the client's copy alone"
 
 
 async def test_the_longest_error_arrives_as_it_is() -> None:

@@ -134,6 +134,16 @@ async def test_connections_beyond_the_limit_are_closed_and_places_are_given_back
         await serving.close()
 
 
+def test_a_burst_of_connections_waits_to_be_accepted() -> None:
+    """The system drops connections beyond the backlog, and the other end tries again after a second."""
+    server = endpoint._Server("127.0.0.1", 0)  # accepts none yet
+    try:
+        for _ in range(endpoint.MAX_CONNECTIONS):
+            socket.create_connection(("127.0.0.1", server.server_port), timeout=0.5).close()
+    finally:
+        server.server_close()
+
+
 async def test_who_breaks_off_or_says_nothing_leaves_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

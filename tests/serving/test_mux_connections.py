@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from specdec.serving.errors import said_by_pod
 from specdec.serving.mux import send_queue
 from specdec.serving.mux.channel import ClientConnection, MuxChannel
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES
@@ -52,6 +53,41 @@ async def test_a_renewed_channel_takes_new_streams_and_the_old_one_keeps_its_own
             assert await echoed(begin())  # at the other pod
         finally:
             await channel.close()
+
+
+async def test_a_renewed_channel_that_was_only_polled_is_closed_at_the_next_renewal() -> None:
+    """A pod without sessions is only asked for its health and its capacity."""
+    channels = [grpc.aio.insecure_channel("127.0.0.1:1") for _ in range(4)]
+    renewals = iter(channels)
+    channel = MuxChannel(next(renewals), lambda: next(renewals, None))
+    for _ in range(5):
+        channel.unary_unary(f"/{SERVICE}/none")
+    await until(lambda: not channel._closing)
+    closed = [each.get_state() is grpc.ChannelConnectivity.SHUTDOWN for each in channels]
+    assert closed == [True, True, False, False]
+    await channel.close()
+
+
+async def test_a_renewed_channel_with_a_plain_stream_stays_open() -> None:
+    server = grpc.aio.server()
+    Methods().register(server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    renewals: list[grpc.aio.Channel] = []
+    channel = MuxChannel(grpc.aio.insecure_channel(address), lambda: renewals.pop() if renewals else None)
+    try:
+        echo = channel.stream_stream(f"/{SERVICE}/echo", bytes, readable)
+        with pytest.raises(grpc.aio.AioRpcError):  # the service does not support connections
+            await echo().read()
+        plain = echo()
+        for _ in range(3):
+            await plain.write(b"here")
+            assert await plain.read() == b"here"
+            renewals.append(grpc.aio.insecure_channel(address))
+            channel.unary_unary(f"/{SERVICE}/none")
+    finally:
+        await channel.close()
+        await server.stop(None)
 
 
 async def test_with_its_connection_a_stream_is_lost_and_the_next_one_has_another() -> None:
@@ -104,6 +140,28 @@ async def test_a_service_that_drains_ends_with_its_last_stream() -> None:
         async with asyncio.timeout(10):
             await stopping
         await idle.channel.close()
+
+
+async def test_a_stream_that_a_draining_service_refuses_was_not_lost() -> None:
+    """The caller has not heard of the drain yet. Without a status from the pod, the pod would count as dead."""
+    async with link() as to:
+        last = to.begin("echo")
+        await last.write(b"here")
+        assert await last.read() == b"here"
+        to.pod.mux.drain()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await to.begin("echo").read()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert said_by_pod(refused.value)
+
+
+async def test_the_streams_of_a_refused_connection_were_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.serving.mux.servicer.MAX_CONNECTIONS", 0)
+    async with link() as to:
+        with pytest.raises(grpc.aio.AioRpcError, match="0 connections are open") as refused:
+            await to.begin("echo").read()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert said_by_pod(refused.value)
 
 
 async def test_a_service_that_leaves_does_not_keep_new_streams_from_its_successor() -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.wire.cut_calls import cut_calls
 from specdec.wire.tool_calls import ToolCall, ToolCallReader
 from specdec.wire.tool_formats import (
     FORMATS,
@@ -242,6 +243,16 @@ def test_a_megabyte_of_white_space() -> None:
     text = "<tool_call>" + " " * (1 << 20) + '{"name": "time"}'
     assert read(HERMES, *(text[at : at + 4] for at in range(0, len(text), 4))) == ("", [TIME])
     assert time.process_time() - started < 10
+
+
+def test_a_cut_call_with_many_arguments_takes_time_linear_in_its_length() -> None:
+    """If the rest of the text were copied for each argument, this would take many seconds."""
+    arguments = 2_000 * "<arg_key>a</arg_key><arg_value></arg_value>"
+    text = f"f\n{arguments}<arg_key>b</arg_key><arg_value>" + 4_000_000 * "x"
+    started = time.process_time()
+    (call,) = cut_calls(text, GLM, {})
+    assert time.process_time() - started < 1
+    assert call.arguments.startswith('{"a": "", "b": xxx')
 
 
 def test_half_a_surrogate_pair_stays_escaped() -> None:

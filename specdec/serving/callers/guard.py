@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from specdec.serving.callers.sockets import Address, Peer, end_connections, parse_peer
+from specdec.serving.callers.sockets import Peer, end_connections, network_of, parse_peer
 from specdec.serving.callers.token_bucket import TokenBucket, TokenBuckets
 
 log = structlog.get_logger()
@@ -67,9 +67,6 @@ LOG_SECONDS = 10.0
 LOGGED_CALLS = 50
 """Minimum number of wasted calls in that time for a log line: callers that cancel, or retry with an old key, make
 fewer."""
-
-IPV6_HOST_BITS = 64
-"""Bits of an IPv6 address chosen by its owner: a /64 counts as one address."""
 
 refused_calls: Counter[str] = Counter()
 """Number of calls that this process refused without reading their requests, by reason."""
@@ -176,7 +173,7 @@ class ConnectionGuard:
         if connection.is_trusted(self._clock()):
             return
         connection.wasted += 1
-        address_has = addresses.of(_network(connection.peer[0])).spend()
+        address_has = addresses.of(network_of(connection.peer[0])).spend()
         connection_has = connection.budget.spend()
         # Above the address's budget, mute: closing would only let the caller return with a fresh connection budget.
         if not address_has and connection.wasted > MIN_WASTED:
@@ -266,8 +263,3 @@ class ConnectionGuard:
         for peer, (_, inode) in list(self._muted.items()):
             if sockets.get(peer) != inode:
                 del self._muted[peer]
-
-
-def _network(address: Address) -> int:
-    """Return the key of an address's budget, shared by a /64 of IPv6."""
-    return int(address) >> IPV6_HOST_BITS if address.version == 6 else -int(address)

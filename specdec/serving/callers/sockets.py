@@ -28,6 +28,9 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Peer = tuple[Address, int]
 """Address and port of the remote end of a connection."""
 
+IPV6_HOST_BITS = 64
+"""Bits of an IPv6 address chosen by its owner: a /64 counts as one address."""
+
 MAX_DISCARDS = 16
 _discarded = bytearray(1 << 19)
 """Maximum reads to discard data, and their buffer of half a MiB: Linux's default receive buffer holds at most 6 MiB."""
@@ -57,6 +60,12 @@ def parse_peer(name: str) -> Peer | None:
         return _plain(found[1].replace("%25", "%")), int(found[2])
     except ValueError:
         return None
+
+
+def network_of(address: Address) -> Address:
+    """Return the address that stands for a caller's network: an IPv4 address for itself, the first one of a /64 for all
+    of its IPv6 addresses."""
+    return ipaddress.IPv6Address(int(address) >> IPV6_HOST_BITS << IPV6_HOST_BITS) if address.version == 6 else address
 
 
 def end_connections(closed: Mapping[Peer, int | None], muted: Collection[Peer] = ()) -> dict[Peer, int]:

@@ -118,6 +118,9 @@ class _Server(ThreadingMixIn, WSGIServer):
     """A server that tolerates any input: its port has no TLS, and anyone in the network may connect."""
 
     daemon_threads = True
+    request_queue_size = MAX_CONNECTIONS
+    """Connections that may wait to be accepted. With the default of 5, the system drops the others of a burst, and they
+    are retried after a second."""
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from specdec.serving.errors import STATUS_DETAILS, ProtocolError
+from specdec.serving.errors import STATUS_DETAILS, ProtocolError, status_details
 from specdec.serving.mux.send_queue import SendQueue
 from specdec.serving.mux.stream import MuxStream, TooLargeError, check_batch
 from specdec.v2 import mux_pb2, mux_pb2_grpc
@@ -59,6 +59,7 @@ class MuxChannel:
         def begin(*, timeout: float | None = None, metadata: Sequence[tuple[str, str]] = ()) -> Any:
             connection = carrier.whole()
             if connection is None:
+                carrier.plain = True
                 return alone(timeout=timeout, metadata=metadata)
             begun = mux_pb2.Begin(method=method, metadata=dict(metadata))
             return connection.begin(begun, timeout, request_serializer, response_deserializer)
@@ -72,11 +73,11 @@ class MuxChannel:
 
     def _renew(self) -> None:
         """Switch to a new channel, if there is one. The old one's connections end with their last stream. A later
-        renewal closes the old channel; its plain calls, which last seconds, have ended by then. A channel that never
-        had a connection may carry plain streams, and stays open."""
+        renewal closes the old channel; its calls with a single request or response, which last seconds, have ended by
+        then. A channel that may carry plain streams stays open."""
         if (channel := self._renewed()) is None:
             return
-        idle = [carrier for carrier in self._retired if carrier.connected and not carrier.connections]
+        idle = [carrier for carrier in self._retired if not carrier.plain and not carrier.connections]
         for carrier in idle:
             self._closing.add(closing := asyncio.create_task(carrier.channel.close(None)))
             closing.add_done_callback(self._closing.discard)
@@ -91,7 +92,7 @@ class Carrier:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
-        self.connected = False  # has ever had a connection
+        self.plain = False  # has carried plain streams
         self._connections: list[ClientConnection] = []
         self._unknown = False  # the service does not support connections
 
@@ -110,7 +111,6 @@ class Carrier:
         if not connections or connections[-1].leaving:
             stub: Any = mux_pb2_grpc.MuxServiceStub(self.channel)
             self._connections.append(ClientConnection(stub.Connect()))
-            self.connected = True
         return self._connections[-1]
 
     def leave(self) -> None:
@@ -206,6 +206,7 @@ class ClientConnection:
         except grpc.aio.AioRpcError as error:  # the connection's own error, not a stream's
             self.unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED
             end.message = error.details() or error.code().name
+            end.status = status_details(error.trailing_metadata())
         except ProtocolError as error:
             end = mux_pb2.End(code=grpc.StatusCode.FAILED_PRECONDITION.value[0], message=f"the connection: {error}")
         finally:

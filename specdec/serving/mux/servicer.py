@@ -12,7 +12,14 @@ import structlog
 
 from specdec.serving.client_sessions import ClientSessions
 from specdec.serving.echo import echo
-from specdec.serving.errors import STATUS_DETAILS, InternalError, OverloadedError, ProtocolError, to_status
+from specdec.serving.errors import (
+    InternalError,
+    OverloadedError,
+    PeerLostError,
+    ProtocolError,
+    status_details,
+    to_status,
+)
 from specdec.serving.interceptor import guarded
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES, SendQueue
 from specdec.serving.mux.stream import ByteCounters, MuxStream, check_batch
@@ -162,7 +169,7 @@ class ServerConnection:
         method = self._methods.get(begin.method)
         served = ServedStream(number, self._sending, begin, method, self._context, self._traffic)
         if self._draining:
-            served.send_end(grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+            served.send_status(to_status(PeerLostError("the service is shutting down", "DRAINING")))
         elif len(self._served) >= MAX_STREAMS:
             served.send_end(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -242,10 +249,6 @@ class ServedStream(MuxStream):
     def peer(self) -> str:
         return str(self._connection.peer())
 
-    def peer_identities(self) -> Any:
-        """Return the names in the caller's certificate, which are valid for the whole connection."""
-        return self._connection.peer_identities()
-
     def auth_context(self) -> Any:
         return self._connection.auth_context()
 
@@ -253,8 +256,7 @@ class ServedStream(MuxStream):
         return tuple(self.begin.metadata.items())
 
     def send_status(self, status: grpc.Status) -> None:
-        rich = [value for key, value in status.trailing_metadata or () if key == STATUS_DETAILS]
-        self.send_end(status.code, status.details, *(value for value in rich if isinstance(value, bytes)))
+        self.send_end(status.code, status.details, status_details(status.trailing_metadata))
 
     def send_end(self, code: grpc.StatusCode, details: str = "", status: bytes = b"") -> None:
         self.ended = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import grpc
@@ -10,7 +11,10 @@ import grpc
 from specdec.serving.mux.channel import MuxChannel
 from specdec.serving.process.server import CHANNEL_OPTIONS, PEER_OPTIONS
 from specdec.serving.watched import Watched
-from specdec.wire.tls_files import TlsFiles, channel_credentials
+from specdec.wire.tls_files import Contents, TlsFiles, channel_credentials
+
+CHECK_SECONDS = 1.0
+"""Minimum seconds between two checks of the TLS files for changes, on the event loop."""
 
 
 def connect(address: str) -> grpc.aio.Channel:
@@ -27,20 +31,41 @@ class SecureConnections:
     addresses resolved by DNS back to host names.
     """
 
-    def __init__(self, files: TlsFiles, name: str | None, names: Mapping[str, str]) -> None:
-        self._files = files
+    def __init__(
+        self,
+        files: TlsFiles,
+        name: str | None,
+        names: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._name = name
         self._names = names
-        Watched(files)  # so that unusable files fail at start
+        self._watched = Watched(files)  # raises the error for unusable files
+        self._clock = clock
+        self._checked_at = clock()
 
     def __call__(self, address: str) -> grpc.aio.Channel:
-        watched = Watched(self._files)
+        mine = self._contents()
 
         def channel() -> grpc.aio.Channel:
             options: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS, *PEER_OPTIONS]
             if name := self._name or self._names.get(address):
                 options.append(("grpc.ssl_target_name_override", name))
-            return grpc.aio.secure_channel(address, channel_credentials(watched.contents), options=options)
+            return grpc.aio.secure_channel(address, channel_credentials(mine), options=options)
 
-        renewed = MuxChannel(channel(), lambda: channel() if watched.changed() else None)
-        return cast("grpc.aio.Channel", renewed)
+        def renewed() -> grpc.aio.Channel | None:
+            nonlocal mine
+            if (contents := self._contents()) is mine:
+                return None
+            mine = contents
+            return channel()
+
+        return cast("grpc.aio.Channel", MuxChannel(channel(), renewed))
+
+    def _contents(self) -> Contents:
+        """Return the contents of the files. Each call to a pod asks for them, so only some look at the files."""
+        now = self._clock()
+        if now - self._checked_at >= CHECK_SECONDS:
+            self._checked_at = now
+            self._watched.changed()
+        return self._watched.contents

@@ -10,6 +10,7 @@ import ipaddress
 import itertools
 import socket
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 
 class ListenError(Exception):
@@ -20,9 +21,11 @@ class ListenError(Exception):
         """Return the error for an address; `option` is the option that set the port."""
         number = error.errno if isinstance(error, OSError) else None
         if number == errno.EADDRINUSE:
-            what = f"another program listens on {host}:{port}: stop it, or give another port (0 takes a free one)"
+            what = (
+                f"another program listens on {joined(host, port)}: stop it, or give another port (0 takes a free one)"
+            )
         elif number in (errno.EACCES, errno.EPERM):
-            what = f"this user may not listen on {host}:{port}: give a port of at least 1024"
+            what = f"this user may not listen on {joined(host, port)}: give a port of at least 1024"
         else:
             why = error.strerror if isinstance(error, OSError) else error
             return cls(
@@ -30,6 +33,11 @@ class ListenError(Exception):
                 "machine, or 0.0.0.0 for all interfaces"
             )
         return cls(f"{option} {port}: {what}")
+
+
+def joined(host: str, port: int) -> str:
+    """Return HOST:PORT, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 ANY_HOST = frozenset({"0.0.0.0", "::", ""})
@@ -77,12 +85,20 @@ def bound(host: str, port: int, *, shared: bool = False, option: str = "--port")
 
     Other processes may bind a `shared` port too, if they also share it, by SO_REUSEPORT.
     """
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
-    try:
-        holder.bind((host, port))
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
-        holder.close()
-        raise ListenError.of(host, port, error, option) from error
+    with ExitStack() as failed:
+        try:
+            holder = failed.enter_context(socket.socket(_family(host, port)))
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+            holder.bind((host, port))
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
+            raise ListenError.of(host, port, error, option) from error
+        failed.pop_all()
     return holder
+
+
+def _family(host: str, port: int) -> socket.AddressFamily:
+    """Return the address family of a host: IPv4's if it has addresses of both."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    families = {family for family, *_ in found}
+    return socket.AF_INET if socket.AF_INET in families else socket.AF_INET6

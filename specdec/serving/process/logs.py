@@ -25,6 +25,8 @@ import grpc
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
+from specdec.serving.callers.token_bucket import TokenBucket
+
 log = structlog.get_logger()
 
 
@@ -51,10 +53,9 @@ def cut_values(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
 
 @dataclass
 class _Allowance:
-    """The token bucket of one event."""
+    """The allowance of one event."""
 
-    lines: float = BURST
-    filled_at: float = 0.0
+    lines: TokenBucket
     suppressed: int = 0
 
 
@@ -72,15 +73,13 @@ class LimitRate:
     def __call__(self, _: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if method == "critical":
             return event
-        now = self._clock()
         with self._lock:
-            allowance = self._allowances.setdefault(str(event.get("event")), _Allowance(filled_at=now))
-            allowance.lines = min(BURST, allowance.lines + LINES_A_SECOND * (now - allowance.filled_at))
-            allowance.filled_at = now
-            if allowance.lines < 1:
+            full = TokenBucket(LINES_A_SECOND, BURST, clock=self._clock)
+            allowance = self._allowances.setdefault(str(event.get("event")), _Allowance(full))
+            if allowance.lines.seconds_until():
                 allowance.suppressed += 1
                 raise structlog.DropEvent
-            allowance.lines -= 1
+            allowance.lines.spend()
             if allowance.suppressed:
                 event["suppressed"], allowance.suppressed = allowance.suppressed, 0
         return event

@@ -32,7 +32,7 @@ from specdec.serving.metrics.families import Families
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
 from specdec.serving.process.health import HealthServicer, report_health
-from specdec.serving.process.listening import ListenError, bound
+from specdec.serving.process.listening import ListenError, bound, joined
 from specdec.serving.process.logs import guard_stderr
 from specdec.serving.timeline import Timelines
 from specdec.serving.tls import server_credentials
@@ -218,13 +218,13 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
         )
         health_pb2_grpc.add_HealthServicer_to_server(checks, probed)
         health_port = listen(probed, settings.host, settings.health_port, None, "--health-port")
-        log.info("answering_health_checks", address=f"{settings.host}:{health_port}")
+        log.info("answering_health_checks", address=joined(settings.host, health_port))
     endpoint = serve_metrics(settings, lambda: all_metrics(service, mux, service_name))
     gc.freeze()  # loaded objects stay: scanning them would cost each collection a tenth of a second
     for grpc_server in servers:
         await grpc_server.start()
-    announce(f"{settings.host}:{port}")
-    log.info("serving", address=f"{settings.host}:{port}")
+    announce(joined(settings.host, port))
+    log.info("serving", address=joined(settings.host, port))
     await stopping
 
     # 3. Drain: refuse new calls, let running ones finish until the deadline, cancel the rest.
@@ -249,7 +249,7 @@ def listen(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None, option: str = "--port"
 ) -> int:
     """Open a server's port, with TLS if there are credentials; return the port. ListenError if it cannot listen."""
-    address = f"{host}:{port}"
+    address = joined(host, port)
     try:
         if credentials is None:
             return server.add_insecure_port(address)
@@ -275,7 +275,7 @@ def serve_metrics(settings: ServerSettings, collect: Callable[[], Iterable[Metri
         endpoint = MetricsEndpoint(settings.host, settings.metrics_port, collect)
     except OSError as error:
         raise ListenError.of(settings.host, settings.metrics_port, error, "--metrics-port") from error
-    log.info("serving_metrics", address=f"{settings.host}:{endpoint.port}")
+    log.info("serving_metrics", address=joined(settings.host, endpoint.port))
     return endpoint
 
 
