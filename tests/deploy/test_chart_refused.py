@@ -118,8 +118,8 @@ WRONG: dict[str, tuple[Object, str]] = {
         "specdec_verifier_waiting",
     ),
     "a part of nothing": (
-        at("verifiers/a/autoscaling", {"type": "hpa", "targets": {"cpu": 70}}),
-        "verifiers.a.autoscaling.targets.cpu: is a part of resources.requests.cpu",
+        at("orchestrator", {"resources": {"requests": {"cpu": None}}, "autoscaling": {"type": "hpa"}}),
+        "orchestrator.autoscaling.targets.cpu: is a part of resources.requests.cpu",
     ),
     "keda without Prometheus": (at("orchestrator/autoscaling/type", "keda"), "prometheusAddress is empty"),
     "two volumes": (

@@ -93,7 +93,7 @@ itself. Takes a list: root, the workloads. */}}
 {{- fail (printf "%s.autoscaling.targets: %s is no metric of this role" $w.key $metric) }}
 {{- end }}
 {{- end }}
-{{- if and .targets.cpu (not (dig "requests" "cpu" "" $w.resources)) }}
+{{- if and .targets.cpu (not (include "specdec.resources" $w | fromYaml | dig "requests" "cpu" "")) }}
 {{- fail (printf "%s.autoscaling.targets.cpu: is a part of resources.requests.cpu, which is missing" $w.key) }}
 {{- end }}
 {{- if and (eq .type "keda") (not $values.prometheusAddress) }}

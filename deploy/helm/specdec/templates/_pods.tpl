@@ -58,7 +58,7 @@ spec:
       lifecycle: {preStop: {sleep: {seconds: {{ $w.preStopSeconds }}}}}
       {{- end }}
       resources:
-        {{- include "specdec.resources" (list $root $w) | nindent 8 }}
+        {{- include "specdec.resources" $w | nindent 8 }}
       securityContext:{{ toYaml $w.securityContext | nindent 8 }}
       volumeMounts:
         {{- range $storage }}
