@@ -85,6 +85,9 @@ the values, for errors; the model's path. */}}
 {{- end }}
 {{- end }}
 {{- if and (eq $w.role "draft") (not $w.path) }}{{ fail (printf "%s.path: is missing" $w.key) }}{{ end }}
+{{- if and (index $w.options "learn-tokens") (not (dig "learnKeySecret" "name" "" $w)) }}
+{{- fail (printf "%s.learnKeySecret.name: is missing, and options.learn-tokens is %v" $w.key (index $w.options "learn-tokens")) }}
+{{- end }}
 {{- if and (eq $w.role "draft") (gt (int $w.gpus) 1) }}
 {{- fail (printf "%s.gpus: is %d, and a draft runs on one" $w.key (int $w.gpus)) }}
 {{- end }}

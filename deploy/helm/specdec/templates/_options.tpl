@@ -48,6 +48,9 @@
 {{- $_ := set $own "model" $w.directory }}
 {{- if and $w.gpus (not $w.options.device) }}{{ $_ := set $own "device" "cuda" }}{{ end }}
 {{- end }}
+{{- if dig "learnKeySecret" "name" "" $w }}
+{{- $_ := set $own "learn-key-file" (printf "/etc/specdec/learn/%s" $w.learnKeySecret.key) }}
+{{- end }}
 {{- if and $w.onVllm (gt (int $w.gpus) 1) }}
 {{- $passed := dict "tensor_parallel_size" (int $w.gpus) }}
 {{- include "specdec.lay" (list $passed (default "{}" (index $w.options "vllm-options") | fromJson)) }}

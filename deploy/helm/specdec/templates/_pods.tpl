@@ -141,6 +141,12 @@ all:
     source: {secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
   {{- end }}
   {{- end }}
+  {{- with dig "learnKeySecret" "name" "" $w }}
+  - name: learn
+    at: /etc/specdec/learn
+    readOnly: true
+    source: {secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
+  {{- end }}
   {{- if ne $root.Values.tls.mode "none" }}
   - name: tls
     at: /etc/specdec/tls
