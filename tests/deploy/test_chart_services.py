@@ -81,6 +81,19 @@ class TestServices:
         (mount,) = [each for each in container(pod)["volumeMounts"] if each["name"] == "learn"]
         assert (mount["mountPath"], mount["readOnly"]) == ("/etc/specdec/learn", True)
 
+    @pytest.mark.parametrize(
+        ("openai", "stored"),
+        [
+            ({}, "off"),
+            ({"replicas": 1}, None),
+            ({"replicas": 1, "autoscaling": {"type": "hpa"}}, "off"),
+            ({"options": {"response-store": "memory"}}, "memory"),
+        ],
+    )
+    def test_responses_are_stored_only_where_each_request_finds_them(self, openai: Object, stored: str | None) -> None:
+        things = render(merged(SMALL, at("openai", {"enabled": True} | openai)))
+        assert config(things, templates(things)["specdec-openai"]).get("response-store") == stored
+
     def test_large_numbers_stay_numbers(self) -> None:
         content = text(EVERYTHING)["specdec/templates/configmaps.yaml"]
         assert "kv-tokens: 4000000\n" in content

@@ -35,6 +35,9 @@
 {{- $_ := set $own "drain-seconds" $w.drainSeconds }}
 {{- if eq $w.role "openai" }}
 {{- $_ := set $own "orchestrator" (list (include "specdec.address" (list $root "orchestrator" "pods"))) }}
+{{- /* A pod would not find responses stored by another. */}}
+{{- $alone := and (eq $w.autoscaling.type "none") (le (int $w.replicas) 1) }}
+{{- if not (or $alone (hasKey $w.options "response-store")) }}{{ $_ := set $own "response-store" "off" }}{{ end }}
 {{- else }}
 {{- $_ := set $own "health-port" 8086 }}
 {{- end }}
