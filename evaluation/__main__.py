@@ -78,7 +78,8 @@ def main(
         int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads of the target. Default: all cores.")
     ] = None,
     draft_threads: Annotated[
-        int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads of the draft. Default: the target's.")
+        int | None,
+        typer.Option(min=1, max=MAX_THREADS, help="CPU threads of the draft. Default: --threads, or all cores."),
     ] = None,
     dtype: Annotated[WantedDtype, typer.Option(help="Data type of the target.")] = "auto",
     draft_dtype: Annotated[WantedDtype, typer.Option(help="Data type of the draft.")] = "auto",
