@@ -185,7 +185,10 @@ def _evaluated(
             layout = replace(remote.layout, draft_speed=relative_speed * remote.layout.draft_speed)
             return _warm_speed(pair, replace(remote, layout=layout), samples, many, heard).rate
 
-        pools = {many: smallest(partial(rate, many), alone) for many, alone in drafted.items()}
+        pools = {}
+        for many, alone in drafted.items():
+            pools[many] = smallest(partial(rate, many), alone)
+            progress.not_needed(pools[many].left_out * planned[many])
     return EvaluationReport(
         target=_description(pair.target),
         draft=_description(pair.draft),
