@@ -27,6 +27,7 @@ from specdec.cli.training import (
     Text,
     check_begin,
     failing_in_one_line,
+    own_text_written,
     take_place,
     work_on,
 )
@@ -191,12 +192,8 @@ def train_draft(
         options = DraftOptions(text or [], own_tokens, replay or [], replay_share, device, kept, served_labels)
         work = prepared(big, small, options, plan, out, resume=resume)
         stops = Stops()
-        if not work.own_text.over:
-            say(f"the target writes {work.own_text.tokens} tokens to train on")
-            work_on(work.own_text, out, stops, until, resumable=kept is None)
-            stops.end()
-            if not work.own_text.over:
-                return
+        if not own_text_written(work.own_text, out, stops, until, resumable=kept is None):
+            return
         training = work.training(out)
         for kind, found in training.before.items():
             say(f"{kind}: acceptance before training {found}")

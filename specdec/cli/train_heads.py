@@ -23,6 +23,7 @@ from specdec.cli.training import (
     Text,
     check_begin,
     failing_in_one_line,
+    own_text_written,
     take_place,
     work_on,
 )
@@ -141,9 +142,13 @@ def train_heads(
         plans: dict[str, type[Plan]] = {"medusa": MedusaPlan, "eagle3": Eagle3Plan, "dspark": BlockPlan}
         plan = plans[kind](**{name: value for name, value in given.items() if value is not None})
         until = math.inf if minutes is None else begin + 60 * minutes
-        options = HeadsOptions(text or [], own_tokens, device, until)
-        training = prepared(directory, options, plan, out, resume=resume, say=say)
+        options = HeadsOptions(text or [], own_tokens, device)
+        work = prepared(directory, options, plan, out, resume=resume)
         stops = Stops()
+        if not own_text_written(work.own_text, out, stops, until):
+            return
+        training = work.training(out)
+        say(f"training {training.trains} on {len(training.windows.tokens)} tokens")
         work_on(training, out, stops, until)
     stops.end()
     for ahead, within in enumerate(training.accuracies(), 1):

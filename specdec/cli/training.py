@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
@@ -16,6 +16,9 @@ from specdec.cli.failure import fail, say
 from specdec.command_line import number
 from specdec.exit_status import ExitStatus
 from specdec.progress import ProgressLines
+
+if TYPE_CHECKING:  # imports torch
+    from specdec.training.own_text import OwnText
 
 SAVE_SECONDS = 120.0
 LOOK_SECONDS = 60.0
@@ -154,6 +157,16 @@ def failing_in_one_line() -> Iterator[None]:
         fail(str(error), ExitStatus.USAGE)
     except (WriteError, DivergedError) as error:
         fail(str(error))
+
+
+def own_text_written(own_text: OwnText, out: Path, stops: Stops, until: float, *, resumable: bool = True) -> bool:
+    """Have the target write its own text, as in `work_on`; return whether it is complete. End the process if a signal
+    was recorded meanwhile."""
+    if not own_text.over:
+        say(f"the target writes {own_text.tokens} tokens to train on")
+        work_on(own_text, out, stops, until, resumable=resumable)
+        stops.end()
+    return own_text.over
 
 
 def work_on(
