@@ -110,8 +110,10 @@ def _free_in(group: Cgroup) -> int | None:
     with contextlib.suppress(OSError, ValueError, KeyError):  # "max" means no limit
         given = int((group.folder / limit).read_text())
         statistics = dict(line.split() for line in (group.folder / "memory.stat").read_text().splitlines())
-        # Cached files, such as weights just read, are reclaimed when needed. Version 1 counts subgroups only in totals.
-        cached_files = int(statistics.get("total_inactive_file", statistics["inactive_file"]))
+        # Cached files, such as weights read once (inactive) or again (active), are reclaimed when needed. Version 1
+        # counts subgroups only in totals.
+        whole = "total_" if "total_inactive_file" in statistics else ""
+        cached_files = int(statistics[f"{whole}inactive_file"]) + int(statistics[f"{whole}active_file"])
         return max(0, given - int((group.folder / used).read_text()) + cached_files)
     return None
 
@@ -120,17 +122,23 @@ def free_by_driver(driver: Any, index: int) -> int:
     """Return the free bytes of a CUDA device, from the driver."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    for name, *arguments in (
-        ("cuInit", 0),
-        ("cuDeviceGet", ctypes.byref(device), index),
-        ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),
-        ("cuCtxPushCurrent_v2", context),
-        ("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total)),
-        ("cuCtxPopCurrent_v2", ctypes.byref(context)),
-    ):
+
+    def call(name: str, *arguments: object) -> None:
         status = getattr(driver, name)(*arguments)
         if status:
             raise UnsupportedModelError(f"device cuda:{index}: the CUDA driver's {name} failed with status {status}")
+
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(device), index)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        call("cuCtxPushCurrent_v2", context)
+        try:
+            call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        finally:
+            call("cuCtxPopCurrent_v2", ctypes.byref(context))
+    finally:
+        call("cuDevicePrimaryCtxRelease_v2", device)  # a context takes some hundred megabytes of the device
     return free.value
 
 

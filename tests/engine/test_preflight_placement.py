@@ -154,12 +154,23 @@ def test_what_vllm_puts_on_gpus_is_its_own_affair(monkeypatch: pytest.MonkeyPatc
     [
         (2, "0::/a\n", {"memory.max": "3000", "memory.current": "2000"}),
         (1, "4:memory:/a\n", {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "2000"}),
+        (
+            1,
+            "4:memory:/a\n",
+            {
+                "memory.limit_in_bytes": "3000",
+                "memory.usage_in_bytes": "2000",
+                "memory.stat": "inactive_file 1\nactive_file 1\ntotal_inactive_file 200\ntotal_active_file 300\n",
+            },
+        ),
     ],
+    ids=["version 2", "version 1", "version 1 with subgroups"],
 )
 def test_the_limits_of_cgroups_hold(tmp_path: Path, version: int, membership: str, files: dict[str, str]) -> None:
+    """Cached files count as free, whether they were read once or more often."""
     folder = tmp_path / "mount" / ("memory" if version == 1 else "") / "a"
     folder.mkdir(parents=True)
     (tmp_path / "self").write_text(membership)
-    for name, text in ({"memory.stat": "inactive_file 500\n"} | files).items():
+    for name, text in ({"memory.stat": "inactive_file 200\nactive_file 300\n"} | files).items():
         (folder / name).write_text(text)
     assert free_on_host(tmp_path / "mount", tmp_path / "self") == 1500
