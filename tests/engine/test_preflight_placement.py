@@ -19,6 +19,7 @@ from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight import architectures
 from specdec.engine.preflight.check import Wanted, check, check_memory
+from specdec.engine.preflight.device import check_cuda
 from specdec.engine.preflight.memory_needed import memory_needed
 from specdec.engine.preflight.quantisation import METHODS
 from tests.models import make
@@ -100,6 +101,17 @@ def test_a_model_that_cannot_run_is_refused(configured: Callable[..., Path], fie
 def test_a_placement_that_cannot_be_is_refused(placement: Placement, said: str) -> None:
     with pytest.raises(UnsupportedModelError, match=said):
         check(Wanted(DEMO / "target", placement))
+
+
+@pytest.mark.parametrize(("hip", "kind"), [(None, "CPU"), ("7.1", "ROCm")])
+def test_a_torch_that_cannot_use_the_device_is_named(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, kind: str
+) -> None:
+    build = {"__version__": "2.13.0", "cuda": None, "hip": hip}
+    monkeypatch.setattr("specdec.engine.preflight.device.torch_build", lambda: build)
+    reason = f"^device cuda: torch 2.13.0 is a {kind} build: install a CUDA build$"
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_cuda(Placement(device="cuda"), 0)
 
 
 def test_the_demo_pair_passes_on_one_machine() -> None:
