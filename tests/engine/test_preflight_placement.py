@@ -16,7 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.memory import free_on_host
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.placement import Placement
+from specdec.engine.placement import Kind, Placement
 from specdec.engine.preflight import architectures
 from specdec.engine.preflight.check import Wanted, check, check_memory
 from specdec.engine.preflight.device import check_cuda
@@ -130,6 +130,17 @@ def test_memory_is_that_of_the_weights_in_the_dtype_and_of_the_tokens() -> None:
     assert wide.total == wide.process + wide.weights + wide.working + wide.kv
     beside = memory_needed(directory, Placement(dtype="float32", beside=True))
     assert beside.total == wide.total - wide.process
+
+
+def test_attention_on_a_gpu_needs_the_same_memory_for_any_text() -> None:
+    """16,384 partials: for each query head a weighted sum of values and two more numbers."""
+    directory = ModelDirectory(DEMO / "target")
+    heads, hidden = (directory.config[name] for name in ("num_attention_heads", "hidden_size"))
+    kinds: dict[Kind, int] = {"torch": 16_384, "eager": 0}
+    for kind, partials in kinds.items():
+        for tokens in (None, 1 << 20):
+            needed = memory_needed(directory, Placement(kind, dtype="bfloat16", device="cuda", kv_tokens=tokens))
+            assert needed.working == partials * (hidden + 2 * heads) * 4
 
 
 def test_a_head_of_its_own_takes_what_float32_is_more(tmp_path: Path) -> None:

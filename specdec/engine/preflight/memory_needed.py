@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.engine.derived_models import place_of_export, what_is_broken
+from specdec.engine.gpu.layout import numbers_of_a_partial, partials_for
 from specdec.engine.memory import BLOCK_TOKENS, MIN_SLOTS, slots_wanted, slots_within
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import Fields, is_integer, read_fields
@@ -164,8 +165,10 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
         return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, vocabulary=vocabulary) if on_cpu else _Parts(graph)
     plain = directory.quantisation is None
     weights = bytes_of(directory, width if plain else None)
-    if not on_cpu or placement.kind == "vllm":
+    if placement.kind == "vllm":
         return _Parts(weights)
+    if not on_cpu:
+        return _Parts(weights, start=_partials(directory) if placement.kind == "torch" else 0)
     if placement.kind == "onnx":
         quantised = placement.may_quantise and weights >= MIN_QUANTISED_BYTES
         graph = int(QUANTISED_SHARE * weights) if quantised else weights
@@ -180,6 +183,12 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
     laid_out = weights + _head(found, vocabulary, width)
     start = start_bytes(vocabulary, *_largest(found, vocabulary, width)) if plain else 0
     return _Parts(laid_out, TORCH_PROCESS, start, vocabulary=vocabulary)
+
+
+def _partials(directory: ModelDirectory) -> int:
+    """Return the bytes of attention's partials on a GPU; 0 if unknown from the configuration."""
+    heads, _, width = _attention(directory)
+    return partials_for(directory.context) * numbers_of_a_partial(heads, width) * BYTES["float32"] if width else 0
 
 
 def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:
@@ -233,14 +242,25 @@ def _numbers_of_an_export(directory: ModelDirectory) -> int:
 
 def numbers_of_a_token(directory: ModelDirectory) -> int:
     """Return how many numbers a token's keys and values have in all layers; 0 if unknown from the configuration."""
-    config = Fields(directory.path, directory.config)
+    _, kv_heads, width = _attention(directory)
+    return 2 * _size(directory, "num_hidden_layers", "n_layer") * kv_heads * width
 
-    def size(*names: str) -> int:
-        found = (config.content.get(name) for name in names)
-        return next((value for value in found if is_integer(value, 1, MAX_SIZE)), 0)
 
-    heads = size("num_attention_heads", "n_head")
-    width = size("head_dim") or (size("hidden_size", "n_embd") // heads if heads else 0)
-    if config.has("kv_lora_rank"):  # keys and values have other widths
+class _Attention(NamedTuple):
+    heads: int
+    kv_heads: int
+    width: int  # of keys and values; 0 if unknown
+
+
+def _attention(directory: ModelDirectory) -> _Attention:
+    heads = _size(directory, "num_attention_heads", "n_head")
+    width = _size(directory, "head_dim") or (_size(directory, "hidden_size", "n_embd") // heads if heads else 0)
+    if Fields(directory.path, directory.config).has("kv_lora_rank"):  # keys and values have other widths
         width = 0
-    return 2 * size("num_hidden_layers", "n_layer") * (size("num_key_value_heads") or heads) * width
+    return _Attention(heads, _size(directory, "num_key_value_heads") or heads, width)
+
+
+def _size(directory: ModelDirectory, *names: str) -> int:
+    """Return the first of these fields that the configuration has; 0 if it has none."""
+    found = (directory.config.get(name) for name in names)
+    return next((value for value in found if is_integer(value, 1, MAX_SIZE)), 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
+from specdec.engine.gpu.layout import MAX_PARTIALS, SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.hf import attention_hook, llama_like
 from specdec.engine.hf.gpu_head import GpuHead
@@ -64,6 +64,8 @@ class Step:
         memory = SplitKvMemory(
             [torch.zeros(SLOTS, each.kv_heads, each.width, **place) for each in layers],
             [torch.zeros(SLOTS, each.kv_heads, each.value_width, **place) for each in layers],
+            MAX_PARTIALS,
+            self.model.config.num_attention_heads,
         )
         for index, (keys, values) in enumerate(zip(memory.keys, memory.values, strict=True)):
             keys[self.slots[:DONE]] = cache.layers[index].keys[0].transpose(0, 1)
@@ -88,7 +90,6 @@ def run(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     want, memory = step.own(), step.memory(layers)
     heads = model.config.num_attention_heads
     batch = step.batch(tile_rows_for(heads // layers[0].kv_heads))
-    memory.reserve(batch.partials, heads)
     tensors = SplitKvTensors.of(batch, DEVICE)
     packed = SplitKvAttention(memory, tensors)
     with torch.inference_mode():
