@@ -27,6 +27,8 @@ TEXT = 24
 AT_ONCE = 5
 """Number of tokens at the text's end that are computed again as candidates."""
 
+LONG_TEXT = 1024
+"""Tokens of a long text, if it fits. Attention over short texts is never split."""
 
 CHUNK = 256
 """Tokens per prefill chunk of a long text."""
@@ -57,10 +59,11 @@ def rows_are_independent(engine: Engine, most_texts: int | None = None) -> bool:
     return len(found) == 1
 
 
-def long_rows_are_independent(engine: Engine, length: int) -> bool:
-    """Return whether the end of a text of `length` tokens gives the same logits, bit for bit, as a prompt chunk, row by
-    row, beside the end of another such text, and beside rows of short texts. Both texts leave the first block
-    unused."""
+def long_rows_are_independent(engine: Engine, context: int) -> bool:
+    """Return whether the end of a long text (of at most `context` tokens) gives the same logits, bit for bit, as a
+    prompt chunk, row by row, beside the end of another such text, and beside rows of short texts. Both texts leave the
+    first block unused."""
+    length = min(LONG_TEXT, context, engine.capacity // 2 - BLOCK)
     texts = np.random.default_rng(3).integers(0, engine.vocabulary, (2, length)).tolist()
     room = -(-length // BLOCK) * BLOCK
     places = [BLOCK + number * room + np.arange(length) for number in range(2)]

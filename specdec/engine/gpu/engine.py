@@ -139,7 +139,7 @@ class GpuEngine:
         with phase("compiled_loops"):
             own.check(self)
         with phase("exactness"), self._computing():  # tries products one by one, outside of passes
-            self.exact = exact and make_exact(self, instead=split_k)
+            self.exact = exact and make_exact(self, instead=split_k, split_context=self._context)
         self.numerics = "/".join(
             (
                 f"torch-{torch.__version__}",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.engine.batch_independence import bits_of_prompt, rows_are_independent
+from specdec.engine.batch_independence import bits_of_prompt, long_rows_are_independent, rows_are_independent
 from specdec.engine.engine import Engine, cpu_threads
 from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.hf.gpu_head import GpuHead
@@ -152,16 +152,28 @@ def _swap(model: PreTrainedModel, layers: Mapping[torch.nn.Module, torch.nn.Modu
                 setattr(module, name, layers[child])
 
 
-def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counterpart | None = None) -> bool:
+def make_exact(
+    engine: Tileable,
+    contents: bytes | None = None,
+    instead: Counterpart | None = None,
+    split_context: int | None = None,
+) -> bool:
     """Restrict an engine to invariant row counts; return whether a check finds its rows independent of their batch. If
     not, the restriction is undone.
 
     `instead` provides counterparts for layers that are invariant at few row counts. `contents` is a digest of the
     model's weights, part of the key under which the result is cached for the next start (`kept_exactness.py`). Without
-    it, no result is stored.
+    it, no result is stored. `split_context`: length of the longest text, if attention splits long texts; these are
+    checked too.
     """
+
+    def is_independent() -> bool:
+        return rows_are_independent(engine) and (
+            split_context is None or long_rows_are_independent(engine, split_context)
+        )
+
     if is_quantised(engine.model):  # these layers cannot be tiled: they are exact as they are, or not at all
-        return rows_are_independent(engine)
+        return is_independent()
     linears = [module for module in engine.model.modules() if isinstance(module, Linear)]
     threaded = cpu_threads(engine)
     threads = () if threaded is None else threaded.threads
@@ -182,7 +194,7 @@ def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counter
         return False
     _swap(engine.model, swapped)
     engine.tile(classes)
-    if rows_are_independent(engine):
+    if is_independent():
         if kept is not None:
             kept.write(classes, bits_of_prompt(engine))
         return True

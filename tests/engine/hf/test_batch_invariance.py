@@ -334,3 +334,19 @@ class TestCounterparts:
         assert not make_exact(engine, instead=lambda _: Fickle(lambda rows: 0))
         assert engine.run == [fickle]
         assert engine.classes is None
+
+
+class UnsteadyInLongTexts(Replaced):
+    """An engine whose logits depend on the number of rows, but only where attention splits a text."""
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        return super().forward(batch) + np.float32(1e-6 * len(batch.tokens) * int(batch.positions.max() >= 256))
+
+
+def test_long_texts_are_checked_if_attention_splits_them() -> None:
+    engine = UnsteadyInLongTexts(layer=Fickle(lambda rows: 0))
+    assert make_exact(engine)
+    assert make_exact(engine, split_context=200)  # there are no longer texts
+    assert not make_exact(engine, split_context=1 << 17)
+    assert engine.classes is None
+    assert make_exact(Replaced(layer=Fickle(lambda rows: 0)), split_context=1 << 17)
