@@ -33,7 +33,7 @@ from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.staging import SplitKvTensors, upload
 from specdec.engine.hf import llama_like
 from specdec.engine.hf.batch_invariance import make_exact, tile, untile
-from specdec.engine.hf.fingerprint import device_kind
+from specdec.engine.hf.fingerprint import ARITHMETIC, device_kind
 from specdec.engine.hf.gpu_head import GpuHead
 from specdec.engine.hf.hidden_states import Features, decoder_layers, with_hidden_states
 from specdec.engine.hf.linear import lay_out
@@ -142,6 +142,7 @@ class GpuEngine:
             self.exact = exact and make_exact(self, instead=split_k, split_context=self._context)
         self.numerics = "/".join(
             (
+                ARITHMETIC,
                 f"torch-{torch.__version__}",
                 f"transformers-{transformers.__version__}",
                 device_kind(device),
