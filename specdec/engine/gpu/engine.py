@@ -27,7 +27,14 @@ from specdec.engine.gpu.attention import SplitKvAttention, SplitKvMemory
 from specdec.engine.gpu.decoder import GpuDecoder
 from specdec.engine.gpu.draft_logits import GpuDraftLogits
 from specdec.engine.gpu.graphs import MAX_ROWS, Graphs
-from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, numbers_of_a_partial, partials_for, tile_rows_for
+from specdec.engine.gpu.layout import (
+    MAX_PARTIALS,
+    SplitKvBatch,
+    SplitKvPacker,
+    numbers_of_a_partial,
+    partials_for,
+    tile_rows_for,
+)
 from specdec.engine.gpu.linear import cuts, split_k
 from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.staging import SplitKvTensors, upload
@@ -126,11 +133,12 @@ class GpuEngine:
         slot_bytes = DTYPES[dtype].itemsize * sum(
             layer.kv_heads * (layer.width + layer.value_width) for layer in layers
         )
-        self._partials = partials_for(directory.context)
-        numbers = self._partials * numbers_of_a_partial(self._heads, max(layer.value_width for layer in layers))
+        numbers = numbers_of_a_partial(self._heads, max(layer.value_width for layer in layers))
+        working = MAX_PARTIALS * numbers * BYTES["float32"]
         self.capacity = capacity = capacity or slots_for(
-            slot_bytes + promised_a_slot, directory.context, device, promised, numbers * BYTES["float32"]
+            slot_bytes + promised_a_slot, directory.context, device, promised, working
         )
+        self._partials = partials_for(min(directory.context, capacity))
         place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
         keys = [torch.zeros(capacity, layer.kv_heads, layer.width, **place) for layer in layers]
         values = [torch.zeros(capacity, layer.kv_heads, layer.value_width, **place) for layer in layers]

@@ -47,9 +47,9 @@ as the kernels expect."""
 Integers = NDArray[np.int32]
 
 
-def partials_for(context: int) -> int:
-    """Return the partials for which a pass has memory, with texts of up to `context` tokens."""
-    return max(MAX_PARTIALS, WAVE_ROWS * -(-context // SPLIT))
+def partials_for(longest: int) -> int:
+    """Return the partials for which a pass has memory, with texts of up to `longest` tokens."""
+    return max(MAX_PARTIALS, WAVE_ROWS * -(-longest // SPLIT))
 
 
 def numbers_of_a_partial(heads: int, value_width: int) -> int:

@@ -168,7 +168,7 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
     if placement.kind == "vllm":
         return _Parts(weights)
     if not on_cpu:
-        return _Parts(weights, start=_partials(directory) if placement.kind == "torch" else 0)
+        return _Parts(weights, start=_partials(directory, placement.kv_tokens) if placement.kind == "torch" else 0)
     if placement.kind == "onnx":
         quantised = placement.may_quantise and weights >= MIN_QUANTISED_BYTES
         graph = int(QUANTISED_SHARE * weights) if quantised else weights
@@ -185,10 +185,11 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
     return _Parts(laid_out, TORCH_PROCESS, start, vocabulary=vocabulary)
 
 
-def _partials(directory: ModelDirectory) -> int:
+def _partials(directory: ModelDirectory, kv_tokens: int | None) -> int:
     """Return the bytes of attention's partials on a GPU; 0 if unknown from the configuration."""
     heads, _, width = _attention(directory)
-    return partials_for(directory.context) * numbers_of_a_partial(heads, width) * BYTES["float32"] if width else 0
+    partials = partials_for(min(directory.context, kv_tokens or 0))
+    return partials * numbers_of_a_partial(heads, width) * BYTES["float32"] if width else 0
 
 
 def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:

@@ -215,7 +215,7 @@ def test_rows_do_not_depend_on_their_batch(subject: Subject) -> None:
 def test_steps_survive_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of several sizes alternate, each a graph if there is a GPU, except the largest ones, whose rows attend in
     waves."""
-    monkeypatch.setattr(gpu_engine, "partials_for", lambda context: 16)
+    monkeypatch.setattr(gpu_engine, "partials_for", lambda longest: 16)
     subject = Subject("llama", tmp_path)
     text = np.random.default_rng(3).integers(3, VOCABULARY, 250).tolist()
     for length in (3, 40, 3, 250, 40, 3) if ON_GPU else (3,):

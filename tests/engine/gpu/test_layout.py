@@ -225,9 +225,9 @@ def test_any_mixture_reads_what_was_put_in(
     batch.check(slot, int(batch.positions.max()) + 1)
 
 
-@pytest.mark.parametrize("context", [100, 1 << 17, 10_000_001])
-def test_a_context_of_any_length_has_room_for_a_wave(context: int) -> None:
-    assert partials_for(context) >= WAVE_ROWS * -(-context // SPLIT)
+@pytest.mark.parametrize("longest", [100, 1 << 17, 10_000_001])
+def test_a_text_of_any_length_has_room_for_a_wave(longest: int) -> None:
+    assert partials_for(longest) >= WAVE_ROWS * -(-longest // SPLIT)
 
 
 @pytest.mark.parametrize(("shared", "tile_rows"), [(1, 64), (4, 16), (7, 9), (64, 1), (71, 1)])
