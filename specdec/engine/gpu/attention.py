@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.engine.gpu.kernels import store
-from specdec.engine.gpu.layout import SPLIT, TILE_ROWS, numbers_of_a_partial
+from specdec.engine.gpu.layout import TILE_ROWS
 from specdec.engine.gpu.staging import SplitKvTensors
+from specdec.engine.partials import SPLIT, numbers_of_a_partial
 
 TILES = (64, 32, 16)
 """Candidates for the number of keys per read; the first whose keys and values fit into STAGE_BYTES is used. 64 is not a

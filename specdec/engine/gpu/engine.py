@@ -27,14 +27,7 @@ from specdec.engine.gpu.attention import SplitKvAttention, SplitKvMemory
 from specdec.engine.gpu.decoder import GpuDecoder
 from specdec.engine.gpu.draft_logits import GpuDraftLogits
 from specdec.engine.gpu.graphs import MAX_ROWS, Graphs
-from specdec.engine.gpu.layout import (
-    MAX_PARTIALS,
-    SplitKvBatch,
-    SplitKvPacker,
-    numbers_of_a_partial,
-    partials_for,
-    tile_rows_for,
-)
+from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.linear import cuts, split_k
 from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.staging import SplitKvTensors, upload
@@ -49,6 +42,7 @@ from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.kv.slots import Slots
 from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.partials import MAX_PARTIALS, numbers_of_a_partial, partials_for
 from specdec.engine.placement import BYTES
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, ShapeRowCounts
 from specdec.engine.start_phases import phase

@@ -25,9 +25,7 @@ from numpy.typing import NDArray
 
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
-
-SPLIT = 256
-"""Positions in a split."""
+from specdec.engine.partials import MAX_PARTIALS, SPLIT, WAVE_ROWS
 
 TILE_ROWS = 64
 """Rows of a split-KV tile's matrix products: the tile's rows times the query heads per key head."""
@@ -36,26 +34,7 @@ MIN_TILES = 8
 """Tiles of the smallest batch. Larger tile counts are padded to a power of two, because each count may have its own
 CUDA graph."""
 
-MAX_PARTIALS = 1 << 14
-"""Partials in memory at a time: 270 MB with 32 query heads of width 128. Only batches whose attention takes several
-milliseconds have more, such as 256 rows at position 16,384."""
-
-WAVE_ROWS = 4
-"""The rows of every wave but the last are a multiple of this number, so that all waves' arrays are aligned to 16 bytes,
-as the kernels expect."""
-
 Integers = NDArray[np.int32]
-
-
-def partials_for(longest: int) -> int:
-    """Return the partials for which a pass has memory, with texts of up to `longest` tokens."""
-    return max(MAX_PARTIALS, WAVE_ROWS * -(-longest // SPLIT))
-
-
-def numbers_of_a_partial(heads: int, value_width: int) -> int:
-    """Return the numbers of a partial: for each query head the largest score, the sum of weights, and the weighted
-    sum of values."""
-    return heads * (2 + value_width)
 
 
 def tile_rows_for(shared: int) -> int:

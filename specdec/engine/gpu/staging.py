@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.engine.gpu.layout import SPLIT, SplitKvBatch, Wave
+from specdec.engine.gpu.layout import SplitKvBatch, Wave
+from specdec.engine.partials import SPLIT
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.engine.derived_models import place_of_export, what_is_broken
-from specdec.engine.gpu.layout import numbers_of_a_partial, partials_for
 from specdec.engine.memory import BLOCK_TOKENS, MIN_SLOTS, slots_wanted, slots_within
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import Fields, is_integer, read_fields
+from specdec.engine.partials import numbers_of_a_partial, partials_for
 from specdec.engine.placement import BITS, BYTES, Placement
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, tensors

@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.engine.gpu.layout import SPLIT, SplitKvBatch, SplitKvPacker, tile_rows_for
+from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.kv.slots import Slots
+from specdec.engine.partials import SPLIT
 from tests.engine.written_out import attention
 
 pytest.importorskip("triton", reason="the extra `cuda` is not installed")

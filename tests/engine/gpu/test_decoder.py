@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.engine.gpu.layout import MAX_PARTIALS, SplitKvBatch, SplitKvPacker, tile_rows_for
+from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.hf import attention_hook, llama_like
 from specdec.engine.hf.gpu_head import GpuHead
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import LayerAttention, attention_of, load
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.partials import MAX_PARTIALS
 from tests.models import ARCHITECTURES, CONTEXT, VOCABULARY, WINDOW, make
 
 pytest.importorskip("triton", reason="the extra `cuda` is not installed")

@@ -9,19 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.engine.gpu.layout import (
-    MAX_PARTIALS,
-    MIN_TILES,
-    SPLIT,
-    TILE_ROWS,
-    WAVE_ROWS,
-    SplitKvBatch,
-    SplitKvPacker,
-    partials_for,
-    tile_rows_for,
-)
+from specdec.engine.gpu.layout import MIN_TILES, TILE_ROWS, SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
+from specdec.engine.partials import MAX_PARTIALS, SPLIT, WAVE_ROWS, partials_for
 from specdec.engine.row_counts import InvariantRowCounts
 
 
