@@ -22,6 +22,7 @@ from specdec.engine.preflight.check import Wanted, check, check_memory
 from specdec.engine.preflight.device import check_cuda
 from specdec.engine.preflight.memory_needed import memory_needed
 from specdec.engine.preflight.quantisation import METHODS
+from specdec.engine.working_memory import ATTENTION_BYTES, ATTENTION_COPIES
 from tests.models import make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -141,6 +142,15 @@ def test_attention_on_a_gpu_needs_the_same_memory_for_any_text() -> None:
         for tokens in (None, 1 << 20):
             needed = memory_needed(directory, Placement(kind, dtype="bfloat16", device="cuda", kv_tokens=tokens))
             assert needed.working == partials * (hidden + 2 * heads) * 4
+
+
+def test_attention_of_an_exported_model_is_limited(tmp_path: Path) -> None:
+    directory = ModelDirectory(make("llama", tmp_path / "long", max_position_embeddings=1 << 20))
+    sizes = [
+        memory_needed(directory, Placement("onnx", kv_tokens=tokens)).working
+        for tokens in (512, 1024, 1 << 19, 1 << 20)
+    ]
+    assert sizes[0] < sizes[1] < sizes[2] == sizes[3] < sizes[0] + ATTENTION_COPIES * ATTENTION_BYTES
 
 
 def test_a_head_of_its_own_takes_what_float32_is_more(tmp_path: Path) -> None:
