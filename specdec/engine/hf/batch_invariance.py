@@ -28,6 +28,10 @@ PROBED_ROWS = 128
 """Rows compared at each row count: enough, even in the smallest layers, to reveal a difference in one element in
 10,000."""
 
+PROBED_OUTPUTS = 1 << 15
+"""Approximate limit on the outputs compared of a row, at equal distances. A head on a GPU has up to 262,144: several
+gigabytes would be copied and hashed at each start."""
+
 Linear = torch.nn.Linear | PackedLinear | GpuHead | BlockLinear
 
 
@@ -80,7 +84,7 @@ def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]
             torch.set_num_threads(number)
             for count in CANDIDATES:
                 outputs = [layer(x[None, start : start + count]) for start in range(0, PROBED_ROWS, count)]
-                rows = torch.cat(outputs, dim=1)[0, :PROBED_ROWS].cpu().contiguous()
+                rows = torch.cat(outputs, dim=1)[0, :PROBED_ROWS, :: _stride(layer.out_features)].contiguous().cpu()
                 bits[count].append(hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).digest())
     classes: dict[object, list[int]] = defaultdict(list)
     for count, found in bits.items():
@@ -88,6 +92,11 @@ def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]
         agree = all(len(set(hashes)) == 1 for hashes in of_layers)
         classes[tuple(hashes[0] for hashes in of_layers) if agree else count].append(count)
     return InvariantRowCounts(max(map(tuple, classes.values()), key=len))  # the first of several equally large sets
+
+
+def _stride(outputs: int) -> int:
+    """Return the distance between compared outputs. It is odd, so that all places of a kernel's tile are compared."""
+    return outputs // PROBED_OUTPUTS | 1
 
 
 def tile(model: torch.nn.Module, classes: ShapeRowCounts, *, packed_only: bool = False) -> None:
