@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from specdec.decoding.block_hashes import HASHED_TOKENS
 from specdec.engine.cpu_count import MEMBERSHIP, MOUNT, Cgroup, cgroups
 from specdec.engine.unsupported import UnsupportedModelError
 
@@ -22,10 +23,6 @@ TEXT_TOKENS = 1024
 """Maximum length of these texts on a CPU. On a GPU, whose memory has no other use, it is the model's context."""
 
 MIN_SLOTS = 512
-
-BLOCK_TOKENS = 64
-"""Tokens of a KV cache block, as in `kv/blocks.py`, which is not imported because it needs NumPy. A session has at
-least one block."""
 
 LIMIT_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 """cgroup version -> the files with a group's limit and usage, in bytes."""
@@ -72,7 +69,7 @@ def slots_within(free: int, slot_bytes: int, wanted: int, working: int, row_byte
     """Return how many of the `wanted` slots fit into `free` bytes besides `working` bytes of working memory, using at
     most SHARE of the rest. Each block counts as an additional session, which needs `row_bytes` of logits."""
     rest = max(0, free - working)
-    with_rows = slot_bytes + -(-row_bytes // BLOCK_TOKENS)
+    with_rows = slot_bytes + -(-row_bytes // HASHED_TOKENS)
     return min(wanted, int(SHARE * rest) // slot_bytes, rest // with_rows)
 
 

@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from specdec.decoding.block_hashes import HASHED_TOKENS
 from specdec.engine.attention_size import AttentionSize
 from specdec.engine.derived_models import place_of_export, what_is_broken
-from specdec.engine.memory import BLOCK_TOKENS, MIN_SLOTS, slots_wanted, slots_within
+from specdec.engine.memory import MIN_SLOTS, slots_wanted, slots_within
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import Fields, read_fields
 from specdec.engine.partials import numbers_of_a_partial, partials_for
@@ -128,7 +129,7 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
         if placement.kv_tokens is None and slot:
             rest, wanted = free - parts.process - parts.weights, slots_wanted(directory.context, placement.device)
             tokens = max(MIN_SLOTS, slots_within(rest, slot, wanted, parts.working(0), parts.row))
-        sessions = min(placement.sessions or MAX_SESSIONS, tokens // BLOCK_TOKENS)
+        sessions = min(placement.sessions or MAX_SESSIONS, tokens // HASHED_TOKENS)
     return MemoryNeeded(
         directory.name,
         dtype,
