@@ -47,6 +47,13 @@ NOT_HERE = {
 }
 """Alerts not triggered here, each with the reason; they may fire."""
 
+NO_VALUES = {
+    "specdec_draft_version_": "takes versions of a draft",
+    "_refused_calls_total": "takes callers beyond their limits",
+    "offset 30m": "takes half an hour",
+}
+"""Parts of expressions that have no values here, each with the reason."""
+
 
 class Watch:
     """Collects the alerts that fire."""
@@ -168,5 +175,6 @@ async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path)
         assert at_first.fired | watch.fired | NOT_HERE.keys() == {alert.name for alert in alerts()}
         assert not [said for said in watch.said if "<error" in said]  # the output of a failing template
         expressions = [expression for alert in alerts() for expression in alert.operands] + curves()
-        empty = [each for each in expressions if not await prometheus.has_values(here(each), begin)]
+        expected = [each for each in expressions if not any(part in each for part in NO_VALUES)]
+        empty = [each for each in expected if not await prometheus.has_values(here(each), begin)]
     assert not empty, "\n".join(empty)
