@@ -26,7 +26,7 @@ from specdec.cli.access import (
     TlsName,
     access,
 )
-from specdec.cli.failure import fail
+from specdec.cli.failure import fail, say
 from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile, PromptFileError
 from specdec.cli.report import CompletionReport
@@ -341,6 +341,10 @@ def _complete_file(
             )
     except (PromptFileError, ResultsFileError) as error:  # the file changed meanwhile, or the disk is full
         fail(str(error))
+    except KeyboardInterrupt:
+        if results is not None:
+            say(f"{len(results)} of {count} done; --resume continues")
+        raise
     if status is not None:
         raise SystemExit(status)
 
