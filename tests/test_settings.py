@@ -111,6 +111,11 @@ def test_a_variable_of_a_wrong_name_is_told() -> None:
     ]
 
 
+def test_a_variable_of_no_service_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_LOG_LEVEL", "loud")
+    assert run("--model /m").unknown == ["SPECDEC_LOG_LEVEL"]
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
