@@ -98,6 +98,17 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
     return run
 
 
+def check_settings(service: str, command: Callable[..., None]) -> None:
+    """Raise the typer.BadParameter with which a service's command would refuse its environment and file."""
+    app = typer.Typer(add_completion=False)
+    app.command()(configurable(service, command))
+    made = typer.main.get_command(app)
+    context = typer.Context(made, info_name=f"specdec {service}")
+    (config,) = [parameter for parameter in made.params if parameter.name == "config"]
+    value, _ = config.consume_value(context, {})
+    config.process_value(context, value)
+
+
 def _environment(prefix: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the option values in the environment, and the variables that nothing reads, with suggestions for those
     with this prefix."""
