@@ -16,6 +16,7 @@ from specdec.cli.failure import fail, say
 from specdec.command_line import number
 from specdec.exit_status import ExitStatus
 from specdec.progress import ProgressLines
+from specdec.training.time_limit import TimeLimit
 
 SAVE_SECONDS = 120.0
 LOOK_SECONDS = 60.0
@@ -51,7 +52,13 @@ Rows = Annotated[int, typer.Option(min=1, max=4096, help="Windows of text in a s
 Length = Annotated[int, typer.Option(min=64, max=32_768, help="Tokens of a window.")]
 Device = Annotated[str, typer.Option(help="Device of the training: cpu, cuda, or cuda:N.")]
 Minutes = Annotated[
-    float | None, number("Stop after this many minutes; `--resume` continues. Default: no limit.", min=0.1, max=1e5)
+    float | None,
+    number(
+        "Stop after this many minutes of training, without loading and measuring; `--resume` continues. Default: no "
+        "limit.",
+        min=0.1,
+        max=1e5,
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the unfinished training in OUT.")]
 
@@ -116,6 +123,11 @@ class Seldom:
             self._due = end + max(self._seconds, (end - begin) / SHARE)
 
 
+def limit_of(minutes: float | None) -> TimeLimit:
+    """Return the limit that --minutes sets."""
+    return TimeLimit() if minutes is None else TimeLimit(60 * minutes)
+
+
 def check_begin(text: list[Path] | None, *, resume: bool, traffic: bool = False) -> None:
     """End the process unless there is text, or a training to resume."""
     if not text and not resume and not traffic:
@@ -160,22 +172,23 @@ def work_on(
     work: ResumableWork,
     out: Path,
     stops: Stops,
-    until: float,
+    limit: TimeLimit,
     look: Callable[[], object] = lambda: None,
     *,
     resumable: bool = True,
 ) -> None:
-    """Run the work until it is over, a signal was recorded, or `time.monotonic` reaches `until`; then save. Meanwhile
+    """Run the work until it is over, a signal was recorded, or the limit is reached; then save. Meanwhile
     save and `look` from time to time, and report progress. WriteError if saving fails: --resume continues from the last
     saved state."""
     progress = ProgressLines(say, work.total, begun=work.done)
     save, look = Seldom(SAVE_SECONDS, lambda: work.save(out)), Seldom(LOOK_SECONDS, look)
-    while not work.over and not stops.heard and time.monotonic() < until:
-        figure = work.step()
-        progress.heard(work.done, work.describe(figure))
-        if not work.over:
-            look()
-            save()
+    with limit.running() as until:
+        while not work.over and not stops.heard and time.monotonic() < until:
+            figure = work.step()
+            progress.heard(work.done, work.describe(figure))
+            if not work.over:
+                look()
+                save()
     work.save(out)
     if not work.over:
         next_step = (

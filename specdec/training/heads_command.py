@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from specdec.training.medusa import MedusaPlan, MedusaTraining
 from specdec.training.models import load_target
 from specdec.training.plan import Origin, Plan
 from specdec.training.texts import PROMPT_TOKENS, Windows, continued, digest_of, tokens_of
+from specdec.training.time_limit import TimeLimit
 
 TRAININGS: Mapping[type[Plan], type[MedusaTraining] | type[Eagle3Training] | type[BlockTraining]] = {
     MedusaPlan: MedusaTraining,
@@ -37,7 +37,7 @@ class HeadsOptions:
     files: Sequence[Path]  # when resuming, none or the same as at the beginning
     own_tokens: int | None  # written by the target; None: no tokens, or, when resuming, the number at the beginning
     device: str
-    until: float = math.inf  # time of `time.monotonic` after which the target writes no more
+    limit: TimeLimit = field(default_factory=TimeLimit)  # when it is reached, the target writes no more
 
 
 def prepared(
@@ -72,15 +72,16 @@ def prepared(
         rows = -(-options.own_tokens // written)
         begun = windows.trained.flatten()  # excludes held-out windows
         lines = ProgressLines(say, rows)
-        own = continued(
-            model,
-            begun,
-            plan.length,
-            rows,
-            plan.seed,
-            until=options.until,
-            wrote=lambda texts: lines.heard(texts, f"{texts * written} tokens written"),
-        )
+        with options.limit.running() as until:
+            own = continued(
+                model,
+                begun,
+                plan.length,
+                rows,
+                plan.seed,
+                until=until,
+                wrote=lambda texts: lines.heard(texts, f"{texts * written} tokens written"),
+            )
         windows = Windows(torch.cat([windows.tokens, own]), plan.length)
     its_plan: Any = plan  # of this kind
     training = kind(model, windows, its_plan, origin)
