@@ -16,6 +16,7 @@ class CompletionReport:
         self.request_id = ""  # in logs and traces
         self._start = time.monotonic()
         self._first: float | None = None
+        self._seconds: float | None = None
         self.tokens: list[int] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
@@ -29,12 +30,13 @@ class CompletionReport:
         self._text.append(chunk.text)
         self._reasoning.append(chunk.reasoning)
         self.seed = chunk.seed if chunk.seed is not None else self.seed
-        self._finish = chunk.finish or self._finish
+        if chunk.finish:
+            self._finish, self._seconds = chunk.finish, self.seconds
 
     @property
     def seconds(self) -> float:
-        """Seconds since the request."""
-        return time.monotonic() - self._start
+        """Seconds since the request, until the finish."""
+        return time.monotonic() - self._start if self._seconds is None else self._seconds
 
     @property
     def finish(self) -> Finish:
