@@ -114,6 +114,12 @@ def generate(
         int | None,
         typer.Option(min=1, max=16, help="Samples of PROMPT, each printed under a heading when it is complete."),
     ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=20, help="With --json: add the log-probability of each token and of the N most probable ones."
+        ),
+    ] = None,
     min_tokens: Annotated[int | None, typer.Option(min=0, help="Minimum tokens before an end token.")] = None,
     ignore_end_token: Annotated[
         bool,
@@ -252,8 +258,10 @@ def generate(
         fail("give either PROMPT or --prompt-file", ExitStatus.USAGE)
     if prompt_file is None and (concurrency is not None or out is not None or fail_fast):
         fail("--concurrency, --out and --fail-fast need --prompt-file", ExitStatus.USAGE)
-    if prompt_file is not None and n is not None:
-        fail("--n: cannot be combined with --prompt-file, whose results have one sample", ExitStatus.USAGE)
+    if prompt_file is not None and (n is not None or logprobs is not None):
+        fail("--n and --logprobs: cannot be combined with --prompt-file", ExitStatus.USAGE)
+    if logprobs is not None and not json_output:
+        fail("--logprobs needs --json", ExitStatus.USAGE)
     if resume and out is None:
         fail("--resume needs --out", ExitStatus.USAGE)
     options: dict[str, Any] = {
@@ -270,6 +278,7 @@ def generate(
         "ignore_generation_config": ignore_generation_config or None,
         "seed": seed,
         "n": n,
+        "logprobs": logprobs,
         "min_tokens": min_tokens,
         "ignore_end_token": ignore_end_token or None,
         "stop": stop or (),

@@ -38,3 +38,14 @@ async def test_samples_are_objects_of_their_own() -> None:
     async with FakeServer() as server:
         said, _ = await run(server, "--n", "2", "--json", "--seed", "7")
     assert [(each["text"], each["seed"]) for each in map(json.loads, said.splitlines())] == [(TEXT, 7), (TEXT, 7)]
+
+
+async def test_log_probabilities_are_in_the_json() -> None:
+    async with FakeServer() as server:
+        said, _ = await run(server, "--json", "--logprobs", "2")
+    found = json.loads(said)
+    assert len(found["logprobs"]) == len(found["tokens"])
+    first = found["logprobs"][0]
+    assert first["logprob"] == -0.5
+    assert [each["logprob"] for each in first["top"]] == [-0.5, -2.0]
+    assert first["top"][0] == {"token": found["tokens"][0], "text": first["text"], "logprob": -0.5}

@@ -319,7 +319,8 @@ async def test_no_result_waits_in_memory_for_an_earlier_one(tmp_path: Path) -> N
     [
         (("x", "--out", "o"), "need --prompt-file"),
         (("--prompt-file", "p.jsonl", "--resume"), "--resume needs --out"),
-        (("--prompt-file", "p.jsonl", "--n", "2"), "--n: cannot be combined with --prompt-file"),
+        (("--prompt-file", "p.jsonl", "--n", "2"), "--n and --logprobs: cannot be combined with --prompt-file"),
+        (("x", "--logprobs", "1"), "--logprobs needs --json"),
         (("--prompt-file", os.devnull), "is not a file"),
         (("--prompt-file", "empty.jsonl"), "empty.jsonl: holds no prompt"),
     ],
