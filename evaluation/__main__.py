@@ -80,7 +80,8 @@ def main(
         int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads of the target. Default: all cores.")
     ] = None,
     draft_threads: Annotated[
-        int | None, typer.Option(min=1, max=MAX_THREADS, help="CPU threads of the draft. Default: the target's.")
+        int | None,
+        typer.Option(min=1, max=MAX_THREADS, help="CPU threads of the draft. Default: --threads, or all cores."),
     ] = None,
     dtype: Annotated[WantedDtype, typer.Option(help="Data type of the target.")] = "auto",
     draft_dtype: Annotated[WantedDtype, typer.Option(help="Data type of the draft.")] = "auto",
@@ -186,7 +187,10 @@ def _evaluated(
             layout = replace(remote.layout, draft_speed=relative_speed * remote.layout.draft_speed)
             return _warm_speed(pair, replace(remote, layout=layout), samples, many, heard).rate
 
-        pools = {many: smallest(partial(rate, many), alone) for many, alone in drafted.items()}
+        pools = {}
+        for many, alone in drafted.items():
+            pools[many] = smallest(partial(rate, many), alone)
+            progress.not_needed(pools[many].left_out * planned[many])
     return EvaluationReport(
         target=_description(pair.target),
         draft=_description(pair.draft),

@@ -22,6 +22,11 @@ class PoolSizing:
     rate: float  # tokens a second of a verifier
     best: float  # the rate of a verifier with a draft pod to itself
 
+    @property
+    def left_out(self) -> int:
+        """Sizes that `smallest` did not measure, since a larger number of verifiers sufficed."""
+        return sum(verifiers < self.verifiers for verifiers in VERIFIERS)
+
     def replicas(self, streams: int, concurrent: int) -> tuple[int, int]:
         """Return the numbers of verifiers and drafts for `concurrent` texts, with `streams` texts a verifier."""
         verifiers = ceil(concurrent / streams)

@@ -12,13 +12,10 @@ from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColu
 from rich.progress import Progress as Bar
 
 from specdec.cli.failure import say
-from specdec.progress import left
+from specdec.progress import ProgressLines
 
 Heard = Callable[[int], None]
 """Called when a text is complete, with the tokens planned for it."""
-
-LINE_SECONDS = 15.0
-"""Minimum seconds between two lines of progress, if there is no terminal for a bar."""
 
 
 class Progress:
@@ -26,10 +23,8 @@ class Progress:
     context manager. It runs in real time, even while virtual time replaces `time.monotonic`."""
 
     def __init__(self, tokens: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._total = tokens
         self._done = 0
-        self._clock = clock
-        self._begin = self._printed_at = clock()
+        self._lines = ProgressLines(say, tokens, clock=clock)
         columns = (SpinnerColumn(), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
         self._at_terminal = sys.stderr.isatty()
         self._bar = Bar(*columns, console=Console(stderr=True), transient=True, disable=not self._at_terminal)
@@ -37,7 +32,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         if not self._at_terminal:
-            say(f"evaluate: {self._total} tokens to generate")
+            say(f"evaluate: {self._lines.total} tokens to generate")
         self._bar.start()
         return self
 
@@ -47,13 +42,17 @@ class Progress:
     def heard(self, tokens: int) -> None:
         """Count a complete text, with the tokens planned for it."""
         self._done += tokens
-        now = self._clock()
-        rest = left(self._done, self._total, now - self._begin)
-        self._bar.update(self._task, completed=self._done, total=self._total, description=rest)
-        if not self._at_terminal and now - self._printed_at >= LINE_SECONDS:
-            self._printed_at = now
-            say(f"evaluate: {100 * self._done / self._total:.0f} %, {rest}")
+        self._show()
 
     def not_needed(self, tokens: int) -> None:
         """Subtract planned work that has become unnecessary."""
-        self._total -= tokens
+        if tokens:
+            self._lines.total -= tokens
+            self._show()
+
+    def _show(self) -> None:
+        done, total = self._done, self._lines.total
+        if self._at_terminal:
+            self._bar.update(self._task, completed=done, total=total, description=self._lines.left(done))
+        else:
+            self._lines.heard(done, f"evaluate: {100 * done / total:.0f} %")

@@ -22,20 +22,23 @@ def left(done: float, total: float, seconds: float) -> str:
 
 class ProgressLines:
     """Progress lines for a person, passed to `say`: at most one in LINE_SECONDS, and one at the end. The work has
-    `total` units; `begun` of them were done in earlier runs."""
+    `total` units, which may change meanwhile; `begun` of them were done in earlier runs."""
 
     def __init__(
         self, say: Callable[[str], None], total: int, *, begun: int = 0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._say = say
-        self._total, self._begun = total, begun
+        self.total, self._begun = total, begun
         self._clock = clock
         self._began = self._printed_at = clock()
 
     def heard(self, done: int, line: str) -> None:
         """Record that `done` units are done. If a line is due, say `line` with the remaining time."""
         now = self._clock()
-        if now - self._printed_at >= LINE_SECONDS or done >= self._total:
+        if now - self._printed_at >= LINE_SECONDS or done >= self.total:
             self._printed_at = now
-            rest = left(done - self._begun, self._total - self._begun, now - self._began)
-            self._say(line if done >= self._total else f"{line}, {rest}")
+            self._say(line if done >= self.total else f"{line}, {self.left(done)}")
+
+    def left(self, done: int) -> str:
+        """Return the remaining time if `done` units are done."""
+        return left(done - self._begun, self.total - self._begun, self._clock() - self._began)

@@ -1,4 +1,4 @@
-"""Single-row interface to the choice rule for tests: the token, and the values it maximises."""
+"""Single-row interface to the choice rule for tests: the token, the values it maximises, and the noise in them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from specdec.decoding.candidates import AskedRow, draft_candidates
 from specdec.decoding.choice import Tokens, choose
 from specdec.decoding.draft_logits import HostDraftLogits
-from specdec.decoding.noise import gumbel
+from specdec.decoding.noise import stream, token_words, word_gumbel
 from specdec.decoding.processing import Logits, adjusted, tempered
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.token_mask import TokenMask
@@ -50,6 +50,16 @@ def scores(logits: Logits, query: SamplingQuery) -> tuple[Tokens, NDArray[np.flo
     z = tempered(z, [sampling])
     ids = survivors(z[0], sampling)
     return ids, z[0, ids] + gumbel(sampling.seed, query.position, ids)
+
+
+def words(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return uint64 [n]: the raw word of each token id at an absolute position."""
+    return token_words(np.array([stream(seed, position)], dtype=np.uint64), ids)
+
+
+def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return float64 [n]: the standard Gumbel noise of each token id at an absolute position."""
+    return word_gumbel(words(seed, position, ids))
 
 
 def candidates(row: NDArray[np.float32], query: SamplingQuery, width: int) -> tuple[list[int], list[float]]:

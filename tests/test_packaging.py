@@ -90,7 +90,7 @@ def test_ranges_of_engines_end_where_tests_end() -> None:
     """The tested version is allowed, and the next minor one is not."""
     tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     lines = [line for each in PROJECT["project"]["optional-dependencies"].values() for line in each]
-    for name in ("torch", "transformers", "numba", "triton", "onnxruntime"):
+    for name in ("torch", "transformers", "numba", "triton", "onnxruntime", "onnxruntime-gpu"):
         requirements = [Requirement(line) for line in lines if re.match(rf"{name}\b[^-]", line)]
         version = Version(tested[name])
         later = f"{version.major}.{version.minor + 1}.0"

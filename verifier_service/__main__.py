@@ -89,8 +89,8 @@ def main(
         typer.Option(
             min=1,
             max=MAX_THREADS,
-            help="CPU threads of the forward pass while a draft is working: fewer than --threads if a draft service "
-            "shares the machine. Default: --threads.",
+            help="CPU threads of the forward pass while a draft works, or while another program slows it down: fewer "
+            "than --threads if others share the machine. Default: --threads.",
         ),
     ] = None,
     kv_tokens: Annotated[

@@ -35,11 +35,20 @@ def total(gauge: str, labels: str = "") -> str:
     return f"sum{by} ({gauge}{JOB})"
 
 
+OF_ROLE = {
+    "orchestrator": "specdec_orchestrator_serving",
+    "verifier": "specdec_verifier_serving",
+    "draft": "specdec_draft_serving",
+    "openai": "specdec_openai_requests_running",
+}
+"""A metric that only processes of a role have."""
+
+
 def by_role(expression: str) -> dict[str, str]:
     """Return curves of a metric that every process has, named by role and address."""
     return {
-        f"{role} {{{{instance}}}}": f"{expression} and on (job, instance) specdec_{role}_serving{JOB}"
-        for role in ("orchestrator", "verifier", "draft")
+        f"{role} {{{{instance}}}}": f"{expression} and on (job, instance) {its_own}{JOB}"
+        for role, its_own in OF_ROLE.items()
     }
 
 

@@ -87,6 +87,33 @@ LATENCY = [
     ),
 ]
 
+HTTP = [
+    Panel(
+        "HTTP requests, by status",
+        "reqps",
+        {"{{status}}": rate(f"{OPENAI}_requests_total", "status")},
+        "429: a caller at its limit. 499: the caller left before the answer. 503: no capacity or no orchestrator.",
+    ),
+    Panel(
+        "HTTP requests in flight",
+        "short",
+        {"{{instance}}": f"{OPENAI}_requests_running{JOB}"},
+        "Requests of each HTTP server.",
+    ),
+    Panel(
+        "Time to first byte by HTTP",
+        "s",
+        quantiles(f"{OPENAI}_time_to_first_byte_seconds", 0.5, 0.95, 0.99),
+        "From the request to the first part of the answer; of a stream, its first tokens.",
+    ),
+    Panel(
+        "Whole HTTP requests",
+        "s",
+        quantiles(f"{OPENAI}_request_seconds", 0.5, 0.95),
+        "From the request to the end of the answer.",
+    ),
+]
+
 SPECULATION = [
     Panel(
         "Mode",
@@ -454,6 +481,7 @@ REVISIONS = [
 ROWS = {
     "Traffic": TRAFFIC,
     "Latency": LATENCY,
+    "HTTP": HTTP,
     "Speculation": SPECULATION,
     "Verifiers": VERIFIERS,
     "Drafts": DRAFTS,

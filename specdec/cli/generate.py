@@ -479,4 +479,4 @@ def without_draft(speculation: Speculation, options: Mapping[str, Any]) -> str:
     asked = options["speculation"] in ("always", "draft") or options["rule"] in ("rejection", "contrastive")
     if speculation.undrafted_reason == "no_draft" and not asked:
         return ""
-    return f"{speculation.undrafted_tokens} tokens without a draft ({speculation.undrafted_reason}); "
+    return f"{speculation.undrafted_tokens} tokens without the draft service ({speculation.undrafted_reason}); "

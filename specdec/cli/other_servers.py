@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 DRAFTS = "--draft DIR or --local-draft DIR for a model, --verifier-heads DIR for heads, --speculation for neither"
+DRAFT_SIZE = "--draft-depth, and --draft-max-nodes for trees"
 CACHE = "the size of the KV cache is --kv-tokens"
 CONTEXT = "a text is as long as the model's context, or --kv-tokens if that is less"
 ALWAYS_ON = "it is always on"
@@ -32,6 +33,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "--scheduling-policy": "requests always have priorities",
         "--enforce-eager": "--verifier-no-cuda-graphs",
         "--speculative-config": DRAFTS,
+        "--speculative-model": DRAFTS,
+        "--num-speculative-tokens": DRAFT_SIZE,
         "--tool-call-parser": FROM_TEMPLATE,
         "--enable-auto-tool-choice": FROM_TEMPLATE,
         "--reasoning-parser": FROM_TEMPLATE,
@@ -50,6 +53,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "-ngl": DEVICE,
         "--model-draft": DRAFTS,
         "-md": DRAFTS,
+        "--draft-max": DRAFT_SIZE,
+        "--spec-type": DRAFTS,
+        "-m": "--target DIR or FILE",
         "--hf-repo": "give a directory or a GGUF file: specdec downloads nothing",
         "-hf": "give a directory or a GGUF file: specdec downloads nothing",
     }
@@ -58,6 +64,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 def other_option(arguments: Iterable[str]) -> str | None:
-    """Return the first of a command's arguments that is an option of another server only."""
-    names = (argument.partition("=")[0] for argument in arguments)
-    return next((name for name in names if name in INSTEAD), None)
+    """Return the first of a command's arguments that is an option of another server only. Like vLLM, it takes `_` for
+    `-`."""
+    names = (argument.partition("=")[0] for argument in arguments if argument.startswith("-"))
+    return next((name for name in names if name.replace("_", "-") in INSTEAD), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -88,6 +88,22 @@ def _parameters(role: str) -> Iterator[tuple[str, inspect.Parameter]]:
             name,
             inspect.Parameter(f"{role}_{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation),
         )
+
+
+def unprefixed(arguments: Iterable[str], command: Callable[..., None]) -> str | None:
+    """Return an error message about the first of a command's arguments that is an option of a service without its
+    prefix; None if there is none."""
+    own = {*inspect.signature(command).parameters, *ALSO_BARE}
+    for argument in arguments:
+        option = argument.partition("=")[0]
+        name = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--") or name in own:
+            continue
+        roles = [role for role in PACKAGES if _installed(role) and name in dict(_parameters(role))]
+        if roles:
+            prefixed = " or ".join(f"--{role}-{name.replace('_', '-')}" for role in roles)
+            return f"{option}: there is no such option; {prefixed}"
+    return None
 
 
 def arguments(values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -63,8 +63,10 @@ def _serve_all(context: typer.Context, model: str = "") -> None:
         "numpy", "structlog", "yaml", "grpc_reflection", "grpc_status"
     )  # otherwise the error would name the extra of one service
     if (option := other_option(context.args)) is not None:
-        fail(f"{option}: there is no such option; {INSTEAD[option]}", ExitStatus.USAGE)
-    from specdec.cli.passed_on import passing_on
+        fail(f"{option}: there is no such option; {INSTEAD[option.replace('_', '-')]}", ExitStatus.USAGE)
+    from specdec.cli.passed_on import passing_on, unprefixed
     from specdec.cli.up import up
 
+    if (problem := unprefixed(context.args, up)) is not None:
+        fail(problem, ExitStatus.USAGE)
     run_command(passing_on(up, model=model), context.command_path, context.args)

@@ -12,7 +12,7 @@ from specdec import ports
 from specdec.cli.access import ADDRESS, ApiKeyFile, ModelName, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.failure import fail
 from specdec.cli.waiting import WaitReporter
-from specdec.client import Client
+from specdec.client import Client, Piece
 from specdec.command_line import addresses, duration
 from specdec.exit_status import ExitStatus
 
@@ -73,5 +73,13 @@ def tokenize(
         print(found.count)
     else:
         for token, piece in zip(found.ids, found.pieces, strict=True):
-            print(f"{token:>7}  {piece.text!r}")
+            print(f"{token:>7}  {_shown(piece)}")
         print(f"{found.count} tokens; the context holds {found.context_tokens}", file=sys.stderr)
+
+
+def _shown(piece: Piece) -> str:
+    """Return a token's text as a Python literal; its bytes, if they are no complete characters."""
+    try:
+        return repr(piece.bytes.decode())
+    except UnicodeDecodeError:
+        return repr(piece.bytes)

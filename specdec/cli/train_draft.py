@@ -24,9 +24,10 @@ from specdec.cli.training import (
     Stops,
     Target,
     Text,
+    TimeLimit,
     check_begin,
     failing_in_one_line,
-    limit_of,
+    own_text_written,
     take_place,
     work_on,
 )
@@ -189,13 +190,9 @@ def train_draft(
         kept = None if traffic is None else _read(traffic, allowed)
         options = DraftOptions(text or [], own_tokens, replay or [], replay_share, device, kept, served_labels)
         work = prepared(big, small, options, plan, out, resume=resume)
-        stops, limit = Stops(), limit_of(minutes)
-        if not work.own_text.over:
-            say(f"the target writes {work.own_text.tokens} tokens to train on")
-            work_on(work.own_text, out, stops, limit, resumable=kept is None)
-            stops.end()
-            if not work.own_text.over:
-                return
+        stops, limit = Stops(), TimeLimit(minutes)
+        if not own_text_written(work.own_text, out, stops, limit, resumable=kept is None):
+            return
         training = work.training(out)
         for kind, found in training.before.items():
             say(f"{kind}: acceptance before training {found}")

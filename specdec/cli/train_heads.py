@@ -19,9 +19,10 @@ from specdec.cli.training import (
     Stops,
     Target,
     Text,
+    TimeLimit,
     check_begin,
     failing_in_one_line,
-    limit_of,
+    own_text_written,
     take_place,
     work_on,
 )
@@ -138,10 +139,13 @@ def train_heads(
         given = {"steps": steps, "rows": rows, "length": length, "rate": rate, "seed": seed, **own[kind]}
         plans: dict[str, type[Plan]] = {"medusa": MedusaPlan, "eagle3": Eagle3Plan, "dspark": BlockPlan}
         plan = plans[kind](**{name: value for name, value in given.items() if value is not None})
-        limit = limit_of(minutes)
-        options = HeadsOptions(text or [], own_tokens, device, limit)
-        training = prepared(directory, options, plan, out, resume=resume, say=say)
-        stops = Stops()
+        options = HeadsOptions(text or [], own_tokens, device)
+        work = prepared(directory, options, plan, out, resume=resume)
+        stops, limit = Stops(), TimeLimit(minutes)
+        if not own_text_written(work.own_text, out, stops, limit):
+            return
+        training = work.training(out)
+        say(f"training {training.trains} on {len(training.windows.tokens)} tokens")
         work_on(training, out, stops, limit)
     stops.end()
     for ahead, within in enumerate(training.accuracies(), 1):

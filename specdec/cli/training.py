@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
@@ -16,7 +17,9 @@ from specdec.cli.failure import fail, say
 from specdec.command_line import number
 from specdec.exit_status import ExitStatus
 from specdec.progress import ProgressLines
-from specdec.training.time_limit import TimeLimit
+
+if TYPE_CHECKING:  # imports torch
+    from specdec.training.own_text import OwnText
 
 SAVE_SECONDS = 120.0
 LOOK_SECONDS = 60.0
@@ -123,9 +126,22 @@ class Seldom:
             self._due = end + max(self._seconds, (end - begin) / SHARE)
 
 
-def limit_of(minutes: float | None) -> TimeLimit:
-    """Return the limit that --minutes sets."""
-    return TimeLimit() if minutes is None else TimeLimit(60 * minutes)
+class TimeLimit:
+    """A limit on the time spent in `running`. Time outside, such as for loading models or measuring a draft, does not
+    count: a short limit would leave none for the training."""
+
+    def __init__(self, minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._left = math.inf if minutes is None else 60 * minutes  # seconds
+        self._clock = clock
+
+    @contextmanager
+    def running(self) -> Iterator[float]:
+        """Let the clock run within this context, which gets the clock's time when the limit is reached."""
+        until = self._clock() + self._left
+        try:
+            yield until
+        finally:
+            self._left = until - self._clock()
 
 
 def check_begin(text: list[Path] | None, *, resume: bool, traffic: bool = False) -> None:
@@ -168,6 +184,16 @@ def failing_in_one_line() -> Iterator[None]:
         fail(str(error))
 
 
+def own_text_written(own_text: OwnText, out: Path, stops: Stops, limit: TimeLimit, *, resumable: bool = True) -> bool:
+    """Have the target write its own text, as in `work_on`; return whether it is complete. End the process if a signal
+    was recorded meanwhile."""
+    if not own_text.over:
+        say(f"the target writes {own_text.tokens} tokens to train on")
+        work_on(own_text, out, stops, limit, resumable=resumable)
+        stops.end()
+    return own_text.over
+
+
 def work_on(
     work: ResumableWork,
     out: Path,
@@ -177,9 +203,9 @@ def work_on(
     *,
     resumable: bool = True,
 ) -> None:
-    """Run the work until it is over, a signal was recorded, or the limit is reached; then save. Meanwhile
-    save and `look` from time to time, and report progress. WriteError if saving fails: --resume continues from the last
-    saved state."""
+    """Run the work until it is over, a signal was recorded, or the limit is reached; then save. Meanwhile save and
+    `look` from time to time, and report progress. WriteError if saving fails: --resume continues from the last saved
+    state."""
     progress = ProgressLines(say, work.total, begun=work.done)
     save, look = Seldom(SAVE_SECONDS, lambda: work.save(out)), Seldom(LOOK_SECONDS, look)
     with limit.running() as until:

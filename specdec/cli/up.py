@@ -53,9 +53,11 @@ def _pod(role: str, address: str, process: int) -> dict[str, Any]:
     return found
 
 
-def lines(found: Mapping[str, Any], *, https: bool = False, by_key: bool = False) -> Iterator[str]:
+def lines(
+    found: Mapping[str, Any], *, https: bool = False, by_key: bool = False, has_model: bool = True
+) -> Iterator[str]:
     """Yield a description as lines: one per service, then how to send requests. `https`: the HTTP API uses TLS;
-    `by_key`: requests need a tenant's API key."""
+    `by_key`: requests need a tenant's API key; `has_model`: a draft model or heads propose candidates."""
     for role, pod in found["pods"].items():
         parts = [f"{pod['memory_bytes'] / 1e9:.2f} GB of memory now"]
         if "model" in pod:
@@ -73,6 +75,10 @@ def lines(found: Mapping[str, Any], *, https: bool = False, by_key: bool = False
         models = found["pods"]["orchestrator"].get("models", [])
         known = f" OPENAI_API_KEY=none (model {models[0]})" if models else " OPENAI_API_KEY=KEY" if by_key else ""
         yield f"With any OpenAI client: OPENAI_BASE_URL=http{'s' * https}://{openai}/v1{known}"
+    else:
+        yield f"No HTTP API: --openai-port {ports.OPENAI} adds it."
+    if not has_model:
+        yield "No draft model: candidates come from n-grams. --draft DIR or --local-draft DIR adds one."
     at = "" if found["address"] == usual else f" {found['address']}"
     operators = f"{key} (an operator's key)" if by_key else ""
     yield f"Which drafters propose tokens, and why: {program()} stats{at}{operators}"
@@ -121,7 +127,8 @@ def up(
         typer.Option(
             min=1,
             max=MAX_THREADS,
-            help="CPU threads of the target. Default: one for each core, one fewer while the draft is working.",
+            help="CPU threads of the target. Default: one for each core, one fewer while the draft works or other "
+            "programs slow the target down.",
         ),
     ] = None,
     kv_tokens: Annotated[int | None, typer.Option(min=512, help="Size of the target's KV cache in tokens.")] = None,
@@ -268,7 +275,8 @@ def up(
         ) as stack:
             found = description(stack)
             https = "tls_cert" in of_openai or bool(os.environ.get("SPECDEC_OPENAI_TLS_CERT"))
-            shown = lines(found, https=https, by_key=bool(tenants))
+            has_model = any(path is not None for path in (models.draft, models.local_draft, given_heads))
+            shown = lines(found, https=https, by_key=bool(tenants), has_model=has_model)
             print(json.dumps(found) if json_output else "\n".join(shown), flush=True)
             upkeep = Upkeep(stack, say)
             while not stop:

@@ -61,14 +61,20 @@ class Calibration:
     def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
         """Learn from one verification of siblings: the target took the one of rank `taken`, or none of them. `depth` is
         their depth when `logprobs` were corrected; commits may have moved them up since."""
-        self._shift(depth, [(rank == taken) - math.exp(logprob) for rank, logprob in enumerate(logprobs)])
-
-    def _shift(self, depth: int, errors: Sequence[float]) -> None:
-        """Move the shifts of siblings at this depth, here and in the tenant's calibration, in proportion to the errors
-        of their probabilities."""
-        if self._tenant is not None:
-            self._tenant._shift(depth, errors)
         shifts = self.shifts(depth)
+        odds = [_log_odds(logprob) - shifts[min(rank, RANKS - 1)] for rank, logprob in enumerate(logprobs)]
+        for calibration in (self, self._tenant):
+            if calibration is not None:
+                calibration._learn(depth, taken, odds)
+
+    def _learn(self, depth: int, taken: int | None, odds: Sequence[float]) -> None:
+        """Learn from siblings with these uncorrected log-odds. A tenant's error is that of its own estimate: with its
+        texts' errors, n concurrent texts would move it n times as far as each of them moves."""
+        shifts = self.shifts(depth)
+        errors = [
+            (rank == taken) - 1.0 / (1.0 + math.exp(-odd - shifts[min(rank, RANKS - 1)]))
+            for rank, odd in enumerate(odds)
+        ]
         for rank, error in enumerate(errors):
             at = min(rank, RANKS - 1)
             shifts[at] = max(-MAX_SHIFT, min(MAX_SHIFT, shifts[at] + LEARNS * error))
@@ -91,6 +97,11 @@ class Calibrations:
             if len(self._known) > MAX_TENANTS:
                 self._known.popitem(last=False)
             return Calibration(known.setdefault(kind, Calibration()))
+
+
+def _log_odds(logprob: float) -> float:
+    likely = max(MIN_LOGPROB, min(MAX_LOGPROB, logprob))
+    return likely - math.log(-math.expm1(likely))
 
 
 def corrected(shifts: Sequence[Sequence[float]], logprobs: NDArray[np.float64]) -> NDArray[np.float64]:

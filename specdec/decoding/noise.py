@@ -82,11 +82,6 @@ def token_words(streams: NDArray[np.uint64], ids: NDArray[np.int64]) -> NDArray[
     return value
 
 
-def words(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return uint64 [n]: the raw word of each token id at an absolute position."""
-    return token_words(np.array([stream(seed, position)], dtype=np.uint64), ids)
-
-
 def word_gumbel(value: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return float64, shaped as `value`: the standard Gumbel noise derived from these words.
 
@@ -95,11 +90,6 @@ def word_gumbel(value: NDArray[np.uint64]) -> NDArray[np.float64]:
     """
     uniform = ((value >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return np.asarray(-np.log(-np.log(uniform)))
-
-
-def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return float64 [n]: the standard Gumbel noise of each token id at an absolute position."""
-    return word_gumbel(words(seed, position, ids))
 
 
 def uniform(seed: int, position: int, domain: int, *indices: int) -> float:

@@ -27,6 +27,8 @@ TEXT = 24
 AT_ONCE = 5
 """Number of tokens at the text's end that are computed again as candidates."""
 
+LONG_TEXT = 1024
+"""Tokens of a long text, if it fits. Attention over short texts is never split."""
 
 CHUNK = 256
 """Tokens per prefill chunk of a long text."""
@@ -57,10 +59,11 @@ def rows_are_independent(engine: Engine, most_texts: int | None = None) -> bool:
     return len(found) == 1
 
 
-def long_rows_are_independent(engine: Engine, length: int) -> bool:
-    """Return whether the end of a text of `length` tokens gives the same logits, bit for bit, as a prompt chunk, row by
-    row, beside the end of another such text, and beside rows of short texts. Both texts leave the first block
-    unused."""
+def long_rows_are_independent(engine: Engine, context: int) -> bool:
+    """Return whether the end of a long text (of at most `context` tokens) gives the same logits, bit for bit, as a
+    prompt chunk, row by row, beside the end of another such text, and beside rows of short texts. Both texts leave the
+    first block unused."""
+    length = min(LONG_TEXT, context, engine.capacity // 2 - BLOCK)
     texts = np.random.default_rng(3).integers(0, engine.vocabulary, (2, length)).tolist()
     room = -(-length // BLOCK) * BLOCK
     places = [BLOCK + number * room + np.arange(length) for number in range(2)]
@@ -93,12 +96,8 @@ def bits_of_prompt(engine: Engine) -> str:
     accept any slots."""
     digest = hashlib.sha256()
     for _ in _thread_counts(engine):
-        text, own = _text(engine), np.arange(1, 1 + TEXT)
-        packer = engine.packer()
-        rows = packer.add_rows(text, 0, own)
-        packer.add_path(own, rows)
-        for row in rows:
-            packer.want(row)
+        packer, own = engine.packer(), np.arange(1, 1 + TEXT)
+        _add_text(packer, _text(engine), 0, own)
         digest.update(engine.forward(packer.pack())[:TEXT].tobytes())
     return digest.hexdigest()
 
@@ -139,10 +138,7 @@ def _logits_in_any_batch(engine: Engine, other_texts: Sequence[int]) -> NDArray[
         return engine.forward(packer.pack())[:wanted].copy()
 
     packer = engine.packer()
-    rows = packer.add_rows(text, 0, own)
-    packer.add_path(own, rows)
-    for row in rows:
-        packer.want(row)
+    _add_text(packer, text, 0, own)
     whole = logits(packer, length)
 
     for position, token in enumerate(text[:-AT_ONCE]):
@@ -159,10 +155,7 @@ def _logits_in_any_batch(engine: Engine, other_texts: Sequence[int]) -> NDArray[
 
     packer = engine.packer()
     start = length - AT_ONCE
-    rows = packer.add_rows(text[start:], start, candidates)
-    packer.add_path(np.concatenate([own[:start], candidates]), rows)
-    for row in rows:
-        packer.want(row)
+    _add_text(packer, text[start:], start, np.concatenate([own[:start], candidates]))
     if not np.array_equal(logits(packer, AT_ONCE), whole[start:]):
         return None
 
@@ -170,10 +163,7 @@ def _logits_in_any_batch(engine: Engine, other_texts: Sequence[int]) -> NDArray[
         packer = engine.packer()
         for _ in range(others):
             _add_other(packer, other_tokens[0])
-        rows = packer.add_rows(text, 0, own)
-        packer.add_path(own, rows)
-        for row in rows:
-            packer.want(row)
+        _add_text(packer, text, 0, own)
         if not np.array_equal(logits(packer, length), whole):
             return None
     return whole if _is_the_same_in_decodes(engine, text[-1], own, whole[-1]) else None
@@ -191,6 +181,14 @@ def _is_the_same_in_decodes(engine: Engine, token: int, keys: Slots, logits: NDA
         if not np.array_equal(engine.forward(packer.pack())[0], logits):
             return False
     return True
+
+
+def _add_text(packer: Packer, tokens: Sequence[int], start: int, keys: Slots) -> None:
+    """Add the tokens of a text from position `start` on, and want their logits. `keys`: the slots of the whole text."""
+    rows = packer.add_rows(tokens, start, keys[start:])
+    packer.add_path(keys, rows)
+    for row in rows:
+        packer.want(row)
 
 
 def _add_other(packer: Packer, token: int) -> None:

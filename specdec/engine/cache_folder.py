@@ -154,9 +154,14 @@ def write(data: bytes, kind: str, *key: object) -> None:
     if folder is None:
         return
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="new-", delete=False) as file:  # mode 0600
-            file.write(hashlib.sha256(data).digest() + data)
-        os.replace(file.name, folder / _name(kind, key))
+        descriptor, new = tempfile.mkstemp(dir=folder, prefix="new-")  # mode 0600
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(hashlib.sha256(data).digest() + data)
+            os.replace(new, folder / _name(kind, key))
+        except OSError:
+            os.unlink(new)
+            raise
         _bound(folder)
     except OSError as error:
         log.warning("cache_not_written", folder=str(folder), why=str(error), cost="the next start repeats this work")

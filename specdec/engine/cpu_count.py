@@ -1,5 +1,5 @@
-"""The number of cores available to this process, by its affinity and its cgroups' limits (both cgroup versions), and
-the thread count derived from it.
+"""The number of cores available to this process, by its affinity and its cgroups' limits (both cgroup versions), the
+thread count derived from it, and the number of threads that the cgroups permit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Cgroup(NamedTuple):
 
 
 def cgroups(controller: str, mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> Iterator[Cgroup]:
-    """Yield the cgroups in which a controller (`cpu`, `memory`) may limit this process, each before its ancestors."""
+    """Yield the cgroups in which a controller (`cpu`, `memory`, `pids`) may limit this process, each before its
+    ancestors."""
     for controllers, group in _groups(membership):
         if not controllers:
             yield from (Cgroup(2, folder) for folder in _upwards(mount, group))
@@ -77,4 +78,18 @@ def _quota(group: Cgroup) -> float | None:
             return float(quota) / float(period) if quota != "max" else None
         limit = float((group.folder / "cpu.cfs_quota_us").read_text())  # -1: no limit
         return limit / float((group.folder / "cpu.cfs_period_us").read_text()) if limit > 0 else None
+    return None
+
+
+def threads_left(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> int | None:
+    """Return how many more threads this process may start within its cgroups' limits; None if there is no limit."""
+    left = (_threads_left_in(group.folder) for group in cgroups("pids", mount, membership))
+    return min((count for count in left if count is not None), default=None)
+
+
+def _threads_left_in(folder: Path) -> int | None:
+    """Return how many more threads a cgroup permits; None if it sets no limit, or its files cannot be read."""
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
+        limit, used = (int((folder / name).read_text()) for name in ("pids.max", "pids.current"))
+        return max(0, limit - used)
     return None

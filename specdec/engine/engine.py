@@ -63,11 +63,11 @@ class GpuSampling(Protocol):
 class HostPass:
     """A forward pass of an engine with logits in host memory. It runs only when its logits are requested."""
 
-    engine: Engine
+    run: Callable[[PackedBatch], StepLogits]
     batch: PackedBatch
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        return HostLogits(self.engine.forward(self.batch))
+        return self.run(self.batch)
 
 
 Launch = Callable[[PackedBatch], Pass]
@@ -78,14 +78,24 @@ def launch_of(engine: Engine, *, hidden: bool = False, features: Sequence[int] =
     the layers `features`, if given, else the hidden states if `hidden`. Raises UnsupportedModelError if the engine
     lacks them."""
     if features:
-        with_layers = layer_features(engine)
+        with_layers, layers = layer_features(engine), tuple(features)
         if isinstance(with_layers, GpuLayerFeatures):
-            return partial(with_layers.launch_features, layers=tuple(features))
-        return partial(HostFeaturesPass, with_layers, tuple(features))
+            return partial(with_layers.launch_features, layers=layers)
+        return partial(HostPass, lambda batch: _with_features(with_layers, batch, layers))
     if hidden:
         source = hidden_states(engine)
-        return source.launch_hidden if isinstance(source, GpuHiddenStates) else partial(HostHiddenPass, source)
-    return engine.launch if isinstance(engine, GpuSampling) else partial(HostPass, engine)
+        if isinstance(source, GpuHiddenStates):
+            return source.launch_hidden
+        return partial(HostPass, lambda batch: HostLogits(*source.forward_hidden(batch)))
+    if isinstance(engine, GpuSampling):
+        return engine.launch
+    return partial(HostPass, lambda batch: HostLogits(engine.forward(batch)))
+
+
+def _with_features(engine: LayerFeatures, batch: PackedBatch, layers: Sequence[int]) -> StepLogits:
+    """Run a forward pass; its step logits include the features of these layers."""
+    logits, features = engine.forward_features(batch, layers)
+    return HostLogits(logits, features=RowFeatures(features, batch.wanted))
 
 
 def queues_passes(engine: Engine) -> bool:
@@ -205,17 +215,6 @@ class GpuHiddenStates(Protocol):
         """Launch a forward pass like `GpuSampling.launch`; its step logits include hidden states."""
 
 
-@dataclass(frozen=True)
-class HostHiddenPass:
-    """A `HostPass` whose step logits include hidden states."""
-
-    engine: HiddenStates
-    batch: PackedBatch
-
-    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        return HostLogits(*self.engine.forward_hidden(self.batch))
-
-
 def hidden_states(engine: Engine) -> HiddenStates:
     """Return the engine as a source of hidden states; UnsupportedModelError if it has none."""
     if isinstance(engine, HiddenStates):
@@ -249,19 +248,6 @@ class GpuLayerFeatures(Protocol):
 
     def launch_features(self, batch: PackedBatch, layers: Sequence[int]) -> Pass:
         """Launch a forward pass like `GpuSampling.launch`; its step logits include the features of these layers."""
-
-
-@dataclass(frozen=True)
-class HostFeaturesPass:
-    """A `HostPass` whose step logits include the features of these layers."""
-
-    engine: LayerFeatures
-    layers: tuple[int, ...]
-    batch: PackedBatch
-
-    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        logits, features = self.engine.forward_features(self.batch, self.layers)
-        return HostLogits(logits, features=RowFeatures(features, self.batch.wanted))
 
 
 def layer_features(engine: Engine) -> LayerFeatures:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from specdec.decoding.block_hashes import HASHED_TOKENS
 from specdec.engine.cpu_count import MEMBERSHIP, MOUNT, Cgroup, cgroups
 from specdec.engine.unsupported import UnsupportedModelError
 
@@ -22,10 +23,6 @@ TEXT_TOKENS = 1024
 """Maximum length of these texts on a CPU. On a GPU, whose memory has no other use, it is the model's context."""
 
 MIN_SLOTS = 512
-
-BLOCK_TOKENS = 64
-"""Tokens of a KV cache block, as in `kv/blocks.py`, which is not imported because it needs NumPy. A session has at
-least one block."""
 
 LIMIT_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 """cgroup version -> the files with a group's limit and usage, in bytes."""
@@ -72,7 +69,7 @@ def slots_within(free: int, slot_bytes: int, wanted: int, working: int, row_byte
     """Return how many of the `wanted` slots fit into `free` bytes besides `working` bytes of working memory, using at
     most SHARE of the rest. Each block counts as an additional session, which needs `row_bytes` of logits."""
     rest = max(0, free - working)
-    with_rows = slot_bytes + -(-row_bytes // BLOCK_TOKENS)
+    with_rows = slot_bytes + -(-row_bytes // HASHED_TOKENS)
     return min(wanted, int(SHARE * rest) // slot_bytes, rest // with_rows)
 
 
@@ -110,8 +107,10 @@ def _free_in(group: Cgroup) -> int | None:
     with contextlib.suppress(OSError, ValueError, KeyError):  # "max" means no limit
         given = int((group.folder / limit).read_text())
         statistics = dict(line.split() for line in (group.folder / "memory.stat").read_text().splitlines())
-        # Cached files, such as weights just read, are reclaimed when needed. Version 1 counts subgroups only in totals.
-        cached_files = int(statistics.get("total_inactive_file", statistics["inactive_file"]))
+        # Cached files, such as weights read once (inactive) or again (active), are reclaimed when needed. Version 1
+        # counts subgroups only in totals.
+        whole = "total_" if "total_inactive_file" in statistics else ""
+        cached_files = int(statistics[f"{whole}inactive_file"]) + int(statistics[f"{whole}active_file"])
         return max(0, given - int((group.folder / used).read_text()) + cached_files)
     return None
 
@@ -120,17 +119,23 @@ def free_by_driver(driver: Any, index: int) -> int:
     """Return the free bytes of a CUDA device, from the driver."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    for name, *arguments in (
-        ("cuInit", 0),
-        ("cuDeviceGet", ctypes.byref(device), index),
-        ("cuDevicePrimaryCtxRetain", ctypes.byref(context), device),
-        ("cuCtxPushCurrent_v2", context),
-        ("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total)),
-        ("cuCtxPopCurrent_v2", ctypes.byref(context)),
-    ):
+
+    def call(name: str, *arguments: object) -> None:
         status = getattr(driver, name)(*arguments)
         if status:
             raise UnsupportedModelError(f"device cuda:{index}: the CUDA driver's {name} failed with status {status}")
+
+    call("cuInit", 0)
+    call("cuDeviceGet", ctypes.byref(device), index)
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    try:
+        call("cuCtxPushCurrent_v2", context)
+        try:
+            call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        finally:
+            call("cuCtxPopCurrent_v2", ctypes.byref(context))
+    finally:
+        call("cuDevicePrimaryCtxRelease_v2", device)  # a context takes some hundred megabytes of the device
     return free.value
 
 

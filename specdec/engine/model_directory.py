@@ -216,10 +216,10 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer_files(self) -> TokenizerFiles:
-        """The files that define the tokens."""
+        """The files that define the tokens; of tokenizer.json only the fields that do."""
         settings = Fields(self.path / "tokenizer_config.json", self.tokenizer_config)
         special, added = (self._optional(name) for name in ("special_tokens_map.json", "added_tokens.json"))
-        return TokenizerFiles(self._needed("tokenizer.json"), settings, special, added)
+        return TokenizerFiles(_listing_tokens(self._needed("tokenizer.json")), settings, special, added)
 
     @cached_property
     def tokens(self) -> dict[str, int]:
@@ -333,6 +333,16 @@ def _instead_of(file: Path) -> str:
     if file.suffix in (".safetensors", ".bin", ".json", ".onnx", ".pt", ".pth"):
         return f"give its directory {file.parent}, if that has a config.json"
     return "give the directory with config.json, tokenizer.json and *.safetensors"
+
+
+def _listing_tokens(tokenizer: Fields) -> Fields:
+    """Return the fields of tokenizer.json that list tokens. The others, such as merges, take up to 100 MB."""
+    listing: dict[str, Any] = {
+        name: tokenizer.content[name] for name in ("added_tokens", "model") if name in tokenizer.content
+    }
+    if isinstance(model := listing.get("model"), dict):
+        listing["model"] = {name: value for name, value in model.items() if name == "vocab"}
+    return replace(tokenizer, content=listing)
 
 
 def _pieces(tokenizer: Fields) -> dict[str, int]:

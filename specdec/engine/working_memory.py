@@ -1,4 +1,5 @@
-"""Working memory of an engine on a CPU, besides its weights and KV cache: logits, and the checks at start-up.
+"""Working memory of an engine, besides its weights and KV cache: on a CPU logits and the checks at start-up, and an
+exported model's attention.
 
 The preflight counts it (`preflight/memory_needed.py`), and the KV cache leaves room for it (`memory.py`).
 """
@@ -18,6 +19,17 @@ MAX_SLICE_IDS = 1 << 14
 """Token ids per slice of an output head (`hf/linear.py`: `SlicedHead`). For 512 rows a slice has 32 MiB of logits. With
 half as many ids per slice, the call overhead of a head of 262,144 ids would be noticeable beside its products."""
 
+ATTENTION_BYTES = 1 << 28
+"""Limit on an exported model's keys, values and scores in one layer, for all lanes that are padded to one shape. Beyond
+it, a pass runs in several parts, each of which reads all weights. A chunk of 512 rows of a prompt reaches it at about
+8,000 tokens with 14 heads."""
+
+ATTENTION_COPIES = 2
+"""Copies of these numbers at a time: keys and values in another order, scores before and after softmax."""
+
+CHUNK_LANES, LANE_ROWS = 8, 64
+"""Lanes, and rows of each, of a long text's chunk of 512 rows."""
+
 LAID_OUT_AT_ONCE = 4
 """Copies of a layer while it is laid out: two to be joined, the joined one, and the prepacked one."""
 
@@ -36,6 +48,13 @@ def row_bytes(vocabulary: int) -> int:
 def logits_bytes(vocabulary: int, sessions: int = 0) -> int:
     """Return the bytes of the logits of a step with the most candidates, plus one row per session."""
     return InvariantRowCounts(CANDIDATES).padded(MAX_STEP_CANDIDATES + sessions) * row_bytes(vocabulary)
+
+
+def attention_bytes(longest: int, key_bytes: int, pair_bytes: int) -> int:
+    """Return the bytes of attention in an exported model's largest pass, with texts of up to `longest` tokens.
+    `key_bytes`, `pair_bytes`: as in `GroupMemory`."""
+    chunk = CHUNK_LANES * longest * (key_bytes + LANE_ROWS * pair_bytes)
+    return ATTENTION_COPIES * min(ATTENTION_BYTES, chunk)
 
 
 def start_bytes(vocabulary: int, hidden: int, layer: int, outputs: int) -> int:

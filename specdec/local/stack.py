@@ -1,7 +1,7 @@
 """Starts all three services as local processes, and stops them.
 
-The target uses all CPU cores, but leaves one to its draft while the draft works. With a thread on every core, all
-threads would wait at every layer for the one that shares its core with the draft
+The target uses all CPU cores, but leaves one to its draft while the draft works, or to other programs while they slow
+it down. With a thread on every core, all threads would wait at every layer for the one that shares its core
 (docs/decisions/2026-11-21-cores-and-messages.md).
 """
 
@@ -131,7 +131,7 @@ class Stack:
         try:
             local = () if models.local_draft is None else ("--draft-model", str(models.local_draft))
             placed = ("--dtype", dtype, "--device", device)
-            of_target, of_draft = _threads(device, drafted=models.draft is not None)
+            of_target, of_draft = _threads(device, fixed=models.draft is None and "vllm" in verifier_options)
             if draft_heads is not None:
                 of_draft += "--engine", "torch", "--heads", str(draft_heads)
             spawn("verifier", models.target, *placed, *of_target, *local, *verifier_options)
@@ -170,11 +170,11 @@ def _memory_of(wanted: Wanted) -> str:
     return ""
 
 
-def _threads(device: str, *, drafted: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _threads(device: str, *, fixed: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the thread options of target and draft, which divide the cores. A target on a GPU leaves all cores to its
-    draft."""
+    draft. `fixed`: the target always uses all its threads."""
     if device != "cpu":
         return (), ()
     cores = cores_given()
-    fewer = ("--threads-while-drafting", str(max(1, cores - 1))) if drafted else ()
+    fewer = () if fixed else ("--threads-while-drafting", str(max(1, cores - 1)))
     return ("--threads", str(cores), *fewer), ("--threads", "1")

@@ -128,6 +128,7 @@ class Unsupported:
 
 _GUIDED = Unsupported(instead="use structured_outputs")
 _ZERO = Unsupported((0,))
+_ONE = Unsupported((1,))
 _OFF = Unsupported((False,))
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
@@ -147,6 +148,7 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     # vLLM's
     "add_special_tokens": Unsupported(),
     "bad_words_token_ids": Unsupported(([],), "use specdec.banned_tokens"),
+    "beam_width": _ONE,
     "chat_template": Unsupported(instead="the model's own is used, or the server's --chat-template"),
     "documents": Unsupported(([],)),
     "guided_choice": _GUIDED,
@@ -157,6 +159,8 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "guided_whitespace_pattern": _GUIDED,
     "length_penalty": Unsupported((1.0,)),
     "logits_processors": Unsupported(([],)),
+    "lora_request": Unsupported(({},)),
+    "num_beams": _ONE,
     "prompt_embeds": Unsupported(),
     "return_tokens_as_token_ids": _OFF,
     "spaces_between_special_tokens": Unsupported((True,)),

@@ -127,6 +127,8 @@ NOT_SERVED = {
     "/api/chat": "use /v1/chat/completions",
     "/api/generate": "use /v1/completions",
     "/api/tags": "use /v1/models",
+    "/v1/load_lora_adapter": "LoRA adapters are not supported",
+    "/v1/unload_lora_adapter": "LoRA adapters are not supported",
 }
 """Paths of other servers, and what to do instead."""
 

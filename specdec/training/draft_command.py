@@ -137,7 +137,7 @@ def prepared(
             given = torch.cat([given, options.traffic.tokens(end)])
         own = torch.empty(0, plan.length, dtype=torch.int64)
         text = TrainingText(given, replay, own, in_memory=options.traffic is not None)
-        text.check(plan.length, draft.directory.vocabulary)  # before the models are loaded
+        text.check(plan.length, draft.directory.vocabulary, "draft")  # before the models are loaded
     big, small = load_target(target, options.device), load_draft(draft.directory, options.device)
     check_room(
         draft.directory.name,

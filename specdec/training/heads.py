@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.training.files import STATE, TEXTS, replace_json, replace_tensors
+from specdec.training.files import TEXTS, replace_json, replace_tensors
 from specdec.training.plan import MAX_TOKENS, TRAINS, Origin, ResumeError, check_texts, plan_begun
 from specdec.training.texts import Windows
 from specdec.training.training import P, Training, check_room, rows_a_pass
@@ -46,7 +46,7 @@ class HeadTraining(Training[P]):
     ) -> None:
         """`trained`, `max_norm`: as in Training. UnsupportedModelError if the device has no room for the training."""
         self._model = model.requires_grad_(False).eval()
-        self._windows = windows
+        self.windows = windows
         trained = [*trained]
         vocabulary = int(model.config.get_text_config().vocab_size)
         check_room(f"{self.trains} for {origin.target}", trained, plan, vocabulary, model.device, self.remedy)
@@ -89,7 +89,7 @@ class HeadTraining(Training[P]):
         tokens before a place come from the text."""
         hits = defaultdict[int, Tensor](lambda: torch.zeros(max(TOLD_RANKS)))  # by position ahead: hits of each rank
         count = Counter[int]()
-        for windows in self._passes(self._windows.spread(most)):
+        for windows in self._passes(self.windows.spread(most)):
             for ahead, (guesses, best) in enumerate(self._guessed(windows)):
                 hits[ahead][: guesses.shape[1]] += (guesses == best[:, None]).sum(0).cpu()
                 count[ahead] += len(best)
@@ -118,7 +118,7 @@ def check_unfinished(
     """Return the origin of the unfinished training in a directory. ResumeError, naming the option, if there is none, or
     if it trains something else or has another plan, target or text. `trains`: as in HeadTraining; `text`, `own_tokens`:
     as in Origin; None: the values at the beginning."""
-    kept = plan_begun(out, trains, plan, STATE, TEXTS)
+    kept = plan_begun(out, trains, plan, TEXTS)
     origin = Origin(kept.text("target"), kept.text("text"), kept.integer("own_tokens", 0, MAX_TOKENS))
     if origin.target != target:
         raise ResumeError(f"{out}: was started for {origin.target}, cannot be resumed for {target}")

@@ -1,4 +1,4 @@
-"""The tokens that a draft learns from, including text that the target writes."""
+"""The tokens of a training, including text that the target writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.training.files import TEXTS, read_tensors, write_texts
-from specdec.training.plan import Plan
+from specdec.training.plan import Plan, ResumeError
 from specdec.training.texts import PROMPT_TOKENS, Mixture, TextError, Windows, continuations
 
 
@@ -25,29 +25,35 @@ class TrainingText:
 
     @classmethod
     def kept(cls, out: Path) -> TrainingText:
-        """Return the tokens kept by `save`."""
+        """Return the tokens kept by `save`. ResumeError if an earlier version wrote them."""
         kept = read_tensors(out / TEXTS)
+        if not {"tokens", "replay", "own"} <= kept.keys():
+            raise ResumeError(f"{out / TEXTS}: was written by an earlier version, cannot be resumed")
         return cls(kept["tokens"], kept["replay"], kept["own"])
 
     def save(self, out: Path) -> None:
         if not self.in_memory:
             write_texts(out, self.given, replay=self.replay, own=self.own)
 
-    def check(self, length: int, vocabulary: int) -> None:
+    def check(self, length: int, vocabulary: int, model: str) -> None:
         """Raise TextError unless the given text, and the replay text if any, each fill two windows of `length` tokens,
-        and all tokens are below `vocabulary`."""
+        and all tokens are below `vocabulary`, the width of the `model`'s logits."""
         for option, tokens in (("--text", self.given), ("--replay", self.replay)):
             if not len(tokens) and option == "--replay":
                 continue
             if len(tokens) < 2 * length:
                 raise TextError(f"{option}: has {len(tokens)} tokens, must have at least {2 * length}: two windows")
             if (highest := int(tokens.max())) >= vocabulary:
-                raise TextError(f"{option}: has the token {highest}, but the draft's vocabulary has {vocabulary} ids")
+                raise TextError(f"{option}: has the token {highest}, but the {model}'s vocabulary has {vocabulary} ids")
+
+    def windows(self, length: int, vocabulary: int) -> Windows:
+        """Return the windows of the given text and of the own texts whose tokens are all below `vocabulary`."""
+        own = self.own[(self.own < vocabulary).all(1)]  # a target may have padding ids that its draft lacks
+        return Windows(torch.cat([Windows(self.given, length).tokens, own.flatten()]), length)
 
     def mixture(self, length: int, vocabulary: int, share: float) -> Mixture:
-        """Return the windows to train on, a `share` of them from `replay`."""
-        own = self.own[(self.own < vocabulary).all(1)]  # a target may have padding ids that its draft lacks
-        new = Windows(torch.cat([Windows(self.given, length).tokens, own.flatten()]), length)
+        """Return the windows to train a draft on, a `share` of them from `replay`."""
+        new = self.windows(length, vocabulary)
         return Mixture(new, Windows(self.replay, length), share) if len(self.replay) else Mixture(new)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -130,26 +128,6 @@ def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
                 raise TextError(f"{file}:{number}: messages: {error}") from None
         else:
             raise TextError(f"{file}:{number}: has neither text, a string, nor messages, a list")
-
-
-def continued(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    length: int,
-    rows: int,
-    seed: int,
-    *,
-    until: float = math.inf,
-    wrote: Callable[[int], None] = lambda rows: None,
-) -> Tensor:
-    """Return `rows` texts of `length` tokens from `continuations`, one after the other, int64 [rows * length]; fewer if
-    `time.monotonic` reaches `until` meanwhile. `wrote` is called after each part, with the number of texts so far."""
-    found = tokens.new_empty(0, length)
-    parts = continuations(model, tokens, length, rows, seed)
-    while len(found) < rows and time.monotonic() < until:
-        found = torch.cat([found, next(parts)])
-        wrote(len(found))
-    return found.flatten()
 
 
 def continuations(

@@ -62,10 +62,17 @@ def test_hints_name_the_program_as_it_was_started(started_by: str, words: str, m
     monkeypatch.setattr(sys, "argv", [started_by, "up"])
     assert program() == words
     found = {"pods": {}, "address": "h:1", "services": {}}
-    assert list(lines(found))[:2] == [
+    assert [line for line in lines(found) if words in line] == [
         f'Try it: {words} generate "def main(" --address h:1',
         f"Which drafters propose tokens, and why: {words} stats h:1",
     ]
+
+
+def test_what_is_not_served_is_named() -> None:
+    found = {"pods": {"orchestrator": {"address": "h:1", "memory_bytes": 0}}, "address": "h:1", "services": {}}
+    bare, whole = list(lines(found, has_model=False)), list(lines({**found, "services": {"openai": "h:2"}}))
+    assert [line.partition(":")[0] for line in bare if line.startswith("No ")] == ["No HTTP API", "No draft model"]
+    assert not [line for line in whole if line.startswith("No ")]
 
 
 def test_a_traceback_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

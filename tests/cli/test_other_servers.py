@@ -42,6 +42,7 @@ def test_they_are_those_of_the_guide() -> None:
         (["--target", "models/large", "--kv-tokens", "4096"], None),
         (["models/large", "--max-model-len", "4096"], "--max-model-len"),
         (["models/large", "--api-key=secret"], "--api-key"),
+        (["models/large", "--speculative_config", "{}"], "--speculative_config"),
     ],
 )
 def test_the_first_one_is_found(words: list[str], found: str | None) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from specdec.cli.train_draft import tell_gain
-from specdec.cli.training import LOOK_SECONDS, Seldom, Stops, work_on
-from specdec.training.time_limit import TimeLimit
+from specdec.cli.training import LOOK_SECONDS, Seldom, Stops, TimeLimit, work_on
 
 
 class Counting:
@@ -84,7 +83,7 @@ def test_time_stops_it(stops: Stops, tmp_path: Path) -> None:
 def test_only_work_takes_of_the_time() -> None:
     """Not the measuring between writing and training."""
     now = [100.0]
-    limit = TimeLimit(60.0, clock=lambda: now[0])
+    limit = TimeLimit(1.0, clock=lambda: now[0])
     with limit.running() as until:
         assert until == 160.0
         now[0] = 140.0

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specdec.decoding.choice import choose
-from specdec.decoding.noise import gumbel
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.token_mask import TokenMask
-from tests.choices import candidates, mask_of
+from tests.choices import candidates, gumbel, mask_of
 
 
 def float32(value: float) -> float:

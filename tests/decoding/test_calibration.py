@@ -97,3 +97,15 @@ def test_a_text_begins_with_what_its_tenants_texts_have_taught() -> None:
     for number in range(MAX_TENANTS):
         known.of(sampler, str(number))
     assert known.of(sampler, "useless").corrected(0, [-0.1]) == [before]
+
+
+def test_concurrent_texts_move_their_tenants_calibration_no_further_than_the_truth() -> None:
+    """64 texts whose draft says 0.6 of candidates that the target takes with probability 0.7."""
+    known, sampler, random = Calibrations(), RequestSampler(Sampling()), Random(0)
+    said, real = [math.log(0.6)], 0.7
+    for _ in range(2):
+        texts = [known.of(sampler, "tenant") for _ in range(64)]
+        for _ in range(60):
+            for text in texts:
+                text.learn(0, 0 if random.random() < real else None, text.corrected(0, said))
+        assert math.exp(known.of(sampler, "tenant").corrected(0, said)[0]) == pytest.approx(real, abs=0.07)

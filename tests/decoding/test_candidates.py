@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from specdec.decoding.candidates import AGREEMENT_SCALE, AskedRow, draft_candidates
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS, HostDraftLogits, MappedDraftLogits, shortlists
-from specdec.decoding.noise import gumbel
 from specdec.decoding.processing import MAX_ABS_LOGIT, adjusted, tempered
 from specdec.decoding.query import PenaltyState, RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.truncation import survivors
-from tests.choices import mask_of
+from tests.choices import gumbel, mask_of
 from tests.examples import examples
 
 TOLERANCE = 1e-12

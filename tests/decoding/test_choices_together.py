@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specdec.decoding.choice import BLOCK, choose
-from specdec.decoding.noise import gumbel
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
+from tests.choices import gumbel
 from tests.decoding.choice_reference import (
     Case,
     cases,

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from specdec.decoding.noise import gumbel, mix, sample_seed, stream, token_words, word_gumbel, words
+from specdec.decoding.noise import mix, sample_seed, stream, token_words, word_gumbel
+from tests.choices import gumbel, words
 
 MASK = 2**64 - 1
 DOMAIN = 0x63686F6963650001

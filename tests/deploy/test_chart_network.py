@@ -131,9 +131,9 @@ class TestNetwork:
     @pytest.mark.parametrize(
         ("endpoint", "port"),
         [
-            ("http://collector.observability:4318", 4318),
-            ("https://collector.example.com/v1/traces", 443),
-            ("http://collector", 80),
+            ("collector.observability:4318", 4318),
+            ("dns:///collector.observability:4317", 4317),
+            ("[2001:db8::1]:4319", 4319),
         ],
     )
     def test_a_collector_is_called_where_there_is_one(self, endpoint: str, port: int) -> None:
@@ -146,6 +146,11 @@ class TestNetwork:
             assert self.leaves(things, "specdec-verifier-a", ANYWHERE, port) is anywhere
             assert not self.leaves(things, "specdec-verifier-a", ANYWHERE, port + 1)
             assert not self.leaves(things, "specdec-draft-b", ANYWHERE, port)
+            assert not self.leaves(things, "specdec-verifier-a", ANYWHERE, 80)
+
+    def test_a_collector_on_a_socket_needs_no_port(self) -> None:
+        named = at("verifiers/a/options/otlp-endpoint", "unix:/run/otel/socket")
+        assert "specdec-verifier-egress" not in of_kind(render(merged(SMALL, named)), "NetworkPolicy")
 
     def test_a_download_calls_what_values_name(self) -> None:
         source = {"ipBlock": {"cidr": "10.2.0.0/16"}}

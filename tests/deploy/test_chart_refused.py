@@ -94,6 +94,28 @@ WRONG: dict[str, tuple[Object, str]] = {
         at("verifiers/a", {"gpus": 4, "options": {"engine": "vllm", "vllm-options": "{quantization: fp8}"}}),
         "verifiers.a.options.vllm-options: is no JSON object",
     ),
+    "a GGUF file of a revision": (
+        at("models/tiny/revisions/1/path", "/models/target.gguf"),
+        "models.tiny.revisions.1.path: is a GGUF file, should be a directory made from it by `specdec import-gguf`",
+    ),
+    "a GGUF file of a pool": (
+        at("verifiers/c", {"path": "/m.gguf", "modelGiB": 1}),
+        "verifiers.c.path: is a GGUF file",
+    ),
+    "a GGUF file of a draft": (at("drafts/b/path", "/models/draft.GGUF"), "drafts.b.path: is a GGUF file"),
+    "a GGUF file to export": (
+        at("exportJobs/x", {"model": "/a.gguf", "out": "/b", "modelGiB": 1}),
+        "exportJobs.x.model: is a GGUF file",
+    ),
+    "texts to learn from without a key": (
+        at("drafts/b/options", {"learn-tokens": 1000}),
+        "drafts.b.learnKeySecret.name: is missing, and options.learn-tokens is 1000",
+    ),
+    "a key to learn that no pod has": (at("drafts/b/options", {"learn-key-file": "/key"}), "learn-key-file"),
+    "a collector by HTTP": (
+        at("verifiers/a/options", {"otlp-endpoint": "http://collector:4318"}),
+        "verifiers.a.options.otlp-endpoint: is http://collector:4318, should be HOST:PORT",
+    ),
     "GPUs that are not used": (
         at("verifiers/a", {"gpus": 1, "options": {"device": "cpu"}}),
         "verifiers.a.options.device: is cpu",
@@ -118,8 +140,8 @@ WRONG: dict[str, tuple[Object, str]] = {
         "specdec_verifier_waiting",
     ),
     "a part of nothing": (
-        at("verifiers/a/autoscaling", {"type": "hpa", "targets": {"cpu": 70}}),
-        "verifiers.a.autoscaling.targets.cpu: is a part of resources.requests.cpu",
+        at("orchestrator", {"resources": {"requests": {"cpu": None}}, "autoscaling": {"type": "hpa"}}),
+        "orchestrator.autoscaling.targets.cpu: is a part of resources.requests.cpu",
     ),
     "keda without Prometheus": (at("orchestrator/autoscaling/type", "keda"), "prometheusAddress is empty"),
     "two volumes": (

@@ -22,18 +22,21 @@ from tests.deploy.chart import (
     Object,
     at,
     config,
+    container,
     merged,
     models_file,
     of_kind,
     render,
     role,
     services,
+    templates,
     text,
 )
 from tests.deploy.chart_values import COMBINATIONS, COMMANDS, EVERYTHING, WHOLE
 
 SET_BY_THE_CHART = {
     *("config", "host", "port", "health_port", "metrics_port", "drain_seconds", "stop_with_stdin"),
+    "learn_key_file",
     *("tls_cert", "tls_key", "tls_client_ca", "tls_client_name"),
     *("model", "models", "served_model_name", "chat_template", "verifier", "draft", "orchestrator", "tenants"),
     *("peer_tls_ca", "peer_tls_cert", "peer_tls_key", "peer_tls_name"),
@@ -67,6 +70,29 @@ class TestServices:
         (tmp_path / "file.yaml").write_text("model: /m\nkv-tokens: 3\n")
         with pytest.raises(AssertionError, match="kv-tokens in"):
             taken("verifier", tmp_path / "file.yaml")
+
+    def test_a_draft_that_learns_has_its_key(self) -> None:
+        learns = at("drafts/b", {"options": {"learn-tokens": 1000}, "learnKeySecret": {"name": "learning"}})
+        things = render(merged(SMALL, learns))
+        pod = templates(things)["specdec-draft-b"]
+        assert config(things, pod)["learn-key-file"] == "/etc/specdec/learn/learn.key"
+        (secret,) = [each["secret"] for each in pod["spec"]["volumes"] if "secret" in each]
+        assert secret == {"secretName": "learning", "defaultMode": 0o440}
+        (mount,) = [each for each in container(pod)["volumeMounts"] if each["name"] == "learn"]
+        assert (mount["mountPath"], mount["readOnly"]) == ("/etc/specdec/learn", True)
+
+    @pytest.mark.parametrize(
+        ("openai", "stored"),
+        [
+            ({}, "off"),
+            ({"replicas": 1}, None),
+            ({"replicas": 1, "autoscaling": {"type": "hpa"}}, "off"),
+            ({"options": {"response-store": "memory"}}, "memory"),
+        ],
+    )
+    def test_responses_are_stored_only_where_each_request_finds_them(self, openai: Object, stored: str | None) -> None:
+        things = render(merged(SMALL, at("openai", {"enabled": True} | openai)))
+        assert config(things, templates(things)["specdec-openai"]).get("response-store") == stored
 
     def test_large_numbers_stay_numbers(self) -> None:
         content = text(EVERYTHING)["specdec/templates/configmaps.yaml"]

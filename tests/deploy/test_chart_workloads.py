@@ -178,6 +178,27 @@ class TestResources:
             "4",
         )
 
+    @pytest.mark.parametrize("part", ["requests", "limits"])
+    @pytest.mark.parametrize(("name", "amount"), [("memory", "40Gi"), ("ephemeral-storage", "1Gi")])
+    def test_a_request_or_limit_alone_gives_the_other(self, part: str, name: str, amount: str) -> None:
+        own = at(f"resources/{part}/{name}", amount)
+        job = {"model": "/a", "out": "/b", "modelGiB": 3} | own
+        values = merged(SMALL, at("verifiers/a", own), at("exportJobs/x", job))
+        (export,) = [each for each in templates(render(values)) if "export" in each]
+        for pod in ("specdec-verifier-a", export):
+            found = resources(values, pod)
+            assert found["requests"][name] == found["limits"][name] == amount
+
+    @pytest.mark.parametrize(
+        ("own", "requested"),
+        [({}, "2"), ({"requests": {"cpu": "500m"}}, "500m"), ({"limits": {"cpu": "1"}}, "1")],
+    )
+    def test_a_verifier_has_cores(self, own: Object, requested: str) -> None:
+        """Its request is no more than its limit, and equals a limit alone: the pod then keeps whole cores."""
+        found = resources(merged(SMALL, at("verifiers/a/resources", own)), "specdec-verifier-a")
+        assert found["requests"]["cpu"] == requested
+        assert found["limits"].get("cpu") == own.get("limits", {}).get("cpu")
+
     def test_disk_follows_from_the_folders(self) -> None:
         download = {"image": "example.org/fetch:1", "sizeLimit": "200Gi"}
         values = merged(SMALL, SOURCES, at("defaults/tmpSize", "500M"))

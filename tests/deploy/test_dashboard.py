@@ -9,7 +9,7 @@ import pytest
 from deploy.grafana.dashboard import dashboard
 from tests.deploy.expressions import DASHBOARD, curves, metrics, panels
 from tests.deploy.test_alerts import scraped_names
-from tests.metrics import families, name
+from tests.metrics import families, name, of_http
 
 
 def test_the_file_is_what_the_module_prints() -> None:
@@ -32,7 +32,7 @@ def test_every_metric_is_on_the_dashboard_or_is_a_part_of_one_that_is() -> None:
         "specdec_orchestrator_prompt_tokens_cached_total",
         "specdec_verifier_prompt_tokens_total",
     }
-    assert {name(family) for family in families()} - shown == left_out
+    assert {name(family) for family in (*families(), *of_http())} - shown == left_out
 
 
 def test_panels_lie_beside_each_other() -> None:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Engine
 from specdec.engine.kv.slots import KVPool, Slots
 from tests.models import END, VOCABULARY
@@ -58,8 +59,9 @@ class Step:
         self.packer.want(row)
         self.texts.append(list(text))
 
-    def run(self) -> None:
-        got = self.subject.engine.forward(self.packer.pack())
+    def run(self, batch: PackedBatch | None = None) -> None:
+        """Run the pass; `batch`: if it is packed already."""
+        got = self.subject.engine.forward(self.packer.pack() if batch is None else batch)
         assert got.dtype == np.float32
         assert got.shape == (len(self.texts), VOCABULARY)
         for row, text in zip(got, self.texts, strict=True):

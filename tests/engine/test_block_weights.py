@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.engine import Engine
+from specdec.engine.engines import cpu_engine
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.model_directory import ModelDirectory
@@ -72,6 +73,20 @@ def test_every_linear_layer_is_in_blocks(tmp_path: Path, architecture: str) -> N
     left = [name for name, module in engine.model.named_modules() if type(module) is torch.nn.Linear]
     assert left == []
     assert any(isinstance(module, BlockLinear) for module in engine.model.modules())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # one whose products are joined, and another
+def test_more_threads_than_permitted_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """Each product has its own pool of threads."""
+    directory = ModelDirectory(make(architecture, tmp_path / "model"))
+    engine = CpuEngine(directory, capacity=512, threads=(1,), exact=False, bits=8)
+    products = sum(isinstance(module, BlockLinear) for module in engine.model.modules())
+    monkeypatch.setattr(cpu_engine, "threads_left", lambda: 2 * products - 1)
+    reason = f"{products} products with 3 threads each start {2 * products} threads, and pids.max permits .* --threads"
+    with pytest.raises(UnsupportedModelError, match=reason):
+        CpuEngine(directory, capacity=512, threads=(3,), exact=False, bits=8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

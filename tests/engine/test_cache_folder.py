@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -137,6 +138,20 @@ def test_folders_are_no_entries(folder: Path, monkeypatch: pytest.MonkeyPatch) -
             cache_folder.write(bytes(100), "kind", number)
     assert logged == []
     assert cache_folder.read("kind", 3) is not None
+
+
+def test_a_full_disk_keeps_no_part_of_an_entry(folder: Path) -> None:
+    cache_folder.write(b"bits", "kind", 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with captured_logs() as logged:
+            cache_folder.write(bytes(1000), "kind", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [entry["event"] for entry in logged] == ["cache_not_written"]
+    assert len(list(folder.iterdir())) == 1
+    assert cache_folder.read("kind", 0) == b"bits"
 
 
 START = """

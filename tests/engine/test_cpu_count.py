@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.cpu_count import cores_given, threads_for
+from specdec.engine.cpu_count import cores_given, threads_for, threads_left
 
 ALL = len(os.sched_getaffinity(0))
 
@@ -42,6 +42,18 @@ def test_a_part_of_a_core_counts_as_one(tmp_path: Path) -> None:
     write(tmp_path / "self", "0::/\n")
     write(tmp_path / "mount" / "cpu.max", "150000 100000\n")
     assert cores_given(tmp_path / "mount", tmp_path / "self") == 2
+
+
+@pytest.mark.parametrize(("limit", "left"), [("max", 60), ("1000", 60), ("130", 30), ("90", 0)])
+@pytest.mark.parametrize(("membership", "place"), [("0::/a/b\n", ""), ("8:pids:/a/b\n", "pids")])
+def test_threads_within_the_limits(tmp_path: Path, limit: str, left: int, membership: str, place: str) -> None:
+    mount = tmp_path / "mount"
+    assert threads_left(mount, tmp_path / "self") is None
+    write(tmp_path / "self", membership)
+    for folder, limits in (("a", ("160", "100")), ("a/b", (limit, "100"))):
+        for name, text in zip(("pids.max", "pids.current"), limits, strict=True):
+            write(mount / place / folder / name, text + "\n")
+    assert threads_left(mount, tmp_path / "self") == left
 
 
 def test_affinity_counts_where_there_are_no_cgroups(tmp_path: Path) -> None:

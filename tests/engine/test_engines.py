@@ -21,10 +21,12 @@ from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.hf.pretrained import attention_of
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
+from specdec.engine.onnx import engine as onnx_engine_module
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import export
 from specdec.engine.onnx.first_use import exported
 from specdec.engine.padded.backend import PaddedBackend
+from specdec.engine.padded.layout import PaddedBatch
 from specdec.engine.placement import Placement
 from tests.engine.own_forward import CAPACITY, TOLERANCE, Oracle, Session, Step, Subject, Tree, prefilled, words
 from tests.models import ARCHITECTURES, END, VOCABULARY, WINDOW, make
@@ -92,6 +94,28 @@ def test_an_onnx_session_keeps_the_fewest_threads(onnx_directory: Path) -> None:
     engine = load_engine(ModelDirectory(onnx_directory), Placement("onnx", kv_tokens=CAPACITY), threads=(2, 1))
     assert engine.numerics.endswith("/threads-1")
     assert cpu_threads(engine) is None
+
+
+def test_an_onnx_pass_beyond_its_memory_runs_in_parts(
+    onnx_directory: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each lane by itself: three texts' chunks, then one token of each beside a tree."""
+    monkeypatch.setattr(onnx_engine_module, "ATTENTION_BYTES", 1)
+    subject = Subject(OnnxEngine(ModelDirectory(onnx_directory), capacity=CAPACITY, threads=1), oracle)
+    sessions = [Session(subject, words(i, length)) for i, length in enumerate((90, 3, 140))]
+    step = Step(subject)
+    for session in sessions:
+        session.compute(step)
+    batch = step.packer.pack()
+    assert isinstance(batch, PaddedBatch)
+    assert len(batch.groups) == 2 + 1 + 3  # a lane for each 64 tokens of a text
+    step.run(batch)
+    step = Step(subject)
+    for session in sessions:
+        session.text += words(10, 1)
+        session.compute(step)
+    Tree(sessions[1], step).as_leaves(step)
+    step.run()
 
 
 def test_an_exported_graph_gives_no_hidden_states(onnx_engine: OnnxEngine) -> None:

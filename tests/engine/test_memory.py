@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.kv.blocks import BLOCK
 from specdec.engine.memory import (
-    BLOCK_TOKENS,
     SHARE,
     TEXT_TOKENS,
     TEXTS,
@@ -49,7 +47,6 @@ def test_slots_take_their_share() -> None:
 
 
 def test_each_block_leaves_room_for_a_row_of_logits() -> None:
-    assert BLOCK_TOKENS == BLOCK
     slot, row = 1000, 64 * 9000
     assert slots_within(10**9, slot, 1 << 20, working=0, row_bytes=0) == 10**9 // 2 // slot
     assert slots_within(10**9, slot, 1 << 20, working=10**9 // 2, row_bytes=row) == 10**9 // 2 // (slot + 9000)

@@ -340,3 +340,11 @@ def test_quantised_weights_are_seen_beside_the_text_part(directory: Path) -> Non
     with pytest.raises(UnsupportedModelError, match="detects outliers over the whole batch"):
         check_outliers(found)
     assert quantised_by(found) == "bitsandbytes"
+
+
+def test_only_the_tokens_of_a_tokenizer_are_kept(directory: Path) -> None:
+    """Merges and normalizers of a large vocabulary would take 100 MB in each service."""
+    content = json.loads((directory / TOKENIZER).read_text())
+    assert content.keys() > {"added_tokens", "model"}
+    kept = ModelDirectory(directory).tokenizer_files.tokenizer.content
+    assert kept == {"added_tokens": content["added_tokens"], "model": {"vocab": content["model"]["vocab"]}}

@@ -16,11 +16,13 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.memory import free_on_host
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.placement import Placement
+from specdec.engine.placement import Kind, Placement
 from specdec.engine.preflight import architectures
 from specdec.engine.preflight.check import Wanted, check, check_memory
+from specdec.engine.preflight.device import check_cuda
 from specdec.engine.preflight.memory_needed import memory_needed
 from specdec.engine.preflight.quantisation import METHODS
+from specdec.engine.working_memory import ATTENTION_BYTES, ATTENTION_COPIES
 from tests.models import make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -102,6 +104,17 @@ def test_a_placement_that_cannot_be_is_refused(placement: Placement, said: str) 
         check(Wanted(DEMO / "target", placement))
 
 
+@pytest.mark.parametrize(("hip", "kind"), [(None, "CPU"), ("7.1", "ROCm")])
+def test_a_torch_that_cannot_use_the_device_is_named(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, kind: str
+) -> None:
+    build = {"__version__": "2.13.0", "cuda": None, "hip": hip}
+    monkeypatch.setattr("specdec.engine.preflight.device.torch_build", lambda: build)
+    reason = f"^device cuda: torch 2.13.0 is a {kind} build: install a CUDA build$"
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_cuda(Placement(device="cuda"), 0)
+
+
 def test_the_demo_pair_passes_on_one_machine() -> None:
     target, draft = check(Wanted(DEMO / "target"), Wanted(DEMO / "draft", Placement("onnx")))
     assert (target.path, draft.path) == (DEMO / "target", DEMO / "draft")
@@ -118,6 +131,26 @@ def test_memory_is_that_of_the_weights_in_the_dtype_and_of_the_tokens() -> None:
     assert wide.total == wide.process + wide.weights + wide.working + wide.kv
     beside = memory_needed(directory, Placement(dtype="float32", beside=True))
     assert beside.total == wide.total - wide.process
+
+
+def test_attention_on_a_gpu_needs_the_same_memory_for_any_text() -> None:
+    """16,384 partials: for each query head a weighted sum of values and two more numbers."""
+    directory = ModelDirectory(DEMO / "target")
+    heads, hidden = (directory.config[name] for name in ("num_attention_heads", "hidden_size"))
+    kinds: dict[Kind, int] = {"torch": 16_384, "eager": 0}
+    for kind, partials in kinds.items():
+        for tokens in (None, 1 << 20):
+            needed = memory_needed(directory, Placement(kind, dtype="bfloat16", device="cuda", kv_tokens=tokens))
+            assert needed.working == partials * (hidden + 2 * heads) * 4
+
+
+def test_attention_of_an_exported_model_is_limited(tmp_path: Path) -> None:
+    directory = ModelDirectory(make("llama", tmp_path / "long", max_position_embeddings=1 << 20))
+    sizes = [
+        memory_needed(directory, Placement("onnx", kv_tokens=tokens)).working
+        for tokens in (512, 1024, 1 << 19, 1 << 20)
+    ]
+    assert sizes[0] < sizes[1] < sizes[2] == sizes[3] < sizes[0] + ATTENTION_COPIES * ATTENTION_BYTES
 
 
 def test_a_head_of_its_own_takes_what_float32_is_more(tmp_path: Path) -> None:
@@ -154,12 +187,23 @@ def test_what_vllm_puts_on_gpus_is_its_own_affair(monkeypatch: pytest.MonkeyPatc
     [
         (2, "0::/a\n", {"memory.max": "3000", "memory.current": "2000"}),
         (1, "4:memory:/a\n", {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "2000"}),
+        (
+            1,
+            "4:memory:/a\n",
+            {
+                "memory.limit_in_bytes": "3000",
+                "memory.usage_in_bytes": "2000",
+                "memory.stat": "inactive_file 1\nactive_file 1\ntotal_inactive_file 200\ntotal_active_file 300\n",
+            },
+        ),
     ],
+    ids=["version 2", "version 1", "version 1 with subgroups"],
 )
 def test_the_limits_of_cgroups_hold(tmp_path: Path, version: int, membership: str, files: dict[str, str]) -> None:
+    """Cached files count as free, whether they were read once or more often."""
     folder = tmp_path / "mount" / ("memory" if version == 1 else "") / "a"
     folder.mkdir(parents=True)
     (tmp_path / "self").write_text(membership)
-    for name, text in ({"memory.stat": "inactive_file 500\n"} | files).items():
+    for name, text in ({"memory.stat": "inactive_file 200\nactive_file 300\n"} | files).items():
         (folder / name).write_text(text)
     assert free_on_host(tmp_path / "mount", tmp_path / "self") == 1500

@@ -36,6 +36,7 @@ def evaluate_pair(directories: Directories, tmp_path: Path, *options: str) -> su
 def test_it_tells_acceptance_speed_and_pools(directories: Directories, tmp_path: Path) -> None:
     done = evaluate_pair(directories, tmp_path, "--json")
     assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "100 %" in line] == ["specdec: evaluate: 100 %"]
     told = json.loads(done.stdout)
     assert told["temperatures"] == [0.0, 0.8]
     assert {each["rule"] for each in told["acceptance"]} == {"coupled", "rejection"}

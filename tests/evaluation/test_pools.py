@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.pools import smallest
+from evaluation.pools import VERIFIERS, smallest
 
 
 @pytest.mark.parametrize(("needed", "verifiers"), [(0.1, 8), (0.2, 4), (0.3, 2), (0.9, 1), (1.0, 1)])
 def test_verifiers_share_a_draft_as_far_as_that_costs_little(needed: float, verifiers: int) -> None:
-    found = smallest(lambda part: 100.0 * min(1.0, part / needed), alone=100.0)
+    measured: list[float] = []
+
+    def rate(part: float) -> float:
+        measured.append(part)
+        return 100.0 * min(1.0, part / needed)
+
+    found = smallest(rate, alone=100.0)
     assert found.verifiers == verifiers
+    assert found.left_out == len(VERIFIERS) - len(measured)
     assert found.rate >= 0.95 * found.best
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evaluation.progress import LINE_SECONDS, Progress
+from evaluation.progress import Progress
+from specdec.progress import LINE_SECONDS
 
 
 def test_without_a_terminal_there_are_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -16,9 +17,12 @@ def test_without_a_terminal_there_are_a_few_lines(capsys: pytest.CaptureFixture[
         progress.not_needed(100)
         now[0] += LINE_SECONDS
         progress.heard(10)
+        progress.not_needed(10)
+        progress.not_needed(0)
     assert capsys.readouterr().err.splitlines() == [
         "specdec: evaluate: 200 tokens to generate",
-        "specdec: evaluate: 20 %, about 60 s left",
-        "specdec: evaluate: 40 %, about 45 s left",
-        "specdec: evaluate: 90 %, about 5 s left",
+        "specdec: evaluate: 20 %, about 40 s left",
+        "specdec: evaluate: 40 %, about 30 s left",
+        "specdec: evaluate: 90 %, about 3 s left",
+        "specdec: evaluate: 100 %",
     ]

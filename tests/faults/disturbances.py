@@ -9,6 +9,8 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import openai
+
 from specdec.client import AsyncClient
 from specdec.client.errors import SpecdecError
 from tests.faults.cluster import Models
@@ -41,6 +43,25 @@ async def asking(client: AsyncClient, count: int, tokens: int) -> AsyncIterator[
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+@contextlib.asynccontextmanager
+async def asking_by_http(address: str) -> AsyncIterator[None]:
+    """Ask an HTTP server for short texts, one after another; errors are expected."""
+
+    async def ask() -> None:
+        async with openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key="any", max_retries=0) as client:
+            while True:
+                with contextlib.suppress(openai.APIError):
+                    await client.completions.create(model="", prompt="text", max_tokens=4)
+                await asyncio.sleep(0.1)
+
+    task = asyncio.create_task(ask())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 def foreign(models: Models, folder: Path) -> Path:

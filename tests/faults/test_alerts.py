@@ -15,7 +15,7 @@ from specdec.client import AsyncClient
 from specdec.client.errors import Overloaded
 from tests.deploy.expressions import RULES, alerts, curves
 from tests.faults.cluster import Cluster, Models
-from tests.faults.disturbances import asking, foreign, stuttering
+from tests.faults.disturbances import asking, asking_by_http, foreign, stuttering
 from tests.faults.pods import Pod, free_address
 from tests.faults.prometheus import Prometheus, here, hurried
 
@@ -97,7 +97,7 @@ async def begun(client: AsyncClient, count: int) -> AsyncIterator[None]:
 
 async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path) -> None:
     begin = time.time()
-    targets = {role: free_address() for role in ("verifier", "draft", "odd", "orchestrator")}
+    targets = {role: free_address() for role in ("verifier", "draft", "odd", "orchestrator", "openai")}
     scraped = Prometheus(tmp_path / "prometheus", list(targets.values()), hurried(RULES.read_text()))
 
     def metrics(role: str) -> tuple[str, str]:
@@ -113,13 +113,17 @@ async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path)
         cluster.pods["odd"] = odd
         patience = ("--failover-seconds", str(FAILOVER_SECONDS))
         drafts = [draft.address, odd.address]
-        cluster.orchestrator([verifier.address], drafts, *metrics("orchestrator"), *patience)
+        orchestrator = cluster.orchestrator([verifier.address], drafts, *metrics("orchestrator"), *patience)
+        before = ("--orchestrator", orchestrator.address, *metrics("openai"))
+        http = Pod("openai", "specdec.openai_api", free_address(), before, tmp_path / "openai.log")
+        cluster.pods["openai"] = http
         await cluster.make_whole()
         await prometheus.until_ready()
         async with (
             asyncio.timeout(SECONDS),
             AsyncClient(cluster.address, timeout=60.0, max_retries=0) as client,
             asking(client, 3, 80),
+            asking_by_http(http.address),
         ):
             at_first = Watch(prometheus)
             await at_first.until_fired("SpecdecPodUnfit", "SpecdecFastPathOff")
@@ -159,7 +163,7 @@ async def test_alerts_fire_for_what_they_are_for(models: Models, tmp_path: Path)
 
             # 5. The verifier dies for good, and so do the texts begun on it.
             verifier.kill()
-            await watch.until_fired("SpecdecErrors", "SpecdecNotServing", "SpecdecGoodputLow")
+            await watch.until_fired("SpecdecErrors", "SpecdecHttpErrors", "SpecdecNotServing", "SpecdecGoodputLow")
 
         assert at_first.fired | watch.fired | NOT_HERE.keys() == {alert.name for alert in alerts()}
         assert not [said for said in watch.said if "<error" in said]  # the output of a failing template

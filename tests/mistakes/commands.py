@@ -204,7 +204,12 @@ MISTAKES = (
         USAGE,
         "--draft: cannot be combined with --draft-heads, which proposes in its place",
     ),
-    Mistake("specdec up --target target --workers 2", USAGE, "No such option: --workers"),
+    Mistake("specdec up --target target --worker 2", USAGE, "No such option: --worker"),
+    Mistake(
+        "specdec up --target target --tenants tenants.yaml",
+        USAGE,
+        "--tenants: there is no such option; --orchestrator-tenants",
+    ),
     Mistake(
         "specdec serve target --max-num-seqs=64",
         USAGE,

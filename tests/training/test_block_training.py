@@ -33,7 +33,7 @@ from specdec.training.files import STATE, TEXTS
 from specdec.training.layers import read_features
 from specdec.training.models import load_target
 from specdec.training.plan import Origin
-from specdec.training.texts import PROMPT_TOKENS, Windows, continued, tokens_of
+from specdec.training.texts import PROMPT_TOKENS, Windows, continuations, tokens_of
 from specdec.v2 import generation_pb2, model_pb2
 from tests.margins import Oracle
 from tests.models import VOCABULARY, make
@@ -277,7 +277,7 @@ async def test_a_trained_draft_guesses_what_it_has_learned_and_changes_no_token(
     save_file(tensors | {"lm_head.weight": 6 * tensors["lm_head.weight"]}, weights, metadata={"format": "pt"})
     model = load_target(ModelDirectory(target), "cpu")
     begun = torch.randint(3, VOCABULARY, (400,), generator=torch.Generator().manual_seed(0))
-    texts = continued(model, begun, 80, 8, seed=1)
+    texts = torch.cat([*continuations(model, begun, 80, 8, seed=1)]).flatten()
     plan = BlockPlan(block=4, layers=1, markov_rank=32, anchors=24, steps=150, rows=4, length=80, rate=0.01)
     training = training_of(model, Windows(texts, plan.length), plan)
     while not training.over:

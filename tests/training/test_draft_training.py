@@ -290,14 +290,14 @@ def test_a_training_of_something_else_is_refused(
 
 
 def test_a_text_must_have_windows_and_known_tokens(text: TrainingText) -> None:
-    text.check(PLAN.length, VOCABULARY)
+    text.check(PLAN.length, VOCABULARY, "draft")
     with pytest.raises(TextError, match=r"--text: has the token \d+, but the draft's vocabulary has 300 ids"):
-        text.check(PLAN.length, 300)
+        text.check(PLAN.length, 300, "draft")
     with pytest.raises(TextError, match=r"--replay: has 95 tokens, must have at least 96: two windows"):
-        replace(text, replay=text.replay[:95]).check(PLAN.length, VOCABULARY)
+        replace(text, replay=text.replay[:95]).check(PLAN.length, VOCABULARY, "draft")
     with pytest.raises(TextError, match=r"--text: has 0 tokens"):
-        replace(text, given=text.given[:0]).check(PLAN.length, VOCABULARY)
-    replace(text, replay=text.replay[:0]).check(PLAN.length, VOCABULARY)
+        replace(text, given=text.given[:0]).check(PLAN.length, VOCABULARY, "draft")
+    replace(text, replay=text.replay[:0]).check(PLAN.length, VOCABULARY, "draft")
     known = replace(text, own=torch.tensor([[5] * 48, [5] * 47 + [VOCABULARY]])).mixture(48, VOCABULARY, 0.5)
     assert len(known.new.tokens) == len(Windows(text.given, 48).tokens) + 48
 

@@ -36,7 +36,7 @@ from specdec.training.heads import DECAY, HeadTraining
 from specdec.training.layers import read_features
 from specdec.training.models import load_target
 from specdec.training.plan import Origin
-from specdec.training.texts import PROMPT_TOKENS, Windows, continued, tokens_of
+from specdec.training.texts import PROMPT_TOKENS, Windows, continuations, tokens_of
 from specdec.v2 import generation_pb2, model_pb2
 from tests.margins import Oracle
 from tests.models import VOCABULARY, make
@@ -337,7 +337,7 @@ async def test_trained_heads_guess_what_they_have_learned_and_change_no_token(tm
     save_file(tensors | {"lm_head.weight": 6 * tensors["lm_head.weight"]}, weights, metadata={"format": "pt"})
     model = load_target(ModelDirectory(target), "cpu")
     begun = torch.randint(3, VOCABULARY, (400,), generator=torch.Generator().manual_seed(0))
-    texts = continued(model, begun, 80, 8, seed=1)
+    texts = torch.cat([*continuations(model, begun, 80, 8, seed=1)]).flatten()
     plan = Eagle3Plan(ttt_steps=3, steps=150, rows=4, length=80, rate=0.01)
     training = training_of(model, Windows(texts, plan.length), plan)
     while not training.over:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from specdec.training.files import STATE, TEXTS, write_texts
 from specdec.training.heads import check_unfinished
 from specdec.training.medusa import MedusaPlan, MedusaTraining
 from specdec.training.plan import EAGLE3, MEDUSA, Origin, ResumeError
-from specdec.training.texts import TextError, Windows, continued, digest_of, tokens_of
+from specdec.training.texts import TextError, Windows, continuations, digest_of, tokens_of
 from tests.models import VOCABULARY, make
 
 PLAN = MedusaPlan(heads=2, layers=1, steps=6, rows=2, length=16, rate=0.01)
@@ -44,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 def tokens(model: PreTrainedModel) -> Tensor:
     """The target's own continuations, which heads can learn."""
     begun = torch.randint(3, VOCABULARY, (200,), generator=torch.Generator().manual_seed(0))
-    return continued(model, begun, 48, 64, seed=1)
+    return torch.cat([*continuations(model, begun, 48, 64, seed=1)]).flatten()
 
 
 def weights_of(training: MedusaTraining) -> list[Tensor]:
@@ -53,11 +52,9 @@ def weights_of(training: MedusaTraining) -> list[Tensor]:
 
 def test_own_continuations_are_half_greedy_and_the_same_again(model: PreTrainedModel) -> None:
     begun = torch.randint(3, VOCABULARY, (200,), generator=torch.Generator().manual_seed(0))
-    texts: list[int] = []
-    one, again = (continued(model, begun, 40, 3, seed=1, wrote=texts.append) for _ in range(2))
-    assert one.shape == (120,)
-    assert torch.equal(one, again)
-    assert texts == 2 * [1, 2, 3]
+    one, again = ([*continuations(model, begun, 40, 3, seed=1)] for _ in range(2))
+    assert [part.shape for part in one] == [(1, 40)] * 3
+    assert torch.equal(torch.cat(one), torch.cat(again))
 
 
 def test_a_training_without_room_is_refused(model: PreTrainedModel, tokens: Tensor) -> None:
@@ -194,10 +191,6 @@ def test_lines_end_where_json_lines_end(tmp_path: Path) -> None:
     file.write_text('{"text": "a"}\n{"txt": "b"}')
     with pytest.raises(TextError, match=r"texts.jsonl:2: has neither text, a string, nor messages, a list"):
         tokens_of([file], tokenizer, end=0)
-
-
-def test_own_text_ends_in_time(model: PreTrainedModel, tokens: Tensor) -> None:
-    assert len(continued(model, tokens, 48, 64, seed=1, until=time.monotonic() - 1)) == 0
 
 
 def test_windows_are_held_out_and_repeatable() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec.exit_status import ExitStatus
+from specdec.training.files import PLAN
 from tests.models import make
 from tests.training.processes import run, stopped_when
 
@@ -46,8 +47,9 @@ def test_a_stopped_training_ends_with_the_same_heads(
     assert "Traceback" not in whole.stderr
 
     out = folder / f"{kind}-stopped"
-    status = stopped_when((out / "config.json").exists, signal.SIGINT, folder, *command(out.name))
-    assert status == ExitStatus.INTERRUPTED
+    for name, more in ((PLAN, ()), ("config.json", ("--resume",))):  # while the target writes, and in training
+        status = stopped_when((out / name).exists, signal.SIGINT, folder, *command(out.name, *more))
+        assert status == ExitStatus.INTERRUPTED
     other_kind, other_own = ("eagle3", ()) if kind == "medusa" else ("medusa", ())
     other = run(folder, *command(out.name, "--resume", kind=other_kind, own=other_own))
     assert other.returncode == ExitStatus.USAGE

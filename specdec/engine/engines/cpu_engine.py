@@ -15,13 +15,14 @@ from specdec.engine.cpu.attention import RaggedAttention
 from specdec.engine.cpu.backend import RaggedBackend
 from specdec.engine.cpu.decoder import Decoder
 from specdec.engine.cpu.gemm_tiles import largest_tiles
+from specdec.engine.cpu_count import threads_left
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.hf import llama_like
 from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import tile
-from specdec.engine.hf.block_linear import HEAD_BITS, quantise
+from specdec.engine.hf.block_linear import HEAD_BITS, check_threads, quantise
 from specdec.engine.hf.hidden_states import Features
 from specdec.engine.hf.linear import Head, PackedLinear, SlicedHead, can_pack, lay_out
 from specdec.engine.memory import drop_file_pages
@@ -89,10 +90,11 @@ class CpuEngine(TorchEngine):
     def _quantise(self) -> None:
         if self._bits is None:
             return
-        if self._ragged and llama_like.fits(self.model):
-            for layer in self.model.model.layers:
-                llama_like.join_layer(layer)
-                quantise(layer, self._bits, self.threads[0])
+        joined = list(self.model.model.layers) if self._ragged and llama_like.fits(self.model) else []
+        check_threads(self.model, llama_like.MERGED * len(joined), self.threads[0], threads_left())
+        for layer in joined:
+            llama_like.join_layer(layer)
+            quantise(layer, self._bits, self.threads[0])
         quantise(self.model.get_output_embeddings(), HEAD_BITS, self.threads[0])
         quantise(self.model, self._bits, self.threads[0])
         drop_file_pages(".safetensors")

@@ -17,7 +17,7 @@ from specdec.engine.gpu.staging import upload
 from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import make_exact, tile, untile
-from specdec.engine.hf.fingerprint import device_kind
+from specdec.engine.hf.fingerprint import ARITHMETIC, device_kind
 from specdec.engine.hf.hidden_states import Features, decoder_layers, with_hidden_states
 from specdec.engine.hf.linear import Float32Head, Head, lay_out
 from specdec.engine.hf.pretrained import DTYPES, attention_of, load
@@ -85,6 +85,7 @@ class TorchEngine:
             self.exact = exact and make_exact(self, reference.contents + self._backend.name.encode())
         self.numerics = "/".join(
             (
+                ARITHMETIC,
                 f"torch-{torch.__version__}",
                 f"transformers-{transformers.__version__}",
                 device_kind(device),

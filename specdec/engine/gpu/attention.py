@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.engine.gpu.kernels import store
-from specdec.engine.gpu.layout import SPLIT, TILE_ROWS
+from specdec.engine.gpu.layout import TILE_ROWS
 from specdec.engine.gpu.staging import SplitKvTensors
+from specdec.engine.partials import SPLIT, numbers_of_a_partial
 
 TILES = (64, 32, 16)
 """Candidates for the number of keys per read; the first whose keys and values fit into STAGE_BYTES is used. 64 is not a
@@ -69,39 +70,25 @@ class Tiling(NamedTuple):
 
 @dataclass
 class SplitKvMemory:
-    """Keys and values of all layers, each [slots, kv_heads, width], and memory for the partials of a forward pass."""
+    """Keys and values of all layers, each [slots, kv_heads, width], and memory for `partials` partials of `heads` query
+    heads. It never moves: CUDA graphs write to it."""
 
     keys: list[Tensor]
     values: list[Tensor]
-    partials: int = field(init=False, default=0)  # capacity in partials
-    _width: int = field(init=False, default=0)
+    partials: int
+    heads: int
     _found: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self._found = torch.empty(0, dtype=torch.float32, device=self.keys[0].device)
-
-    def reserve(self, partials: int, heads: int) -> bool:
-        """Make room for `partials` (`SplitKvBatch.partials`) of `heads` query heads; return whether memory was
-        reallocated.
-
-        If so, CUDA graphs captured before must not be replayed, since they write to memory they no longer own. If the
-        GPU is out of memory, torch's error propagates, and no memory is reserved until the next successful call.
-        """
-        width = heads * (2 + max(values.shape[2] for values in self.values))
-        if partials <= self.partials and width <= self._width:
-            return False
-        partials, width = max(partials, self.partials), max(width, self._width)
-        self.partials, self._width, self._found = 0, 0, self._found.new_empty(0)  # free the old memory first
-        self._found = self._found.new_empty(partials * width)
-        self.partials, self._width = partials, width
-        return True
+        numbers = numbers_of_a_partial(self.heads, max(values.shape[2] for values in self.values))
+        self._found = torch.empty(self.partials * numbers, dtype=torch.float32, device=self.keys[0].device)
 
     def found(self, heads: int, value_width: int) -> tuple[Tensor, Tensor]:
         """Return the memory for largest scores and sums of weights [2, partials, heads], and for weighted values
         [partials, heads, value_width]."""
-        if heads * (2 + value_width) > self._width:
-            raise ValueError(f"no room is reserved for {heads} heads of width {value_width}")
         count = self.partials * heads
+        if self.partials * numbers_of_a_partial(heads, value_width) > len(self._found):
+            raise ValueError(f"there is no memory for {heads} heads of width {value_width}")
         extents = self._found[: 2 * count].view(2, self.partials, heads)
         return extents, self._found[2 * count : count * (2 + value_width)].view(self.partials, heads, value_width)
 
@@ -112,7 +99,7 @@ class SplitKvAttention:
 
     def __init__(self, memory: SplitKvMemory, batch: SplitKvTensors) -> None:
         if batch.partials > memory.partials:
-            raise ValueError(f"room is reserved for {memory.partials} partials, the batch has {batch.partials}")
+            raise ValueError(f"there is memory for {memory.partials} partials, the batch has {batch.partials}")
         self.batch = batch
         self._memory = memory
 
@@ -146,59 +133,60 @@ class SplitKvAttention:
         keys, values = self.memory_of(layer)
         batch = self.batch
         query = query if query.stride(2) == 1 else query.contiguous()
-        rows, heads, width = query.shape
+        heads, width = query.shape[1:]
         kv_heads, value_width = keys.shape[1], values.shape[2]
         shared = heads // kv_heads
-        tiles, tile_rows = batch.tile_row_indices.shape
+        tile_rows = batch.tile_row_indices.shape[1]
         extents, sums = self._memory.found(heads, value_width)
         tiling = Tiling.of(width, value_width, keys.element_size())
-        _read[(tiles, kv_heads)](
-            query,
-            keys,
-            values,
-            batch.tile_counts,
-            batch.tile_splits,
-            batch.tile_row_indices,
-            batch.tile_keys,
-            batch.positions,
-            batch.first_partials,
-            extents[0],
-            extents[1],
-            sums,
-            query.stride(0),
-            query.stride(1),
-            scale,
-            softcap or 0.0,
-            KV_HEADS=kv_heads,
-            SHARED=shared,
-            TILE_CAPACITY=tile_rows,
-            WIDTH=width,
-            VALUE_WIDTH=value_width,
-            ROWS=triton.next_power_of_2(max(TILE_ROWS, tile_rows * shared)),
-            BLOCK=tiling.block,
-            VALUE_BLOCK=tiling.value_block,
-            SPLIT=SPLIT,
-            TILE=tiling.tile,
-            CAPPED=softcap is not None,
-            WINDOW=window or 0,
-            WIDENED=INTERPRETED and keys.dtype == torch.bfloat16,
-            num_warps=tiling.warps,
-            num_stages=tiling.stages,
-        )
-        _add_up[(rows, heads)](
-            extents[0],
-            extents[1],
-            sums,
-            batch.positions,
-            batch.first_partials,
-            out,
-            HEADS=heads,
-            VALUE_WIDTH=value_width,
-            VALUE_BLOCK=tiling.value_block,
-            SPLIT=SPLIT,
-            AT_ONCE=SPLITS_AT_ONCE,
-            WINDOW=window or 0,
-        )
+        for wave in batch.waves:
+            _read[(wave.tiles.stop - wave.tiles.start, kv_heads)](
+                query,
+                keys,
+                values,
+                batch.tile_counts[wave.tiles],
+                batch.tile_splits[wave.tiles],
+                batch.tile_row_indices[wave.tiles],
+                batch.tile_keys[wave.tiles],
+                batch.positions,
+                batch.first_partials,
+                extents[0],
+                extents[1],
+                sums,
+                query.stride(0),
+                query.stride(1),
+                scale,
+                softcap or 0.0,
+                KV_HEADS=kv_heads,
+                SHARED=shared,
+                TILE_CAPACITY=tile_rows,
+                WIDTH=width,
+                VALUE_WIDTH=value_width,
+                ROWS=triton.next_power_of_2(max(TILE_ROWS, tile_rows * shared)),
+                BLOCK=tiling.block,
+                VALUE_BLOCK=tiling.value_block,
+                SPLIT=SPLIT,
+                TILE=tiling.tile,
+                CAPPED=softcap is not None,
+                WINDOW=window or 0,
+                WIDENED=INTERPRETED and keys.dtype == torch.bfloat16,
+                num_warps=tiling.warps,
+                num_stages=tiling.stages,
+            )
+            _add_up[(wave.rows.stop - wave.rows.start, heads)](
+                extents[0],
+                extents[1],
+                sums,
+                batch.positions[wave.rows],
+                batch.first_partials[wave.rows],
+                out[wave.rows],
+                HEADS=heads,
+                VALUE_WIDTH=value_width,
+                VALUE_BLOCK=tiling.value_block,
+                SPLIT=SPLIT,
+                AT_ONCE=SPLITS_AT_ONCE,
+                WINDOW=window or 0,
+            )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

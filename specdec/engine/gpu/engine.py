@@ -33,7 +33,7 @@ from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.staging import SplitKvTensors, upload
 from specdec.engine.hf import llama_like
 from specdec.engine.hf.batch_invariance import make_exact, tile, untile
-from specdec.engine.hf.fingerprint import device_kind
+from specdec.engine.hf.fingerprint import ARITHMETIC, device_kind
 from specdec.engine.hf.gpu_head import GpuHead
 from specdec.engine.hf.hidden_states import Features, decoder_layers, with_hidden_states
 from specdec.engine.hf.linear import lay_out
@@ -42,12 +42,10 @@ from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.kv.slots import Slots
 from specdec.engine.memory import slots_for
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.partials import MAX_PARTIALS, numbers_of_a_partial, partials_for
+from specdec.engine.placement import BYTES
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, ShapeRowCounts
 from specdec.engine.start_phases import phase
-
-MIN_PARTIALS = 1 << 12
-"""Initial capacity in partials. A step that needs more grows it to the next power of two, after which graphs are
-captured again."""
 
 
 class _Result(NamedTuple):
@@ -129,21 +127,24 @@ class GpuEngine:
         slot_bytes = DTYPES[dtype].itemsize * sum(
             layer.kv_heads * (layer.width + layer.value_width) for layer in layers
         )
+        numbers = numbers_of_a_partial(self._heads, max(layer.value_width for layer in layers))
+        working = MAX_PARTIALS * numbers * BYTES["float32"]
         self.capacity = capacity = capacity or slots_for(
-            slot_bytes + promised_a_slot, directory.context, device, promised
+            slot_bytes + promised_a_slot, directory.context, device, promised, working
         )
+        self._partials = partials_for(min(directory.context, capacity))
         place: dict[str, Any] = {"dtype": DTYPES[dtype], "device": device}
         keys = [torch.zeros(capacity, layer.kv_heads, layer.width, **place) for layer in layers]
         values = [torch.zeros(capacity, layer.kv_heads, layer.value_width, **place) for layer in layers]
-        self._memory = SplitKvMemory(keys, values)
-        self._memory.reserve(MIN_PARTIALS, self._heads)
+        self._memory = SplitKvMemory(keys, values, self._partials, self._heads)
         self.tile(None)
         with phase("compiled_loops"):
             own.check(self)
         with phase("exactness"), self._computing():  # tries products one by one, outside of passes
-            self.exact = exact and make_exact(self, instead=split_k)
+            self.exact = exact and make_exact(self, instead=split_k, split_context=self._context)
         self.numerics = "/".join(
             (
+                ARITHMETIC,
                 f"torch-{torch.__version__}",
                 f"transformers-{transformers.__version__}",
                 device_kind(device),
@@ -156,7 +157,7 @@ class GpuEngine:
         )
 
     def packer(self) -> SplitKvPacker:
-        return SplitKvPacker(rows=self._rows, tile_rows=self._tile_rows)
+        return SplitKvPacker(rows=self._rows, tile_rows=self._tile_rows, most_partials=self._partials)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         with self._computing():
@@ -226,7 +227,10 @@ class GpuEngine:
         untile(self.model)
         if classes is not None:
             tile(self.model, classes)
-        self._assemble()
+        self._graphs: dict[tuple[int, ...], Graphs] | None = None
+        self._decoder = GpuDecoder(self.model, self._layers, self._context) if self._joined else None
+        if self._decoder is not None and self._cuda_graphs:
+            self._graphs = {}
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -240,8 +244,6 @@ class GpuEngine:
         at `layers`."""
         assert isinstance(batch, SplitKvBatch)  # from our own packer
         batch.check(self.capacity, self._context)
-        if self._memory.reserve(1 << (batch.partials - 1).bit_length(), self._heads):
-            self._assemble()
         if self._decoder is None:
             tensors = SplitKvTensors.of(batch, self._device)
             if hidden:
@@ -253,7 +255,7 @@ class GpuEngine:
                 return _Result(logits, features=features.stacked())
             return _Result(self._logits(tensors))
         wanted, rows = len(batch.wanted), len(batch.tokens)
-        if self._graphs is not None and wanted <= rows <= MAX_ROWS:
+        if self._graphs is not None and wanted <= rows <= MAX_ROWS and len(batch.waves) == 1:
             room = np.concatenate([batch.wanted, np.zeros(rows - wanted, dtype=np.int64)])
             tensors, states = self._graphs_of(layers).forward(replace(batch, wanted=room))
         else:
@@ -264,13 +266,6 @@ class GpuEngine:
         # Copied, since the next pass of this size overwrites the graph's memory.
         kept = states[:, 1:].clone() if layers else None
         return _Result(self.model.get_output_embeddings()(chosen), chosen, kept)
-
-    def _assemble(self) -> None:
-        """Rebuild the decoder and drop the graphs after a change of layers or memory."""
-        self._decoder = GpuDecoder(self.model, self._layers, self._context) if self._joined else None
-        self._graphs: dict[tuple[int, ...], Graphs] | None = None
-        if self._decoder is not None and self._cuda_graphs:
-            self._graphs = {}
 
     def _graphs_of(self, layers: tuple[int, ...]) -> Graphs:
         """Return the graphs of passes that keep these layers' features."""

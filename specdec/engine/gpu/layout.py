@@ -8,6 +8,9 @@ sessions with a common prefix), its tiles serve the rows of all these paths, and
 A row's attention is a sum over its splits in order of position. Within a split, the sum runs over the keys in order, a
 few at a time, by a matrix product of at least TILE_ROWS rows, some possibly unused. None of this depends on the other
 rows of the tiles, so a row has the same bits in a prompt, a tree or a plain step, beside any other rows.
+
+A row has a result of each of its splits, a *partial*, in memory until they are summed. If a batch has more partials
+than this memory, its attention runs in several *waves* of rows, each with its own tiles.
 """
 
 from __future__ import annotations
@@ -22,9 +25,7 @@ from numpy.typing import NDArray
 
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
-
-SPLIT = 256
-"""Positions in a split."""
+from specdec.engine.partials import MAX_PARTIALS, SPLIT, WAVE_ROWS
 
 TILE_ROWS = 64
 """Rows of a split-KV tile's matrix products: the tile's rows times the query heads per key head."""
@@ -41,12 +42,19 @@ def tile_rows_for(shared: int) -> int:
     return max(1, TILE_ROWS // shared)
 
 
+class Wave(NamedTuple):
+    """Rows whose partials are in memory at the same time, and the tiles of these rows."""
+
+    rows: slice
+    tiles: slice
+
+
 @dataclass(frozen=True)
 class SplitKvBatch(PackedBatch):
     """A split-KV batch. Tile u is split number tile_splits[u] of a text, with the slots tile_keys[u], read by the rows
     tile_row_indices[u, : tile_counts[u]]. Tiles without rows are padding.
 
-    The partial of row r over split s has the number first_partials[r] + s, out of `partials`.
+    The partial of row r over split s has the number first_partials[r] + s among the `partials` of its wave.
     """
 
     tile_counts: Integers  # [u] number of rows
@@ -54,7 +62,8 @@ class SplitKvBatch(PackedBatch):
     tile_row_indices: Integers  # [u, tile_rows] row indices
     tile_keys: Integers  # [u, SPLIT]; the padding slot beyond the end of the text
     first_partials: Integers  # [t]
-    partials: int
+    partials: int  # of the wave that has the most
+    waves: tuple[Wave, ...]
 
     def check(self, capacity: int, context: int) -> None:
         """Raise ValueError unless all slots and positions exist: the kernels do no bounds checks."""
@@ -90,11 +99,22 @@ class _Stack(NamedTuple):
     rows: list[int]
 
 
+class _Tiles(NamedTuple):
+    """The arrays of a wave's tiles, as in `SplitKvBatch`."""
+
+    counts: Integers
+    splits: Integers
+    row_indices: Integers
+    keys: Integers
+
+
 @dataclass
 class SplitKvPacker(Packer):
-    """A packer of split-KV batches. `tile_rows` is a tile's capacity in rows (`tile_rows_for`)."""
+    """A packer of split-KV batches. `tile_rows` is a tile's capacity in rows (`tile_rows_for`); `most_partials` limits
+    the partials of a wave, but not below those of WAVE_ROWS rows."""
 
     tile_rows: int = TILE_ROWS
+    most_partials: int = MAX_PARTIALS
     _paths: list[_Path] = field(default_factory=list)
     _text: Slots | None = None  # of the last branch
     _whole: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # its whole splits
@@ -121,7 +141,52 @@ class SplitKvPacker(Packer):
         if not (placed == 1).all():
             row = int((placed != 1).argmax())
             raise ValueError(f"row {row} is on {placed[row]} paths, it must be on one")
-        stacks = list(self._stacks())
+        positions = np.asarray(self.positions, dtype=np.int64)
+        seen = positions // SPLIT + 1
+        first_partials = np.zeros(count, dtype=np.int32)
+        partials, tiles, waves = 0, list[_Tiles](), list[Wave]()
+        for rows in self._waves(seen):
+            ends = np.cumsum(seen[rows])
+            first_partials[rows] = ends - seen[rows]
+            partials = max(partials, int(ends[-1]))
+            first = waves[-1].tiles.stop if waves else 0
+            tiles.append(self._tiles(list(self._stacks(self._paths_of(rows)))))
+            waves.append(Wave(rows, slice(first, first + len(tiles[-1].counts))))
+        of_all = tiles[0] if len(tiles) == 1 else _Tiles(*map(np.concatenate, zip(*tiles, strict=True)))
+        return SplitKvBatch(
+            tokens=np.asarray(self.tokens, dtype=np.int64),
+            positions=positions,
+            slots=np.asarray(self.slots, dtype=np.int64),
+            wanted=np.asarray(self.wanted, dtype=np.int64),
+            tile_counts=of_all.counts,
+            tile_splits=of_all.splits,
+            tile_row_indices=of_all.row_indices,
+            tile_keys=of_all.keys,
+            first_partials=first_partials,
+            partials=partials,
+            waves=tuple(waves),
+        )
+
+    def _waves(self, seen: NDArray[np.int64]) -> Iterator[slice]:
+        """Yield consecutive rows for each wave, as many as fit. `seen`: the partials of each row."""
+        ends, start = np.cumsum(seen), 0
+        while start < len(seen):
+            before = int(ends[start - 1]) if start else 0
+            stop = int(np.searchsorted(ends, before + self.most_partials, side="right"))
+            if stop < len(seen):
+                stop = min(len(seen), start + max(WAVE_ROWS, (stop - start) // WAVE_ROWS * WAVE_ROWS))
+            yield slice(start, stop)
+            start = stop
+
+    def _paths_of(self, wave: slice) -> list[_Path]:
+        """Return the paths with only the rows of a wave."""
+        rows = range(wave.start, wave.stop)
+        if len(rows) == len(self.tokens):
+            return self._paths
+        paths = (path._replace(rows=[row for row in path.rows if row in rows]) for path in self._paths)
+        return [path for path in paths if path.rows]
+
+    def _tiles(self, stacks: list[_Stack]) -> _Tiles:
         heights = np.asarray([len(stack.splits) for stack in stacks])
         tiles = int(heights.sum())
         padded = max(MIN_TILES, 1 << (tiles - 1).bit_length())
@@ -138,25 +203,17 @@ class SplitKvPacker(Packer):
             bottom += len(stack.splits) * SPLIT
         below = np.cumsum(heights) - heights
         firsts = np.asarray([stack.splits.start for stack in stacks])
-        positions = np.asarray(self.positions, dtype=np.int64)
-        seen = positions // SPLIT + 1
-        return SplitKvBatch(
-            tokens=np.asarray(self.tokens, dtype=np.int64),
-            positions=positions,
-            slots=np.asarray(self.slots, dtype=np.int64),
-            wanted=np.asarray(self.wanted, dtype=np.int64),
-            tile_counts=_padded(np.repeat(counts, heights), padded),
-            tile_splits=_padded(np.arange(tiles) - np.repeat(below - firsts, heights), padded),
-            tile_row_indices=_padded(np.repeat(rows, heights, axis=0), padded),
-            tile_keys=keys.reshape(padded, SPLIT),
-            first_partials=(np.cumsum(seen) - seen).astype(np.int32),
-            partials=int(seen.sum()),
+        return _Tiles(
+            counts=_padded(np.repeat(counts, heights), padded),
+            splits=_padded(np.arange(tiles) - np.repeat(below - firsts, heights), padded),
+            row_indices=_padded(np.repeat(rows, heights, axis=0), padded),
+            keys=keys.reshape(padded, SPLIT),
         )
 
-    def _stacks(self) -> Iterator[_Stack]:
-        """Yield the tiles of all paths. Only neighbouring paths are compared: sorting puts texts with the same first
+    def _stacks(self, paths: list[_Path]) -> Iterator[_Stack]:
+        """Yield the tiles of these paths. Only neighbouring paths are compared: sorting puts texts with the same first
         slot next to each other, and the leaves of one session already are neighbours."""
-        paths = sorted(self._paths, key=lambda path: path.first)
+        paths = sorted(paths, key=lambda path: path.first)
         paths[1:] = [
             _Path(b.first, b.keys, b.rows, _common_splits(a.keys, b.keys)) if a.first == b.first else b
             for a, b in pairwise(paths)

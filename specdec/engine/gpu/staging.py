@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.engine.gpu.layout import SPLIT, SplitKvBatch
+from specdec.engine.gpu.layout import SplitKvBatch, Wave
+from specdec.engine.partials import SPLIT
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -60,7 +61,8 @@ class SplitKvTensors:
         self.tile_splits = views["tile_splits"]  # [u]
         self.tile_row_indices = views["tile_row_indices"]  # [u, tile_rows] row indices
         self.tile_keys = views["tile_keys"]  # [u, SPLIT]
-        self.partials = 0  # partials of the batch
+        self.partials = 0  # of the batch's wave with the most
+        self.waves: tuple[Wave, ...] = ()  # of the batch
         self._arrays = {name: view.numpy() for name, view in self._views(self._here).items()}
 
     @classmethod
@@ -81,7 +83,7 @@ class SplitKvTensors:
             self._sent.synchronize()  # the previous batch may still be in transfer from this memory
         for name, array in self._arrays.items():
             array[...] = getattr(batch, name)
-        self.partials = batch.partials
+        self.partials, self.waves = batch.partials, batch.waves
         if self._sent is not None:
             self._there.copy_(self._here, non_blocking=True)
             self._sent.record()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from specdec.engine.heads.block_config import BlockConfig, Markov
 from specdec.engine.heads.feature_files import COMMON, FeatureFiles, fields_beside, parts_in
-from specdec.engine.heads.files import Reader, TargetShape, stored_tensors
+from specdec.engine.heads.files import Reader, TargetShape
 
 if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without it
     import torch
@@ -40,11 +40,6 @@ NAMES: Mapping[str, str] = {
     "confidence": "confidence_head.proj.{}",
 }
 """Part -> name of its tensor; {} stands for the layer's number, or for weight or bias."""
-
-
-def is_block_draft(path: Path) -> bool:
-    """Return whether a directory, or a file of weights, has a block draft, complete or not."""
-    return any(tensor.name == CONTEXT_NORM for tensor in stored_tensors(path))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from specdec.engine.heads.eagle3_config import Eagle3Config
 from specdec.engine.heads.feature_files import COMMON, FeatureFiles, fields_beside, parts_in
-from specdec.engine.heads.files import Reader, TargetShape, stored_tensors
+from specdec.engine.heads.files import Reader, TargetShape
 
 if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without it
     import torch
@@ -45,9 +45,8 @@ NAMES, OTHER_NAMES = _names("midlayer"), _names("layers.0")
 """Part -> tensor name, in EAGLE's layout and in speculators'."""
 
 
-def is_eagle3(path: Path) -> bool:
-    """Return whether a directory, or a file of weights, has heads of this kind, complete or not."""
-    return any(tensor.name in ("fc.weight", "d2t") for tensor in stored_tensors(path))
+IDENTIFYING = frozenset({"fc.weight", "d2t"})
+"""Tensor names of which EAGLE-3 heads have at least one, and Medusa heads none."""
 
 
 @dataclass(frozen=True)

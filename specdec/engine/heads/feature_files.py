@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from specdec.engine.heads.files import HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
 from specdec.engine.heads.layer_config import LayerConfig
 from specdec.engine.memory import MIN_SLOTS
-from specdec.engine.model_file import Fields, read_fields
+from specdec.engine.model_file import Fields, add_sample, read_fields
 from specdec.engine.placement import BYTES, Dtype
 from specdec.engine.preflight.memory_needed import MemoryNeeded
 
@@ -94,19 +94,18 @@ class FeatureFiles(ABC, Generic[Config]):
     def fusion_fingerprint(self) -> str:
         """Return the SHA-256, in hex, of everything that affects the fusion of a target's features."""
         config = self.config
-        fields = [self.architecture, config.layers, config.layer.epsilon]
-        return self._hashed(fields, [part for part in self.parts if part.split()[0] in FUSION])
+        read, digest = Reader(), _digest_of([self.architecture, config.layers, config.layer.epsilon])
+        for part in sorted(part for part in self.parts if part.split()[0] in FUSION):
+            digest.update(part.encode())
+            digest.update(read(self.parts[part]).float().contiguous().numpy().data)
+        return digest.hexdigest()
 
     def fingerprint(self) -> str:
-        """Return the SHA-256, in hex, of all weights and the configuration."""
-        return self._hashed(fields_beside(self.path, "heads").content, self.parts)
-
-    def _hashed(self, fields: object, parts: Iterable[str]) -> str:
-        read, decides = Reader(), hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
-        for part in sorted(parts):
-            decides.update(part.encode())
-            decides.update(read(self.parts[part]).float().contiguous().numpy().data)
-        return decides.hexdigest()
+        """Return the SHA-256, in hex, of configuration and weights (see `add_sample`)."""
+        digest = _digest_of(fields_beside(self.path, "heads").content)
+        for file in sorted({stored.file for stored in self.parts.values()}):
+            add_sample(digest, file)
+        return digest.hexdigest()
 
     def memory_needed(self, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
         """Return the memory needed beside the target's: weights, keys and values of `kv_tokens` positions (None: the
@@ -178,6 +177,11 @@ class FeatureFiles(ABC, Generic[Config]):
         for part, stored in self.parts.items():
             if part not in wanted:
                 raise HeadsFilesError(f"{stored.file}: {stored.name} is not used by heads of this config.json")
+
+
+def _digest_of(fields: object) -> hashlib._Hash:
+    """Return a SHA-256 that begins with these fields."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
 
 
 def fields_beside(path: Path, kind: str) -> Fields:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from specdec.engine.heads.block_files import BlockFiles, is_block_draft
-from specdec.engine.heads.eagle3_files import Eagle3Files, is_eagle3
+from specdec.engine.heads.block_files import CONTEXT_NORM, BlockFiles
+from specdec.engine.heads.eagle3_files import IDENTIFYING, Eagle3Files
 from specdec.engine.heads.feature_files import FeatureConfig, FeatureFiles
-from specdec.engine.heads.files import HeadsFilesError, TargetShape
+from specdec.engine.heads.files import HeadsFilesError, TargetShape, stored_tensors
 from specdec.engine.heads.medusa_files import MedusaFiles
-from specdec.engine.heads.mtp_files import MtpFiles, is_mtp
+from specdec.engine.heads.mtp_files import PRODUCT, MtpFiles
 from specdec.engine.heads.target_ends import StoredEnds
 from specdec.engine.memory import MIN_SLOTS, slots_wanted, slots_within
 from specdec.engine.model_directory import ModelDirectory
@@ -23,12 +23,13 @@ HeadsFiles = MedusaFiles | Eagle3Files | BlockFiles | MtpFiles
 
 
 def kind_in(path: Path) -> type[HeadsFiles]:
-    """Return the kind of the heads in a directory or file of weights."""
-    if is_mtp(path):
+    """Return the kind of the heads, complete or not, in a directory or file of weights."""
+    names = {tensor.name for tensor in stored_tensors(path)}
+    if any(map(PRODUCT.fullmatch, names)):
         return MtpFiles
-    if is_block_draft(path):
+    if CONTEXT_NORM in names:
         return BlockFiles
-    return Eagle3Files if is_eagle3(path) else MedusaFiles
+    return MedusaFiles if names.isdisjoint(IDENTIFYING) else Eagle3Files
 
 
 def heads_in(path: Path, target: TargetShape) -> HeadsFiles:

@@ -102,11 +102,6 @@ def _slides(config: Fields) -> bool:
     return types is None or types == ["sliding_attention"]
 
 
-def is_mtp(path: Path) -> bool:
-    """Return whether a directory, or a file of weights, has an MTP layer."""
-    return any(PRODUCT.fullmatch(tensor.name) for tensor in stored_tensors(path))
-
-
 @dataclass(frozen=True)
 class MtpFiles(FeatureFiles[MtpConfig]):
     """An MTP layer in a model's directory."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.engine.batch_independence import bits_of_prompt, rows_are_independent
+from specdec.engine.batch_independence import bits_of_prompt, long_rows_are_independent, rows_are_independent
 from specdec.engine.engine import Engine, cpu_threads
 from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.hf.gpu_head import GpuHead
@@ -27,6 +27,10 @@ log = structlog.get_logger()
 PROBED_ROWS = 128
 """Rows compared at each row count: enough, even in the smallest layers, to reveal a difference in one element in
 10,000."""
+
+PROBED_OUTPUTS = 1 << 15
+"""Approximate limit on the outputs compared of a row, at equal distances. A head on a GPU has up to 262,144: several
+gigabytes would be copied and hashed at each start."""
 
 Linear = torch.nn.Linear | PackedLinear | GpuHead | BlockLinear
 
@@ -80,7 +84,7 @@ def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]
             torch.set_num_threads(number)
             for count in CANDIDATES:
                 outputs = [layer(x[None, start : start + count]) for start in range(0, PROBED_ROWS, count)]
-                rows = torch.cat(outputs, dim=1)[0, :PROBED_ROWS].cpu().contiguous()
+                rows = torch.cat(outputs, dim=1)[0, :PROBED_ROWS, :: _stride(layer.out_features)].contiguous().cpu()
                 bits[count].append(hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).digest())
     classes: dict[object, list[int]] = defaultdict(list)
     for count, found in bits.items():
@@ -88,6 +92,11 @@ def _largest_class(layers: Iterable[Linear], device: str, threads: Sequence[int]
         agree = all(len(set(hashes)) == 1 for hashes in of_layers)
         classes[tuple(hashes[0] for hashes in of_layers) if agree else count].append(count)
     return InvariantRowCounts(max(map(tuple, classes.values()), key=len))  # the first of several equally large sets
+
+
+def _stride(outputs: int) -> int:
+    """Return the distance between compared outputs. It is odd, so that all places of a kernel's tile are compared."""
+    return outputs // PROBED_OUTPUTS | 1
 
 
 def tile(model: torch.nn.Module, classes: ShapeRowCounts, *, packed_only: bool = False) -> None:
@@ -152,16 +161,28 @@ def _swap(model: PreTrainedModel, layers: Mapping[torch.nn.Module, torch.nn.Modu
                 setattr(module, name, layers[child])
 
 
-def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counterpart | None = None) -> bool:
+def make_exact(
+    engine: Tileable,
+    contents: bytes | None = None,
+    instead: Counterpart | None = None,
+    split_context: int | None = None,
+) -> bool:
     """Restrict an engine to invariant row counts; return whether a check finds its rows independent of their batch. If
     not, the restriction is undone.
 
     `instead` provides counterparts for layers that are invariant at few row counts. `contents` is a digest of the
     model's weights, part of the key under which the result is cached for the next start (`kept_exactness.py`). Without
-    it, no result is stored.
+    it, no result is stored. `split_context`: length of the longest text, if attention splits long texts; these are
+    checked too.
     """
+
+    def is_independent() -> bool:
+        return rows_are_independent(engine) and (
+            split_context is None or long_rows_are_independent(engine, split_context)
+        )
+
     if is_quantised(engine.model):  # these layers cannot be tiled: they are exact as they are, or not at all
-        return rows_are_independent(engine)
+        return is_independent()
     linears = [module for module in engine.model.modules() if isinstance(module, Linear)]
     threaded = cpu_threads(engine)
     threads = () if threaded is None else threaded.threads
@@ -182,7 +203,7 @@ def make_exact(engine: Tileable, contents: bytes | None = None, instead: Counter
         return False
     _swap(engine.model, swapped)
     engine.tile(classes)
-    if rows_are_independent(engine):
+    if is_independent():
         if kept is not None:
             kept.write(classes, bits_of_prompt(engine))
         return True

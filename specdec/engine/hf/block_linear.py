@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.hf.linear import as_linear, is_plain
+from specdec.engine.unsupported import UnsupportedModelError
 
 BLOCK = 32
 CONTRIB = "com.microsoft"  # the domain of ONNX Runtime's own operators
@@ -110,6 +111,18 @@ def in_blocks(weight: NDArray[Any], bits: int) -> dict[str, NDArray[Any]]:
     found = [quantizer.qbits_block_quant(np.ascontiguousarray(piece)) for piece in pieces]
     blocks, scales, zeros = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return {"blocks": blocks, "scales": scales.reshape(-1), "zeros": zeros.reshape(-1)}
+
+
+def check_threads(model: torch.nn.Module, merged: int, threads: int, left: int | None) -> None:
+    """Raise UnsupportedModelError if `quantise` would start more threads than are `left` (None: any number). `merged`:
+    number by which joining reduces the model's products."""
+    products = sum(is_plain(module) or isinstance(module, Conv1D) for module in model.modules()) - merged
+    needed = products * (threads - 1)
+    if left is not None and needed > left:
+        raise UnsupportedModelError(
+            f"quantised weights: {products} products with {threads} threads each start {needed} threads, and pids.max "
+            f"permits {left} more: use fewer --threads"
+        )
 
 
 def quantise(model: torch.nn.Module, bits: int, threads: int) -> None:

@@ -1,5 +1,5 @@
-"""Everything besides the model that affects bits: the device, as part of the numerics fingerprint, and the whole
-machine."""
+"""Everything besides the model that affects bits: our arithmetic and the device, as parts of the numerics fingerprint,
+and the whole machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import platform
 from pathlib import Path
 
 import torch
+
+ARITHMETIC = "a1"
+"""Version of our own arithmetic in attention, products and layers. Increase it with every change after which a logit
+may have other bits on any device. No test can notice that: the bits differ between processors anyway."""
 
 VARYING = ("processor", "cpu MHz", "bogomips", "BogoMIPS", "physical id", "core id", "apicid", "initial apicid")
 """Fields of /proc/cpuinfo that do not affect arithmetic, but differ between cores or starts."""

@@ -17,6 +17,10 @@ that a layer does nothing else.
 """
 
 
+MERGED = 3
+"""Number by which `join_layer` reduces the products of a layer."""
+
+
 def fits(model: PreTrainedModel) -> bool:
     """Return whether a model's configuration is of the Llama kind."""
     config = model.config

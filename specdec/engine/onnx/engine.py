@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.engine.attention_size import AttentionSize
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import DraftPass
 from specdec.engine.kv.slots import Slots
@@ -30,9 +31,12 @@ from specdec.engine.model_file import in_one_line, opened, read_fields
 from specdec.engine.onnx.providers import CPU, OnnxDevice, check_started, parse_device, providers
 from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from specdec.engine.onnx_runtime import ort
-from specdec.engine.padded.layout import PaddedBatch, PaddedPacker
+from specdec.engine.padded.layout import GroupMemory, PaddedBatch, PaddedPacker
+from specdec.engine.placement import BYTES
 from specdec.engine.processor import cpu_kind, gpu_kind
-from specdec.engine.working_memory import logits_bytes, row_bytes
+from specdec.engine.working_memory import ATTENTION_BYTES, attention_bytes, logits_bytes, row_bytes
+
+CPU_DEVICE = OnnxDevice("cpu", 0)
 
 
 class OnnxEngine:
@@ -86,6 +90,11 @@ class OnnxEngine:
         processor = cpu_kind() if on_cpu else gpu_kind(self._onnx_device.number)
         self.numerics = f"onnxruntime-{ort.__version__}/{provider}/{processor}/{of_pools.name}/threads-{threads}"
         slot_bytes = of_pools.itemsize * sum(heads * (key + value) for heads, key, value in shapes)
+        self._group_memory = GroupMemory(
+            most=ATTENTION_BYTES,
+            key_bytes=of_pools.itemsize * max(heads * (key + value) for heads, key, value in shapes),
+            pair_bytes=BYTES["float32"] * AttentionSize.of(directory).heads,
+        )
         self.capacity = capacity = capacity or self._room(slot_bytes, directory)
         self._pools: dict[str, ort.OrtValue] = {}
         for layer, (heads, key_width, value_width) in enumerate(shapes):
@@ -97,28 +106,40 @@ class OnnxEngine:
         self._takes_window = "windowed" in taken
         if self._onnx_device.kind != "cpu" and (directory.path / SHORTLISTS_GRAPH).is_file():
             finding = _session(directory.path / SHORTLISTS_GRAPH, threads, chosen, half=False)
-            self.forward_shortlists: DraftPass = lambda batch: OnnxDraftLogits(
-                self._run(batch, self._onnx_device), finding
-            )
+            self.forward_shortlists: DraftPass = lambda batch: OnnxDraftLogits(self._on_gpu(batch), finding)
         for name, pool in self._pools.items():
             self._binding.bind_ortvalue_input(name, pool)
 
     def _room(self, slot_bytes: int, directory: ModelDirectory) -> int:
         """Return the number of slots that fit into memory."""
+        memory = self._group_memory
+        working = attention_bytes(directory.context, memory.key_bytes, memory.pair_bytes)
         if self._onnx_device.kind != "cpu":
-            return slots_for(slot_bytes, directory.context, self.device)
-        working, row = logits_bytes(self.vocabulary), row_bytes(self.vocabulary)
+            return slots_for(slot_bytes, directory.context, self.device, working=working)
+        working, row = working + logits_bytes(self.vocabulary), row_bytes(self.vocabulary)
         return slots_for(slot_bytes, directory.context, self.device, working=working, row_bytes=row)
 
     def packer(self) -> PaddedPacker:
-        return PaddedPacker(window=self.window, one_group=True)
+        return PaddedPacker(window=self.window, group_memory=self._group_memory)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        return np.asarray(self._run(batch, OnnxDevice("cpu", 0)).numpy())
-
-    def _run(self, batch: PackedBatch, device: OnnxDevice) -> ort.OrtValue:
-        """Run a forward pass; return the logits of the wanted rows on this device."""
         assert isinstance(batch, PaddedBatch)  # from our own packer
+        if len(batch.groups) == 1:
+            return np.asarray(self._run(batch, CPU_DEVICE).numpy())
+        logits = np.empty((len(batch.wanted), self.vocabulary), np.float32)
+        for wanted, part in batch.parts():
+            logits[wanted] = self._run(part, CPU_DEVICE).numpy()
+        return logits
+
+    def _on_gpu(self, batch: PackedBatch) -> ort.OrtValue:
+        """Run a forward pass; return the logits of the wanted rows on the GPU."""
+        assert isinstance(batch, PaddedBatch)  # from our own packer
+        if len(batch.groups) == 1:
+            return self._run(batch, self._onnx_device)
+        return ort.OrtValue.ortvalue_from_numpy(self.forward(batch), *self._onnx_device)
+
+    def _run(self, batch: PaddedBatch, device: OnnxDevice) -> ort.OrtValue:
+        """Run a forward pass over a batch of one group; return the logits of the wanted rows on this device."""
         (group,) = batch.groups
         arrays = {
             "tokens": batch.tokens,

@@ -5,15 +5,16 @@ length of its keys. A token tree becomes a chain for each of its paths, with key
 gaps; where bits do not matter, it becomes a single lane with a mask.
 
 Exactness depends on two rules. A chain's lane is padded to a length determined only by the positions of its rows.
-Unless an engine takes all lanes in one group, the lane also has at least MIN_ROWS rows. Then a row's attention is the
-same in a prompt, a tree or a plain step.
+Unless an engine takes one group at a time, the lane also has at least MIN_ROWS rows. Then a row's attention is the same
+in a prompt, a tree or a plain step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,17 +62,47 @@ class PaddedBatch(PackedBatch):
     groups: list[PaddedGroup]
     place: NDArray[np.int64]  # [t] each token's row among the flattened rows of all groups
 
+    def parts(self) -> Iterator[tuple[Mask, PaddedBatch]]:
+        """Yield each group as a batch of its own, and which of the whole batch's wanted rows it has."""
+        for group in self.groups:
+            rows, place = np.unique(group.rows, return_index=True)
+            wanted = np.isin(self.wanted, rows)
+            yield (
+                wanted,
+                PaddedBatch(
+                    tokens=self.tokens[rows],
+                    positions=self.positions[rows],
+                    slots=self.slots[rows],
+                    wanted=np.searchsorted(rows, self.wanted[wanted]),
+                    groups=[replace(group, rows=np.searchsorted(rows, group.rows))],
+                    place=place,
+                ),
+            )
+
+
+class GroupMemory(NamedTuple):
+    """A limit on a group's keys, values and scores in one layer, in bytes. A single lane may exceed it."""
+
+    most: int
+    key_bytes: int  # keys and values of a position
+    pair_bytes: int  # scores of a row and a position
+
+    def holds(self, lanes: int, rows: int, length: int) -> bool:
+        """Return whether a group of lanes of this shape is within the limit."""
+        return lanes * length * (self.key_bytes + rows * self.pair_bytes) <= self.most
+
 
 @dataclass
 class PaddedPacker(Packer):
     """A packer of padded batches.
 
-    `window` is the model's sliding window in tokens, if any. `one_group` pads all lanes to one shape, for engines that
-    take a single group. `least_rows` below MIN_ROWS trades exactness for speed.
+    `window` is the model's sliding window in tokens, if any. `group_memory` pads all lanes to one shape, for engines
+    that take one group at a time; if that needs more memory, lanes of similar lengths form several groups, to be
+    computed in order. `least_rows` below MIN_ROWS trades exactness for speed.
     """
 
     window: int | None = None
-    one_group: bool = False
+    group_memory: GroupMemory | None = None
     least_rows: int = MIN_ROWS
     lanes: list[Lane] = field(default_factory=list)
 
@@ -103,18 +134,11 @@ class PaddedPacker(Packer):
 
     def pack(self) -> PaddedBatch:
         self._pad()
-        shapes: dict[tuple[int, int], list[Lane]] = {}
-        if self.one_group:
-            longest = max(lane.padded_keys for lane in self.lanes)
-            widest = max(len(lane.rows) for lane in self.lanes)
-            shapes[(longest, widest)] = self.lanes
-        else:
-            for lane in self.lanes:
-                shapes.setdefault((lane.padded_keys, self._row_class(len(lane.rows))), []).append(lane)
         place = np.zeros(len(self.tokens), dtype=np.int64)
         groups: list[PaddedGroup] = []
         offset = 0
-        for (length, width), lanes in shapes.items():
+        by_shape = self._by_shape() if self.group_memory is None else self._within(self.group_memory)
+        for length, width, lanes in by_shape:
             groups.append(self._stack(lanes, length, width))
             for lane in lanes:
                 place[lane.rows] = offset + np.arange(len(lane.rows))
@@ -127,6 +151,32 @@ class PaddedPacker(Packer):
             groups=groups,
             place=place,
         )
+
+    def _by_shape(self) -> Iterator[tuple[int, int, list[Lane]]]:
+        """Yield the length, the rows and the lanes of a group for each shape."""
+        shapes: dict[tuple[int, int], list[Lane]] = {}
+        for lane in self.lanes:
+            shapes.setdefault((lane.padded_keys, self._row_class(len(lane.rows))), []).append(lane)
+        for (length, width), lanes in shapes.items():
+            yield length, width, lanes
+
+    def _within(self, memory: GroupMemory) -> Iterator[tuple[int, int, list[Lane]]]:
+        """Yield the length, the rows and the lanes of one group, or of several groups within the memory, shorter lanes
+        first: a row that another lane reads has an earlier position, so its own lane is no longer."""
+        longest, widest = (max(sizes) for sizes in zip(*map(_shape, self.lanes), strict=True))
+        if memory.holds(len(self.lanes), widest, longest):
+            yield longest, widest, self.lanes
+            return
+        group: list[Lane] = []
+        widest = 0
+        for lane in sorted(self.lanes, key=lambda lane: lane.padded_keys):  # lanes of equal length stay in order
+            length, width = _shape(lane)
+            if group and not memory.holds(len(group) + 1, max(widest, width), length):
+                yield group[-1].padded_keys, widest, group
+                group, widest = [], 0
+            group.append(lane)
+            widest = max(widest, width)
+        yield group[-1].padded_keys, widest, group
 
     def _row_class(self, rows: int) -> int:
         """Return the padded row count of a lane: a power of two, so that lanes of similar width form a stack."""
@@ -153,6 +203,10 @@ class PaddedPacker(Packer):
                 windowed[g, r:, 0] = True
         contiguous = len(lanes) == 1 and _consecutive(lanes[0].keys)
         return PaddedGroup(keys, rows, visible, windowed, contiguous)
+
+
+def _shape(lane: Lane) -> tuple[int, int]:
+    return lane.padded_keys, len(lane.rows)
 
 
 def _bucket(length: int) -> int:

@@ -114,11 +114,12 @@ def cuda_number(device: str) -> int | None:
 def check_cuda(placement: Placement, number: int) -> None:
     """Raise an error unless torch was built for CUDA and the device is present."""
     built = torch_build()
-    if built.get("hip"):  # ROCm: torch calls these devices cuda too, but they have another driver
+    if built.get("hip") and placement.kind == "vllm":  # torch calls ROCm's devices cuda too; vLLM checks them
         return
     if not built.get("cuda"):
+        kind = "ROCm" if built.get("hip") else "CPU"
         raise UnsupportedModelError(
-            f"device {placement.device}: torch {built.get('__version__')} is a CPU build: install a CUDA build"
+            f"device {placement.device}: torch {built.get('__version__')} is a {kind} build: install a CUDA build"
         )
     devices = cuda_devices()
     if isinstance(devices, str):

@@ -13,17 +13,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from specdec.decoding.block_hashes import HASHED_TOKENS
+from specdec.engine.attention_size import AttentionSize
 from specdec.engine.derived_models import place_of_export, what_is_broken
-from specdec.engine.memory import BLOCK_TOKENS, MIN_SLOTS, slots_wanted, slots_within
+from specdec.engine.memory import MIN_SLOTS, slots_wanted, slots_within
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
-from specdec.engine.model_file import Fields, is_integer, read_fields
+from specdec.engine.model_file import Fields, read_fields
+from specdec.engine.partials import numbers_of_a_partial, partials_for
 from specdec.engine.placement import BITS, BYTES, Placement
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, tensors
-from specdec.engine.working_memory import MAX_SESSIONS, logits_bytes, row_bytes, start_bytes
-
-MAX_SIZE = 1 << 20
-"""Sanity limit on the number of layers, heads or widths."""
+from specdec.engine.working_memory import MAX_SESSIONS, attention_bytes, logits_bytes, row_bytes, start_bytes
 
 TORCH_PROCESS = 600_000_000
 """Bytes of a serving process that has imported torch, transformers and Numba and compiled its loops."""
@@ -119,13 +119,17 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
     exported = placement.kind == "onnx" and (directory.path / GRAPH).is_file()
     numbers = _numbers_of_an_export(directory) if exported else numbers_of_a_token(directory)
     slot = numbers * BYTES[dtype]
-    parts = _parts(directory, placement, BYTES[dtype], exported=exported)
+    if free is None or placement.kv_tokens is not None:
+        longest = min(directory.context, placement.kv_tokens or MIN_SLOTS)
+    else:
+        longest = directory.context
+    parts = _parts(directory, placement, BYTES[dtype], longest, exported=exported)
     tokens, sessions = placement.kv_tokens or MIN_SLOTS, 0
     if free is not None:
         if placement.kv_tokens is None and slot:
             rest, wanted = free - parts.process - parts.weights, slots_wanted(directory.context, placement.device)
             tokens = max(MIN_SLOTS, slots_within(rest, slot, wanted, parts.working(0), parts.row))
-        sessions = min(placement.sessions or MAX_SESSIONS, tokens // BLOCK_TOKENS)
+        sessions = min(placement.sessions or MAX_SESSIONS, tokens // HASHED_TOKENS)
     return MemoryNeeded(
         directory.name,
         dtype,
@@ -147,6 +151,7 @@ class _Parts(NamedTuple):
     start: int = 0
     export: int = 0
     vocabulary: int = 0  # of logits in the process's memory
+    attention: int = 0
     bits: int | None = None
 
     @property
@@ -154,25 +159,31 @@ class _Parts(NamedTuple):
         return row_bytes(self.vocabulary)
 
     def working(self, sessions: int) -> int:
-        return max(self.start, logits_bytes(self.vocabulary, sessions))
+        return max(self.start, logits_bytes(self.vocabulary, sessions) + self.attention)
 
 
-def _parts(directory: ModelDirectory, placement: Placement, width: int, *, exported: bool) -> _Parts:
+def _parts(directory: ModelDirectory, placement: Placement, width: int, longest: int, *, exported: bool) -> _Parts:
     vocabulary, on_cpu = directory.vocabulary, placement.device == "cpu"
+    size = AttentionSize.of(directory)
+    attention = attention_bytes(longest, 2 * size.kv_heads * size.width * width, size.heads * BYTES["float32"])
     if exported:
         graph = sum(file.stat().st_size for file in directory.weights() if ".onnx" in file.name)
-        return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, vocabulary=vocabulary) if on_cpu else _Parts(graph)
+        if not on_cpu:
+            return _Parts(graph, attention=attention)
+        return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, vocabulary=vocabulary, attention=attention)
     plain = directory.quantisation is None
     weights = bytes_of(directory, width if plain else None)
-    if not on_cpu or placement.kind == "vllm":
+    if placement.kind == "vllm":
         return _Parts(weights)
+    if not on_cpu:
+        return _Parts(weights, start=_partials(directory, placement.kv_tokens) if placement.kind == "torch" else 0)
     if placement.kind == "onnx":
         quantised = placement.may_quantise and weights >= MIN_QUANTISED_BYTES
         graph = int(QUANTISED_SHARE * weights) if quantised else weights
         export = EXPORTING_PROCESS + int(EXPORT_COPIES * weights)
         export += SAMPLE_TOKENS * vocabulary * BYTES["float32"] if quantised else 0
         bits = 4 if quantised else None  # the fewest: refuse no model that could start
-        return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, export=export, vocabulary=vocabulary, bits=bits)
+        return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, 0, export, vocabulary, attention, bits)
     found = [tensor for file in directory.weights() for tensor in tensors(file).values() if tensor["dtype"] in USUAL]
     if (bits := BITS[placement.weights]) is not None:
         laid_out = _in_blocks(found, vocabulary, width, bits)
@@ -180,6 +191,13 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, *, expor
     laid_out = weights + _head(found, vocabulary, width)
     start = start_bytes(vocabulary, *_largest(found, vocabulary, width)) if plain else 0
     return _Parts(laid_out, TORCH_PROCESS, start, vocabulary=vocabulary)
+
+
+def _partials(directory: ModelDirectory, kv_tokens: int | None) -> int:
+    """Return the bytes of attention's partials on a GPU; 0 if unknown from the configuration."""
+    size = AttentionSize.of(directory)
+    partials = partials_for(min(directory.context, kv_tokens or 0))
+    return partials * numbers_of_a_partial(size.heads, size.width) * BYTES["float32"] if size.width else 0
 
 
 def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:
@@ -233,14 +251,5 @@ def _numbers_of_an_export(directory: ModelDirectory) -> int:
 
 def numbers_of_a_token(directory: ModelDirectory) -> int:
     """Return how many numbers a token's keys and values have in all layers; 0 if unknown from the configuration."""
-    config = Fields(directory.path, directory.config)
-
-    def size(*names: str) -> int:
-        found = (config.content.get(name) for name in names)
-        return next((value for value in found if is_integer(value, 1, MAX_SIZE)), 0)
-
-    heads = size("num_attention_heads", "n_head")
-    width = size("head_dim") or (size("hidden_size", "n_embd") // heads if heads else 0)
-    if config.has("kv_lora_rank"):  # keys and values have other widths
-        width = 0
-    return 2 * size("num_hidden_layers", "n_layer") * (size("num_key_value_heads") or heads) * width
+    size = AttentionSize.of(directory)
+    return 2 * size.layers * size.kv_heads * size.width

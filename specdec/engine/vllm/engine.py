@@ -57,10 +57,6 @@ ENVIRONMENT = {
 KERNEL_VARIABLES = {"VLLM_TUNED_CONFIG_FOLDER", "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS"}
 """Variables that select vLLM's kernels without changing its graphs."""
 
-LONG_TEXT = 1024
-"""Length in tokens of the long text in the exactness check, shortened if it does not fit. A long text is needed because
-attention over short ones is never split."""
-
 
 class VllmEngine:
     """A model in vLLM, and its KV cache.
@@ -139,9 +135,10 @@ class VllmEngine:
         self.device, self.dtype = device, dtype
         self._has_tokens_apart = self._keeps_tokens_apart()
         with phase("exactness"):
-            long = min(LONG_TEXT, self.longest_text, self.capacity // 2 - BLOCK)
             self.exact = (
-                exact and rows_are_independent(self, most_texts=sequences) and long_rows_are_independent(self, long)
+                exact
+                and rows_are_independent(self, most_texts=sequences)
+                and long_rows_are_independent(self, self.longest_text)
             )
         layers = "compiled" if compiled else "layers"
         where = [layers, f"{threads}-threads"] if device == "cpu" else ["graphs" if cuda_graphs else "layers"]

@@ -63,6 +63,8 @@ class Passes:
 
     model_runner: Any
     _specdec_stream: Any  # stream of the thread that loaded the model
+    _specdec_logits: Tensor  # of the last pass [n, vocabulary]
+    _specdec_rows: StepLogits  # the same
 
     def specdec_describe(self) -> tuple[int, int, int, str] | str:
         """Return vLLM's block size in tokens, the number of blocks, the length of the longest text in tokens, and the
@@ -79,11 +81,12 @@ class Passes:
     @on_the_stream
     def specdec_step(self, batch: BlockBatch) -> None:
         """Run a forward pass and keep its logits until the next one. A GPU may still be computing on return."""
+        for kept in ("_specdec_logits", "_specdec_rows"):  # the pass needs their memory
+            vars(self).pop(kept, None)
         logits = _logits(self.model_runner, batch)
         if logits is None or get_tp_group().rank_in_group:
             return
         self._specdec_logits = logits.float()
-        self._specdec_rows: StepLogits
         if logits.device.type == "cpu":
             self._specdec_rows = HostLogits(self._specdec_logits.numpy())
         else:

@@ -12,6 +12,7 @@ from specdec.engine.cpu.backend import RaggedBackend
 from specdec.engine.engine import cpu_threads
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.torch_engine import TorchEngine
+from specdec.engine.hf.fingerprint import ARITHMETIC
 from specdec.engine.model_directory import ModelDirectory
 from tests.models import make
 
@@ -47,6 +48,7 @@ def test_exactness_is_checked_with_every_number_of_threads(directory: ModelDirec
         assert cpu_threads(engine) is engine
         assert engine.threads == (2, 1)
         assert "threads-2-1" in engine.numerics.split("/")
+        assert engine.numerics.startswith(f"{ARITHMETIC}/torch-")
         if engine.exact:
             used = vars(engine)["used"]  # twice on a first start, which stores the bits for later ones
             assert used in ([1, 2], [1, 2, 1, 2])

@@ -15,7 +15,8 @@ from triton.compiler import ASTSource
 
 from specdec.engine.gpu import attention, kernels, linear
 from specdec.engine.gpu.attention import Tiling
-from specdec.engine.gpu.layout import SPLIT, TILE_ROWS
+from specdec.engine.gpu.layout import TILE_ROWS
+from specdec.engine.partials import SPLIT
 
 WIDTH = 40
 """Width of a head: not a power of two."""

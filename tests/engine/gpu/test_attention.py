@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.engine.gpu.layout import SPLIT, SplitKvBatch, SplitKvPacker, tile_rows_for
+from specdec.engine.gpu.layout import SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.kv.slots import Slots
+from specdec.engine.partials import SPLIT
 from tests.engine.written_out import attention
 
 pytest.importorskip("triton", reason="the extra `cuda` is not installed")
@@ -91,8 +92,7 @@ class Pass:
         self, batch: SplitKvBatch, rows: Sequence[int], *, window: int | None = None, softcap: float | None = None
     ) -> Tensor:
         """Run attention on a batch of some of the rows."""
-        memory = SplitKvMemory([self.keys], [self.values])
-        memory.reserve(batch.partials, self.shape.heads)
+        memory = SplitKvMemory([self.keys], [self.values], batch.partials, self.shape.heads)
         some = list(rows)
         return SplitKvAttention(memory, SplitKvTensors.of(batch, DEVICE)).attend(
             0,
@@ -173,8 +173,7 @@ def test_a_text_of_many_splits() -> None:
     packer = SplitKvPacker(tile_rows=32)
     packer.add_path(slots, packer.add_rows([0], length - 1, slots[-1:]))
     batch = packer.pack()
-    memory = SplitKvMemory([keys], [values])
-    memory.reserve(batch.partials, 2)
+    memory = SplitKvMemory([keys], [values], batch.partials, 2)
     last = torch.from_numpy(slots[-1:]).to(DEVICE)
     for window in (None, 700):
         own = slots[-window:] if window else slots
@@ -216,28 +215,25 @@ def test_what_is_no_number_stays_none(what: str, broken: float, victim: int) -> 
     assert [not bool(torch.isfinite(row).all()) for row in got] == sees
 
 
-def test_room_is_made_once() -> None:
-    step = Pass(MANY)
-    memory = SplitKvMemory([step.keys], [step.values])
-    with pytest.raises(ValueError, match="no room is reserved for 2 heads of width 16"):
-        memory.found(2, 16)
-    with pytest.raises(ValueError, match=f"room is reserved for 0 partials, the batch has {step.batch.partials}"):
-        SplitKvAttention(memory, SplitKvTensors.of(step.batch, DEVICE))
-    assert memory.reserve(10, 2)
-    assert not memory.reserve(9, 2)
-    assert memory.reserve(9, 4)
-    assert memory.reserve(11, 1)
-    extents, sums = memory.found(4, 16)
-    assert (extents.shape, sums.shape) == ((2, 11, 4), (11, 4, 16))
+def test_waves_of_rows_have_the_same_bits() -> None:
+    """With memory for fewer partials than the rows have together."""
+    step = Pass(GROUPED)
+    packer = SplitKvPacker(tile_rows=step.shape.tile_rows, most_partials=8)
+    rows = [packer.add_row(0, len(text) - 1, int(text[-1])) for text in step.texts]
+    for row, text in zip(rows, step.texts, strict=True):
+        packer.add_path(text, [row])
+    batch = packer.pack()
+    assert len(batch.waves) == 2
+    assert batch.partials < step.batch.partials
+    assert torch.equal(step.attend(batch, rows), step.run())
 
 
-def test_room_that_cannot_be_had_does_not_count() -> None:
+def test_batches_and_heads_beyond_the_memory_are_refused() -> None:
     step = Pass(MANY)
-    memory = SplitKvMemory([step.keys], [step.values])
-    memory.reserve(10, 2)
-    with pytest.raises(RuntimeError):
-        memory.reserve(1 << 55, 2)
-    with pytest.raises(ValueError, match="room is reserved for 0 partials"):
+    memory = SplitKvMemory([step.keys], [step.values], 4, 2)
+    extents, sums = memory.found(2, 16)
+    assert (extents.shape, sums.shape) == ((2, 4, 2), (4, 2, 16))
+    with pytest.raises(ValueError, match="there is no memory for 3 heads of width 16"):
+        memory.found(3, 16)
+    with pytest.raises(ValueError, match=f"there is memory for 4 partials, the batch has {step.batch.partials}"):
         SplitKvAttention(memory, SplitKvTensors.of(step.batch, DEVICE))
-    assert memory.reserve(10, 2)
-    assert memory.found(2, 16)[1].shape == (10, 2, 16)

@@ -19,6 +19,7 @@ from specdec.engine.hf.gpu_head import GpuHead
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import LayerAttention, attention_of, load
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.partials import MAX_PARTIALS
 from tests.models import ARCHITECTURES, CONTEXT, VOCABULARY, WINDOW, make
 
 pytest.importorskip("triton", reason="the extra `cuda` is not installed")
@@ -64,6 +65,8 @@ class Step:
         memory = SplitKvMemory(
             [torch.zeros(SLOTS, each.kv_heads, each.width, **place) for each in layers],
             [torch.zeros(SLOTS, each.kv_heads, each.value_width, **place) for each in layers],
+            MAX_PARTIALS,
+            self.model.config.num_attention_heads,
         )
         for index, (keys, values) in enumerate(zip(memory.keys, memory.values, strict=True)):
             keys[self.slots[:DONE]] = cache.layers[index].keys[0].transpose(0, 1)
@@ -88,7 +91,6 @@ def run(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     want, memory = step.own(), step.memory(layers)
     heads = model.config.num_attention_heads
     batch = step.batch(tile_rows_for(heads // layers[0].kv_heads))
-    memory.reserve(batch.partials, heads)
     tensors = SplitKvTensors.of(batch, DEVICE)
     packed = SplitKvAttention(memory, tensors)
     with torch.inference_mode():

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.engine.gpu.layout import MIN_TILES, SPLIT, TILE_ROWS, SplitKvBatch, SplitKvPacker, tile_rows_for
+from specdec.engine.gpu.layout import MIN_TILES, TILE_ROWS, SplitKvBatch, SplitKvPacker, tile_rows_for
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
+from specdec.engine.partials import MAX_PARTIALS, SPLIT, WAVE_ROWS, partials_for
 from specdec.engine.row_counts import InvariantRowCounts
 
 
@@ -40,20 +41,31 @@ def tiles(batch: SplitKvBatch) -> int:
 
 
 def check_form(batch: SplitKvBatch) -> None:
-    padded, used = len(batch.tile_counts), tiles(batch)
-    assert padded >= MIN_TILES
-    assert padded & (padded - 1) == 0
-    assert padded == MIN_TILES or used > padded // 2
-    assert (batch.tile_counts[:used] > 0).all()
+    ends = [(wave.rows.stop, wave.tiles.stop) for wave in batch.waves]
+    assert ends[-1] == (len(batch.tokens), len(batch.tile_counts))
+    assert [(wave.rows.start, wave.tiles.start) for wave in batch.waves] == [(0, 0), *ends[:-1]]
+    most = []
+    for rows, places in batch.waves:
+        assert rows.start % WAVE_ROWS == 0
+        counts = batch.tile_counts[places]
+        padded, used = len(counts), int((counts > 0).sum())
+        assert padded >= MIN_TILES
+        assert padded & (padded - 1) == 0
+        assert padded == MIN_TILES or used > padded // 2
+        assert (counts[:used] > 0).all()
+        for indices, count in zip(batch.tile_row_indices[places], counts, strict=True):
+            assert all(rows.start <= row < rows.stop for row in indices[:count])
+        partials = [
+            first + split
+            for first, position in zip(batch.first_partials[rows].tolist(), batch.positions[rows].tolist(), strict=True)
+            for split in range(position // SPLIT + 1)
+        ]
+        assert partials == list(range(len(partials)))
+        most.append(len(partials))
+    assert max(most) == batch.partials
     assert (batch.tile_counts <= batch.tile_row_indices.shape[1]).all()
     for array in (batch.tile_counts, batch.tile_splits, batch.tile_row_indices, batch.tile_keys, batch.first_partials):
         assert array.dtype == np.int32
-    partials = [
-        first + split
-        for first, position in zip(batch.first_partials.tolist(), batch.positions.tolist(), strict=True)
-        for split in range(position // SPLIT + 1)
-    ]
-    assert partials == list(range(batch.partials))
 
 
 def add_text(packer: SplitKvPacker, slots: Slots, new: int) -> range:
@@ -173,12 +185,16 @@ LENGTHS = st.one_of(st.integers(1, 20), st.integers(SPLIT - 4, SPLIT + 4), st.in
     st.lists(st.tuples(LENGTHS, st.one_of(trees(), st.integers(1, 300)), st.integers(0, 2 * SPLIT)), max_size=5),
     st.integers(1, 20),
     st.sampled_from([None, InvariantRowCounts((1, 2, 3)), InvariantRowCounts((6, 16))]),
+    st.sampled_from([24, 50, MAX_PARTIALS]),
 )
 def test_any_mixture_reads_what_was_put_in(
-    texts: list[tuple[int, list[int | None] | int, int]], tile_rows: int, rows: InvariantRowCounts | None
+    texts: list[tuple[int, list[int | None] | int, int]],
+    tile_rows: int,
+    rows: InvariantRowCounts | None,
+    most_partials: int,
 ) -> None:
-    """Prompts and trees; some share the beginning of the previous text."""
-    packer = SplitKvPacker(rows=rows, tile_rows=tile_rows)
+    """Prompts and trees, in one wave or several; some share the beginning of the previous text."""
+    packer = SplitKvPacker(rows=rows, tile_rows=tile_rows, most_partials=most_partials)
     before, slot, want = np.arange(0), 1, []
     for length, what, shared in [(5, 2, 0), *texts]:
         own = np.arange(slot, slot + length)[::-1]
@@ -196,7 +212,13 @@ def test_any_mixture_reads_what_was_put_in(
     assert seen(batch)[: len(want)] == want
     assert rows is None or rows.padded(len(batch.tokens)) == len(batch.tokens)
     check_form(batch)
+    assert batch.partials <= most_partials
     batch.check(slot, int(batch.positions.max()) + 1)
+
+
+@pytest.mark.parametrize("longest", [100, 1 << 17, 10_000_001])
+def test_a_text_of_any_length_has_room_for_a_wave(longest: int) -> None:
+    assert partials_for(longest) >= WAVE_ROWS * -(-longest // SPLIT)
 
 
 @pytest.mark.parametrize(("shared", "tile_rows"), [(1, 64), (4, 16), (7, 9), (64, 1), (71, 1)])

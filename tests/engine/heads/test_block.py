@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.engine.heads.block import BlockDraft
-from specdec.engine.heads.block_files import BlockFiles, is_block_draft
+from specdec.engine.heads.block_files import BlockFiles
+from specdec.engine.heads.eagle3_files import Eagle3Files
 from specdec.engine.heads.files import HeadsFilesError, TargetShape
-from specdec.engine.heads.kinds import memory_of_heads
+from specdec.engine.heads.kinds import kind_in, memory_of_heads
+from specdec.engine.heads.medusa_files import MedusaFiles
 from specdec.engine.heads.text_memory import TextMemory
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError
@@ -241,9 +243,9 @@ def test_the_kind_of_heads_is_found_by_their_tensors(tmp_path: Path) -> None:
     target = ModelDirectory(make("llama", tmp_path / "target"))
     block = make_block(tmp_path / "block")
     assert isinstance(read_heads(block, None, target).files, BlockFiles)
-    assert is_block_draft(block / "model.safetensors")
-    for other in (make_eagle3(tmp_path / "eagle"), make_heads(tmp_path / "medusa")):
-        assert not is_block_draft(other)
+    assert kind_in(block / "model.safetensors") is BlockFiles
+    assert kind_in(make_eagle3(tmp_path / "eagle")) is Eagle3Files
+    assert kind_in(make_heads(tmp_path / "medusa")) is MedusaFiles
     tree = tmp_path / "tree.json"
     tree.write_text("[[0]]")
     with pytest.raises(

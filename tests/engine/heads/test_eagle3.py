@@ -20,10 +20,10 @@ from torch import Tensor
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.heads.eagle3 import Eagle3Heads
-from specdec.engine.heads.eagle3_files import Eagle3Files, is_eagle3
+from specdec.engine.heads.eagle3_files import Eagle3Files
 from specdec.engine.heads.files import HeadsFilesError, TargetShape
 from specdec.engine.heads.growth import CONTEXT
-from specdec.engine.heads.kinds import memory_of_heads
+from specdec.engine.heads.kinds import kind_in, memory_of_heads
 from specdec.engine.heads.text_memory import TextMemory, TreeContext
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError
@@ -355,7 +355,7 @@ def test_the_kind_of_heads_is_found_by_their_tensors(tmp_path: Path) -> None:
     eagle, medusa = make_eagle3(tmp_path / "eagle"), make_heads(tmp_path / "medusa")
     assert isinstance(read_heads(eagle, None, target).files, Eagle3Files)
     assert not isinstance(read_heads(medusa, None, target).files, Eagle3Files)
-    assert is_eagle3(eagle / "model.safetensors")
+    assert kind_in(eagle / "model.safetensors") is Eagle3Files
     tree = tmp_path / "tree.json"
     tree.write_text("[[0]]")
     assert read_heads(medusa, tree, target).tree is not None

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from specdec.engine.batch import PackedBatch
 from specdec.engine.batch_independence import rows_are_independent
 from specdec.engine.engines.cpu_engine import CpuEngine
+from specdec.engine.hf import batch_invariance
 from specdec.engine.hf.batch_invariance import TiledLinear, find, make_exact, tile, untile
 from specdec.engine.hf.linear import PackedLinear, can_pack
 from specdec.engine.model_directory import ModelDirectory
@@ -102,6 +103,12 @@ class TestFind:
         large = Fickle(lambda rows: 0 if rows in (256, 512) else rows)
         small = Fickle(lambda rows: 0 if rows in (3, 9) else rows, outputs=5)
         assert ShapeRowCounts.made_up_of(find([large, small], "cpu", [1])) is None
+
+    def test_some_outputs_of_a_wide_layer_in_every_place_of_a_tile(self) -> None:
+        stride = batch_invariance._stride(262_144)
+        assert 262_144 / stride <= batch_invariance.PROBED_OUTPUTS
+        assert {place % 128 for place in range(0, 262_144, stride)} == set(range(128))
+        assert batch_invariance._stride(32_000) == 1
 
     def test_real_layers(self) -> None:
         """At the invariant row counts of this machine, whatever they are, all rows have equal bits."""
@@ -334,3 +341,19 @@ class TestCounterparts:
         assert not make_exact(engine, instead=lambda _: Fickle(lambda rows: 0))
         assert engine.run == [fickle]
         assert engine.classes is None
+
+
+class UnsteadyInLongTexts(Replaced):
+    """An engine whose logits depend on the number of rows, but only where attention splits a text."""
+
+    def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
+        return super().forward(batch) + np.float32(1e-6 * len(batch.tokens) * int(batch.positions.max() >= 256))
+
+
+def test_long_texts_are_checked_if_attention_splits_them() -> None:
+    engine = UnsteadyInLongTexts(layer=Fickle(lambda rows: 0))
+    assert make_exact(engine)
+    assert make_exact(engine, split_context=200)  # there are no longer texts
+    assert not make_exact(engine, split_context=1 << 17)
+    assert engine.classes is None
+    assert make_exact(Replaced(layer=Fickle(lambda rows: 0)), split_context=1 << 17)

@@ -215,8 +215,10 @@ class Driver:
 
     FREE = (3 << 30, 5 << 30)
 
-    def __init__(self) -> None:
+    def __init__(self, status: int = 0) -> None:
         self.current: list[int] = []
+        self.retained: list[int] = []
+        self._status = status  # of a query of the free memory
 
     def cuInit(self, _flags: int) -> int:
         return 0
@@ -227,6 +229,11 @@ class Driver:
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:
         context._obj.value = device.value + 100
+        self.retained.append(device.value)
+        return 0
+
+    def cuDevicePrimaryCtxRelease_v2(self, device: Any) -> int:
+        self.retained.remove(device.value)
         return 0
 
     def cuCtxPushCurrent_v2(self, context: Any) -> int:
@@ -236,7 +243,7 @@ class Driver:
     def cuMemGetInfo_v2(self, free: Any, total: Any) -> int:
         free._obj.value = self.FREE[self.current[-1] - 110]
         total._obj.value = 80 << 30
-        return 0
+        return self._status
 
     def cuCtxPopCurrent_v2(self, context: Any) -> int:
         context._obj.value = self.current.pop()
@@ -246,6 +253,13 @@ class Driver:
 def test_free_memory_of_a_device_without_torch() -> None:
     driver = Driver()
     assert free_by_driver(driver, 1) == 5 << 30
-    assert not driver.current
+    assert driver.current == driver.retained == []
     with pytest.raises(UnsupportedModelError, match="cuda:7: the CUDA driver's cuDeviceGet failed with status 101"):
         free_by_driver(driver, 7)
+
+
+def test_a_device_without_an_answer_keeps_no_context() -> None:
+    driver = Driver(status=999)  # CUDA_ERROR_UNKNOWN
+    with pytest.raises(UnsupportedModelError, match="cuda:1: the CUDA driver's cuMemGetInfo_v2 failed with status 999"):
+        free_by_driver(driver, 1)
+    assert driver.current == driver.retained == []

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.engine.kv.slots import PADDING_SLOT, Slots
-from specdec.engine.padded.layout import KEY_BUCKET, MIN_ROWS, PaddedBatch, PaddedPacker
+from specdec.engine.padded.layout import KEY_BUCKET, MIN_ROWS, GroupMemory, PaddedBatch, PaddedPacker
 
 Seen = dict[int, set[int]]
 """Slots seen by each token, by the token's index."""
@@ -189,7 +189,7 @@ class TestGroups:
         assert [group.rows.shape[0] for group in packer.pack().groups] == [3, 1]
 
     def test_one_group_pads_all_lanes_to_one_shape(self) -> None:
-        packer = PaddedPacker(one_group=True)
+        packer = PaddedPacker(group_memory=GroupMemory(2 * 128 * (10 + 6), key_bytes=10, pair_bytes=1))
         packer.add_path(slots_from(1, 10), [packer.add_row(1, 9, 10)])
         packer.add_path(slots_from(101, 70), packer.add_rows(range(6), 64, slots_from(165, 6)))
         batch = packer.pack()
@@ -197,6 +197,18 @@ class TestGroups:
         assert group.visible.shape == (2, 6, 128)
         assert not group.contiguous
         assert read(batch) == {0: set(range(1, 11))} | {1 + i: set(range(101, 166 + i)) for i in range(6)}
+
+    def test_a_long_text_beside_short_ones_does_not_lengthen_them(self) -> None:
+        """Padded to one shape, the 64 short texts would need 2 GB."""
+        memory = GroupMemory(1 << 25, key_bytes=1024, pair_bytes=56)
+        packer = PaddedPacker(group_memory=memory)
+        long = slots_from(10_000, 30_000)
+        packer.add_path(long, packer.add_rows(range(9), 29_991, long[-9:]))
+        for first in range(1, 6401, 100):
+            packer.add_path(slots_from(first, 90), [packer.add_row(1, 89, first + 89)])
+        short, alone = packer.pack().groups
+        assert short.visible.shape == (64, 1, 128)
+        assert alone.visible.shape == (1, 9, 30_016)
 
     @pytest.mark.parametrize(
         ("keys", "contiguous"),
@@ -219,15 +231,17 @@ class TestGroups:
 @settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(st.tuples(st.integers(0, 140), st.integers(1, 12)), min_size=1, max_size=6),
-    one_group=st.booleans(),
+    most=st.sampled_from([None, 1, 1 << 11, 1 << 14, 1 << 30]),
     window=st.none() | st.integers(1, 40),
     least_rows=st.sampled_from([1, MIN_ROWS]),
 )
 def test_any_mixture_of_texts_says_what_was_put_in(
-    texts: list[tuple[int, int]], one_group: bool, window: int | None, least_rows: int
+    texts: list[tuple[int, int]], most: int | None, window: int | None, least_rows: int
 ) -> None:
-    """Texts of (tokens already computed, new tokens), on slots in a shuffled order."""
-    packer = PaddedPacker(window=window, one_group=one_group, least_rows=least_rows)
+    """Texts of (tokens already computed, new tokens), on slots in a shuffled order. Groups of one shape are within
+    `most` bytes, unless a single lane is not, and can be computed in order: no row reads one of a later group."""
+    memory = None if most is None else GroupMemory(most, key_bytes=4, pair_bytes=2)
+    packer = PaddedPacker(window=window, group_memory=memory, least_rows=least_rows)
     free = np.random.default_rng(0).permutation(np.arange(1, 2000))
     expected: Seen = {}
     near: Seen = {}
@@ -235,6 +249,7 @@ def test_any_mixture_of_texts_says_what_was_put_in(
         keys, free = free[: done + new], free[done + new :]
         rows = packer.add_rows(range(new), done, keys[done:])
         packer.add_path(keys, rows)
+        packer.want(rows[-1])
         for i, row in enumerate(rows):
             end = done + i + 1
             expected[row] = set(keys[:end].tolist())
@@ -243,7 +258,21 @@ def test_any_mixture_of_texts_says_what_was_put_in(
     assert read(batch) == expected
     if window is not None:
         assert read(batch, windowed=True) == near
-    if one_group:
-        assert len(batch.groups) == 1
-    else:
+    if memory is None:
         check_layout(batch, least_rows)
+        return
+    written: set[int] = set(range(2000)) - set(batch.slots.tolist())
+    found: list[int] = []
+    for group, (wanted, part) in zip(batch.groups, batch.parts(), strict=True):
+        lanes, width, length = group.visible.shape
+        assert memory.holds(lanes, width, length) or lanes == 1
+        written |= set(part.slots.tolist())
+        own = batch.wanted[wanted].tolist()
+        assert part.tokens[part.wanted].tolist() == batch.tokens[own].tolist()
+        for row, seen in read(part).items():
+            whole = int(np.flatnonzero(batch.slots == part.slots[row])[0])
+            assert seen == expected[whole] <= written
+            assert part.positions[row] == batch.positions[whole]
+            found.append(whole)
+    assert sorted(found) == list(range(len(batch.tokens)))
+    assert most != 1 << 30 or len(batch.groups) == 1

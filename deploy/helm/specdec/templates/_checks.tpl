@@ -15,6 +15,7 @@ itself. Takes a list: root, the workloads. */}}
 {{- fail (printf "exportJobs.%s: writes into a volume, so modelVolume should be a persistentVolumeClaim" $name) }}
 {{- end }}
 {{- include "specdec.checkMemory" (list (printf "exportJobs.%s" $name) $job.resources $job.modelGiB true) }}
+{{- include "specdec.checkPath" (list (printf "exportJobs.%s.model" $name) $job.model) }}
 {{- end }}
 {{- include "specdec.checkTls" $values }}
 {{- include "specdec.checkRoutes" $values }}
@@ -31,6 +32,7 @@ itself. Takes a list: root, the workloads. */}}
 {{- $shared := false }}
 {{- range $revision, $values := $given.revisions }}
 {{- $at := printf "models.%s.revisions.%s" $model $revision }}
+{{- include "specdec.checkPath" (list (printf "%s.path" $at) $values.path) }}
 {{- if gt (include "specdec.share" $values | float64) 0.0 }}{{ $shared = true }}{{ end }}
 {{- range $pools := list "verifiers" "drafts" }}
 {{- range $pool := index $values $pools }}
@@ -56,6 +58,14 @@ itself. Takes a list: root, the workloads. */}}
 {{- end }}
 {{- end }}
 
+{{/* Checks that a model is not a GGUF file: pods have no writable folder for its conversion. Takes a list: the path of
+the values, for errors; the model's path. */}}
+{{- define "specdec.checkPath" -}}
+{{- if regexMatch "(?i)[.]gguf$" (index . 1) }}
+{{- fail (printf "%s: is a GGUF file, should be a directory made from it by `specdec import-gguf`" (index . 0)) }}
+{{- end }}
+{{- end }}
+
 {{/* Checks one workload. Takes a list: the values, the workload. */}}
 {{- define "specdec.checkWorkload" -}}
 {{- $values := index . 0 }}{{ $w := index . 1 }}
@@ -75,8 +85,16 @@ itself. Takes a list: root, the workloads. */}}
 {{- end }}
 {{- end }}
 {{- if and (eq $w.role "draft") (not $w.path) }}{{ fail (printf "%s.path: is missing" $w.key) }}{{ end }}
+{{- if and (index $w.options "learn-tokens") (not (dig "learnKeySecret" "name" "" $w)) }}
+{{- fail (printf "%s.learnKeySecret.name: is missing, and options.learn-tokens is %v" $w.key (index $w.options "learn-tokens")) }}
+{{- end }}
 {{- if and (eq $w.role "draft") (gt (int $w.gpus) 1) }}
 {{- fail (printf "%s.gpus: is %d, and a draft runs on one" $w.key (int $w.gpus)) }}
+{{- end }}
+{{- include "specdec.checkPath" (list (printf "%s.path" $w.key) (default "" $w.path)) }}
+{{- $collector := index $w.options "otlp-endpoint" | default "" | toString }}
+{{- if regexMatch "^https?://" $collector }}
+{{- fail (printf "%s.options.otlp-endpoint: is %s, should be HOST:PORT" $w.key $collector) }}
 {{- end }}
 {{- if and $w.gpus (eq (toString $w.options.device) "cpu") }}
 {{- fail (printf "%s.options.device: is cpu, and %s.gpus is %d" $w.key $w.key (int $w.gpus)) }}
@@ -93,7 +111,7 @@ itself. Takes a list: root, the workloads. */}}
 {{- fail (printf "%s.autoscaling.targets: %s is no metric of this role" $w.key $metric) }}
 {{- end }}
 {{- end }}
-{{- if and .targets.cpu (not (dig "requests" "cpu" "" $w.resources)) }}
+{{- if and .targets.cpu (not (include "specdec.resources" $w | fromYaml | dig "requests" "cpu" "")) }}
 {{- fail (printf "%s.autoscaling.targets.cpu: is a part of resources.requests.cpu, which is missing" $w.key) }}
 {{- end }}
 {{- if and (eq .type "keda") (not $values.prometheusAddress) }}

@@ -35,6 +35,9 @@
 {{- $_ := set $own "drain-seconds" $w.drainSeconds }}
 {{- if eq $w.role "openai" }}
 {{- $_ := set $own "orchestrator" (list (include "specdec.address" (list $root "orchestrator" "pods"))) }}
+{{- /* A pod would not find responses stored by another. */}}
+{{- $alone := and (eq $w.autoscaling.type "none") (le (int $w.replicas) 1) }}
+{{- if not (or $alone (hasKey $w.options "response-store")) }}{{ $_ := set $own "response-store" "off" }}{{ end }}
 {{- else }}
 {{- $_ := set $own "health-port" 8086 }}
 {{- end }}
@@ -47,6 +50,9 @@
 {{- if has $w.role (list "verifier" "draft") }}
 {{- $_ := set $own "model" $w.directory }}
 {{- if and $w.gpus (not $w.options.device) }}{{ $_ := set $own "device" "cuda" }}{{ end }}
+{{- end }}
+{{- if dig "learnKeySecret" "name" "" $w }}
+{{- $_ := set $own "learn-key-file" (printf "/etc/specdec/learn/%s" $w.learnKeySecret.key) }}
 {{- end }}
 {{- if and $w.onVllm (gt (int $w.gpus) 1) }}
 {{- $passed := dict "tensor_parallel_size" (int $w.gpus) }}

@@ -58,7 +58,7 @@ spec:
       lifecycle: {preStop: {sleep: {seconds: {{ $w.preStopSeconds }}}}}
       {{- end }}
       resources:
-        {{- include "specdec.resources" (list $root $w) | nindent 8 }}
+        {{- include "specdec.resources" $w | nindent 8 }}
       securityContext:{{ toYaml $w.securityContext | nindent 8 }}
       volumeMounts:
         {{- range $storage }}
@@ -140,6 +140,12 @@ all:
     readOnly: true
     source: {secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
   {{- end }}
+  {{- end }}
+  {{- with dig "learnKeySecret" "name" "" $w }}
+  - name: learn
+    at: /etc/specdec/learn
+    readOnly: true
+    source: {secret: {secretName: {{ . | quote }}, defaultMode: 0440}}
   {{- end }}
   {{- if ne $root.Values.tls.mode "none" }}
   - name: tls

@@ -1,4 +1,4 @@
-{{/* Resources of pods: memory by the size of their model, and disk by the folders that they write to. */}}
+{{/* Resources of pods: memory by the size of their model, disk by the folders that they write to, cores by role. */}}
 
 {{/* A Kubernetes quantity in MiB, rounded up. Takes the quantity. */}}
 {{- define "specdec.mib" -}}
@@ -16,11 +16,12 @@ compiled code and buffers of a step. Takes a list: the GiB, the factor. */}}
 {{- end }}
 
 {{/* The resources of a workload's container, as YAML: its values, laid over computed ones. A verifier or draft gets 1.5
-times the size of its weights, for keys and values and for temporary memory at start. Takes a list: root, the
-workload. */}}
+times the size of its weights, for keys and values and for temporary memory at start. Takes the workload. */}}
 {{- define "specdec.resources" -}}
-{{- $w := index . 1 }}
+{{- $w := . }}
 {{- $resources := dict "requests" dict "limits" dict }}
+{{- /* Without a request, other pods of the node could take nearly all of its cores. */}}
+{{- with get (dict "verifier" "2" "draft" "1") $w.role }}{{ $_ := set $resources.requests "cpu" . }}{{ end }}
 {{- if $w.modelGiB }}
 {{- $memory := include "specdec.memoryFor" (list $w.modelGiB 1.5) | int64 }}
 {{- with $w.shmSize }}{{ $memory = add $memory (include "specdec.mib" . | int64) }}{{ end }}
@@ -41,9 +42,22 @@ workload. */}}
 {{- range $part := list "requests" "limits" }}
 {{- $_ := set (get $resources $part) "ephemeral-storage" (printf "%dMi" $disk) }}
 {{- end }}
-{{- include "specdec.lay" (list $resources (deepCopy $w.resources)) }}
+{{- include "specdec.layResources" (list $resources $w.resources) }}
 {{- if $w.gpus }}{{ include "specdec.lay" (list $resources (dict "limits" (dict "nvidia.com/gpu" (int $w.gpus)))) }}{{ end }}
 {{- toYaml $resources }}
+{{- end }}
+
+{{/* Lays the resources of values over computed ones, in place. If values name only the request of a resource, or only its
+limit, the computed other part follows: Kubernetes refuses a request above its limit. Takes a list: the computed
+resources, those of the values. */}}
+{{- define "specdec.layResources" -}}
+{{- $computed := index . 0 }}{{ $given := deepCopy (index . 1) }}
+{{- range $part, $other := dict "requests" "limits" "limits" "requests" }}
+{{- range $name := keys (get $computed $part) }}
+{{- with dig $other $name "" $given }}{{ $_ := set (get $computed $part) $name . }}{{ end }}
+{{- end }}
+{{- end }}
+{{- include "specdec.lay" (list $computed $given) }}
 {{- end }}
 
 {{/* The resources of a Job that exports a draft: it holds the weights, the traced model and its graph. Takes the Job's
@@ -55,7 +69,7 @@ values. */}}
 {{- $_ := set (get $resources $part) "memory" (printf "%dMi" (include "specdec.memoryFor" (list $.modelGiB 4) | int64)) }}
 {{- end }}
 {{- end }}
-{{- include "specdec.lay" (list $resources (default dict .resources | deepCopy)) }}
+{{- include "specdec.layResources" (list $resources (default dict .resources)) }}
 {{- toYaml $resources }}
 {{- end }}
 
