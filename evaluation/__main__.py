@@ -197,9 +197,10 @@ def _evaluated(
         texts=len(samples),
         temperatures=sorted({round(sample.sampling.temperature, 6) for sample in samples}),
         step_seconds={
-            name: [model.latency.of(rows) for rows in ROWS]
+            name: [model.pace.seconds(rows) for rows in ROWS]
             for name, model in (("target", pair.target), ("draft", pair.draft))
         },
+        spread=pair.spread,
         acceptance=accepted,
         speed=speeds,
         distance=distance,
@@ -213,6 +214,7 @@ def _warm_speed(pair: Pair, way: Way, samples: Sequence[Sample], streams: int, h
     """Return the speed of warm services, after adaptive speculation has learned what pays."""
     loads = Load(_warming(samples, streams), streams), Load(_repeated(samples, streams), streams)
     _, warm = speed(pair, way, *loads, heard=heard)
+    pair.measure_pace()
     return warm
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from draft_service import expansion_width
 from draft_service.request import ExpansionPolicy
+from evaluation.pace import Pace
 from orchestrator.requests.model import ServedModel
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import GRAPH, ModelDirectory
 from specdec.engine.placement import Kind, Placement, WantedDtype
 from specdec.engine.preflight.check import Wanted, check
-from verifier_service.costs.step_latency import StepLatency
+from verifier_service.costs.step_latency import StepLatency, step_seconds
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class EngineOptions:
 
 
 class LoadedModel:
-    """A loaded model, with the measured latency of its passes."""
+    """A loaded model, with the measured latency of its passes, and their pace during the evaluation."""
 
     def __init__(
         self, directory: ModelDirectory, options: EngineOptions, kv_tokens: int, *, exact: bool = False
@@ -40,6 +41,7 @@ class LoadedModel:
         placement = options.placement(kv_tokens)
         self.engine = load_engine(directory, placement, threads=(options.threads,), exact=exact)
         self.latency = StepLatency.measure(self.engine, self.engine.capacity)
+        self.pace = Pace(partial(step_seconds, self.engine), self.latency.of)
 
 
 class Pair:
@@ -68,6 +70,16 @@ class Pair:
         self.target = LoadedModel(directory, target_options, kv_tokens, exact=True)
         self.draft = LoadedModel(small, draft_options, of_draft)
         self._target_options, self._kv_tokens = target_options, kv_tokens
+
+    def measure_pace(self) -> None:
+        """Measure the pace of both models once more, between two runs."""
+        for model in (self.target, self.draft):
+            model.pace.measure()
+
+    @property
+    def spread(self) -> float:
+        """The factor by which pass times have varied, of the model where they varied more."""
+        return max(self.target.pace.spread, self.draft.pace.spread)
 
     @cached_property
     def local_draft(self) -> LoadedModel:

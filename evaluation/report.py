@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evaluation.measurements import PLAIN, Figures, Tree, Way
+from evaluation.pace import MAX_SPREAD
 from evaluation.pools import PoolSizing
 from specdec.decoding.sampling import Rule
 
@@ -30,13 +31,19 @@ class EvaluationReport:
     draft: str
     texts: int
     temperatures: Sequence[float]
-    step_seconds: Mapping[str, Sequence[float]]  # of a pass over ROWS, by model
+    step_seconds: Mapping[str, Sequence[float]]  # mean of a pass over ROWS, by model
+    spread: float  # slowest pass times divided by the fastest, in measurements during the evaluation
     acceptance: Mapping[tuple[Rule, Tree], Figures]
     speed: Mapping[int, Mapping[Way, Figures]]  # by streams
     distance: Distance
     draft_speed: float  # of a remote draft's device, relative to this machine's
     pools: Mapping[int, PoolSizing]  # by streams, where a remote draft is fastest
     concurrent: int | None
+
+    @property
+    def usable(self) -> bool:
+        """False if pass times varied too much: the predictions then compare different speeds of the machine."""
+        return self.spread <= MAX_SPREAD
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -47,6 +54,8 @@ class EvaluationReport:
             "step_seconds": {
                 name: dict(zip(map(str, ROWS), seconds, strict=True)) for name, seconds in self.step_seconds.items()
             },
+            "pass_time_spread": self.spread,
+            "usable": self.usable,
             "acceptance": [
                 {"rule": rule.value, "tree": tree.name, **_counts(figures)}
                 for (rule, tree), figures in self.acceptance.items()
@@ -59,7 +68,7 @@ class EvaluationReport:
             "hop_seconds": self.distance.hop,
             "network_seconds": self.distance.network,
             "concurrent": self.concurrent,
-            "pools": {str(streams): self._pools_json(streams) for streams in self.pools},
+            "pools": {str(streams): self._pools_json(streams) for streams in self.pools if self.usable},
         }
 
     def lines(self) -> Iterator[str]:
@@ -77,6 +86,7 @@ class EvaluationReport:
                 for name, seconds in self.step_seconds.items()
             ],
         )
+        yield f"Pass times varied by {self.spread:.1f} times while measured."
         yield ""
         yield "Acceptance, with a draft that is always in time"
         yield from _table(
@@ -99,6 +109,12 @@ class EvaluationReport:
             f"takes {hop:.2f} ms, as measured here, and {network:g} ms of network. Each way speculates when it pays."
         )
         yield ""
+        if not self.usable:
+            yield (
+                f"pass times varied by {self.spread:.1f} times while measured: the predictions are not usable; free "
+                "the cores or lower --threads"
+            )
+            return
         for streams in self.speed:
             yield from self._pool_lines(streams)
 

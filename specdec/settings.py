@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,13 +17,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 
-from specdec import strict_yaml
-
-SERVICE_LINK = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
-"""Suffixes of the variables that Kubernetes sets in all containers for a Service, after the Service's name. It also
-sets ..._PORT, whose value begins with SCHEME."""
-
-SCHEME = re.compile(r"(tcp|udp|sctp)://")
+from specdec import strict_yaml, variables
 
 
 class Settings(NamedTuple):
@@ -32,7 +25,7 @@ class Settings(NamedTuple):
 
     values: dict[str, Any]
     sources: dict[str, str]  # for non-defaults: "command line", "environment" or the file
-    unknown: list[str]  # environment variables with the service's prefix that are not settings
+    unknown: list[str]  # environment variables that nothing reads
 
 
 _settings: ContextVar[Settings | None] = ContextVar("settings", default=None)
@@ -45,7 +38,7 @@ def settings() -> Settings | None:
 
 def configurable(service: str, command: Callable[..., None]) -> Callable[..., None]:
     """Extend a service's command by `--config`, and by options read from that file and from the environment."""
-    prefix = f"SPECDEC_{service.upper()}_"
+    prefix = variables.prefix(service)
 
     def read(context: typer.Context, path: Path | None) -> Path | None:
         """Set the defaults of the options that follow, from the environment and the file."""
@@ -57,8 +50,8 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
         found: dict[str, tuple[Any, str]] = {}
         if path is not None:
             found |= {name: (value, str(path)) for name, value in _file(path, options).items()}
-        variables, unknown = _environment(prefix, options)
-        found |= {name: (value, "environment") for name, value in variables.items()}
+        values, unknown = _environment(prefix, options)
+        found |= {name: (value, "environment") for name, value in values.items()}
         for name, (value, source) in found.items():
             spelled = f"{prefix}{name.upper()}" if source == "environment" else f"{_spelled(name)} in {source}"
             try:
@@ -105,20 +98,31 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
     return run
 
 
+def check_settings(service: str, command: Callable[..., None]) -> None:
+    """Raise the typer.BadParameter with which a service's command would refuse its environment and file."""
+    app = typer.Typer(add_completion=False)
+    app.command()(configurable(service, command))
+    made = typer.main.get_command(app)
+    context = typer.Context(made, info_name=f"specdec {service}")
+    (config,) = [parameter for parameter in made.params if parameter.name == "config"]
+    value, _ = config.consume_value(context, {})
+    config.process_value(context, value)
+
+
 def _environment(prefix: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the option values in the environment, and the variables with this prefix that are not options,
-    with suggestions."""
+    """Return the option values in the environment, and the variables that nothing reads, with suggestions for those
+    with this prefix."""
     values: dict[str, Any] = {}
-    unknown = []
+    unknown = variables.unread(os.environ)
     for variable, text in os.environ.items():
         if not variable.startswith(prefix) or not text or variable == f"{prefix}CONFIG":
             continue
         name = variable.removeprefix(prefix).lower()
-        if SERVICE_LINK.fullmatch(name.upper()) or (name == "port" and SCHEME.match(text)):
+        if variables.is_service_link(name.upper(), text):
             continue
         if name in options:
             values[name] = text.split() if _takes_several(options[name]) else text
-        else:
+        elif variable not in variables.READ:
             near = difflib.get_close_matches(name, options, 1)
             unknown.append(f"{variable} (did you mean {prefix}{near[0].upper()}?)" if near else variable)
     return values, sorted(unknown)

@@ -12,9 +12,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from specdec.cli import app
 from specdec.local import DEMO
 from specdec.roles import environment
-from specdec.settings import Settings, configurable, settings
+from specdec.settings import Settings, check_settings, configurable, settings
 
 
 def main(
@@ -111,6 +112,11 @@ def test_a_variable_of_a_wrong_name_is_told() -> None:
     ]
 
 
+def test_a_variable_of_no_service_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_LOG_LEVEL", "loud")
+    assert run("--model /m").unknown == ["SPECDEC_LOG_LEVEL"]
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -138,6 +144,28 @@ def test_wrong_values_and_files_are_named(file: Path) -> None:
     assert "'--model'" in run()
     file.write_bytes(b"model: \xff")
     assert "utf-8" in run("--model /m", file)
+
+
+def test_settings_can_be_checked_before_the_service_starts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_settings("verifier", main)  # --model may come from elsewhere
+    monkeypatch.setenv("SPECDEC_VERIFIER_KV_TOKENS", "lots")
+    with pytest.raises(typer.BadParameter, match="valid integer") as refused:
+        check_settings("verifier", main)
+    assert refused.value.param_hint == "'SPECDEC_VERIFIER_KV_TOKENS'"
+    monkeypatch.delenv("SPECDEC_VERIFIER_KV_TOKENS")
+    monkeypatch.setenv("SPECDEC_VERIFIER_CONFIG", str(file))
+    with pytest.raises(typer.BadParameter, match="does not exist"):
+        check_settings("verifier", main)
+    file.write_text("port: often\n")
+    with pytest.raises(typer.BadParameter, match="valid integer"):
+        check_settings("verifier", main)
+
+
+def test_up_refuses_a_wrong_variable_before_it_starts_a_service() -> None:
+    refused = CliRunner().invoke(app, ["up", "--port", "0"], env={"SPECDEC_DRAFT_KV_TOKENS": "lots"})
+    assert refused.exit_code == 2
+    assert "Invalid value for 'SPECDEC_DRAFT_KV_TOKENS': Input should be a valid integer" in refused.stderr
+    assert "starts" not in refused.stderr
 
 
 def test_a_service_tells_its_settings_at_start(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from specdec import __version__
 from specdec.extras import needed_by, needed_extra
 
 with needed_by("specdec", needed_extra(sys.argv[1:])):  # perhaps only the client is installed
-    if {"draft", "verifier", "orchestrator", "openai", "up", "serve"}.isdisjoint(sys.argv[1:2]):  # services have a log
+    LOGGING = {"draft", "verifier", "orchestrator", "openai", "up", "serve"}  # commands of services, which have a log
+    if LOGGING.isdisjoint(sys.argv[1:2]):
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is loaded; commands report its errors
     import rich  # noqa: F401 (as the commands want it)
     import typer
@@ -21,7 +22,7 @@ from specdec.cli.bench import bench
 from specdec.cli.chat import chat
 from specdec.cli.doctor import doctor
 from specdec.cli.export import export
-from specdec.cli.failure import ending
+from specdec.cli.failure import ending, say
 from specdec.cli.forget import forget
 from specdec.cli.generate import generate
 from specdec.cli.import_gguf import import_gguf
@@ -32,6 +33,7 @@ from specdec.cli.trace import trace
 from specdec.cli.train_draft import train_draft
 from specdec.cli.train_heads import train_heads
 from specdec.command_line import HELP_OPTIONS
+from specdec.variables import PREFIXES, unread
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a command whose options are parsed elsewhere."""
@@ -51,6 +53,7 @@ def _version(wanted: bool) -> None:
 
 
 def specdec(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
@@ -59,6 +62,9 @@ def specdec(
 
     `specdec COMMAND --help` lists the options of a command.
     """
+    if context.invoked_subcommand not in LOGGING and (unknown := unread(os.environ)):
+        of_services = ", ".join(PREFIXES)
+        say(f"{', '.join(unknown)}: not a variable that specdec reads; those of services begin with {of_services}")
 
 
 app = typer.Typer(

@@ -13,10 +13,14 @@ import typer
 from specdec.command_line import addresses
 from specdec.wire.tls_files import TlsError, TlsFiles, channel_credentials
 
+ADDRESS = "SPECDEC_ADDRESS"
+"""Environment variable of the address of orchestrators."""
+
 Orchestrators = Annotated[
     str,
     typer.Option(
         callback=addresses,
+        envvar=ADDRESS,
         help="Address of the orchestrator: HOST:PORT, or a gRPC target; several, comma-separated.",
     ),
 ]

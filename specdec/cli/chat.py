@@ -15,7 +15,7 @@ from rich.console import Console
 from specdec import ports
 from specdec.cli.access import ApiKeyFile, ModelName, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.conversation import Conversation, LeaveError
-from specdec.cli.failure import fail
+from specdec.cli.failure import described, fail
 from specdec.cli.report import CompletionReport
 from specdec.cli.shown import coloured, for_stdout, speculation_lines, styled
 from specdec.cli.waiting import WaitReporter
@@ -94,7 +94,7 @@ def chat(
             except SpecdecError as error:
                 if not at_terminal:  # a script needs the exit status
                     raise
-                _say(str(error))
+                _say(described(error))
 
 
 def _greet(client: Client, waiting: WaitReporter, wanted: str | None, address: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import signal
 import stat
@@ -95,6 +96,15 @@ def end_with_parent() -> None:
         threading.Thread(target=wait, name="stdin", daemon=True).start()
 
 
+def described(error: SpecdecError) -> str:
+    """Return a failed call's error as a line for a person, with what to do next."""
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:
+        return f"{error}{KEY_HINT}"
+    if isinstance(error, Overloaded) and error.retry_after:
+        return f"{error}; try again in {math.ceil(error.retry_after)} s"
+    return str(error)
+
+
 def status_of(code: grpc.StatusCode) -> ExitStatus:
     """Return the exit status for a gRPC status."""
     return STATUS[ERRORS[code]]
@@ -116,8 +126,7 @@ def ending(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(ExitStatus.BROKEN_PIPE) from None
         except SpecdecError as error:
-            keyless = error.code is grpc.StatusCode.UNAUTHENTICATED
-            fail(f"{error}{KEY_HINT if keyless else ''}", STATUS[type(error)])
+            fail(described(error), STATUS[type(error)])
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and hint(error)
             if missing or os.environ.get(TRACEBACK):

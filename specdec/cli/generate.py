@@ -26,7 +26,7 @@ from specdec.cli.access import (
     TlsName,
     access,
 )
-from specdec.cli.failure import fail
+from specdec.cli.failure import fail, say
 from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile, PromptFileError
 from specdec.cli.report import CompletionReport
@@ -84,6 +84,21 @@ def generate(
             "the entropy, until their probabilities sum to this; 1 keeps all. Default: the model's own, else 1."
         ),
     ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Divide positive logits of tokens in prompt or text by this, and multiply negative ones; 1 is off. "
+            "Default: the model's own, else 1."
+        ),
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(help="Subtract this from a token's logit each time that it was generated. Default: 0, off."),
+    ] = None,
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option(help="Subtract this from the logit of each token that was generated. Default: 0, off."),
+    ] = None,
     ignore_generation_config: Annotated[
         bool,
         typer.Option(
@@ -95,6 +110,21 @@ def generate(
         int | None,
         typer.Option(min=0, max=2**64 - 1, help="Sampling seed. Default: drawn by the server, and printed."),
     ] = None,
+    n: Annotated[
+        int | None,
+        typer.Option(min=1, max=16, help="Samples of PROMPT, each printed under a heading when it is complete."),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=20, help="With --json: add the log-probability of each token and of the N most probable ones."
+        ),
+    ] = None,
+    min_tokens: Annotated[int | None, typer.Option(min=0, help="Minimum tokens before an end token.")] = None,
+    ignore_end_token: Annotated[
+        bool,
+        typer.Option("--ignore-end-token", "--ignore-eos", help="Continue past the model's end tokens."),
+    ] = False,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop string; it is not part of the text. May be repeated.")
     ] = None,
@@ -202,7 +232,9 @@ def generate(
     tls_key: TlsKey = None,
     tls_name: TlsName = None,
     api_key_file: ApiKeyFile = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt, or per sample.")
+    ] = False,
     concurrency: Annotated[
         int | None,
         typer.Option(min=1, max=4096, help="With --prompt-file: maximum concurrent prompts. Default: 32."),
@@ -226,6 +258,10 @@ def generate(
         fail("give either PROMPT or --prompt-file", ExitStatus.USAGE)
     if prompt_file is None and (concurrency is not None or out is not None or fail_fast):
         fail("--concurrency, --out and --fail-fast need --prompt-file", ExitStatus.USAGE)
+    if prompt_file is not None and (n is not None or logprobs is not None):
+        fail("--n and --logprobs: cannot be combined with --prompt-file", ExitStatus.USAGE)
+    if logprobs is not None and not json_output:
+        fail("--logprobs needs --json", ExitStatus.USAGE)
     if resume and out is None:
         fail("--resume needs --out", ExitStatus.USAGE)
     options: dict[str, Any] = {
@@ -236,8 +272,15 @@ def generate(
         "top_k": top_k,
         "min_p": min_p,
         "typical_p": typical_p,
+        "repetition_penalty": repetition_penalty,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
         "ignore_generation_config": ignore_generation_config or None,
         "seed": seed,
+        "n": n,
+        "logprobs": logprobs,
+        "min_tokens": min_tokens,
+        "ignore_end_token": ignore_end_token or None,
         "stop": stop or (),
         "json_schema": _content("--json-schema", json_schema),
         "regex": regex,
@@ -341,6 +384,10 @@ def _complete_file(
             )
     except (PromptFileError, ResultsFileError) as error:  # the file changed meanwhile, or the disk is full
         fail(str(error))
+    except KeyboardInterrupt:
+        if results is not None:
+            say(f"{len(results)} of {count} done; --resume continues")
+        raise
     if status is not None:
         raise SystemExit(status)
 
@@ -348,45 +395,61 @@ def _complete_file(
 def _complete(
     client: Client, waiting: WaitReporter, prompt: str | None, options: dict[str, Any], json_output: bool
 ) -> None:
-    console, report = Console(), CompletionReport()
+    console, reports = Console(), [CompletionReport() for _ in range(options["n"] or 1)]
+    texts = [""] * len(reports)  # of several samples, which are printed when complete
     try:
         with client.generate(prompt, **options) as stream, waiting:
-            report.request_id = stream.request_id
+            for report in reports:
+                report.request_id = stream.request_id
             for chunk in stream:
                 waiting.heard()
-                report.take(chunk)
-                if not json_output:
-                    sys.stdout.write(coloured(chunk, console) if console.is_terminal else chunk.text)
+                reports[chunk.index].take(chunk)
+                if chunk.seed is not None:  # only in the first chunk
+                    for report in reports:
+                        report.seed = chunk.seed
+                text = coloured(chunk, console) if console.is_terminal else chunk.text
+                if json_output:
+                    continue
+                if len(reports) == 1:
+                    sys.stdout.write(text)
                     sys.stdout.flush()
+                    continue
+                texts[chunk.index] += text
+                if chunk.finish:
+                    print(f"--- sample {chunk.index + 1} of {len(reports)}\n{texts[chunk.index]}", flush=True)
     except InvalidRequest as error:
         raise by_option(error, options) from None
     except (SpecdecError, KeyboardInterrupt):
-        if report.tokens and not json_output:
-            ended = f"ended after {len(report.tokens)} tokens, seed {report.seed}, request {report.request_id}"
+        if (count := sum(len(report.tokens) for report in reports)) and not json_output:
+            ended = f"ended after {count} tokens, seed {reports[0].seed}, request {reports[0].request_id}"
             print(f"\n{ended}", file=sys.stderr)
         raise
+    for report in reports:
+        if json_output:
+            print(json.dumps(report.as_json()), flush=True)
+        else:
+            _summarise(report, options, in_colours=console.is_terminal)
+
+
+def _summarise(report: CompletionReport, options: Mapping[str, Any], *, in_colours: bool) -> None:
+    """Print what a completion took, on stderr."""
     seconds, finish = report.seconds, report.finish
-    if json_output:
-        print(json.dumps(report.as_json()), flush=True)
-    else:
-        s, count = finish.speculation, len(report.tokens)
-        err = Console(stderr=True, highlight=False, soft_wrap=True)
-        err.print()
-        err.print(
-            f"[dim]{count} tokens in {seconds:.2f} s ({count / seconds:.0f}/s), "
-            f"{s.mean_tokens_per_step:.2f} a step, {s.accepted} of {s.offered} candidates accepted; "
-            f"{without_draft(s, options)}{finish.reason}, seed {report.seed}, "
-            f"request {report.request_id}[/dim]"
-        )
-        if (check := finish.schema_check) is not None and not check.ok:
-            broken = f"{check.keyword} does not hold at {check.path}"
-            err.file.write(
-                f"not valid under the schema: {broken}\n" if check.keyword else "not checked for uniqueItems\n"
-            )
-        if finish.kept_for_learning:
-            err.file.write("kept by a draft service to learn from\n")
-        for line in speculation_lines(s, err, in_colours=console.is_terminal):
-            err.file.write(f"{line}\n")
+    s, count = finish.speculation, len(report.tokens)
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    err.print()
+    err.print(
+        f"[dim]{count} tokens in {seconds:.2f} s ({count / seconds:.0f}/s), "
+        f"{s.mean_tokens_per_step:.2f} a step, {s.accepted} of {s.offered} candidates accepted; "
+        f"{without_draft(s, options)}{finish.reason}, seed {report.seed}, "
+        f"request {report.request_id}[/dim]"
+    )
+    if (check := finish.schema_check) is not None and not check.ok:
+        broken = f"{check.keyword} does not hold at {check.path}"
+        err.file.write(f"not valid under the schema: {broken}\n" if check.keyword else "not checked for uniqueItems\n")
+    if finish.kept_for_learning:
+        err.file.write("kept by a draft service to learn from\n")
+    for line in speculation_lines(s, err, in_colours=in_colours):
+        err.file.write(f"{line}\n")
 
 
 def by_option(error: InvalidRequest, options: Mapping[str, Any]) -> InvalidRequest:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specdec.cli.access import Access
-from specdec.cli.failure import STATUS
+from specdec.cli.failure import STATUS, described
 from specdec.cli.prompt_file import Prompt, PromptFile
 from specdec.cli.report import CompletionReport
 from specdec.cli.results_file import ResultsFile
@@ -173,7 +173,7 @@ async def generate_many(
                     tokens += len(answer.result.get("tokens", ()))
                     if answer.error is not None:
                         failed.append(STATUS[type(answer.error)])
-                        console.print(f"specdec: {file.path}:{answer.prompt.line}: {answer.error}")
+                        console.print(f"specdec: {file.path}:{answer.prompt.line}: {described(answer.error)}")
                         if fail_fast:
                             break
     seconds = time.monotonic() - start

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from specdec.client import Chunk, Finish
+from specdec.client import Chunk, Finish, Logprobs
 
 
 class CompletionReport:
@@ -16,9 +16,11 @@ class CompletionReport:
         self.request_id = ""  # in logs and traces
         self._start = time.monotonic()
         self._first: float | None = None
+        self._seconds: float | None = None
         self.tokens: list[int] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
+        self._logprobs: list[Logprobs] = []
         self.seed: int | None = None
         self._finish: Finish | None = None
 
@@ -28,13 +30,15 @@ class CompletionReport:
         self.tokens += chunk.tokens
         self._text.append(chunk.text)
         self._reasoning.append(chunk.reasoning)
+        self._logprobs += chunk.logprobs
         self.seed = chunk.seed if chunk.seed is not None else self.seed
-        self._finish = chunk.finish or self._finish
+        if chunk.finish:
+            self._finish, self._seconds = chunk.finish, self.seconds
 
     @property
     def seconds(self) -> float:
-        """Seconds since the request."""
-        return time.monotonic() - self._start
+        """Seconds since the request, until the finish."""
+        return time.monotonic() - self._start if self._seconds is None else self._seconds
 
     @property
     def finish(self) -> Finish:
@@ -48,6 +52,7 @@ class CompletionReport:
             "tokens": self.tokens,
             "text": "".join(self._text),
             **({"reasoning": reasoning} if (reasoning := "".join(self._reasoning)) else {}),
+            **({"logprobs": list(map(_logprobs_json, self._logprobs))} if self._logprobs else {}),
             "finish_reason": finish.reason,
             **({} if finish.schema_check is None else {"schema_check": asdict(finish.schema_check)}),
             **({"kept_for_learning": True} if finish.kept_for_learning else {}),
@@ -67,3 +72,11 @@ class CompletionReport:
             "seconds": seconds,
             "time_to_first_token": self._first or seconds,
         }
+
+
+def _logprobs_json(found: Logprobs) -> dict[str, Any]:
+    top = [
+        {"token": token, "text": found.top_pieces[token].text if token in found.top_pieces else "", "logprob": logprob}
+        for token, logprob in found.top.items()
+    ]
+    return {"text": found.piece.text, "logprob": found.chosen, "top": top}

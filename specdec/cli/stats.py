@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
+from specdec.cli.access import ADDRESS, ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.failure import fail, status_of
 from specdec.cli.pod_stats import NoSuchServiceError, PodStats, ask
 from specdec.cli.stats_table import grid, printable, table
@@ -33,6 +33,7 @@ def stats(
         typer.Argument(
             parser=address,
             metavar="ADDRESS",
+            envvar=ADDRESS,
             help="Address of an orchestrator, verifier or draft service: HOST:PORT, or a gRPC target.",
         ),
     ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # parsed like a given value

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, ModelName, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
+from specdec.cli.access import ADDRESS, ApiKeyFile, ModelName, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.failure import fail
 from specdec.cli.waiting import WaitReporter
 from specdec.client import Client, Piece
@@ -20,7 +20,8 @@ from specdec.exit_status import ExitStatus
 def tokenize(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to tokenize; `-` reads it from stdin.")],
     address: Annotated[
-        str, typer.Option(callback=addresses, help="Address of the orchestrator; several, comma-separated.")
+        str,
+        typer.Option(callback=addresses, envvar=ADDRESS, help="Address of the orchestrator; several, comma-separated."),
     ] = f"127.0.0.1:{ports.ORCHESTRATOR}",
     model: ModelName = None,
     chat: Annotated[

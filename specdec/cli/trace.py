@@ -10,7 +10,7 @@ import grpc
 import typer
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
+from specdec.cli.access import ADDRESS, ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
 from specdec.cli.failure import fail, status_of
 from specdec.cli.stats_table import printable
 from specdec.cli.trace_table import TraceTable
@@ -39,6 +39,7 @@ def trace(
             "--address",
             parser=address,
             metavar="ADDRESS",
+            envvar=ADDRESS,
             help="Address of the orchestrator, which also queries its pods, or of a pod, for its own part.",
         ),
     ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # parsed like a given value

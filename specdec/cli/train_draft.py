@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from specdec.cli.training import (
     Stops,
     Target,
     Text,
+    TimeLimit,
     check_begin,
     failing_in_one_line,
     own_text_written,
@@ -38,6 +38,7 @@ from specdec.extras import check_installed
 from specdec.wire.address import parse_addresses
 
 if TYPE_CHECKING:  # imports torch
+    from specdec.training.draft import DraftTraining
     from specdec.training.traffic import TrainingTraffic
 
 RATE, UNTRAINED_RATE = 1e-4, 1e-3
@@ -154,7 +155,6 @@ def train_draft(
     from specdec.engine.placement import Placement
     from specdec.engine.preflight.check import Wanted, check_model
 
-    begin = time.monotonic()
     if niced:
         os.nice(NICENESS)  # before other threads start: on Linux each thread inherits its parent's priority
     with failing_in_one_line():
@@ -172,7 +172,7 @@ def train_draft(
         logs.configure("train-draft", "warning")  # before the import of libraries that write to stderr
         import torch
 
-        from specdec.training.draft import NEW, DraftPlan
+        from specdec.training.draft import DraftPlan
         from specdec.training.draft_command import DraftOptions, prepared
 
         cores = threads_for(device)
@@ -187,12 +187,11 @@ def train_draft(
             rate=rate or (UNTRAINED_RATE if untrained else RATE),
             seed=seed,
         )
-        until = math.inf if minutes is None else begin + 60 * minutes
         kept = None if traffic is None else _read(traffic, allowed)
         options = DraftOptions(text or [], own_tokens, replay or [], replay_share, device, kept, served_labels)
         work = prepared(big, small, options, plan, out, resume=resume)
-        stops = Stops()
-        if not own_text_written(work.own_text, out, stops, until, resumable=kept is None):
+        stops, limit = Stops(), TimeLimit(minutes)
+        if not own_text_written(work.own_text, out, stops, limit, resumable=kept is None):
             return
         training = work.training(out)
         for kind, found in training.before.items():
@@ -202,14 +201,24 @@ def train_draft(
             for kind, found in training.measure().items():
                 say(f"{kind}: acceptance at step {training.done} {found}")
 
-        work_on(training, out, stops, until, look, resumable=kept is None)
+        work_on(training, out, stops, limit, look, resumable=kept is None)
     stops.end()
+    tell_gain(training)
+    print(out)
+
+
+def tell_gain(training: DraftTraining) -> None:
+    """Say what the steps have changed on held-out text."""
+    if not training.done:
+        say("there was no time to train: the draft is as before")
+        return
+    from specdec.training.draft import NEW
+
     after = training.measure()
     for kind, found in after.items():
         say(f"{kind}: acceptance {training.before[kind]} -> {found}")
     if after[NEW].coupled <= training.before[NEW].coupled:
         say("the draft is not better than before on held-out text: keep the previous one")
-    print(out)
 
 
 def _check_served_labels(traffic: str | None, loss: str, others: Mapping[str, object]) -> None:

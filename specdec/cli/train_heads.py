@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from typing import Annotated, Any, Literal
 
 import typer
@@ -21,6 +19,7 @@ from specdec.cli.training import (
     Stops,
     Target,
     Text,
+    TimeLimit,
     check_begin,
     failing_in_one_line,
     own_text_written,
@@ -122,7 +121,6 @@ def train_heads(
     from specdec.engine.placement import Placement
     from specdec.engine.preflight.check import Wanted, check_model
 
-    begin = time.monotonic()
     with failing_in_one_line():
         directory = check_model(Wanted(target, Placement("eager", device=device)))
         if length > directory.context:
@@ -141,15 +139,14 @@ def train_heads(
         given = {"steps": steps, "rows": rows, "length": length, "rate": rate, "seed": seed, **own[kind]}
         plans: dict[str, type[Plan]] = {"medusa": MedusaPlan, "eagle3": Eagle3Plan, "dspark": BlockPlan}
         plan = plans[kind](**{name: value for name, value in given.items() if value is not None})
-        until = math.inf if minutes is None else begin + 60 * minutes
         options = HeadsOptions(text or [], own_tokens, device)
         work = prepared(directory, options, plan, out, resume=resume)
-        stops = Stops()
-        if not own_text_written(work.own_text, out, stops, until):
+        stops, limit = Stops(), TimeLimit(minutes)
+        if not own_text_written(work.own_text, out, stops, limit):
             return
         training = work.training(out)
         say(f"training {training.trains} on {len(training.windows.tokens)} tokens")
-        work_on(training, out, stops, until)
+        work_on(training, out, stops, limit)
     stops.end()
     for ahead, within in enumerate(training.accuracies(), 1):
         parts = ", ".join(f"{share:.1%} among the best {rank}" for rank, share in within.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,13 @@ Rows = Annotated[int, typer.Option(min=1, max=4096, help="Windows of text in a s
 Length = Annotated[int, typer.Option(min=64, max=32_768, help="Tokens of a window.")]
 Device = Annotated[str, typer.Option(help="Device of the training: cpu, cuda, or cuda:N.")]
 Minutes = Annotated[
-    float | None, number("Stop after this many minutes; `--resume` continues. Default: no limit.", min=0.1, max=1e5)
+    float | None,
+    number(
+        "Stop after this many minutes of training, without loading and measuring; `--resume` continues. Default: no "
+        "limit.",
+        min=0.1,
+        max=1e5,
+    ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue the unfinished training in OUT.")]
 
@@ -119,6 +126,24 @@ class Seldom:
             self._due = end + max(self._seconds, (end - begin) / SHARE)
 
 
+class TimeLimit:
+    """A limit on the time spent in `running`. Time outside, such as for loading models or measuring a draft, does not
+    count: a short limit would leave none for the training."""
+
+    def __init__(self, minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._left = math.inf if minutes is None else 60 * minutes  # seconds
+        self._clock = clock
+
+    @contextmanager
+    def running(self) -> Iterator[float]:
+        """Let the clock run within this context, which gets the clock's time when the limit is reached."""
+        until = self._clock() + self._left
+        try:
+            yield until
+        finally:
+            self._left = until - self._clock()
+
+
 def check_begin(text: list[Path] | None, *, resume: bool, traffic: bool = False) -> None:
     """End the process unless there is text, or a training to resume."""
     if not text and not resume and not traffic:
@@ -159,12 +184,12 @@ def failing_in_one_line() -> Iterator[None]:
         fail(str(error))
 
 
-def own_text_written(own_text: OwnText, out: Path, stops: Stops, until: float, *, resumable: bool = True) -> bool:
+def own_text_written(own_text: OwnText, out: Path, stops: Stops, limit: TimeLimit, *, resumable: bool = True) -> bool:
     """Have the target write its own text, as in `work_on`; return whether it is complete. End the process if a signal
     was recorded meanwhile."""
     if not own_text.over:
         say(f"the target writes {own_text.tokens} tokens to train on")
-        work_on(own_text, out, stops, until, resumable=resumable)
+        work_on(own_text, out, stops, limit, resumable=resumable)
         stops.end()
     return own_text.over
 
@@ -173,22 +198,23 @@ def work_on(
     work: ResumableWork,
     out: Path,
     stops: Stops,
-    until: float,
+    limit: TimeLimit,
     look: Callable[[], object] = lambda: None,
     *,
     resumable: bool = True,
 ) -> None:
-    """Run the work until it is over, a signal was recorded, or `time.monotonic` reaches `until`; then save. Meanwhile
-    save and `look` from time to time, and report progress. WriteError if saving fails: --resume continues from the last
-    saved state."""
+    """Run the work until it is over, a signal was recorded, or the limit is reached; then save. Meanwhile save and
+    `look` from time to time, and report progress. WriteError if saving fails: --resume continues from the last saved
+    state."""
     progress = ProgressLines(say, work.total, begun=work.done)
     save, look = Seldom(SAVE_SECONDS, lambda: work.save(out)), Seldom(LOOK_SECONDS, look)
-    while not work.over and not stops.heard and time.monotonic() < until:
-        figure = work.step()
-        progress.heard(work.done, work.describe(figure))
-        if not work.over:
-            look()
-            save()
+    with limit.running() as until:
+        while not work.over and not stops.heard and time.monotonic() < until:
+            figure = work.step()
+            progress.heard(work.done, work.describe(figure))
+            if not work.over:
+                look()
+                save()
     work.save(out)
     if not work.over:
         next_step = (

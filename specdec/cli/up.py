@@ -25,7 +25,7 @@ from specdec.engine.cpu_count import MAX_THREADS
 from specdec.engine.placement import Placement, WantedDtype
 from specdec.exit_status import ExitStatus
 from specdec.local.stack import Stack
-from specdec.roles import load
+from specdec.roles import PACKAGES, load
 
 ANSWER_SECONDS = 5.0
 
@@ -177,6 +177,7 @@ def up(
     from specdec.local.child import DRAIN_SECONDS
     from specdec.local.upkeep import Upkeep
     from specdec.serving.process.listening import ListenError, check_apart, check_free
+    from specdec.settings import check_settings
     from specdec.text.check import check_text
 
     stop: list[int] = []
@@ -213,6 +214,10 @@ def up(
             models = models._replace(draft=models.target)
             of_draft.setdefault("engine", "torch")
             of_verifier.setdefault("features", of_draft["heads"])
+        not_started = {"draft": models.draft is None, "openai": openai_port is None}
+        for role in PACKAGES:
+            if not not_started.get(role):
+                check_settings(role, load(f"{PACKAGES[role]}.__main__").main)
         listening = {
             "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),

@@ -39,6 +39,7 @@ def test_every_error_of_a_call_has_a_status() -> None:
         (InvalidRequest("top_p: is 2"), 65, "specdec: top_p: is 2\n"),
         (Unavailable("nobody"), 69, "specdec: nobody\n"),
         (Overloaded("full"), 75, "specdec: full\n"),
+        (Overloaded("used up", retry_after=20.4), 75, "specdec: used up; try again in 21 s\n"),
         (KeyError("x"), 70, "specdec: internal error: KeyError: 'x' (SPECDEC_TRACEBACK=1 shows where)\n"),
         (KeyboardInterrupt(), 130, ""),
         (SystemExit(3), 3, ""),

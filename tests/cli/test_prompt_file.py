@@ -289,11 +289,12 @@ async def test_an_interrupted_run_is_resumed(tmp_path: Path) -> None:
             while len(server.calls) < 4:
                 await asyncio.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 30) == 130
+        _, complained = await asyncio.wait_for(process.communicate(), 30)
+        assert (process.returncode, complained) == (130, b"specdec: 2 of 4 done; --resume continues\n")
         assert [each["line"] for each in results(out)] == [1, 2]
-        status, said, complained = await run(server, *options, "--resume")
+        status, said, told = await run(server, *options, "--resume")
     assert (status, said) == (0, "")
-    assert "2 were already done" in complained
+    assert "2 were already done" in told
     assert [each["line"] for each in results(out)] == [1, 2, 3, 4]
     assert all(each["text"] == TEXT for each in results(out))
     assert sorted(call.request.text for call in server.calls) == ["0", "1", "2", "2", "3", "3"]
@@ -318,6 +319,8 @@ async def test_no_result_waits_in_memory_for_an_earlier_one(tmp_path: Path) -> N
     [
         (("x", "--out", "o"), "need --prompt-file"),
         (("--prompt-file", "p.jsonl", "--resume"), "--resume needs --out"),
+        (("--prompt-file", "p.jsonl", "--n", "2"), "--n and --logprobs: cannot be combined with --prompt-file"),
+        (("x", "--logprobs", "1"), "--logprobs needs --json"),
         (("--prompt-file", os.devnull), "is not a file"),
         (("--prompt-file", "empty.jsonl"), "empty.jsonl: holds no prompt"),
     ],

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from specdec.cli.training import LOOK_SECONDS, Seldom, Stops, work_on
+from specdec.cli.train_draft import tell_gain
+from specdec.cli.training import LOOK_SECONDS, Seldom, Stops, TimeLimit, work_on
 
 
 class Counting:
@@ -51,7 +53,7 @@ def stops() -> Iterator[Stops]:
 
 def test_work_is_saved_when_it_is_over(stops: Stops, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = Counting()
-    work_on(work, tmp_path, stops, math.inf)
+    work_on(work, tmp_path, stops, TimeLimit())
     stops.end()
     assert work.saved == [10]
     assert capsys.readouterr().err == "specdec: step 10 of 10, 5.0\n"
@@ -62,7 +64,7 @@ def test_a_signal_stops_it_after_the_step_at_hand(
     by: signal.Signals, status: int, stops: Stops, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work = Counting(interrupted_at=3, by=by)
-    work_on(work, tmp_path, stops, math.inf)
+    work_on(work, tmp_path, stops, TimeLimit())
     assert work.saved == [4]
     assert "stopped at step 4 of 10; the same command with --resume continues" in capsys.readouterr().err
     assert signal.getsignal(by) == signal.SIG_DFL  # a second signal ends the process
@@ -73,9 +75,29 @@ def test_a_signal_stops_it_after_the_step_at_hand(
 
 def test_time_stops_it(stops: Stops, tmp_path: Path) -> None:
     work = Counting()
-    work_on(work, tmp_path, stops, time.monotonic() - 1)
+    work_on(work, tmp_path, stops, TimeLimit(0.0))
     stops.end()
     assert work.saved == [0]
+
+
+def test_only_work_takes_of_the_time() -> None:
+    """Not the measuring between writing and training."""
+    now = [100.0]
+    limit = TimeLimit(1.0, clock=lambda: now[0])
+    with limit.running() as until:
+        assert until == 160.0
+        now[0] = 140.0
+    now[0] = 1000.0
+    with limit.running() as until:
+        assert until == 1020.0
+    with TimeLimit().running() as until:
+        assert until == math.inf
+
+
+def test_a_draft_without_a_step_is_not_measured_again(capsys: pytest.CaptureFixture[str]) -> None:
+    untouched: Any = SimpleNamespace(done=0)  # without `measure`
+    tell_gain(untouched)
+    assert capsys.readouterr().err == "specdec: there was no time to train: the draft is as before\n"
 
 
 def test_what_is_done_seldom_takes_a_small_part_of_the_time() -> None:

@@ -43,6 +43,7 @@ def test_it_tells_acceptance_speed_and_pools(directories: Directories, tmp_path:
     assert [each["way"] for each in told["predicted"]] == ["plain", "no draft", "local draft", "remote draft"]
     assert all(each["tokens_per_second"] > 0 for each in told["predicted"])
     assert told["step_seconds"]["target"]["1"] > 0
+    assert told["usable"] == (1 <= told["pass_time_spread"] <= 1.5)
     assert 0 < told["hop_seconds"] < 0.1
     assert told["network_seconds"] == pytest.approx(0.0002)
     assert "tokens_per_second" not in told["acceptance"][0]  # this measurement's steps are artificially long
@@ -54,7 +55,9 @@ def test_it_tells_people_in_lines(directories: Directories, tmp_path: Path) -> N
     shown = evaluate_pair(directories, tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "Predicted tokens a second of one verifier" in shown.stdout
-    assert "2 streams a verifier: " in shown.stdout
+    assert (
+        "2 streams a verifier: " in shown.stdout or "the predictions are not usable" in shown.stdout
+    )  # a busy machine
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from evaluation.measurements import PLAIN, REMOTE_DRAFT, TREES, Figures
 from evaluation.pools import PoolSizing
 from evaluation.report import Distance, EvaluationReport
@@ -21,6 +23,7 @@ REPORT = EvaluationReport(
     texts=2,
     temperatures=[0.0, 0.8],
     step_seconds={"target": [0.01] * 7, "draft": [0.002] * 7},
+    spread=1.1,
     acceptance={(Rule.COUPLED, TREES[0]): figures(10.0), (Rule.REJECTION, TREES[1]): figures(10.0)},
     speed={
         1: {PLAIN: figures(50.0), REMOTE_DRAFT: figures(40.0)},
@@ -66,3 +69,16 @@ def test_json_has_the_same_figures() -> None:
     assert told["pools"] == {
         "2": {"verifiers": 4, "rate": 114.0, "best": 120.0, "verifier_pods": 4, "draft_pods": 1},
     }
+    assert (told["pass_time_spread"], told["usable"]) == (1.1, True)
+
+
+def test_there_is_no_advice_if_pass_times_varied() -> None:
+    noisy = replace(REPORT, spread=3.14)
+    *_, last = noisy.lines()
+    assert last == (
+        "pass times varied by 3.1 times while measured: the predictions are not usable; free the cores or lower "
+        "--threads"
+    )
+    assert not [line for line in noisy.lines() if "fastest" in line or "replicas" in line]
+    told = noisy.as_json()
+    assert (told["usable"], told["pools"]) == (False, {})

@@ -107,7 +107,7 @@ class StepLatency:
         further round begins after `enough` seconds of steps."""
         room = slots // BLOCK if chains_only(engine) else slots - WARM_UP_KEYS
         rows = tuple(n for n in MEASURED_ROWS if n < room)
-        return cls(rows, least_seconds(rows, lambda count: _timed(engine, count), enough), tuning)
+        return cls(rows, least_seconds(rows, lambda count: step_seconds(engine, count), enough), tuning)
 
     def of(self, rows: int) -> float:
         """Return T_v(rows); the last segment is extended beyond the last measured point."""
@@ -318,7 +318,8 @@ def _timed_prefill(engine: Engine, rows: int) -> float:
     return _seconds(engine, packer, 1)
 
 
-def _timed(engine: Engine, rows: int) -> float:
+def step_seconds(engine: Engine, rows: int) -> float:
+    """Run a step over the last rows of `rows` short texts, in slots that no session may hold; return its seconds."""
     packer = engine.packer()
     for row in range(rows):
         keys = _keys(engine, row)

@@ -1,0 +1,46 @@
+"""The pace of a model's passes while a pair is evaluated: other processes may slow them down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import fmean
+
+TIMED_ROWS = (1, 8)
+"""Numbers of rows of the timed passes."""
+
+ROUND_SECONDS = 0.1
+"""Seconds of passes after which a measurement ends."""
+
+MAX_SPREAD = 1.5
+"""Pass times that vary by more than this make predictions unusable: they compare ways that ran at different times."""
+
+
+class Pace:
+    """Mean times of passes relative to the least ones, measured repeatedly. Predictions run real passes, delays
+    included, so that they follow the mean."""
+
+    def __init__(self, run: Callable[[int], float], least: Callable[[int], float]) -> None:
+        """`run` returns the seconds of a pass over some rows, `least` the least it has taken."""
+        self._run = run
+        self._least = least
+        self._found: list[float] = []
+        self.measure()
+
+    def measure(self) -> None:
+        """Measure once more."""
+        ratios, spent = list[float](), 0.0
+        while spent < ROUND_SECONDS:
+            for rows in TIMED_ROWS:
+                seconds = self._run(rows)
+                ratios.append(seconds / self._least(rows))
+                spent += seconds
+        self._found.append(fmean(ratios))
+
+    def seconds(self, rows: int) -> float:
+        """Return the mean seconds of a pass."""
+        return fmean(self._found) * self._least(rows)
+
+    @property
+    def spread(self) -> float:
+        """The slowest measurement divided by the fastest."""
+        return max(self._found) / min(self._found)
