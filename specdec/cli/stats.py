@@ -37,6 +37,12 @@ def stats(
             help="Address of an orchestrator, verifier or draft service: HOST:PORT, or a gRPC target.",
         ),
     ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # parsed like a given value
+    instead: Annotated[
+        Address | None,
+        typer.Option(
+            "--address", parser=address, metavar="ADDRESS", help="The same address, as other commands take it."
+        ),
+    ] = None,
     watch: Annotated[
         float | None, duration("Refresh interval in seconds, until Ctrl-C. Default: print once.", min=0.1)
     ] = None,
@@ -55,6 +61,7 @@ def stats(
 
     On a terminal, --watch redraws in place; elsewhere it prints one block per refresh.
     """
+    at = instead or at
     allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     show = _Json(at.target) if json_output else _Lines(at.target)
     with allowed.channel(at.target) as opened, contextlib.ExitStack() as exits:
