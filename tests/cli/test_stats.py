@@ -135,7 +135,8 @@ async def test_another_grpc_server_is_one_line() -> None:
 
 
 async def test_a_watch_goes_on_until_it_is_interrupted(services: dict[str, str]) -> None:
-    command = (sys.executable, "-m", "specdec.cli", "stats", services["draft"], "--watch", "0.1", "--json")
+    where = ("--address", services["draft"])
+    command = (sys.executable, "-m", "specdec.cli", "stats", *where, "--watch", "0.1", "--json")
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     async with asyncio.timeout(60):
