@@ -5,7 +5,6 @@ take quadratic time or more, and `re` holds the GIL meanwhile.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import product
@@ -19,6 +18,7 @@ from specdec.openai_api.errors import ApiError
 from specdec.openai_api.structure import Structure
 from specdec.wire.tool_calls import ToolCallReader
 from specdec.wire.tool_formats import HERMES, MISTRAL_ARGS, QWEN_CODER
+from tests.cpu_time import taking_less_than
 
 SIZES = (600, 16_000)
 """Repetitions in a run. At the first size an expression of cubic time is noticed, at the second one of quadratic time:
@@ -74,6 +74,5 @@ SCANNERS: dict[str, Callable[[str], object]] = {
 def test_time_is_linear(scanner: str) -> None:
     for size in SIZES:
         for text in texts(size):
-            begun = time.thread_time()
-            SCANNERS[scanner](text)
-            assert time.thread_time() - begun < LIMIT_SECONDS, text[:20]
+            with taking_less_than(LIMIT_SECONDS, text[:20]):
+                SCANNERS[scanner](text)
