@@ -26,4 +26,5 @@ def test_one_training_at_a_time_writes_to_a_folder(tmp_path: Path, resume: list[
     finally:
         os.close(holder)
     assert done.returncode == ExitStatus.USAGE
-    assert done.stderr == "specdec: out: another training is writing there; wait for it, or write elsewhere\n"
+    # gRPC, loaded by other tests, may log a line between fork and exec.
+    assert done.stderr.endswith("specdec: out: another training is writing there; wait for it, or write elsewhere\n")
