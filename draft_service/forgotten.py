@@ -61,7 +61,7 @@ class Forgotten:
         self._read: dict[str, FileVersion] = {}  # files as last read, by name
         self._seen: FileVersion = ()  # the folder as last seen
         self._seen_at = 0.0  # `time.monotonic` when it was first seen like that
-        self._settled: FileVersion | None = None  # the folder of which all records have been read
+        self._settled: FileVersion | None = None  # the folder when all its records had been read
         self._doubtful: frozenset[str] = frozenset()  # digests whose files cannot be read or parsed at present
         self._unreadable = ""  # the reason, as last logged
         try:

@@ -93,7 +93,7 @@ class _Observed:
 
 @dataclass
 class _Observations:
-    """The observations of one version, of which only their mean counts."""
+    """The observations of one version; only their mean counts."""
 
     count: int = 0
     sum: float = 0.0

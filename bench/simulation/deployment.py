@@ -27,7 +27,7 @@ from orchestrator.models.revision import Revision
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from orchestrator.requests.model import ServedModel
-from orchestrator.requests.sample import Prompt, Sample
+from orchestrator.requests.sample import PromptTokens, Sample
 from orchestrator.text.request_timeline import SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, CandidateSource, SpeculationOptions
@@ -142,7 +142,7 @@ class Deployment:
         """Run one session; return its tokens."""
         sample = Sample(
             index=0,
-            prompt=Prompt(prompt(number)),
+            prompt=PromptTokens(prompt(number)),
             generated=[],
             sampling=Sampling(),
             sampling_message=sampling_message(Sampling()),

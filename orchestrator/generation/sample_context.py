@@ -64,7 +64,7 @@ class SampleContext:
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds that texts continued without the draft they asked for, by reason; shared by all samples."""
     prefixes: PrefixAnswers = field(default_factory=PrefixAnswers)
-    """What verifiers have cached of the request's texts; shared by all samples."""
+    """The verifiers' answers about cached prefixes of the request's texts; shared by all samples."""
     keepers: set[Pod] = field(default_factory=set)
     """Drafts that keep the text to learn from it."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.prompt import most_prompt_tokens, prompt_tokens, time_of
 from orchestrator.requests.reasoning import Reasoning, reasoning_after, reasoning_from
-from orchestrator.requests.sample import Prompt, Request, Sample
+from orchestrator.requests.sample import PromptTokens, Request, Sample
 from orchestrator.requests.tools import tool_grammar
 from orchestrator.tenants.file import Tenant
 from specdec.decoding.noise import sample_seed
@@ -91,7 +91,7 @@ def parse(
         problem = f"learn: is set, the tenant {echo(owner.name)} does not permit it (`learn` in the file of tenants)"
         raise PermissionDeniedError(problem, "LEARNING_NOT_PERMITTED")
     time = time_of(message, arrived or datetime.now(UTC), violations)
-    prompt = Prompt(prompt_tokens(message, model, time, violations))
+    prompt = PromptTokens(prompt_tokens(message, model, time, violations))
     if (
         not violations and (unknown := max(prompt, default=0)) >= model.vocabulary
     ):  # the tokenizer has more tokens than the model

@@ -18,7 +18,7 @@ from specdec.grammar.json_schema.unique_items import UniqueItems
 from specdec.v2 import generation_pb2, model_pb2
 
 
-class Prompt(list[int]):
+class PromptTokens(list[int]):
     """The tokens of a prompt, and what is computed from all of them: once, for all samples of the request."""
 
     @cached_property
@@ -42,7 +42,7 @@ class Sample:
     """One of the n completions of a request."""
 
     index: int
-    prompt: Prompt
+    prompt: PromptTokens
     generated: list[int]
     sampling: Sampling
     sampling_message: model_pb2.Sampling  # `sampling` without its seed, the same message for all samples

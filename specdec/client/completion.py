@@ -125,7 +125,7 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Reasoning:
+class ReasoningPosition:
     """The position of a text's reasoning."""
 
     opening_token: int  # the opening mark, if it is at the start of the text
@@ -153,7 +153,7 @@ class Resolved:
     prompt_tokens: int = 0  # tokens of the prompt; 0 from an older server
     # of the tool calls in the text, in `specdec.wire.tool_formats`; empty without tools, and from an older server
     tool_format: str = ""
-    reasoning: Reasoning | None = None  # None: the whole text is the answer
+    reasoning: ReasoningPosition | None = None  # None: the whole text is the answer
 
 
 @dataclass(frozen=True)
@@ -393,8 +393,10 @@ def _read_resolved(resolved: pb.ResolvedRequest) -> Resolved:
     )
 
 
-def _read_reasoning(reasoning: pb.Reasoning) -> Reasoning | None:
-    return None if reasoning.none else Reasoning(reasoning.opening_token, reasoning.closing_token, reasoning.begun)
+def _read_reasoning(reasoning: pb.Reasoning) -> ReasoningPosition | None:
+    return (
+        None if reasoning.none else ReasoningPosition(reasoning.opening_token, reasoning.closing_token, reasoning.begun)
+    )
 
 
 def _read_prompt_token(message: pb.PromptToken) -> PromptToken:

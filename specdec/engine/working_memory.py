@@ -21,7 +21,7 @@ half as many ids per slice, the call overhead of a head of 262,144 ids would be 
 
 ATTENTION_BYTES = 1 << 28
 """Limit on an exported model's keys, values and scores in one layer, for all lanes that are padded to one shape. Beyond
-it, a pass runs in several parts, each of which reads all weights. A chunk of 512 rows of a prompt reaches it at about
+it, a pass runs in several parts, and each reads all weights. A chunk of 512 rows of a prompt reaches it at about
 8,000 tokens with 14 heads."""
 
 ATTENTION_COPIES = 2

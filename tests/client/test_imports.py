@@ -31,7 +31,7 @@ def test_public_names_are_frozen() -> None:
     assert set(specdec.client.__all__) == {
         "AccessDenied", "AsyncClient", "AsyncStream", "Cancelled", "Chunk", "Client", "Completion",
         "DeadlineExceeded", "Finish", "GenerateOptions", "InvalidRequest", "Logprobs", "Message", "Model",
-        "NotFound", "Overloaded", "Piece", "PromptChanged", "PromptToken", "Reasoning", "Rejected", "Resolved",
+        "NotFound", "Overloaded", "Piece", "PromptChanged", "PromptToken", "ReasoningPosition", "Rejected", "Resolved",
         "Result", "SchemaCheck", "ServerError", "SpecdecError", "Speculation", "SpeculationDecisions",
         "SpeculationLimits", "Stream", "Tokenized", "Unavailable", "Unimplemented", "build_request",
     }  # fmt: skip

@@ -10,7 +10,7 @@ from orchestrator.generation.sample_context import GrantedLimits, SampleContext
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from orchestrator.requests.model import ServedModel
-from orchestrator.requests.sample import CommittedText, Prompt, Sample
+from orchestrator.requests.sample import CommittedText, PromptTokens, Sample
 from orchestrator.text.request_timeline import FailoverEvents, SampleTimeline
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import SpeculationOptions
@@ -42,7 +42,7 @@ def sample(**fields: Any) -> Sample:
         "typicality": model_pb2.Typicality(),
     }
     given = usual | fields
-    given["prompt"] = Prompt(given["prompt"])
+    given["prompt"] = PromptTokens(given["prompt"])
     return Sample(sampling_message=sampling_message(replace(given["sampling"], seed=0)), **given)
 
 

@@ -111,12 +111,12 @@ async def check(
         want, drafted, _ = await run_all(services, requests, tokens, at_once=1, plain=True)
         assert drafted == 0
         for shape in SHAPES:
-            tries = 0
-            while not drafted:  # on a busy machine a draft may be late for all of these short texts
-                assert (tries := tries + 1) <= 10
+            for _ in range(10):  # on a busy machine a draft may be late for all of these short texts
                 got, drafted, _ = await run_all(services, requests, tokens, speculation=shape)
                 compare(want, got, f"a token tree of {shape}")
-            drafted = 0
+                if drafted:
+                    break
+            assert drafted > 0
         alone, drafted, accepted = await run_all(services, requests, tokens, at_once=1, speculation=ALWAYS)
         compare(want, alone, "drafted")
         assert 0 < accepted < drafted  # it did speculate, and was corrected

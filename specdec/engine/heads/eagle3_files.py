@@ -46,7 +46,7 @@ NAMES, OTHER_NAMES = _names("midlayer"), _names("layers.0")
 
 
 IDENTIFYING = frozenset({"fc.weight", "d2t"})
-"""Tensor names of which EAGLE-3 heads have at least one, and Medusa heads none."""
+"""EAGLE-3 heads have at least one of these tensors, Medusa heads have none."""
 
 
 @dataclass(frozen=True)
