@@ -93,11 +93,14 @@ class FeatureFiles(ABC, Generic[Config]):
 
     def fusion_fingerprint(self) -> str:
         """Return the SHA-256, in hex, of everything that affects the fusion of a target's features."""
-        config = self.config
-        read, digest = Reader(), _digest_of([self.architecture, config.layers, config.layer.epsilon])
-        for part in sorted(part for part in self.parts if part.split()[0] in FUSION):
-            digest.update(part.encode())
-            digest.update(read(self.parts[part]).float().contiguous().numpy().data)
+        import torch
+
+        fusion = self.fusion("cpu", torch.float32)
+        digest = _digest_of([self.architecture, self.config.layers, fusion.epsilon])
+        for name, weight in vars(fusion).items():
+            if isinstance(weight, torch.Tensor):
+                digest.update(name.encode())
+                digest.update(weight.contiguous().numpy().data)
         return digest.hexdigest()
 
     def fingerprint(self) -> str:

@@ -22,7 +22,7 @@ from specdec.engine.model_file import Fields, read_fields
 from specdec.engine.partials import numbers_of_a_partial, partials_for
 from specdec.engine.placement import BITS, BYTES, Placement
 from specdec.engine.preflight.dtype import dtype_of
-from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, tensors
+from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, tensors_of_model
 from specdec.engine.working_memory import MAX_SESSIONS, attention_bytes, logits_bytes, row_bytes, start_bytes
 
 TORCH_PROCESS = 600_000_000
@@ -184,7 +184,7 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, longest:
         export += SAMPLE_TOKENS * vocabulary * BYTES["float32"] if quantised else 0
         bits = 4 if quantised else None  # the fewest: refuse no model that could start
         return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, 0, export, vocabulary, attention, bits)
-    found = [tensor for file in directory.weights() for tensor in tensors(file).values() if tensor["dtype"] in USUAL]
+    found = [tensor for tensor in tensors_of_model(directory) if tensor["dtype"] in USUAL]
     if (bits := BITS[placement.weights]) is not None:
         laid_out = _in_blocks(found, vocabulary, width, bits)
         return _Parts(laid_out, TORCH_PROCESS, _largest_in_float32(found), vocabulary=vocabulary, bits=bits)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from specdec.engine.attention_size import AttentionSize
 from specdec.engine.model_directory import GRAPH, INDEX, WEIGHTS, WEIGHTS_FIELD, ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import in_one_line, opened
 
@@ -19,6 +22,10 @@ MAX_HEADER_BYTES = 100_000_000
 
 USUAL = frozenset({"F64", "F32", "F16", "BF16"})
 """Storage formats of weights that are not quantised."""
+
+BEYOND_MODEL = re.compile(r"mtp\.|(?:model\.)?layers\.(\d+)\.")
+"""Start of the names of tensors that may belong to MTP layers: these are stored beside the model's own layers, or after
+them."""
 
 EMBEDDINGS = (".embed_tokens.weight", "wte.weight", ".word_embeddings.weight")
 """Name suffixes of token embeddings: a row per id of the vocabulary."""
@@ -52,18 +59,27 @@ def _check_vocabulary(directory: ModelDirectory, file: Path, name: str, tensor: 
 
 
 def bytes_of(directory: ModelDirectory, width: int | None) -> int:
-    """Return the bytes of all weights. With `width`, numbers in the usual formats count `width` bytes each; integers
-    and quantised weights count as stored."""
+    """Return the bytes of the model's weights. With `width`, numbers in the usual formats count `width` bytes each;
+    integers and quantised weights count as stored."""
     total = 0
+    for tensor in tensors_of_model(directory):
+        start, end = tensor["data_offsets"]
+        if width is not None and tensor["dtype"] in USUAL:
+            total += math.prod(tensor["shape"]) * width
+        else:
+            total += end - start
+    return total
+
+
+def tensors_of_model(directory: ModelDirectory) -> Iterator[Tensor]:
+    """Yield the header entries of all tensors but those of MTP layers, which are not loaded with the model."""
+    layers = AttentionSize.of(directory).layers
     for file in directory.weights():
         if file.suffix == ".safetensors":
-            for tensor in tensors(file).values():
-                start, end = tensor["data_offsets"]
-                if width is not None and tensor["dtype"] in USUAL:
-                    total += math.prod(tensor["shape"]) * width
-                else:
-                    total += end - start
-    return total
+            for name, tensor in tensors(file).items():
+                start = BEYOND_MODEL.match(name)
+                if start is None or (start[1] is not None and (not layers or int(start[1]) < layers)):
+                    yield tensor
 
 
 def tensors(file: Path) -> dict[str, Tensor]:

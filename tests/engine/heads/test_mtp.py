@@ -37,6 +37,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
+from specdec.engine.preflight.weights import bytes_of
 from tests.heads import Tensors, make_mtp, mtp_model, written
 from tests.models import ARCHITECTURES, VOCABULARY, make, save
 
@@ -241,6 +242,16 @@ def test_the_order_of_its_inputs_can_be_turned(tmp_path: Path) -> None:
     assert torch.equal(turned.fused(states), loaded(folder, target).fused(states))
 
 
+def test_a_verifier_and_a_draft_that_read_other_halves_do_not_fit(tmp_path: Path) -> None:
+    target = target_of("llama", tmp_path / "target")
+    folder = make_mtp(tmp_path / "heads", target)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    other = written(tmp_path / "other", tensors, config | {"mtp_hidden_states_first": True})
+    one, two = (MtpFiles.of(place, TargetShape.of(ModelDirectory(target))) for place in (folder, other))
+    assert one.fusion_fingerprint() != two.fusion_fingerprint()
+    assert one.fusion_fingerprint() == MtpFiles.of(folder, one.target).fusion_fingerprint()
+
+
 def test_a_layer_with_a_sliding_window_sees_no_more(tmp_path: Path) -> None:
     target = target_of("mellum", tmp_path / "target")
     files = MtpFiles.of(make_mtp(tmp_path / "heads", target, layout="mtp"), TargetShape.of(ModelDirectory(target)))
@@ -256,6 +267,13 @@ def test_copies_of_the_ends_are_not_read(tmp_path: Path) -> None:
     heads, states = loaded(both, both), torch.randn(2, 64)
     assert kind_in(both) is MtpFiles
     assert torch.equal(heads.outcome(states)[0], loaded(folder, target).outcome(states)[0])
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_its_weights_do_not_count_as_the_target_s(tmp_path: Path, name: str, layout: str) -> None:
+    target = target_of(name, tmp_path / "target")
+    both = checkpoint_of(tmp_path / "both", target, make_mtp(tmp_path / "heads", target, layout=layout))
+    assert bytes_of(ModelDirectory(both), None) == bytes_of(ModelDirectory(target), None)
 
 
 def test_its_memory_is_that_of_the_layer(tmp_path: Path) -> None:
