@@ -96,3 +96,28 @@ async def test_while_a_new_name_is_not_known_the_pods_of_before_stay() -> None:
             await asyncio.sleep(0.005)
     await discovery.close()
     await pods.close()
+
+
+async def test_pods_that_their_name_lists_no_more_go_while_another_name_is_unknown() -> None:
+    """One pool of two has no pods; the other's are replaced by a rollout."""
+    names, pods = Names(), Pods()
+    pools = [Address.parse("dns:blue:50051"), Address.parse("dns:green:50051")]
+
+    async def resolve(host: str, port: int, *, type: int) -> Any:
+        if host == "green":
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return await names(host, port, type=type)
+
+    names.records = [(socket.AF_INET, "10.0.0.1")]
+    discovery = Discovery([pools[0]], pods, resolve=resolve, again_seconds=0.01)
+    await discovery.start()
+    for addresses, host in ((pools, "10.0.0.2"), (pools[::-1], "10.0.0.3")):
+        names.records = [(socket.AF_INET, host)]
+        await discovery.look(addresses)
+        assert [pod.address for pod in pods] == [f"{host}:50051"]
+    names.records = [(socket.AF_INET, "10.0.0.4")]
+    async with asyncio.timeout(10):
+        while [pod.address for pod in pods] != ["10.0.0.4:50051"]:
+            await asyncio.sleep(0.005)
+    await discovery.close()
+    await pods.close()

@@ -64,6 +64,7 @@ class Discovery:
         self._pods = pods
         self._resolve = resolve or asyncio.get_running_loop().getaddrinfo
         self._known: dict[Address, Sequence[str]] = {}
+        self._former: list[str] = []  # pods of replaced addresses, until all names have been resolved once
         self._watching = Periodic(self._look_again, again_seconds, "discovery_failed")
         self._looking = asyncio.Lock()
 
@@ -73,8 +74,10 @@ class Discovery:
         self._watching.start()
 
     async def look(self, addresses: Sequence[Address]) -> None:
-        """Switch to these addresses."""
-        self._addresses = addresses
+        """Switch to these addresses. Until every name among them has been resolved once, the pods of the addresses
+        that they replace stay."""
+        self._former, self._addresses = [pod.address for pod in self._pods], addresses
+        self._drop_former()
         if self._watching.is_started:
             await self._look_up()
         else:
@@ -90,17 +93,25 @@ class Discovery:
 
     async def _look_up(self) -> None:
         """Resolve all names and update the pods. A name that cannot be resolved now keeps its pods: the circuit
-        breakers know which are alive. Until every name has been resolved once, no pod is removed."""
+        breakers know which are alive."""
         async with self._looking:
             for address in self._addresses:
                 try:
                     self._known[address] = await self._servers(address)
                 except OSError as error:
                     log.warning("unresolved", address=address.target, why=str(error))
-            found = [server for address in self._addresses for server in self._known.get(address, ())]
-            if any(address not in self._known for address in self._addresses):
-                found += [pod.address for pod in self._pods]
-            self._pods.become(found)
+            self._drop_former()
+            self._pods.become([*self._listed(), *self._former])
+
+    def _listed(self) -> list[str]:
+        """Return the pods of the current addresses, as far as these are resolved."""
+        return [server for address in self._addresses for server in self._known.get(address, ())]
+
+    def _drop_former(self) -> None:
+        """Drop former pods that current addresses list, and so decide on; drop all once every name is resolved."""
+        listed = set(self._listed())
+        unresolved = any(address not in self._known for address in self._addresses)
+        self._former = [pod for pod in self._former if unresolved and pod not in listed]
 
     async def _servers(self, address: Address) -> Sequence[str]:
         """Return the targets of an address's pods; OSError if its name cannot be resolved."""
