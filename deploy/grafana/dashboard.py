@@ -20,7 +20,7 @@ VARIABLES = [
         "label": "Scrape jobs",
         "type": "query",
         "datasource": SOURCE,
-        "query": 'label_values({__name__=~"specdec_.*_serving"}, job)',
+        "query": 'label_values({__name__=~"specdec_(.*_serving|openai_requests_running)"}, job)',
         "refresh": 2,
         "multi": True,
         "includeAll": True,

@@ -342,14 +342,16 @@ FAILURES = [
             "orchestrators": f"{total(f'{ORCHESTRATOR}_serving')} or vector(0)",
             "verifiers": f"{total(f'{VERIFIER}_serving')} or vector(0)",
             "drafts": f"{total(f'{DRAFT}_serving')} or vector(0)",
-            "orchestrators that reach a verifier": f"{total(f'{ORCHESTRATOR}_verifier_reachable')} or vector(0)",
+            "orchestrators that reach a verifier": (
+                f"sum(max by (job, instance) ({ORCHESTRATOR}_verifier_reachable{JOB})) or vector(0)"
+            ),
         },
         "SERVING pods, of those that answer scrapes.",
     ),
     Panel(
         "Scrapes that succeed",
         "percentunit",
-        {"{{instance}}": f"avg_over_time(up{JOB}[$__rate_interval])"},
+        {"{{instance}}": 'avg_over_time(up{job=~"$job", job=~"specdec.*"}[$__rate_interval])'},
         "0: gone or stuck. Between 0 and 1: the pod or its network stalls at times.",
     ),
     Panel(

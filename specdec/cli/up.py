@@ -195,14 +195,20 @@ def up(
         if passed["openai"] and openai_port is None:
             options = ", ".join(f"--openai-{name.replace('_', '-')}" for name in passed["openai"])
             fail(f"{options}: needs --openai-port, which starts the HTTP API", ExitStatus.USAGE)
-        secured = "tls_cert" in of_orchestrator or bool(os.environ.get("SPECDEC_ORCHESTRATOR_TLS_CERT"))
-        trusted = "orchestrator_tls_ca" in of_openai or bool(os.environ.get("SPECDEC_OPENAI_ORCHESTRATOR_TLS_CA"))
-        if openai_port is not None and secured and not trusted:
+        secured = _has("orchestrator", of_orchestrator, "tls_cert")
+        if openai_port is not None and secured and not _has("openai", of_openai, "orchestrator_tls_ca"):
             fail(
                 "--openai-port: does not reach an orchestrator with --orchestrator-tls-cert "
                 "(SPECDEC_ORCHESTRATOR_TLS_CERT); give --openai-orchestrator-tls-ca FILE too",
                 ExitStatus.USAGE,
             )
+        for role, values in (("verifier", of_verifier), ("draft", of_draft)):
+            if _has(role, values, "tls_cert") and not _has("orchestrator", of_orchestrator, "peer_tls_ca"):
+                fail(
+                    f"--{role}-tls-cert (SPECDEC_{role.upper()}_TLS_CERT): the orchestrator does not reach a {role} with "
+                    "TLS; give --orchestrator-peer-tls-ca FILE too",
+                    ExitStatus.USAGE,
+                )
         models = ModelPaths.chosen(target, draft, local_draft)
         runs_heads = "heads" in of_draft  # draft service with heads: its model is the target, whose features it reads
         others = {"--draft": draft, "--local-draft": local_draft, "--verifier-heads": of_verifier.get("heads")}
@@ -274,20 +280,26 @@ def up(
             forced=lambda: len(stop) > 1,
         ) as stack:
             found = description(stack)
-            https = "tls_cert" in of_openai or bool(os.environ.get("SPECDEC_OPENAI_TLS_CERT"))
+            https = _has("openai", of_openai, "tls_cert")
             has_model = any(path is not None for path in (models.draft, models.local_draft, given_heads))
             shown = lines(found, https=https, by_key=bool(tenants), has_model=has_model)
             print(json.dumps(found) if json_output else "\n".join(shown), flush=True)
             upkeep = Upkeep(stack, say)
             while not stop:
                 time.sleep(0.2)
-                upkeep.look()
+                if not stop:  # the signal may have stopped the services too
+                    upkeep.look()
             least = min(float(values["drain_seconds"]) for values in (of_verifier, of_orchestrator))
             say(f"stopping: running requests have {least:g} s to finish; Ctrl-C again stops immediately")
     except (LocalError, ListenError, ModelDirectoryError, UnsupportedModelError) as error:
         if stop:
             raise SystemExit(ExitStatus.INTERRUPTED) from None
         fail(str(error))
+
+
+def _has(role: str, values: Values, option: str) -> bool:
+    """Return whether a service's option is given, on the command line or as an environment variable."""
+    return option in values or bool(os.environ.get(f"SPECDEC_{role}_{option}".upper()))
 
 
 def _check_tenants(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""The metrics of the HTTP server: requests by route and status, and their latency."""
+"""The metrics of the HTTP server: requests by route and status, and their latency without probes and scrapes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from prometheus_client.metrics_core import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.openai_api.event_stream import FAILED
+from specdec.openai_api.routes import METRICS, PROBES
 from specdec.serving.histogram import Histogram
 from specdec.serving.metrics.families import Families
+
+UNTIMED = frozenset({*PROBES, METRICS})
+"""Routes whose latency is not counted: they are asked every few seconds and answered at once."""
 
 OTHER = "other"
 """The route label of unknown paths."""
@@ -30,7 +34,8 @@ class Counted:
         self._first_byte = Histogram()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begin, status, sent = time.monotonic(), 499, False  # 499: disconnected before an answer (nginx)
+        begin, status = time.monotonic(), 499  # 499: disconnected before an answer (nginx)
+        sent = untimed = scope["path"] in UNTIMED
 
         async def noting(message: Message) -> None:
             nonlocal status, sent
@@ -49,7 +54,8 @@ class Counted:
             status = scope.get(FAILED, status)
             route = scope["path"] if scope["path"] in self._routes else OTHER
             self._ended[route, str(status)] += 1
-            self._seconds.observe(time.monotonic() - begin)
+            if not untimed:
+                self._seconds.observe(time.monotonic() - begin)
 
     def metrics(self) -> list[Metric]:
         families = Families("openai")

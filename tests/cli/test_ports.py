@@ -121,6 +121,16 @@ def test_openais_port_is_refused_where_the_orchestrator_wants_tls(
     assert "give --openai-orchestrator-tls-ca FILE too" in done.stderr
 
 
+@pytest.mark.parametrize("role", ["verifier", "draft"])
+def test_tls_of_a_pod_is_refused_where_the_orchestrator_has_no_ca_for_it(role: str) -> None:
+    words = f"--{role}-tls-cert", "c.pem", f"--{role}-tls-key", "k.pem"
+    run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", *words]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 2
+    assert f"--{role}-tls-cert" in done.stderr
+    assert "give --orchestrator-peer-tls-ca FILE too" in done.stderr
+
+
 def test_options_of_the_http_api_need_its_port() -> None:
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--openai-strict-fields"]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())

@@ -131,6 +131,12 @@ def some_values(draw: st.DrawFn) -> Object:
         "modelGiB": draw(st.sampled_from([0.1, 8, 405])),
         "autoscaling": autoscaling({"specdec_verifier_num_requests_running": draw(few)}),
     }
+    certificates = {
+        "mode": tls,
+        "requireClientCertificates": draw(flag),
+        "secrets": dict.fromkeys(PORTS, "mine"),
+        "issuer": {"name": "ca"},
+    }
     return merged(
         SMALL | SOURCES | {"modelVolume": draw(st.sampled_from(VOLUMES))},
         {
@@ -139,12 +145,7 @@ def some_values(draw: st.DrawFn) -> Object:
             "orchestrator": pod() | {"autoscaling": autoscaling()},
             "openai": pod() | {"enabled": has_openai, "https": draw(flag), "autoscaling": autoscaling()},
             "networkPolicy": {"enabled": draw(flag)},
-            "tls": {
-                "mode": tls,
-                "requireClientCertificates": draw(flag),
-                "secrets": dict.fromkeys(PORTS, "mine"),
-                "issuer": {"name": "ca"},
-            },
+            "tls": {"mode": tls} if tls == "none" else certificates,
             "tenants": {"existingSecret": draw(st.sampled_from(["", "tenants"]))},
             "podMonitor": {"enabled": draw(flag)},
             "prometheusAddress": "http://prometheus:9090",

@@ -270,7 +270,8 @@ def secrets(tmp_path: Path) -> dict[str, Path]:
 def test_pods_start_pass_their_probes_serve_and_end(
     mode: str, models: Path, secrets: dict[str, Path], tmp_path: Path
 ) -> None:
-    tls = {"mode": mode, "secrets": SECRETS, "requireClientCertificates": True}
+    secured: Object = {"secrets": SECRETS, "requireClientCertificates": True}
+    tls = {"mode": mode} | (secured if mode == "secrets" else {})
     with cluster(merged(VALUES, {"tls": tls}), tmp_path, models, secrets) as here:
         # 1. An orchestrator without a verifier has started and is live, but is not ready.
         orchestrator = here.start("specdec-orchestrator")

@@ -161,6 +161,15 @@ WRONG: dict[str, tuple[Object, str]] = {
         "tls.secrets.orchestrator: is empty",
     ),
     "no issuer": (at("tls/mode", "certManager"), "tls.issuer.name: is empty"),
+    "an issuer without TLS": (
+        at("tls/issuer/name", "ca"),
+        "tls.issuer.name: is set, and tls.mode is none",
+    ),
+    "a secret without TLS": (at("tls/secrets/draft", "d"), "tls.secrets.draft: is set, and tls.mode is none"),
+    "certificates of clients without TLS": (
+        at("tls/requireClientCertificates", True),
+        "tls.requireClientCertificates: is set, and tls.mode is none",
+    ),
     "a mode that is none": (at("tls/mode", "cert-manager"), "/tls/mode"),
     "a way to nothing": (at("openai/httpRoute", ROUTE), "openai.httpRoute: leads to openai"),
     "an Ingress without hosts": (

@@ -29,6 +29,33 @@ from tests.deploy.chart_values import COMBINATIONS, EVERYTHING, EXAMPLE_VALUES
 from tests.deploy.expressions import metrics
 
 
+class TestPlacement:
+    def test_no_pod_is_left_out_of_the_defaults(self) -> None:
+        """On a cluster whose nodes are all tainted, a pod without tolerations stays pending."""
+        tolerations = [{"key": "x", "operator": "Exists"}]
+        placed = at("defaults", {"tolerations": tolerations, "nodeSelector": {"zone": "a"}})
+        things = templates(render(merged(EVERYTHING, placed)))
+        assert {"specdec-test", "specdec-export-small"} <= {re.sub("-[0-9a-f]{8}$", "", name) for name in things}
+        assert all(each["spec"]["nodeSelector"]["zone"] == "a" for each in things.values())
+        assert all(tolerations[0] in each["spec"]["tolerations"] for each in things.values())
+
+    def test_an_export_needs_no_verifier_s_node(self) -> None:
+        gpus = at("verifierDefaults/nodeSelector", {"gpu": "a100"})
+        (job,) = of_kind(render(merged(EVERYTHING, gpus)), "Job").values()
+        assert "nodeSelector" not in job["spec"]["template"]["spec"]
+        own = at("exportJobs/small/nodeSelector", {"kind": "large"})
+        (job,) = of_kind(render(merged(EVERYTHING, gpus, own)), "Job").values()
+        assert job["spec"]["template"]["spec"]["nodeSelector"] == {"kind": "large"}
+
+    def test_a_download_leaves_a_pod_its_own_cores(self) -> None:
+        """Kubernetes wants limits of CPU and memory on every container of the pod."""
+        cores = at("verifiers/a", {"resources": {"limits": {"cpu": "8"}}})
+        source = {"modelVolume": {"download": {"image": "example.org/fetch:1", "sizeLimit": "9Gi"}}}
+        spec = templates(render(merged(SMALL | SOURCES | source, cores)))["specdec-verifier-a"]["spec"]
+        (download,) = spec["initContainers"]
+        assert download["resources"]["limits"] == {"memory": "2Gi", "cpu": "8"}
+
+
 class TestRollouts:
     def test_a_share_restarts_nothing(self) -> None:
         before, after = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -22,6 +23,18 @@ def test_panels_show_metrics_that_are_served(expression: str) -> None:
     named = metrics(expression)
     assert named
     assert named <= scraped_names(), named - scraped_names()
+
+
+@pytest.mark.parametrize("role", ["verifier", "draft", "orchestrator", "openai"])
+def test_the_jobs_to_choose_from_are_those_of_every_role(role: str) -> None:
+    (job,) = [variable for variable in dashboard()["templating"]["list"] if variable["name"] == "job"]
+    (pattern,) = re.findall(r'__name__=~"(.*?)"', job["query"])
+    assert any(re.fullmatch(pattern, name) for name in scraped_names() if name.startswith(f"specdec_{role}_"))
+
+
+def test_other_scrape_jobs_are_left_out() -> None:
+    """Every job of a Prometheus has the metric `up`, and the variable's value for "All" matches every job."""
+    assert all('job=~"specdec.*"' in expression for expression in curves() if re.search(r"\bup\{", expression))
 
 
 def test_every_metric_is_on_the_dashboard_or_is_a_part_of_one_that_is() -> None:

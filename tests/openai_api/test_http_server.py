@@ -258,6 +258,16 @@ async def test_requests_are_counted_by_route_and_status() -> None:
     assert found == {("/v1/models", "200"): 1.0, ("other", "404"): 1.0}
 
 
+async def test_probes_and_scrapes_are_not_timed() -> None:
+    """There may be more of them than requests, and they are answered at once."""
+    async with front("127.0.0.1:1") as http:
+        for path in (b"/health", b"/ping", b"/live", b"/metrics", b"/other"):
+            await told(http.address, b"GET " + path + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        found = {sample.name: sample.value for metric in http.app.metrics() for sample in metric.samples}
+    assert found["specdec_openai_request_seconds_count"] == 1
+    assert found["specdec_openai_time_to_first_byte_seconds_count"] == 1
+
+
 async def test_a_certificate_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """New connections see the new certificate; invalid files change nothing."""
     monkeypatch.setattr(http_server, "RELOAD_SECONDS", 0.02)

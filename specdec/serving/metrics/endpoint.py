@@ -17,6 +17,8 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from specdec.serving.process.listening import family_of
+
 log = structlog.get_logger()
 
 COLLECT_SECONDS = 5.0
@@ -123,7 +125,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     are retried after a second."""
 
     def __init__(self, host: str, port: int) -> None:
-        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        self.address_family = family_of(host, port)
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((host, port), _Handler)
 

@@ -87,7 +87,7 @@ def bound(host: str, port: int, *, shared: bool = False, option: str = "--port")
     """
     with ExitStack() as failed:
         try:
-            holder = failed.enter_context(socket.socket(_family(host, port)))
+            holder = failed.enter_context(socket.socket(family_of(host, port)))
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
             holder.bind((host, port))
@@ -97,7 +97,7 @@ def bound(host: str, port: int, *, shared: bool = False, option: str = "--port")
     return holder
 
 
-def _family(host: str, port: int) -> socket.AddressFamily:
+def family_of(host: str, port: int) -> socket.AddressFamily:
     """Return the address family of a host: IPv4's if it has addresses of both."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     families = {family for family, *_ in found}

@@ -173,6 +173,15 @@ Takes a list: the path of the values, for errors; the values of `image`. */}}
 {{- else if and (eq .tls.mode "certManager") (not .tls.issuer.name) }}
 {{- fail "tls.issuer.name: is empty, and tls.mode is certManager" }}
 {{- end }}
+{{- if eq .tls.mode "none" }}
+{{- range $name, $given := omit .tls "mode" "duration" "renewBefore" "issuer" "secrets" }}
+{{- if $given }}{{ fail (printf "tls.%s: is set, and tls.mode is none" $name) }}{{ end }}
+{{- end }}
+{{- if .tls.issuer.name }}{{ fail "tls.issuer.name: is set, and tls.mode is none" }}{{ end }}
+{{- range $role, $secret := .tls.secrets }}
+{{- if $secret }}{{ fail (printf "tls.secrets.%s: is set, and tls.mode is none" $role) }}{{ end }}
+{{- end }}
+{{- end }}
 {{- if and (ne .tls.mode "none") (not .tls.draftClientNames) (or $alone .networkPolicy.draftClients) }}
 {{- fail "tls.draftClientNames: is empty, and drafts serve those whose certificates have one of these names" }}
 {{- end }}

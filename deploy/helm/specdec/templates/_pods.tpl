@@ -23,7 +23,10 @@ spec:
   {{- if and $w.modelVolume.download (ne $w.role "openai") }}
   initContainers:
     - name: download
-      {{- $fetching := dict "resources" (dict "limits" (dict "memory" "2Gi")) }}
+      {{- /* Kubernetes gives a pod cores of its own only if all its containers have limits of CPU and memory. */}}
+      {{- $limits := dict "memory" "2Gi" }}
+      {{- with dig "limits" "cpu" "" (default dict $w.resources) }}{{ $_ := set $limits "cpu" . }}{{ end }}
+      {{- $fetching := dict "resources" (dict "limits" $limits) }}
       {{- include "specdec.lay" (list $fetching (omit $w.modelVolume.download "sizeLimit" "env" | deepCopy)) }}
       {{- toYaml $fetching | nindent 6 }}
       env:
