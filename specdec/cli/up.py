@@ -205,8 +205,8 @@ def up(
         for role, values in (("verifier", of_verifier), ("draft", of_draft)):
             if _has(role, values, "tls_cert") and not _has("orchestrator", of_orchestrator, "peer_tls_ca"):
                 fail(
-                    f"--{role}-tls-cert (SPECDEC_{role.upper()}_TLS_CERT): the orchestrator does not reach a {role} with "
-                    "TLS; give --orchestrator-peer-tls-ca FILE too",
+                    f"--{role}-tls-cert (SPECDEC_{role.upper()}_TLS_CERT): the orchestrator does not reach a {role} "
+                    "with TLS; give --orchestrator-peer-tls-ca FILE too",
                     ExitStatus.USAGE,
                 )
         models = ModelPaths.chosen(target, draft, local_draft)
