@@ -95,17 +95,22 @@ class VerifierChoice:
         # A pod with enough memory may be down. A text that has begun waits for it, a new request fails immediately.
         begun = resumed or self._context.text.begun
         pods = self._pods.willing if too_long and not begun else self._pods
-        if unfit and (self._backoff.exhausted or all(pod in unfit for pod in pods)):
+        if unfit and all(pod in unfit for pod in pods):
             raise next(reversed(unfit.values())).with_traceback(None)  # other texts may raise the same object
+        # At another orchestrator too, these verifiers could not take the text.
+        for_good = [why for why in self._unfit.values() if isinstance(why, PromptTooLongError | PeerLostError)]
+        if for_good and self._backoff.exhausted:
+            raise for_good[-1]
         full = [error for error in self._tried.values() if isinstance(error, OverloadedError)]
         soon = any(isinstance(error, GrammarPendingError) for error in full) and not self._backoff.exhausted
         if full and not resumed and not soon:
             raise min(full, key=lambda error: error.retry_after)
         if self._backoff.exhausted:
-            tried = {str(pod): str(self._answers.get(pod, "its circuit breaker is open")) for pod in self._pods}
+            answers = {pod: unfit.get(pod) or self._answers.get(pod) for pod in self._pods}
+            tried = {str(pod): str(answer or "its circuit breaker is open") for pod, answer in answers.items()}
             log.warning("no_verifier", tried=tried)
             # The client gets the addresses, which the operator chose, but no text from pods: that is only logged.
-            told = ", ".join(f"{pod} ({_kind(self._answers.get(pod))})" for pod in self._pods) or "no address is known"
+            told = ", ".join(f"{pod} ({_kind(answer)})" for pod, answer in answers.items()) or "no address is known"
             raise PeerLostError(
                 f"verifier: none available within {self._backoff.budget:g} s; tried {told}", "VERIFIER_LOST"
             )
@@ -158,6 +163,8 @@ def _kind(answer: Exception | None) -> str:
             return "no room"
         case LostError(conclusive=True):
             return "not reachable"
+        case ServiceError():
+            return "cannot take the text"
         case _:
             return "session lost"
 
@@ -282,7 +289,11 @@ class Verification:
         async with pod.admission.opening(self._context.sample.tenant, again=self._resumed):
             pod.breaker.attempt()
             self._asked = pod, time.monotonic()
-            opened = await stream.open(self._policy, attempt=self._attempt, revision=self._pinned)
+            try:
+                opened = await stream.open(self._policy, attempt=self._attempt, revision=self._pinned)
+            except (OverloadedError, InvalidRequestError, UnfitError):
+                pod.breaker.succeeded()  # a pod that refuses a session works
+                raise
         before = self.identity.numerics_fingerprint if self._context.text.begun else ""
         self.identity = opened.identity
         self.revision = self.identity.model_fingerprint

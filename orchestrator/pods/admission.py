@@ -13,6 +13,7 @@ the places that these openings still hold (`CancelledOpenings`).
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from bisect import bisect_right, insort
 from collections import Counter, OrderedDict
@@ -190,10 +191,10 @@ class Admission:
         load = self._load
         load.coming += 1
         try:
-            while not (again or self._go_ahead(tenant)):
+            while not again and (seconds := self._wait(tenant)):
                 self._waiting[tenant] += 1
                 try:
-                    async with asyncio.timeout(self.cancelled.wait(tenant, self._openings[tenant]) or None):
+                    async with asyncio.timeout(None if seconds == math.inf else seconds):
                         await self._changed.wait()
                 except TimeoutError:
                     pass  # the place of a cancelled opening is free
@@ -241,15 +242,17 @@ class Admission:
             return None
         return OverloadedError(f"verifier: has {told.sessions} sessions, no capacity for more", told.wait_us / 1e6)
 
-    def _go_ahead(self, tenant: str) -> bool:
-        """Return True if the verifier may be asked now, False if the caller must wait; OverloadedError if asking is
-        pointless."""
+    def _wait(self, tenant: str) -> float:
+        """Return the seconds after which a caller may look again, inf if it must wait for the end of an opening; 0 if it
+        may ask the verifier now. OverloadedError if asking is pointless."""
         refusal = self.refusal(tenant)
         if refusal is not None:
             raise refusal
-        if self.cancelled.wait(tenant, self._openings[tenant]):
-            return False
+        if seconds := self.cancelled.wait(tenant, self._openings[tenant]):
+            return seconds
         if self._load.reported is None:
-            return self._load.opening < 1  # one probe at a time
-        # Tenants with openings in flight stop at half the places, so that a tenant's first opening finds one.
-        return self._load.opening < (MAX_OPENINGS if self._openings[tenant] else 2 * MAX_OPENINGS)
+            most = 1  # one probe at a time
+        else:
+            # Tenants with openings in flight stop at half the places, so that a tenant's first opening finds one.
+            most = MAX_OPENINGS if self._openings[tenant] else 2 * MAX_OPENINGS
+        return 0.0 if self._load.opening < most else math.inf

@@ -158,3 +158,29 @@ async def test_a_request_that_is_cancelled_while_it_waits_has_had_no_place() -> 
             await waiting
     assert not admission._waiting
     assert not admission._openings
+
+
+class TickingClock(Clock):
+    """A clock that advances at each reading."""
+
+    def __call__(self) -> float:
+        self.now += 0.0001
+        return self.now
+
+
+async def test_a_place_that_becomes_free_between_two_looks_is_taken() -> None:
+    clock = TickingClock()
+    load = PodCapacity(clock)
+    admission = Admission(load, Breaker(clock=clock), clock)
+    load.report(model_pb2.PodCapacity(room=100), 1000)
+    admission.cancelled.begun("other")
+    begin = clock.now
+    for _ in range(MAX_CANCELLED):
+        admission.cancelled.add("storm", begin)
+    for earlier in range(10):
+        clock.now = begin + CANCELLED_SECONDS - 0.0001 * earlier
+        async with asyncio.timeout(10), admission.opening("storm"):
+            pass
+        for _ in range(MAX_CANCELLED):
+            clock.now = begin
+            admission.cancelled.add("storm", begin)

@@ -259,6 +259,43 @@ async def test_a_text_that_has_begun_waits_for_a_verifier_with_the_memory(begun:
             await pods.close()
 
 
+@pytest.mark.parametrize("fields", [{"tokenizer_fingerprint": "x"}, {"protocol_version": 999}])
+async def test_a_text_whose_verifier_is_down_is_not_ended_by_one_of_something_else(fields: dict[str, Any]) -> None:
+    """The client may go to another orchestrator, perhaps of the version that fits."""
+    with socket.socket() as down:
+        down.bind(("127.0.0.1", 0))
+        async with serving(Changing(identity(**fields))) as address:
+            pods = Pods([f"127.0.0.1:{down.getsockname()[1]}", address], connect=grpc.aio.insecure_channel)
+            given = context(Peers(pods, failover_seconds=0.5))
+            given.text.add([3])
+            with pytest.raises(PeerLostError, match="cannot take the text") as lost:
+                await anext(Verification(given).messages())
+            assert lost.value.reason == "VERIFIER_LOST"
+            await pods.close()
+
+
+class Full(Refusing):
+    """A verifier without room."""
+
+    async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        self.asked += 1
+        await context.abort_with_status(to_status(OverloadedError("has 8 sessions, must have at most 8", 1.0)))
+
+
+async def test_a_verifier_that_comes_back_full_refuses_requests_at_once() -> None:
+    """The texts that other orchestrators resumed there fill it, so that no commit closes this one's breaker."""
+    async with serving(Full("")) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        (pod,) = pods
+        pod.breaker.failed(conclusive=True)
+        await until(lambda: pod.breaker.state == "half-open")
+        peers = Peers(pods, failover_seconds=3.0)
+        openings = [anext(Verification(context(peers)).messages()) for _ in range(20)]
+        answers = await asyncio.gather(*openings, return_exceptions=True)
+        assert [type(answer) for answer in answers] == 20 * [OverloadedError]
+        await pods.close()
+
+
 async def test_an_answer_to_an_opening_is_small() -> None:
     """The answer stays in memory with the session."""
 
