@@ -271,7 +271,8 @@ def main(
     if speculation in (lacking := {"heads": heads, "local_model": draft_model}) and lacking[speculation] is None:
         option = "--heads" if speculation == "heads" else "--draft-model"
         raise typer.BadParameter(f"{speculation} needs {option}", param_hint="--speculation")
-    by_default = default_speculation(speculation, lookahead, jacobi, max_window_rows)
+    own_model = "--heads" if heads is not None else "--draft-model" if draft_model is not None else None
+    by_default = default_speculation(speculation, lookahead, jacobi, max_window_rows, own_model)
     if engine == "vllm" and (by_default.lookahead is not None or by_default.jacobi):
         hint = "--speculation" if speculation == "jacobi" else "--lookahead" if jacobi is None else "--jacobi"
         raise typer.BadParameter("needs lookahead windows, which vLLM's engine lacks", param_hint=hint)
@@ -355,9 +356,14 @@ def main(
 
 
 def default_speculation(
-    name: SpeculationName, lookahead: tuple[int, int, int] | None, jacobi: int | None, most_rows: int
+    name: SpeculationName,
+    lookahead: tuple[int, int, int] | None,
+    jacobi: int | None,
+    most_rows: int,
+    model: str | None = None,
 ) -> SpeculationOptions:
-    """Return the default speculation of requests; typer.BadParameter names the wrong option."""
+    """Return the default speculation of requests; typer.BadParameter names the wrong option. `model`: the option that
+    gave a local draft or heads."""
     if lookahead is not None and jacobi is not None:
         raise typer.BadParameter("cannot be combined with --lookahead: both set the window size", param_hint="--jacobi")
     options = speculation_from(SPECULATIONS[name])
@@ -370,6 +376,8 @@ def default_speculation(
     problems = []
     if CandidateSource.LOOKAHEAD not in options.drafters:
         problems.append(f"is {given}, but --speculation {name} uses no lookahead windows")
+    if name == "auto" and model is not None:
+        problems.append(f"takes the place of {model} in all requests; --speculation lookahead keeps {model} for others")
     for field, problem in lookahead_violations("", size, most_rows):
         part = {".window": "W", ".ngram": "N", ".guesses": "G"}.get(field)
         if part is None:

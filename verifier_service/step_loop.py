@@ -26,7 +26,7 @@ from specdec.engine.probe import EngineProbe
 from specdec.engine.start_phases import phase
 from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 from specdec.serving.engine_worker import EngineWorker
-from specdec.serving.errors import GrammarFailureError
+from specdec.serving.errors import GrammarFailureError, ShortOfMemoryError
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from verifier_service.adaptive_speculation import AdaptiveSpeculation, Batch
@@ -57,7 +57,7 @@ from verifier_service.sessions.session import VerifierSession
 from verifier_service.sessions.window_gain import WindowsByTenant
 from verifier_service.settings.tuning import DEFAULTS, Tuning
 from verifier_service.speculation.controller import Controllers, SpeculationController
-from verifier_service.verification.verified_step import VerifiedStep
+from verifier_service.verification.verified_step import VerifiedStep, grammar_seconds
 from verifier_service.verification.verify_trees import warm_up
 
 if TYPE_CHECKING:  # imports torch
@@ -266,7 +266,9 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         begin = time.monotonic()
         self._speculation.propose(Phase.BEFORE_DELAY, sessions)
         self._looked_up += time.monotonic() - begin
-        if (delay := self._seconds_to_wait(sessions)) is not None:
+        # A delay has to pay for every tenant; one that sits the step out gains nothing from it.
+        alone = division is None or not division.sitting_out
+        if (delay := self._seconds_to_wait(sessions)) is not None and alone:
             return delay
         self.stats.step_begun, self.stats.step_expected = time.monotonic(), 0.0
         waited = self._delay.end(self.stats.step_begun)
@@ -339,7 +341,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self.stats.mode, self.stats.rates = self._speculation.mode, self._speculation.rates
 
         # 1. Wait for the forward pass and verify all trees.
-        grammars = _grammar_seconds(plan)
+        grammars = grammar_seconds(plan.entries)
         try:
             prepare = partial(self._planner.prepare, plan)
             verified = VerifiedStep(plan.entries, step.computing, step.launched, prepare, self._speculation.observe)
@@ -362,7 +364,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self._quarantine(entry, why)
 
         # 3. Update the models of cost and gain, and send the results.
-        grammars = _grammar_seconds(plan) - grammars  # not a cost of rows: excluded from the latency model
+        # Grammars are no cost of rows, so the latency model excludes them, unless they ran while the device computed.
+        grammars = grammar_seconds(plan.entries) - grammars - verified.grammars_beside
         self._planner.observe(plan, end - begun - grammars)
         looked_up, self._looked_up = self._looked_up, 0.0
         self._planner.shares.observe_grammars(results)
@@ -442,16 +445,11 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._probe.sessions_ended()
 
     def _quarantine(self, entry: RunningSession, error: Exception) -> None:
-        """End a failed session and wipe its memory: a NaN would spread to the next session that gets the blocks. After
-        a grammar failure all logits so far were finite, so nothing is wiped."""
+        """End a failed session and wipe its memory: a NaN would spread to the next session that gets the blocks. If its
+        grammar failed or memory was short, nothing is wiped: all logits so far were finite."""
         log.error("session_failed", exc_info=error)
         self._publisher.send_pending(entry)
-        finite = isinstance(error, GrammarFailureError)
+        finite = isinstance(error, GrammarFailureError | ShortOfMemoryError)
         self._queue.remove(entry.session, wipe=not finite)
         self._forget(entry.session)
         entry.responses.send(error)
-
-
-def _grammar_seconds(plan: StepPlan) -> float:
-    """Return the seconds that the grammars of a step's sessions took since their last step."""
-    return sum(entry.session.grammar_seconds for entry, _ in plan.entries)

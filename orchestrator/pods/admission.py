@@ -243,16 +243,15 @@ class Admission:
         return OverloadedError(f"verifier: has {told.sessions} sessions, no capacity for more", told.wait_us / 1e6)
 
     def _wait(self, tenant: str) -> float:
-        """Return the seconds after which a caller may look again, inf if it must wait for the end of an opening; 0 if it
-        may ask the verifier now. OverloadedError if asking is pointless."""
+        """Return the seconds after which a caller may look again: 0 if it may ask the verifier now, inf if it must wait
+        for the end of an opening. OverloadedError if asking is pointless."""
         refusal = self.refusal(tenant)
         if refusal is not None:
             raise refusal
         if seconds := self.cancelled.wait(tenant, self._openings[tenant]):
             return seconds
+        # Tenants with openings in flight stop at half the places, so that a tenant's first opening finds one.
+        most = MAX_OPENINGS if self._openings[tenant] else 2 * MAX_OPENINGS
         if self._load.reported is None:
             most = 1  # one probe at a time
-        else:
-            # Tenants with openings in flight stop at half the places, so that a tenant's first opening finds one.
-            most = MAX_OPENINGS if self._openings[tenant] else 2 * MAX_OPENINGS
         return 0.0 if self._load.opening < most else math.inf

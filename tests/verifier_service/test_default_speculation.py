@@ -33,8 +33,10 @@ def policy_of(default: SpeculationOptions, policy: dict[str, Any], most_rows: in
     return policy_found
 
 
-def default(name: Any, lookahead: tuple[int, int, int] | None = None, jacobi: int | None = None) -> SpeculationOptions:
-    return default_speculation(name, lookahead, jacobi, 128)
+def default(
+    name: Any, lookahead: tuple[int, int, int] | None = None, jacobi: int | None = None, model: str | None = None
+) -> SpeculationOptions:
+    return default_speculation(name, lookahead, jacobi, 128, model)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,7 @@ def default(name: Any, lookahead: tuple[int, int, int] | None = None, jacobi: in
         (default("ngram"), {CandidateSource.NGRAM}, None),
         (default("lookahead"), LOOKAHEAD, None),
         (default("lookahead", (5, 3, 5)), LOOKAHEAD, (5, 3, 5)),
+        (default("lookahead", (5, 3, 5), model="--heads"), LOOKAHEAD, (5, 3, 5)),
         (default("auto", None, 8), ALL_DRAFTERS, (8, 2, 1)),
         (default("jacobi"), LOOKAHEAD, None),
     ],
@@ -124,6 +127,8 @@ def test_a_pods_limit_on_windows_refuses_by_value_and_limit() -> None:
             "--lookahead",
             "is 4 3 4, but --speculation ngram uses no lookahead windows",
         ),
+        (("auto", (4, 3, 4), None, "--heads"), "--lookahead", "takes the place of --heads in all requests"),
+        (("auto", None, 8, "--draft-model"), "--jacobi", "takes the place of --draft-model in all requests"),
         (("jacobi", (4, 3, 4), None), "--lookahead", "is 4 3 4: N is 3, must be 2 with --speculation jacobi"),
     ],
 )

@@ -16,7 +16,7 @@ from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import Pass
 from specdec.engine.kv.blocks import BLOCK
 from tests.verifier_service.fake_heads import KINDS, Kind, StatesEngine, check_empty, check_over, proposer_of, sources
-from tests.verifier_service.fakes import BAD, DEAR, END, Client, Decided, run
+from tests.verifier_service.fakes import BAD, END, Client, Decided, FixedLatency, run
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import HEADS, Mode
 from verifier_service.proposers.proposer import Phase
@@ -190,7 +190,7 @@ def test_texts_that_end_and_texts_that_fail(kind: Kind) -> None:
 
 
 def test_candidates_that_do_not_pay_are_not_verified(kind: Kind) -> None:
-    loop = kind.loop(kind.heads(), latency=DEAR)
+    loop = kind.loop(kind.heads(0.5), latency=FixedLatency(1000.0))  # rows pay above a probability of 0.999
     one = client(loop)
     run(loop, one)
     check_over(loop, one)

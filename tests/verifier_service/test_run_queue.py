@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import NO_DRAFTERS
-from specdec.engine.kv.blocks import BLOCK, BlockPool
+from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
+from specdec.engine.kv.slots import Slots
 from testing.mailbox import Mailbox
 from tests.cpu_time import taking_less_than
 from tests.verifier_service.fakes import VOCABULARY, TextEngine
 from tests.verifier_service.step_loop.helpers import text
 from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.stats import VerifierStats
-from verifier_service.scheduling.run_queue import RunQueue
+from verifier_service.scheduling.run_queue import ADMISSION_RETRY_SECONDS, RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.sessions.session import VerifierSession
 
@@ -51,3 +54,34 @@ def test_a_prompt_that_waits_for_memory_costs_little_beside_many_throttled_texts
         queue.admit()
     assert queue.running == throttled
     assert not any(entry.preemptions for entry in throttled)
+
+
+def test_a_session_that_does_not_fit_is_tried_again_only_now_and_then() -> None:
+    """Each try walks its cached prefix, and every step tries."""
+    blocks = 2 * PROMPT // BLOCK
+    pool = CountingPool(blocks)
+    queue = RunQueue(TextEngine(blocks, 0), pool, VerifierStats(), READER_LIMIT, lambda _: None)
+    prompt = text(PROMPT, 1)
+    first, large = running(prompt), running([*prompt, *text(PROMPT + 2 * BLOCK, 2)])
+    queue.add(first)
+    queue.admit()
+    assert first.session.table is not None
+    first.session.table.publish(prompt, PROMPT)
+    queue.add(large)
+    begin, pool.opened = time.monotonic(), 0
+    for _ in range(200):
+        queue.admit()
+    assert 1 <= pool.opened <= 2 + (time.monotonic() - begin) / ADMISSION_RETRY_SECONDS
+    assert large.session.table is None
+    before = pool.opened
+    queue.remove(first.session)  # its own blocks become available
+    queue.admit()
+    assert pool.opened > before
+
+
+class CountingPool(BlockPool):
+    opened = 0
+
+    def open(self, tokens: Sequence[int], scope: bytes = b"") -> tuple[BlockTable, Slots, Slots]:
+        self.opened += 1
+        return super().open(tokens, scope)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -193,6 +194,24 @@ def test_rows_alone_are_measured_now_and_then(latency: StepLatency) -> None:
         measured.append(division.measures)
     assert 2 <= sum(measured[:50]) <= 6
     assert 10 <= sum(measured[100:]) <= 30
+
+
+@pytest.mark.parametrize("replaced_every", [2, 1000])
+def test_many_tenants_are_measured_no_more_often_than_two(replaced_every: int) -> None:
+    """The tenant that sets the bound changes with the texts and with the noise in their costs."""
+    latency, noise = StepLatency((1, 256), [1.0, 256.0]), random.Random(0)
+    entries: Any = [Entry(f"tenant {number}", 1.0, number, Text()) for number in range(32)]
+    shares, measured = StepShares(64), 0
+    for step in range(640):
+        if step % replaced_every == 0:
+            entries = [*entries[1:], Entry(f"new {step}", 1.0, 32 + step, Text())]
+        for entry in entries:
+            entry.beside = 0.01 + 0.001 * noise.random()
+        division = shares.divide(entries, latency)
+        assert division is not None
+        shares.begin(division)
+        measured += division.measures
+    assert 640 // MEASURED_LATER <= measured <= 640 // MEASURED_LATER + MEASURED_FIRST
 
 
 def test_nobody_sits_out_where_rows_are_free() -> None:

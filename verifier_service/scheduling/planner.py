@@ -182,6 +182,7 @@ class Planner:
     def idle(self) -> None:
         """Drop the foreseen step, because no step follows: it would keep ended sessions in memory."""
         self._foreseen.forget()
+        self._division = None
 
     def _continues(self, plan: StepPlan) -> bool:
         """Return True if the next step depends only on this step's tokens: all sessions are in this step, none of them

@@ -17,7 +17,8 @@ Rows beyond the roots (candidates, lookahead windows, chunks of prompts) get the
 sits out if extra rows are free or there is only one tenant.
 
 The bound is only as good as the estimate of A_v, and while tenants share steps, no step has the rows of v alone. So an
-occasional step has only these rows, to measure A_v.
+occasional step has only these rows, to measure A_v. These steps are counted over all tenants: what they measure depends
+on the number of rows, not on the tenant, and with many tenants v changes all the time.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ BESIDE_SMOOTHING = 0.2
 """Weight of the latest step in the moving average of a session's costs besides rows."""
 
 MEASURED_FIRST, MEASURED_EVERY, MEASURED_LATER = 2, 4, 64
-"""A tenant's rows are measured alone twice at first, four steps apart, then in every 64th step, which costs the other
+"""One tenant's rows are measured alone twice at first, four steps apart, then in every 64th step, which costs the other
 tenants a sixty-fourth of their part. More measurements at first would distort the measurements of drafts."""
 
 REMEMBERED = 1024
-"""Maximum tenants whose grammar cost and number of measurements are remembered."""
+"""Maximum tenants whose grammar cost is remembered."""
 
 
 @dataclass
@@ -160,7 +161,7 @@ class StepShares:
         """`prefill_rows`: limit on a step's rows of prompts."""
         self._prefill_rows = prefill_rows
         self._steps = 0
-        self._measured: OrderedDict[str, tuple[int, int]] = OrderedDict()  # tenant: (measurements, step of the last)
+        self._measurements, self._measured_at = 0, -MEASURED_EVERY  # steps that measured, and the last of them
         self._usual: OrderedDict[str, float] = OrderedDict()  # a grammar's seconds in a step, by tenant
         self.credit: dict[str, float] = {}
         """Seconds that a tenant's decoding has left over from its parts of the last steps; negative: overdrawn."""
@@ -191,7 +192,7 @@ class StepShares:
         bound, least = division.bound({})
         rows = len(decoders) + sum(presence.prompt_rows for presence in tenants.values())
         division.used = latency.of(rows) + sum(presence.beside for presence in tenants.values())
-        if self._is_due(least, tenants[least]):
+        if self._may_measure(tenants[least]):
             self._measure(division, bound, least)
         # All rows fit in the bound: no tenant is slowed beyond its part.
         elif division.used <= bound * (1 + TOLERANCE):
@@ -208,11 +209,7 @@ class StepShares:
             for entry in division.taking_part:
                 entry.last_step = self._steps
             if division.measures:
-                tenant = division.taking_part[0].tenant
-                times, _ = self._measured.pop(tenant, (0, 0))
-                self._measured[tenant] = times + 1, self._steps
-                if len(self._measured) > REMEMBERED:
-                    self._measured.popitem(last=False)
+                self._measurements, self._measured_at = self._measurements + 1, self._steps
 
     def observe_grammars(self, results: Iterable[tuple[RunningSession, VerifyResult]]) -> None:
         """Update grammar costs from a step's sessions. The difference from the expected cost is charged to the tenant's
@@ -250,12 +247,10 @@ class StepShares:
         if entry.session.grammar is not None:
             entry.grammar = self._usual.get(entry.tenant, 0.0)
 
-    def _is_due(self, tenant: str, presence: Presence) -> bool:
-        """Return whether the coming step should measure this tenant's rows alone."""
-        if not presence.decoders or presence.prompts:
-            return False
-        times, last = self._measured.get(tenant, (0, self._steps + 1 - MEASURED_EVERY))
-        return self._steps + 1 - last >= (MEASURED_EVERY if times < MEASURED_FIRST else MEASURED_LATER)
+    def _may_measure(self, presence: Presence) -> bool:
+        """Return whether the coming step should measure a tenant's rows alone."""
+        every = MEASURED_EVERY if self._measurements < MEASURED_FIRST else MEASURED_LATER
+        return bool(presence.decoders) and not presence.prompts and self._steps + 1 - self._measured_at >= every
 
     def _measure(self, division: Division, bound: float, least: str) -> None:
         """Give the step to the rows of one tenant alone, keeping the other tenants' credit and debt."""

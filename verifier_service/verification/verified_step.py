@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -37,7 +37,10 @@ class VerifiedStep:
     verifies; it commits nothing, and errors propagate. `apply` commits the tokens and makes the `draft_queries` of
     sessions whose row was undecided (CONTRASTIVE). `beside` is called while an asynchronous engine computes. `observe`
     is called with the verifications, the prompt rows that stop short of a root, and the logits, which are dropped
-    afterwards. The verifications include failed ones, but not undecided ones without a token."""
+    afterwards. The verifications include failed ones, but not undecided ones without a token.
+
+    `grammars_beside`: seconds of grammars before the logits were there. An asynchronous engine computes meanwhile.
+    """
 
     def __init__(
         self,
@@ -55,8 +58,10 @@ class VerifiedStep:
             beside()
             return queries
 
+        before = grammar_seconds(entries)
         logits = computing.logits(asked)
         self.forward_seconds = time.monotonic() - launched
+        self.grammars_beside = grammar_seconds(entries) - before
         verify_trees(verifications, logits)
         scores = _prompt_scores(entries, logits)
         failed = {entry: verification.error for entry, verification in pairs if verification.error is not None}
@@ -122,6 +127,11 @@ class VerifiedStep:
         for entry, _ in self._sound:  # not of unfinished prompts: their logits are still unchecked
             entry.session.cache_prefix()
         return results
+
+
+def grammar_seconds(entries: Iterable[tuple[RunningSession, ScheduledRows]]) -> float:
+    """Return the seconds that the sessions' grammars took since their last step."""
+    return sum(entry.session.grammar_seconds for entry, _ in entries)
 
 
 def _prompt_scores(

@@ -5,6 +5,7 @@ Nothing here depends on time: costs are fixed, sessions have no patience, and tu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,9 @@ from numpy.typing import NDArray
 
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import CandidateSource
-from tests.verifier_service.fakes import (
-    BAD,
-    Client,
-    TextEngine,
-)
+from specdec.decoding.token_mask import TokenMask
+from tests.replay.clock import Clock
+from tests.verifier_service.fakes import BAD, Client, TextEngine
 from verifier_service.scheduling.memory_forecast import TextLengths
 from verifier_service.step_loop import StepLoop
 
@@ -76,3 +75,24 @@ def check_over(loop: StepLoop, engine: TextEngine, *clients: Client) -> None:
     assert loop.pool.held == 0
     assert (loop.stats.running, loop.stats.waiting) == (0, 0)
     assert loop.turn() is None
+
+
+class SlowGrammar:
+    """Allows everything, and takes `seconds` for each mask."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._seconds = clock, seconds
+
+    def allowed(self, path: Sequence[int]) -> TokenMask | None:
+        if not path:
+            self._clock.now += self._seconds
+        return None
+
+    def forced(self) -> list[int]:
+        return []
+
+    def permits(self, path: Sequence[int], token: int) -> bool:
+        return True
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        pass

@@ -172,19 +172,21 @@ def test_whatever_comes_during_a_pass_waits_for_its_end(comes: Callable[[StepLoo
     check_over(loop, engine, *left)
 
 
-def test_a_pass_whose_texts_have_all_left_is_dropped() -> None:
+@pytest.mark.parametrize("tenants", ["a", "ab"])
+def test_a_pass_whose_texts_have_all_left_is_dropped(tenants: str) -> None:
     loop, engine = begun()
-    one = client(loop, 5, 1, 60)
-    decoding(loop, one)
-    assert engine.computes
-    session = weakref.ref(one.session)
-    one.cancel()
+    clients = [client(loop, 5, 1, 60, tenant=tenant) for tenant in tenants]
+    decoding(loop, *clients)
+    while not engine.computes:  # a step that measures one tenant's rows is not launched early
+        turns(loop, 1)
+    sessions = [weakref.ref(one.session) for one in clients]
+    while clients:
+        clients.pop().cancel()
     assert loop.turn() == 0.0
     assert loop.turn() is None
     assert loop.stats.step_begun == 0
-    del one
     gc.collect()
-    assert session() is None
+    assert not any(session() for session in sessions)
     other = client(loop, 5, 2, 30)
     run(loop, other)
     check_over(loop, engine, other)

@@ -370,6 +370,20 @@ class TestFailures:
         assert beside.mail.times[0].cached == 0
         check_over(loop, engine, good, beside)
 
+    def test_a_session_that_gets_no_memory_leaves_its_prefix(self) -> None:
+        """Its logits were finite: others may go on using what it has computed."""
+        loop = step_loop(TextEngine(20))
+        prompt = text(2 * BLOCK + 10, 1)
+        first = Client(loop, prompt, 40, sampling=NO_BAD)
+        turns(loop, 2)
+        ended = Client(loop, [*prompt, 5], 40, sampling=NO_BAD)
+        turns(loop, 2)
+        loop.end_session(ended.session, ShortOfMemoryError())
+        assert isinstance(ended.mail.error, ShortOfMemoryError)
+        other = Client(loop, [*prompt, 6], 5, sampling=NO_BAD)
+        run(loop, first, other)
+        assert other.mail.times[0].cached >= 2 * BLOCK
+
     def test_sharers_of_a_wiped_beginning_go_on(self) -> None:
         """Sharing sessions keep the wiped prefix while they hold it; no other session finds it."""
         engine = TextEngine(20)

@@ -5,7 +5,8 @@ Steps take virtual time, computed from their rows, so a text's duration alone an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +14,12 @@ import pytest
 
 from specdec.decoding.lookahead import Lookahead
 from specdec.decoding.speculation import OWN_DRAFTERS, CandidateSource
-from specdec.decoding.token_mask import TokenMask
 from tests.replay.clock import Clock
 from tests.replay.engines import TimedEngine
-from tests.verifier_service.fakes import Client, ThreadedTextEngine
-from tests.verifier_service.step_loop.helpers import NO_BAD, text, turns
+from tests.verifier_service.fakes import Client, Decided, FixedLatency, TextEngine, ThreadedTextEngine, step_loop
+from tests.verifier_service.step_loop.helpers import NO_BAD, SlowGrammar, client, text, turns
 from verifier_service.backend.request import Policy
+from verifier_service.backend.result import Mode
 from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
 from verifier_service.step_loop import StepLoop
@@ -32,27 +33,6 @@ LOOKUPS = Policy(frozenset({CandidateSource.NGRAM}), 8, 0.0, forced=True)
 WINDOW = Policy(OWN_DRAFTERS, 64, 0.0, lookahead=Lookahead(15, 5, 15))
 
 TOKENS = 60
-
-
-class SlowGrammar:
-    """Allows everything, and takes `seconds` for each mask."""
-
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        self._clock, self._seconds = clock, seconds
-
-    def allowed(self, path: Sequence[int]) -> TokenMask | None:
-        if not path:
-            self._clock.now += self._seconds
-        return None
-
-    def forced(self) -> list[int]:
-        return []
-
-    def permits(self, path: Sequence[int], token: int) -> bool:
-        return True
-
-    def commit(self, tokens: Sequence[int]) -> None:
-        pass
 
 
 class SlowProposer(Proposer):
@@ -223,3 +203,21 @@ def test_a_heavier_tenant_gets_more() -> None:
             one.other(seed, weight=3.0)
         turns(one.loop, 10)
         assert one.seconds() == pytest.approx(4 * alone, rel=0.1)
+
+
+def test_a_step_in_which_others_sit_out_waits_for_no_draft() -> None:
+    loop = step_loop(TextEngine(40), latency=FixedLatency(0.02), controller=Decided(Mode.REMOTE_DRAFT))
+    drafted = client(loop, 5, 1, 100, tenant="a", policy=Policy(frozenset({CandidateSource.REMOTE}), 8, 0.05))
+    plain = client(loop, 5, 2, 100, tenant="b", policy=PLAIN)
+    turns(loop, 2)
+    waited = [False, False]  # without and with sessions that sit out
+    for _ in range(20):
+        drafted.session.draft_timing.committed(drafted.session.tree.base, time.monotonic())
+        division = loop._planner.shares.divide([drafted.running, plain.running], loop._threads.latency)
+        assert division is not None
+        sits_out = bool(division.sitting_out)
+        waited[sits_out] |= loop.turn() != 0.0
+        assert sits_out or division.takes_all
+        drafted.read()
+        plain.read()
+    assert waited == [False, False]

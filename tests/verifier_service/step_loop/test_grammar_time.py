@@ -1,0 +1,55 @@
+"""Grammars work while an asynchronous engine computes: this time is no part of what rows cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from specdec.decoding.query import SamplingQuery
+from specdec.decoding.step_logits import StepLogits
+from specdec.engine.batch import PackedBatch
+from specdec.engine.engine import Pass
+from tests.replay.clock import Clock
+from tests.verifier_service.fakes import Decided, DevicePass, DeviceTextEngine, step_loop
+from tests.verifier_service.step_loop.helpers import SlowGrammar, client, turns
+from verifier_service.backend.result import Mode
+from verifier_service.costs.step_latency import StepLatency
+
+PASS = 0.02
+"""Seconds of a forward pass."""
+
+
+@dataclass(kw_only=True)
+class ConcurrentPass(DevicePass):
+    """A pass that takes PASS seconds from its launch, whatever the host does meanwhile."""
+
+    clock: Clock
+    end: float
+
+    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
+        logits = super().logits(asked)
+        self.clock.now = max(self.clock.now, self.end)
+        return logits
+
+
+class ConcurrentEngine(DeviceTextEngine):
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(30)
+        self._clock = clock
+
+    def launch(self, batch: PackedBatch) -> Pass:
+        return ConcurrentPass(self.forward(batch), clock=self._clock, end=self._clock.now + PASS)
+
+
+@pytest.mark.parametrize("mask", [0.0, 0.5, 0.9])
+def test_time_that_the_device_hides_is_not_subtracted_from_a_step(mask: float) -> None:
+    """`mask`: time of a mask in passes."""
+    clock, latency = Clock(), StepLatency((1, 2, 4, 8), [PASS] * 4)
+    with clock.rules():
+        loop = step_loop(ConcurrentEngine(clock), latency=latency, controller=Decided(Mode.OFF))
+        one = client(loop, 5, 1, 60)
+        one.session.grammar = SlowGrammar(clock, mask * PASS)  # type: ignore[assignment]
+        turns(loop, 50)
+    assert latency.of(1) == pytest.approx(PASS, rel=0.05)
