@@ -268,6 +268,7 @@ class RandomBlock:
         """Return the configuration in speculators' layout."""
         return {
             "speculators_model_type": "dspark" if self.from_anchor else "dflash",
+            "speculators_config": {"proposal_methods": [{"speculative_tokens": self.rows - (not self.from_anchor)}]},
             "transformer_layer_config": self.layer | {"model_type": "qwen3"},
             "draft_vocab_size": self.outputs,
             "target_hidden_size": self.stream,

@@ -4,7 +4,7 @@ speculators.
 | Layout | Recognised by | Field with the features' layers |
 |---|---|---|
 | z-lab (DFlash) | `dflash_config` | `target_layer_ids`: features are outputs of these layers |
-| DeepSpec (DFlash, DSpark) | `architectures` ending in DSparkModel | the same; -1 stands for the token embeddings |
+| DeepSpec (DFlash, DSpark) | DSpark in a name of `architectures` | the same; -1 stands for the token embeddings |
 | speculators (dflash, dspark) | `speculators_model_type` | `aux_hidden_state_layer_ids`: features are their inputs |
 """
 
@@ -89,8 +89,7 @@ class BlockConfig:
         if reads_markov and markov is None:
             raise config.refusal("confidence_head_with_markov", "false without a Markov head")
         rows = (own if own.has("block_size") else config).integer("block_size", 1, MAX_BLOCK)
-        field = "sample_from_anchor"
-        from_anchor = flag(own if own.has(field) else config, field, default=_is_dspark(config))
+        from_anchor = _from_anchor(own, config, rows)
         if rows == 1 and not from_anchor:
             raise own.refusal("block_size", "2 or more, or sample_from_anchor true")
         layers = _layers(own if own.has(LEFT) else config, target)
@@ -127,13 +126,31 @@ class BlockConfig:
         return self.shape.layers * self.shape.kv_heads
 
 
-def _is_dspark(config: Fields) -> bool:
-    """Return whether the first row of a block guesses, too, by default: in DSpark drafts, and in DeepSpec's DFlash
-    drafts, which have the same class name."""
-    if config.has(SPECULATORS):
-        return config.text(SPECULATORS) == "dspark"
-    names = config.content.get("architectures")
-    return isinstance(names, list) and any(isinstance(name, str) and name.endswith("DSparkModel") for name in names)
+def _from_anchor(own: Fields, config: Fields, rows: int) -> bool:
+    """Return whether the first of a block's rows guesses, too. Files of DSpark may lack the field: without it, it does
+    in DeepSpec's (which include DFlash drafts), and in speculators' if a block has as many guesses as rows."""
+    name = "sample_from_anchor"
+    for fields in (own, config):
+        if fields.has(name):
+            return fields.flag(name)
+    if not config.has(SPECULATORS):
+        names = config.content.get("architectures")
+        return isinstance(names, list) and any("DSpark" in name for name in names if isinstance(name, str))
+    if config.text(SPECULATORS) != "dspark":
+        return False
+    guesses = _speculators_guesses(config)
+    if guesses not in (rows - 1, rows):
+        raise config.refusal(name, f"true or false if speculative_tokens is neither {rows - 1} nor {rows}")
+    return guesses == rows
+
+
+def _speculators_guesses(config: Fields) -> object:
+    """Return the tokens that a draft in speculators' layout is to guess at once; None if its file does not say."""
+    if not config.has("speculators_config"):
+        return None
+    proposals = config.fields("speculators_config")
+    methods = proposals.objects("proposal_methods") if proposals.has("proposal_methods") else []
+    return methods[0].content.get("speculative_tokens") if methods else None
 
 
 def _check_attention(fields: Fields) -> None:

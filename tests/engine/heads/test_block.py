@@ -210,6 +210,37 @@ def test_the_first_row_guesses_where_the_file_says_so(
     assert loaded(written(tmp_path, SMALL.tensors(), config)).guesses == guesses
 
 
+@pytest.mark.parametrize(
+    ("kind", "tokens", "guesses"), [("dspark", 4, 4), ("dspark", 5, 5), ("dflash", 4, 4), ("dflash", None, 4)]
+)
+def test_speculators_tell_by_their_tokens_whether_the_first_row_guesses(
+    tmp_path: Path, kind: str, tokens: int | None, guesses: int
+) -> None:
+    config = SMALL.speculators() | {"speculators_model_type": kind}
+    config["speculators_config"] = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}]}
+    assert loaded(written(tmp_path, SMALL.tensors(), config)).guesses == guesses
+
+
+@pytest.mark.parametrize(
+    "proposals",
+    [None, {}, {"proposal_methods": []}, {"proposal_methods": [{}]}, {"proposal_methods": [{"speculative_tokens": 3}]}],
+)
+def test_a_dspark_of_speculators_that_does_not_tell_is_refused(
+    tmp_path: Path, proposals: dict[str, Any] | None
+) -> None:
+    config = SMALL.speculators() | {"speculators_model_type": "dspark", "speculators_config": proposals}
+    said = "sample_from_anchor is missing, must be true or false if speculative_tokens is neither 4 nor 5"
+    with pytest.raises(ModelDirectoryError, match=said):
+        BlockFiles.of(written(tmp_path, SMALL.tensors(), config), TARGET)
+
+
+@pytest.mark.parametrize("name", ["Qwen3DSparkModel", "DSparkDraftModel", "Lfm2DSparkDraftModel"])
+@pytest.mark.parametrize("layout", ["z_lab", "deepspec"])
+def test_the_first_row_guesses_in_drafts_named_after_dspark(tmp_path: Path, name: str, layout: str) -> None:
+    config = getattr(SMALL, layout)() | {"architectures": [name]}
+    assert loaded(written(tmp_path, SMALL.tensors(), config)).guesses == 5
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_a_markov_head_reads_the_guesses_before(tmp_path: Path, kind: str) -> None:
     """Two levels of two guesses each; parents are in the opposite order."""
