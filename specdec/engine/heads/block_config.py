@@ -81,7 +81,7 @@ class BlockConfig:
         own = config.fields("dflash_config") if config.has("dflash_config") else config
         layer, outputs = LayerConfig.of(fields, target), outputs_of(config, target)
         _check_attention(fields)
-        for part in (own, config):
+        for part in (own, config, fields):
             _check_neutral(part)
         markov, rank = _markov(config)
         confidence = flag(config, "enable_confidence_head")
@@ -160,8 +160,6 @@ def _check_attention(fields: Fields) -> None:
         raise fields.refusal("layer_types", "full_attention in all layers: sliding windows are not supported")
     if kinds is None and flag(fields, "use_sliding_window"):
         raise fields.refusal("use_sliding_window", "false: sliding windows are not supported")
-    if flag(fields, "is_causal"):
-        raise fields.refusal("is_causal", "false")
     if flag(fields, "attention_bias"):
         raise fields.refusal("attention_bias", "false")
 
@@ -172,6 +170,11 @@ NEUTRAL: Mapping[str, object] = {
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
+    "causal": False,
+    "causal_head": False,
+    "is_causal": False,
+    "use_swa": False,
+    "rope_is_neox_style": True,
 }
 """Fields that select unsupported variants, with their values in a supported draft."""
 

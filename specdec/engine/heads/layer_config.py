@@ -18,6 +18,9 @@ ROTARY = frozenset({"default", "linear", "llama3", "yarn"})
 USUAL_CONTEXT, USUAL_THETA, USUAL_EPSILON = 2048, 10_000.0, 1e-6
 """Llama's defaults for fields that may be missing: context, base of rotary embeddings, epsilon of norms."""
 
+ROTATED = "partial_rotary_factor"
+"""Field with the share of an attention head that rotary embeddings rotate."""
+
 SPECULATORS = "speculators_model_type"
 """Field with the kind of heads; only a config.json in speculators' layout has it."""
 
@@ -63,12 +66,15 @@ class LayerConfig:
 
 def layer_fields(config: Fields, *kinds: str) -> Fields:
     """Return the fields of the layers: the top level, or `transformer_layer_config` in speculators' layout. In that
-    layout, the heads must be of one of these kinds."""
-    if not config.has(SPECULATORS):
-        return config
-    if config.text(SPECULATORS) not in kinds:
-        raise config.refusal(SPECULATORS, " or ".join(kinds))
-    return config.fields("transformer_layer_config")
+    layout, the heads must be of one of these kinds. In either, rotary embeddings must rotate the whole width."""
+    layer = config
+    if config.has(SPECULATORS):
+        if config.text(SPECULATORS) not in kinds:
+            raise config.refusal(SPECULATORS, " or ".join(kinds))
+        layer = config.fields("transformer_layer_config")
+    if layer.has(ROTATED) and layer.number(ROTATED) != 1:
+        raise layer.refusal(ROTATED, "1: rotary embeddings of a part of each attention head are not supported")
+    return layer
 
 
 def outputs_of(config: Fields, target: TargetShape) -> int:

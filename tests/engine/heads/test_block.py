@@ -304,6 +304,21 @@ def tensor(name: str, *shape: int) -> Change:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("causal", True), ("causal_head", True), ("is_causal", True), ("use_swa", True), ("rope_is_neox_style", False)],
+)
+@pytest.mark.parametrize("within", ["", "dflash_config.", "transformer_layer_config."])
+def test_other_attention_is_refused_wherever_the_file_asks_for_it(
+    tmp_path: Path, name: str, value: bool, within: str
+) -> None:
+    config = SMALL.speculators() if within.startswith("transformer") else SMALL.z_lab()
+    (config[within[:-1]] if within else config)[name] = value
+    said = f"{within}{name} is {json.dumps(value)}, must be {json.dumps(not value)} or missing"
+    with pytest.raises(ModelDirectoryError, match=said):
+        BlockFiles.of(written(tmp_path, SMALL.tensors(), config), TARGET)
+
+
+@pytest.mark.parametrize(
     ("change", "why"),
     [
         (without("fc.weight"), r"lacks fc.weight, of the shape \[10, 30\]"),
@@ -336,7 +351,7 @@ def tensor(name: str, *shape: int) -> Change:
         (field("target_layer_ids", []), "target_layer_ids is .*, must be a list of layers, one at least"),
         (field("target_layer_ids", None), "target_layer_ids is null, must be an integer from -1 to 4"),
         (field("layer_types", ["sliding_attention"] * 2), "layer_types is .*, must be full_attention in all layers"),
-        (field("is_causal", True), "is_causal is true, must be false"),
+        (field("partial_rotary_factor", 0.5), "partial_rotary_factor is 0.5, must be 1: rotary embeddings of a part"),
         (field("attention_bias", True), "attention_bias is true, must be false"),
         (field("projector_type", "domino"), 'projector_type is "domino", must be "dflash" or missing'),
         (field("vocab_size", 24), "vocab_size is 24, must be 23, that of the target"),

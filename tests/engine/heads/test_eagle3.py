@@ -293,6 +293,7 @@ def tensor(name: str, *shape: int) -> Change:
         (field("head_dim", 7), "head_dim is 7, must be such that the heads' width is even"),
         (field("rms_norm_eps", 0), "rms_norm_eps is 0, must be above 0"),
         (field("rope_scaling", {"type": "dynamic", "factor": 2.0}), "rope_scaling is .*, must be of one of the types"),
+        (field("partial_rotary_factor", 0.5), "partial_rotary_factor is 0.5, must be 1: rotary embeddings of a part"),
         (field("eagle_config", {"use_aux_hidden_state": False}), "eagle_config.use_aux_hidden_state is false, must be"),
         (
             field("eagle_config", {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}),
