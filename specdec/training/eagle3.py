@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from specdec.engine.heads.eagle3 import Eagle3Heads, Eagle3Weights
-from specdec.engine.heads.eagle3_config import LAYER_IDS, Eagle3Shape, Eagle3Variant
+from specdec.engine.heads.eagle3_config import LAYER_IDS, MIN_LAYERS, Eagle3Shape, Eagle3Variant
 from specdec.engine.heads.eagle3_files import NAMES
 from specdec.engine.heads.feature_files import tensor_name
 from specdec.engine.heads.layer_config import USUAL_EPSILON
@@ -43,9 +43,6 @@ from specdec.training.texts import Windows
 
 MAX_NORM = 0.5
 """Limit on the norm of a step's gradient, as in EAGLE."""
-
-MIN_LAYERS = 7
-"""Minimum layers of a target for EAGLE's choice of feature layers; with fewer, the three are not all different."""
 
 
 @dataclass(frozen=True, kw_only=True)

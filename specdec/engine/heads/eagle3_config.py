@@ -1,7 +1,8 @@
 """The configuration of EAGLE-3 heads: config.json in EAGLE's layout or in speculators'. EAGLE's file has the fields of
 a one-layer Llama model, and others; speculators' has the Llama fields in `transformer_layer_config`.
 
-A feature is numbered by the layer that it *enters*, as in EAGLE, speculators and vLLM.
+A feature is numbered by the layer that it *enters*, as in EAGLE, speculators and vLLM. SpecForge's files list the layer
+before it, whose output it is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from specdec.engine.model_file import Fields
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """Field with the layers whose features heads read."""
+
+MIN_LAYERS = 7
+"""Minimum layers of a target for EAGLE's choice of feature layers; with fewer, the three are not all different."""
 
 
 class Eagle3Shape(NamedTuple):
@@ -106,6 +110,9 @@ def _layers(config: Fields, target: TargetShape) -> tuple[int, ...]:
         layers = within.integers(LAYER_IDS, 0, target.layers - 1, count=MAX_FEATURES)
         if not layers:
             raise within.refusal(LAYER_IDS, "a list of layers, one at least")
+        # EAGLE's first layer is 2, which SpecForge calls 1. In a shallow target `train-heads` chooses 1 itself.
+        if layers[0] == 1 and target.layers >= MIN_LAYERS and not config.has(SPECULATORS):
+            layers = [1 + layer for layer in within.integers(LAYER_IDS, 0, target.layers - 2, count=MAX_FEATURES)]
         return tuple(layers)
     usual = 2, target.layers // 2, target.layers - 3
     if not all(0 <= layer < target.layers for layer in usual):

@@ -20,13 +20,14 @@ from torch import Tensor
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.heads.eagle3 import Eagle3Heads
+from specdec.engine.heads.eagle3_config import Eagle3Config
 from specdec.engine.heads.eagle3_files import Eagle3Files
 from specdec.engine.heads.files import HeadsFilesError, TargetShape
 from specdec.engine.heads.growth import CONTEXT
 from specdec.engine.heads.kinds import kind_in, memory_of_heads
 from specdec.engine.heads.text_memory import TextMemory, TreeContext
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.model_file import ModelDirectoryError
+from specdec.engine.model_file import Fields, ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check
 from specdec.engine.unsupported import UnsupportedModelError
@@ -323,6 +324,24 @@ def test_the_default_layers_need_a_target_that_has_them(tmp_path: Path) -> None:
     assert Eagle3Files.of(folder, TARGET).config.layers == (2, 3, 3)
     with pytest.raises(ModelDirectoryError, match="layer_ids is missing, must be given for a target of 2 layers"):
         Eagle3Files.of(folder, TARGET._replace(layers=2))
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "read"),  # SpecForge names outputs, but `train-heads` for a shallow target the input 1
+    [((1, 46, 90), 94, (2, 47, 91)), ((1, 3, 4), 7, (2, 4, 5)), ((2, 4, 5), 7, (2, 4, 5)), ((1, 3, 5), 6, (1, 3, 5))],
+)
+def test_listed_layers_name_inputs_or_outputs(named: tuple[int, ...], count: int, read: tuple[int, ...]) -> None:
+    heads, target = replace(SMALL, layers=named), TARGET._replace(layers=count)
+    eagle = heads.eagle()
+    top_level = {**eagle, **eagle["eagle_config"], "eagle_config": None}
+    for content, want in ((eagle, read), (top_level, read), (heads.speculators(), named)):
+        assert Eagle3Config.of(Fields(Path("config.json"), content), target).layers == want
+
+
+def test_a_list_of_outputs_must_leave_a_layer_to_enter() -> None:
+    fields = Fields(Path("config.json"), replace(SMALL, layers=(1, 4, 7)).eagle())
+    with pytest.raises(ModelDirectoryError, match=r"layer_ids\[2\] is 7, must be an integer from 0 to 6"):
+        Eagle3Config.of(fields, TARGET._replace(layers=8))
 
 
 def test_without_a_configuration_they_are_refused(tmp_path: Path) -> None:
