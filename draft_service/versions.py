@@ -140,13 +140,13 @@ class VersionedDrafter(Drafter):
         self._limits, self._draw = limits, draw
         self._serving = Version(name, State.SERVING, fingerprint=loaded.fingerprint, loaded=loaded)
         self._canary: Version | None = None
-        self._trial: VersionTrial[DrafterSession] = VersionTrial(limits)  # of the canary, if there is one
+        self._trial: VersionTrial[DrafterSession] = VersionTrial(limits)
+        """The canary's. An ended trial is replaced at once, since it refers to the sessions of its time."""
         self._retired: Version | None = None
         self._known = {name: self._serving}
         self._of: dict[DrafterSession, Version] = {}
-        self._waiting_for_memory: dict[
-            DrafterSession, None
-        ] = {}  # moved sessions that wait for memory at the serving version
+        self._waiting_for_memory: dict[DrafterSession, None] = {}
+        """Moved sessions that wait for memory at the serving version."""
 
     # --- read by any thread ---------------------------------------------------------------------------
 
@@ -315,6 +315,7 @@ class VersionedDrafter(Drafter):
         self._promoted = [*self._promoted, version.name][-MAX_PROMOTED:]
         self.outcomes[Outcome.PROMOTED.value] += 1
         log.info("version_promoted", version=version.name, before=before.name, why=self._trial.reason)
+        self._trial = VersionTrial(self._limits)
         self._end_retired()
 
     def _roll_back(self, version: Version, state: State, reason: str) -> None:
@@ -332,7 +333,7 @@ class VersionedDrafter(Drafter):
             self._waiting_for_memory[session] = None
         moved, version.sessions = version.sessions, 0
         if version is self._canary:
-            self._canary = None
+            self._canary, self._trial = None, VersionTrial(self._limits)
         elif version is self._retired:
             self._retired = None
         self._drop(version)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from draft_service.version_loading import LoadedVersion
 from draft_service.version_trial import SPEED_PASSES, TrialLimits
 from draft_service.versions import MAX_KNOWN, State
 from specdec.decoding.sampling import Rule
+from specdec.engine.learned_from import LearnedFrom, tenant_digest
 from tests.draft_service.versioned import BAD, GOOD, LIMITS, Guessing, Service, loaded, not_a_number
 
 
@@ -162,3 +167,54 @@ def test_figures_are_of_the_version_that_drafted() -> None:
     assert (second.committed, second.guessed) == (10, 0)
     assert second.passes == service.loop.steps > 0
     assert 0 < second.busy <= service.loop.stats.busy
+
+
+def write_until_the_verdict(service: Service) -> None:
+    number = 0
+    while service.version("v2").state is State.CANARY:
+        text = service.open(is_new=number % 2 == 0)
+        service.write(text, 20)
+        service.loop.detach(text)
+        number += 1
+
+
+def remove(service: Service) -> None:
+    service.drafter.remove("v2")
+
+
+def forget(service: Service) -> None:
+    service.drafter.forgotten.add("acme")
+    service.drafter.forget()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "end", "state"),
+    [
+        ([BAD, GOOD], write_until_the_verdict, State.SERVING),
+        ([GOOD, BAD], write_until_the_verdict, State.WORSE),
+        ([GOOD, GOOD], remove, State.REMOVED),
+        ([BAD, GOOD, GOOD], forget, State.WAITING),  # interrupted: the serving version is withdrawn
+    ],
+)
+def test_an_ended_trial_keeps_no_session(tokens: list[int], end: Callable[[Service], None], state: State) -> None:
+    """`tokens`: what the versions guess."""
+    first, *promoted, last = tokens
+    service = Service(Guessing(first))
+    for token in promoted:
+        service.drafter.note("v1", State.WAITING)
+        learned_from = LearnedFrom().with_texts({tenant_digest("acme"): 1.0})
+        service.drafter.begin("v1", replace(loaded(Guessing(token)), learned_from=learned_from))
+        service.try_on()
+    canary = service.begin("v2", Guessing(last))
+    texts = [service.open(is_new=True), service.open()]
+    for text in texts:
+        service.write(text, 5)
+    end(service)
+    assert canary.state is state
+    for text in texts:
+        service.loop.detach(text)
+    open_then = [weakref.ref(text) for text in texts]
+    service.sent.clear()
+    del text, texts
+    gc.collect()
+    assert [session() for session in open_then] == [None, None]
