@@ -1,7 +1,8 @@
 """Traffic: the texts that a draft may learn from, in memory only.
 
-A text is kept when its session ends, if its request permits it; the oldest texts are evicted. Forgetting a tenant
-deletes its texts immediately, and its running texts are not kept either (`forgotten.py`).
+A text is kept when its session ends, if its request permits it; the oldest texts are evicted. A text with several
+sessions, one after another, is kept once. Forgetting a tenant deletes its texts immediately, and its running texts are
+not kept either (`forgotten.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,33 @@ class KeptText:
     tokens: NDArray[np.uint32]  # prompt first
     prompt: int  # tokens of the prompt
     overruled: NDArray[np.uint32]  # indices of tokens that are not the draft's likeliest guess, ascending
-    kept_at: float  # by the `clock` of `Traffic`
+    kept_at: float  # by the `clock` of `Traffic`; for a text of several sessions, after the first one
     places: PackedPlaces = NO_PLACES  # the target's log-probabilities at some overruled tokens
+
+    def continues(self, other: KeptText) -> bool:
+        """Return whether the other text begins this one."""
+        return (
+            (other.tenant, other.prompt) == (self.tenant, self.prompt)
+            and len(other.tokens) <= len(self.tokens)
+            and np.array_equal(other.tokens, self.tokens[: len(other.tokens)])
+        )
+
+    def with_labels_of(self, begin: KeptText) -> KeptText:
+        """Return this text with the labels of its beginning, which an earlier session has kept."""
+        overruled, places = np.union1d(begin.overruled, self.overruled), begin.places.before(self.places)
+        return replace(self, overruled=overruled, kept_at=begin.kept_at, places=places)
+
+    def last(self, most: int, most_places: int) -> KeptText:
+        """Return a copy of the last `most` tokens, with at most the last `most_places` places, so that the memory of
+        the others can be freed."""
+        cut = max(0, len(self.tokens) - most)
+        return replace(
+            self,
+            tokens=self.tokens[cut:].copy(),
+            prompt=max(0, self.prompt - cut),
+            overruled=self.overruled[self.overruled >= cut] - np.uint32(cut),
+            places=self.places.after(cut).last(most_places) if len(self.places) else NO_PLACES,
+        )
 
 
 class Kept(NamedTuple):
@@ -81,19 +107,20 @@ class Traffic:
         request = session.request
         if not request.learn or session.tree.base == len(request.prompt):  # the target has added no token
             return False
-        cut = max(0, session.tree.base - self._most)
-        overruled = np.asarray(session.overruled, dtype=np.uint32)
         text = KeptText(
             request.tenant,
-            np.asarray(session.tree.committed[cut:], dtype=np.uint32),
-            max(0, len(request.prompt) - cut),
-            overruled[overruled >= cut] - np.uint32(cut),
+            np.asarray(session.tree.committed, dtype=np.uint32),
+            len(request.prompt),
+            np.asarray(session.overruled, dtype=np.uint32),
             self._clock(),
-            PackedPlaces.of(session.places).after(cut).last(self.most_places) if session.places else NO_PLACES,
+            PackedPlaces.of(session.places) if session.places else NO_PLACES,
         )
         with self._lock:
             if not self.keeps(session):
                 return False
+            if request.generated:  # opened mid-text: an earlier session may have kept the beginning
+                text = self._joined(text)
+            text = text.last(self._most, self.most_places)
             self._texts.append(text)
             self._tokens += len(text.tokens)
             self._places += len(text.places)
@@ -107,6 +134,18 @@ class Traffic:
             while self._places > self.most_places:
                 self._drop_places()
         return True
+
+    def _joined(self, text: KeptText) -> KeptText:
+        """Return a text with the labels of its beginning, if that is kept, and no longer keep the beginning alone."""
+        begin = next((kept for kept in reversed(self._texts) if text.continues(kept)), None)
+        if begin is None:
+            return text
+        self._texts.remove(begin)
+        self._tokens -= len(begin.tokens)
+        if len(begin.places):
+            self._with_places.remove(begin)
+            self._places -= len(begin.places)
+        return text.with_labels_of(begin)
 
     def _drop_places(self) -> None:
         """Drop the log-probabilities of the oldest text that has some."""

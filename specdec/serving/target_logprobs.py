@@ -110,6 +110,17 @@ class PackedPlaces:
         kept = self.positions >= cut
         return PackedPlaces(self.positions[kept] - np.uint32(cut), self.tokens[kept], self.logprobs[kept])
 
+    def before(self, later: PackedPlaces) -> PackedPlaces:
+        """Return the places of a text given these and later ones; those of the later ones' range count."""
+        if not len(later):
+            return self
+        kept = self.positions < later.positions[0]
+        return PackedPlaces(
+            np.concatenate([self.positions[kept], later.positions]),
+            np.concatenate([self.tokens[kept], later.tokens]),
+            np.concatenate([self.logprobs[kept], later.logprobs]),
+        )
+
     def last(self, most: int) -> PackedPlaces:
         """Return a copy of the last `most` places, so that the memory of the others can be freed."""
         begin = max(0, len(self) - most)

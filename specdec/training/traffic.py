@@ -35,8 +35,9 @@ class TrainingTraffic:
 
     @classmethod
     def of(cls, messages: Iterable[learning_pb2.KeptText], read: float) -> TrainingTraffic:
-        """Return the texts in messages that were read at this Unix time, in seconds, or later."""
-        texts = list(messages)
+        """Return the texts in messages that were read at this Unix time, in seconds, or later. A text that several
+        draft services have drafted for, one after another, counts once."""
+        texts = _joined(list(messages))
         tenants: dict[str, float] = {}
         for text in texts:
             at = read - text.age_us / 1e6
@@ -106,6 +107,29 @@ class TrainingTraffic:
             raise TextError(f"--traffic: {problem}, since the newest texts are held out")
         count = len(self.texts) - held
         return TrainingTraffic(self.texts[:count], self.tenants), TrainingTraffic(self.texts[count:], self.tenants)
+
+
+def _joined(texts: Sequence[learning_pb2.KeptText]) -> list[learning_pb2.KeptText]:
+    """Return the texts without those that are the beginning of another one, which gets their labels. A draft session
+    opened mid-text has no labels before its opening; a text that does have some is another request's."""
+    keys = [(text.tenant_digest, text.prompt_tokens, np.asarray(text.tokens, dtype=">u4").tobytes()) for text in texts]
+    found, gone = [*texts], set[int]()
+    for begin, whole in pairwise(sorted(range(len(texts)), key=keys.__getitem__)):  # a text follows its beginning
+        is_begun = keys[whole][:2] == keys[begin][:2] and keys[whole][2].startswith(keys[begin][2])
+        if is_begun and min(found[whole].overruled, default=MAX_TOKEN_IDS) >= len(found[begin].tokens):
+            found[whole] = _with_labels_of(found[begin], found[whole])
+            gone.add(begin)
+    return [text for number, text in enumerate(found) if number not in gone]
+
+
+def _with_labels_of(begin: learning_pb2.KeptText, whole: learning_pb2.KeptText) -> learning_pb2.KeptText:
+    """Return a text with the labels of its beginning, too, which end before the text's own."""
+    found = learning_pb2.KeptText()
+    found.CopyFrom(begin)
+    del found.tokens[:]
+    found.MergeFrom(whole)  # appends lists
+    found.age_us = max(begin.age_us, whole.age_us)
+    return found
 
 
 def kept_texts(

@@ -32,9 +32,11 @@ GUESSED = 7
 """The fake engine's likeliest token everywhere."""
 
 
-def session(tenant: str = "a", learn: bool = True, prompt: Sequence[int] = PROMPT) -> DrafterSession:
+def session(
+    tenant: str = "a", learn: bool = True, prompt: Sequence[int] = PROMPT, generated: Sequence[int] = ()
+) -> DrafterSession:
     request = DrafterSessionRequest(
-        list(prompt), [], RequestSampler(Sampling()), frozenset(), 200, 10_000, tenant=tenant, learn=learn
+        list(prompt), list(generated), RequestSampler(Sampling()), frozenset(), 200, 10_000, tenant=tenant, learn=learn
     )
     return DrafterSession(request, ExpansionPolicy(max_nodes=8), VOCABULARY, Calibration())
 
@@ -131,6 +133,49 @@ def test_log_probabilities_stay_within_their_bytes(
             expected[oldest] = (expected[oldest][0], [])
         assert [text.places.positions.tolist() for text in kept] == [places for _, places in expected]
         assert traffic.kept().logprob_bytes == PLACE_BYTES * sum(len(places) for _, places in expected)
+
+
+@pytest.mark.parametrize(
+    ("most", "labelled", "kept_at"),
+    [(100, [3, 5, 6], 1.0), (6, [3, 5, 6], 1.0), (4, [6], 3.0)],  # an overlong beginning is just evicted
+)
+def test_a_text_is_kept_once_however_often_its_session_is_opened(
+    most: int, labelled: list[int], kept_at: float
+) -> None:
+    """Sessions that do not pay are closed, and opened again later."""
+    now = 1.0
+    traffic = Traffic(most, clock=lambda: now, most_bytes=100 * PLACE_BYTES)
+    written = list[int]()
+    for new in ([4, 5], [6], [7, 8]):
+        part = session(generated=written)
+        part.commit(part.tree.base, new)
+        part.overruled = [3 + len(written)]
+        part.add_places([at(3 + len(written))])
+        written += new
+        assert traffic.keep(part)
+        now += 1.0
+    whole = [*PROMPT, *written]
+    cut = max(0, len(whole) - most)
+    (text,) = traffic.texts()
+    assert (text.tokens.tolist(), text.prompt) == (whole[cut:], max(0, 3 - cut))
+    labels = [place - cut for place in labelled]
+    assert text.overruled.tolist() == text.places.positions.tolist() == labels
+    assert text.kept_at == kept_at
+    kept = traffic.kept()
+    assert (kept.tokens, kept.logprob_bytes) == (len(whole) - cut, len(labels) * PLACE_BYTES)
+
+
+def test_equal_texts_of_other_requests_and_tenants_stay_apart() -> None:
+    traffic = Traffic(1000)
+    ended(traffic, [4, 5])
+    ended(traffic, [4, 5])
+    ended(traffic, [6], tenant="b", generated=[4, 5])
+    ended(traffic, [5, 6], prompt=[*PROMPT, 4], generated=[5])
+    ended(traffic, [6], generated=[4, 4])
+    assert len(traffic.texts()) == 5
+    ended(traffic, [6], generated=[4, 5])
+    assert tokens(traffic.texts())[-1] == [*PROMPT, 4, 5, 6]
+    assert len(traffic.texts()) == 5
 
 
 def test_a_text_keeps_its_first_places_and_each_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,40 @@ def test_labels_stand_where_their_tokens_do() -> None:
     assert labels.weights.tolist() == [1, 1, 2.5, 1, 1, 2.5]
     assert labels.top_tokens[0, :2].tolist() == [8, 9]
     assert labels.top_logprobs[0].tolist() == [-0.5, -1.5] + [-torch.inf] * (MAX_TOP - 2)
+
+
+def test_a_text_of_several_draft_services_counts_once() -> None:
+    """Each service keeps the text from its prompt on, but has labels for its own part alone."""
+
+    def part(tokens: list[int], overruled: list[int], age: int, digest: str = "x") -> learning_pb2.KeptText:
+        places = [TargetLogprobs(at, np.array([at], np.uint32), np.array([-0.5], np.float16)) for at in overruled]
+        return learning_pb2.KeptText(
+            tenant_digest=digest,
+            tokens=tokens,
+            prompt_tokens=2,
+            overruled=overruled,
+            age_us=age,
+            logprobs=[place.message for place in places],
+        )
+
+    parts = [
+        part([5, 6, 7, 8, 9], [4], 2),
+        part([5, 6, 7, 8, 9, 10], [3], 3),  # another request's, since it has a label before the end of the others
+        part([5, 6, 7, 8], [3], 4),
+        part([5, 6, 7, 8], [2], 5, "y"),
+        part([5, 6, 7], [2], 6),
+    ]
+    for order in permutations(parts):
+        traffic = TrainingTraffic.of(order, 0.0)
+        assert sorted((text.tenant_digest, len(text.tokens), text.age_us) for text in traffic.texts) == [
+            ("x", 5, 6),
+            ("x", 6, 3),
+            ("y", 4, 5),
+        ]
+        (whole,) = [text for text in traffic.texts if len(text.tokens) == 5]
+        assert whole.tokens == [5, 6, 7, 8, 9]
+        assert (whole.overruled, [place.position for place in whole.logprobs]) == ([2, 3, 4], [2, 3, 4])
+        assert traffic.tenants == {"x": -6e-6, "y": -5e-6}
 
 
 def test_the_newest_texts_are_held_out() -> None:
