@@ -261,7 +261,8 @@ def train_draft(minutes: float, device: str, rows: int, length: int, resume: boo
 def train_heads(steps: int, device: str) -> None:
     model = LlamaForCausalLM.from_pretrained(HOME / "target", dtype=torch.bfloat16).to(device)
     plan = MedusaPlan(heads=4, steps=steps)
-    origin = Origin("demo-target", text="", own_tokens=0)  # never resumed, so its text is never compared
+    # It is never resumed, so neither text nor target is ever compared.
+    origin = Origin("demo-target", text="", own_tokens=0, target_fingerprint="")
     training = MedusaTraining(model, Windows(encoded(held_out=False), plan.length), plan, origin)
     while not training.over:
         loss = training.step()

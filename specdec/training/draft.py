@@ -20,7 +20,17 @@ from specdec.training.acceptance import Acceptance, acceptance
 from specdec.training.divergences import NAMES, Loss, divergence, overruled
 from specdec.training.draft_files import DraftFiles
 from specdec.training.files import TEXTS, complete
-from specdec.training.plan import DRAFT, MAX_TOKENS, TRAINS, Origin, Plan, ResumeError, check_texts, plan_begun
+from specdec.training.plan import (
+    DRAFT,
+    MAX_TOKENS,
+    TRAINS,
+    Origin,
+    Plan,
+    ResumeError,
+    check_model,
+    check_texts,
+    plan_begun,
+)
 from specdec.training.texts import Mixture, Windows
 from specdec.training.training import Batches, Training, rows_a_pass
 
@@ -50,7 +60,6 @@ class DraftPlan(Plan):
 class DraftOrigin(Origin):
     """The models and texts that a draft's training started with."""
 
-    target_fingerprint: str
     draft: str  # its name
     draft_fingerprint: str
     replay: str  # digest of the files of older text; empty if there are none
@@ -179,14 +188,8 @@ def check_unfinished(
     None accepts the origin's value."""
     kept = plan_begun(out, DRAFT, plan, TEXTS)
     origin = DraftOrigin.kept(kept)
-    begun = {"for": (origin.target, origin.target_fingerprint), "from": (origin.draft, origin.draft_fingerprint)}
-    for word, found in (("for", target), ("from", draft)):
-        if found[0] != begun[word][0]:
-            raise ResumeError(f"{out}: was started {word} {begun[word][0]}, cannot be resumed {word} {found[0]}")
-        if found[1] != begun[word][1]:
-            raise ResumeError(
-                f"{out}: was started {word} another {found[0]}: its configuration or weights have changed"
-            )
+    check_model(out, "for", (origin.target, origin.target_fingerprint), target)
+    check_model(out, "from", (origin.draft, origin.draft_fingerprint), draft)
     check_texts(out, origin, text=text, own_tokens=own_tokens)
     if replay not in (None, origin.replay):
         raise ResumeError(

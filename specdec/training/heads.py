@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.training.files import TEXTS, replace_json, replace_tensors
-from specdec.training.plan import MAX_TOKENS, TRAINS, Origin, ResumeError, check_texts, plan_begun
+from specdec.training.plan import MAX_TOKENS, TRAINS, Origin, check_model, check_texts, plan_begun
 from specdec.training.texts import Windows
 from specdec.training.training import P, Training, check_room, rows_a_pass
 
@@ -113,14 +113,19 @@ def as_stored(tensor: Tensor) -> Tensor:
 
 
 def check_unfinished(
-    out: Path, trains: str, plan: P, *, target: str, text: str | None = None, own_tokens: int | None = None
+    out: Path, trains: str, plan: P, *, target: tuple[str, str], text: str | None = None, own_tokens: int | None = None
 ) -> Origin:
     """Return the origin of the unfinished training in a directory. ResumeError, naming the option, if there is none, or
-    if it trains something else or has another plan, target or text. `trains`: as in HeadTraining; `text`, `own_tokens`:
-    as in Origin; None: the values at the beginning."""
+    if it trains something else or has another plan, target or text. `trains`: as in HeadTraining; `target`: name and
+    fingerprint; `text`, `own_tokens`: as in Origin; None: the values at the beginning."""
     kept = plan_begun(out, trains, plan, TEXTS)
-    origin = Origin(kept.text("target"), kept.text("text"), kept.integer("own_tokens", 0, MAX_TOKENS))
-    if origin.target != target:
-        raise ResumeError(f"{out}: was started for {origin.target}, cannot be resumed for {target}")
+    of_target = "target_fingerprint"
+    origin = Origin(
+        kept.text("target"),
+        kept.text("text"),
+        kept.integer("own_tokens", 0, MAX_TOKENS),
+        kept.text(of_target) if kept.has(of_target) else target[1],  # older plans lack it
+    )
+    check_model(out, "for", (origin.target, origin.target_fingerprint), target)
     check_texts(out, origin, text=text, own_tokens=own_tokens)
     return origin

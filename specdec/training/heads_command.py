@@ -65,13 +65,12 @@ def prepared(directory: ModelDirectory, options: HeadsOptions, plan: Plan, out: 
     `out` has nothing to resume, or the target cannot have heads of this kind."""
     kind = TRAININGS[type(plan)]
     digest = digest_of(options.files) if options.files else None
+    target = directory.name, directory.model_fingerprint
     if resume:
-        origin = check_unfinished(
-            out, kind.trains, plan, target=directory.name, text=digest, own_tokens=options.own_tokens
-        )
+        origin = check_unfinished(out, kind.trains, plan, target=target, text=digest, own_tokens=options.own_tokens)
         text = TrainingText.kept(out)
     else:
-        origin = Origin(directory.name, digest or "", options.own_tokens or 0)
+        origin = Origin(target[0], digest or "", options.own_tokens or 0, target[1])
         given = tokens_of(options.files, Tokenizer(directory), min(directory.end_tokens, default=None))
         none = torch.empty(0, dtype=torch.int64)
         text = TrainingText(given, none, none.view(0, plan.length))

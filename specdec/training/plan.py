@@ -43,6 +43,7 @@ class Origin:
     target: str  # its name
     text: str  # digest of the files of text
     own_tokens: int  # additional tokens, written by the target
+    target_fingerprint: str
 
 
 def write_plan(out: Path, plan: Plan, origin: Origin, **more: object) -> None:
@@ -66,6 +67,15 @@ def plan_begun(out: Path, trains: str, plan: Plan, *needed: str) -> Fields:
             option = name.replace("_", "-")
             raise ResumeError(f"{out}: was started with --{option} {begun.get(name)}, cannot be resumed with {value}")
     return kept
+
+
+def check_model(out: Path, word: str, begun: tuple[str, str], found: tuple[str, str]) -> None:
+    """Raise ResumeError unless a training is resumed with the model that it started with. `begun`, `found`: name and
+    fingerprint; `word`: what joins the model's name to the training, for the message."""
+    if found[0] != begun[0]:
+        raise ResumeError(f"{out}: was started {word} {begun[0]}, cannot be resumed {word} {found[0]}")
+    if found[1] != begun[1]:
+        raise ResumeError(f"{out}: was started {word} another {found[0]}: its configuration or weights have changed")
 
 
 def check_texts(out: Path, origin: Origin, *, text: str | None, own_tokens: int | None) -> None:

@@ -43,7 +43,7 @@ from tests.verifier_service.fakes import Decided
 from verifier_service.backend.result import Mode
 
 PLAN = BlockPlan(block=3, layers=2, markov_rank=6, anchors=5, steps=6, rows=2, length=16, rate=0.003)
-ORIGIN = Origin("tiny", "0123", 500)
+ORIGIN = Origin("tiny", "0123", 500, "fp-tiny")
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ from tests.verifier_service.fakes import Decided
 from verifier_service.backend.result import Mode
 
 PLAN = Eagle3Plan(ttt_steps=3, steps=6, rows=2, length=16, rate=0.003, draft_vocabulary=120)
-ORIGIN = Origin("tiny", "0123", 500)
+ORIGIN = Origin("tiny", "0123", 500, "fp-tiny")
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,13 @@ def test_own_text_that_is_half_written_is_resumed(target: ModelDirectory, tmp_pa
     assert again.training(tmp_path / "cut").done == 1
 
 
+def test_another_target_in_a_directory_of_the_same_name_is_refused(target: ModelDirectory, tmp_path: Path) -> None:
+    heads(target, tmp_path / "out")
+    other = ModelDirectory(make("llama", tmp_path / "llama", seed=1))
+    with pytest.raises(ResumeError, match="was started for another llama: its configuration or weights have changed"):
+        heads(other, tmp_path / "out", resume=True)
+
+
 def test_texts_of_an_earlier_version_are_refused(target: ModelDirectory, tmp_path: Path) -> None:
     heads(target, tmp_path)
     write_texts(tmp_path, torch.arange(96))

@@ -158,7 +158,7 @@ def test_a_text_of_several_draft_services_counts_once() -> None:
         ]
         (whole,) = [text for text in traffic.texts if len(text.tokens) == 5]
         assert whole.tokens == [5, 6, 7, 8, 9]
-        assert (whole.overruled, [place.position for place in whole.logprobs]) == ([2, 3, 4], [2, 3, 4])
+        assert whole.overruled == [place.position for place in whole.logprobs] == [2, 3, 4]
         assert traffic.tenants == {"x": -6e-6, "y": -5e-6}
 
 
