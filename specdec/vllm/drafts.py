@@ -21,6 +21,7 @@ from specdec.serving.pods.breaker import Breaker
 from specdec.serving.pods.connections import SecureConnections, connect
 from specdec.serving.pods.discovery import Discovery
 from specdec.serving.pods.replicas import Replicas
+from specdec.serving.validation import MAX_DEPTH
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 from specdec.vllm.settings import VllmDraftSettings
 from specdec.vllm.texts import VllmText
@@ -331,8 +332,8 @@ class Drafts:
             raise UnfitDraftError(f"serves {identity.model!r} with a different tokenizer than the target's")
 
     def _opening(self, text: VllmText) -> draft_pb2.DraftOpen:
-        """Return the message that opens a session: it requests argmax candidates, as far ahead as two steps can
-        accept."""
+        """Return the message that opens a session: it requests argmax candidates, as far ahead as two steps can accept,
+        or a draft service permits."""
         target = self._target
         return draft_pb2.DraftOpen(
             prompt_tokens=text.tree.committed,
@@ -350,4 +351,4 @@ class Drafts:
 
     def _policy(self, *, paused: bool) -> draft_pb2.DraftPolicy:
         depth = self._target.depth
-        return draft_pb2.DraftPolicy(max_nodes=8 * depth, max_depth=2 * depth + 1, paused=paused)
+        return draft_pb2.DraftPolicy(max_nodes=8 * depth, max_depth=min(2 * depth + 1, MAX_DEPTH), paused=paused)

@@ -15,6 +15,7 @@ from draft_service.servicer import DraftServicer
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.errors import OverloadedError, PeerLostError
 from specdec.serving.pods import breaker
+from specdec.serving.validation import MAX_DEPTH
 from specdec.vllm import drafts as module
 from specdec.vllm.drafts import FULL_SECONDS, Drafts, Target
 from specdec.vllm.settings import VllmDraftSettings
@@ -39,10 +40,12 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "MAX_OPEN_SECONDS", 0.02)
 
 
-def drafts_of(directories: Directories, *addresses: str, room: int = CONTEXT) -> tuple[Drafts, Callable[[], VllmText]]:
+def drafts_of(
+    directories: Directories, *addresses: str, room: int = CONTEXT, depth: int = DEPTH
+) -> tuple[Drafts, Callable[[], VllmText]]:
     """Return the sessions at these drafts, and a factory of texts."""
     model = ModelDirectory(directories.target)
-    target = Target(model.tokenizer_fingerprint, model.vocabulary, CONTEXT, frozenset(), DEPTH)
+    target = Target(model.tokenizer_fingerprint, model.vocabulary, CONTEXT, frozenset(), depth)
     settings = VllmDraftSettings(tuple(map(Address.parse, addresses)), wait=1.0)
 
     def text() -> VllmText:
@@ -89,6 +92,18 @@ async def test_a_text_gets_room_bit_by_bit(directories: Directories) -> None:
         last, room = opened[-1]
         assert last + room == CONTEXT  # the last session lasts to the end
         assert len(opened) >= (CONTEXT - len(PROMPT)) // 40
+        drafts.forget([text])
+        await until(lambda: services.idle)
+
+
+async def test_more_candidates_than_half_of_the_greatest_depth_are_drafted(directories: Directories) -> None:
+    async with stack(directories.target, directories.target) as services:
+        drafts, text_of = drafts_of(directories, services.drafts[0].address, depth=MAX_DEPTH)
+        text = text_of()
+        with captured_logs() as logs:
+            async with asyncio.timeout(30):
+                await grow(drafts, text)
+        assert not refusals(logs)
         drafts.forget([text])
         await until(lambda: services.idle)
 
