@@ -111,8 +111,10 @@ class VersionFollower:
             return
         if (earlier := self.drafter.earlier) and time.monotonic() >= self._back_at:
             self._go_back(earlier)
-        elif self._waiting and self.drafter.is_free:
-            self._load(self._waiting.pop(0))
+        elif self.drafter.is_free:
+            self._leave_out()  # names may have been taken since the last change of the folder
+            if self._waiting:
+                self._load(self._waiting.pop(0))
 
     def _take(self, found: tuple[FoundVersion, ...]) -> None:
         """Take the folder's contents: new versions, and versions with a changed marker, wait for their trial."""
@@ -121,15 +123,20 @@ class VersionFollower:
             if name not in present:
                 self._tried.pop(name, None)
                 self._worker.submit(partial(self.drafter.remove, name))
-        taken = self._taken()
         newest = found[-MAX_VERSIONS:]
         self._waiting = [version for version in newest if self._tried.get(version.name) != version.marked]
-        self._left_out = {version.name for version in self._waiting if version.name in taken}
-        self._waiting = [version for version in self._waiting if version.name not in taken]
-        for name in sorted(self._left_out):
-            log.warning("version_left_out", version=name, why="a version of this name is served")
+        self._left_out.clear()
+        self._leave_out()
         for version in self._waiting:
             self._worker.submit(partial(self.drafter.note, version.name, State.WAITING))
+
+    def _leave_out(self) -> None:
+        """Move waiting versions to `_left_out` if a version of their name is in memory."""
+        taken = self._taken()
+        for name in [version.name for version in self._waiting if version.name in taken]:
+            self._left_out.add(name)
+            log.warning("version_left_out", version=name, why="a version of this name is served")
+        self._waiting = [version for version in self._waiting if version.name not in taken]
 
     def _taken(self) -> set[str]:
         """Return the names of the versions in memory, and of the first one, which may serve again."""

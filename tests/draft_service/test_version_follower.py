@@ -198,6 +198,30 @@ def test_a_version_replaced_during_its_trial_is_tried_afterwards(tmp_path: Path)
     assert found.states()["v1"] is State.CANARY
 
 
+def test_a_version_replaced_before_its_trial_is_tried_again_once_it_has_left_memory(tmp_path: Path) -> None:
+    """Its marker changes while the drafter's thread is in a long step."""
+    found = Followed(tmp_path, Guessing(BAD))
+    found.actions.holds = True
+    found.add("v1", "half")
+    found.follower.look()
+    os.utime(tmp_path / "v1" / COMPLETE, (200, 200))
+    found.follower.look()
+    found.actions.holds = False
+    found.actions.release()
+    found.service.try_on()
+    assert found.states()["v1"] is State.SERVING
+    found.follower.look()
+    assert found.loader.loaded == ["v1"]
+    found.add("v2", at=300)
+    found.follower.look()
+    found.service.try_on()
+    assert found.states() == {"first": State.ENDED, "v1": State.ENDED, "v2": State.SERVING}
+    assert found.loader.loaded == ["v1", "v2"]
+    found.follower.look()
+    assert found.loader.loaded == ["v1", "v2", "v1"]
+    assert found.states()["v1"] is State.CANARY
+
+
 def test_a_version_on_trial_stays_however_many_there_are(tmp_path: Path) -> None:
     found = Followed(tmp_path)
     found.add("oldest")
