@@ -40,12 +40,12 @@ def load_heads(files: FeatureFiles[Any], target: ModelDirectory, placement: Plac
     with within_gpu_memory(path):
         ends = ends_of(target.path, shape, device, DTYPES[dtype], files.shared_ends)
         heads = files.load(ends.embeddings, ends.logits, device, DTYPES[dtype])
-        row = 2 * config.memory_heads * config.layer.width * DTYPES[dtype].itemsize
+        row = 2 * config.memory_heads * config.layer.sizes.width * DTYPES[dtype].itemsize
         tokens = placement.kv_tokens or slots_for(
             row, target.context, device, working=files.memory_needed(dtype, placement.kv_tokens).working
         )
-        memory = TextMemory(tokens, config.memory_heads, config.layer.width, DTYPES[dtype], torch.device(device))
-    features = FeatureFormat(files.fusion_fingerprint(), config.layer.hidden)
+        memory = TextMemory(tokens, config.memory_heads, config.layer.sizes.width, DTYPES[dtype], torch.device(device))
+    features = FeatureFormat(files.fusion_fingerprint(), config.layer.sizes.hidden)
     identity = identity_for(target, tokens)
     identity.model, identity.model_fingerprint = path.resolve().name, files.fingerprint()
     identity.numerics_fingerprint = f"heads-{device.partition(':')[0]}-{dtype}"

@@ -60,7 +60,7 @@ class HeadsFiles:
         check_layers(self.files, features)
         heads = self.files.load(features.token_embeddings(), source.output_head, device, dtype)
         # As many rows as the target's KV cache has: a text that fits there fits here.
-        memory = TextMemory(engine.capacity, config.memory_heads, config.layer.width, dtype, torch.device(device))
+        memory = TextMemory(engine.capacity, config.memory_heads, config.layer.sizes.width, dtype, torch.device(device))
         return FeatureHeadsProposer(reader_of(heads, memory, config.layer.context), config.layers)
 
 

@@ -77,7 +77,7 @@ class BlockTraining(HeadTraining[BlockPlan]):
         vocabulary = output.weight.shape[0]
         self._sizes = layer_sizes(model)
         shape = BlockShape(
-            **self._sizes._asdict(),
+            **vars(self._sizes),
             stream=self._sizes.hidden,
             features=len(self.layers),
             layers=plan.layers,

@@ -26,11 +26,10 @@ from specdec.engine.heads.eagle3 import Eagle3Heads, Eagle3Weights
 from specdec.engine.heads.eagle3_config import LAYER_IDS, MIN_LAYERS, Eagle3Shape, Eagle3Variant
 from specdec.engine.heads.eagle3_files import NAMES
 from specdec.engine.heads.feature_files import tensor_name
-from specdec.engine.heads.layer_config import USUAL_EPSILON
+from specdec.engine.heads.layer_config import USUAL_EPSILON, LayerSizes
 from specdec.engine.hf.hidden_states import decoder_layers
 from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining, as_stored
 from specdec.training.layers import (
-    LayerSizes,
     Untrained,
     check_features,
     layer_fields,
@@ -206,7 +205,7 @@ def _attended(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -
 
 def _shape_for(sizes: LayerSizes, features: int, outputs: int) -> Eagle3Shape:
     """Return the shape of heads with the sizes of a target's layers."""
-    return Eagle3Shape(**sizes._asdict(), stream=sizes.hidden, features=features, outputs=outputs)
+    return Eagle3Shape(**vars(sizes), stream=sizes.hidden, features=features, outputs=outputs)
 
 
 def _untrained(shape: Eagle3Shape, model: PreTrainedModel, output: Tensor, seed: int) -> Eagle3Weights:

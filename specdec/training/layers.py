@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.engine.heads.decoder_layer import Rotary
-from specdec.engine.heads.layer_config import USUAL_EPSILON, USUAL_THETA
+from specdec.engine.heads.layer_config import USUAL_EPSILON, USUAL_THETA, LayerSizes
 from specdec.engine.hf.hidden_states import Features, decoder_layers
 from specdec.engine.unsupported import UnsupportedModelError
 
 SPREAD = 0.02
 """Standard deviation of random weights."""
-
-
-class LayerSizes(NamedTuple):
-    """The sizes of a target's layers."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    width: int  # of an attention head
-    inner: int  # of the MLP
 
 
 def layer_sizes(model: PreTrainedModel) -> LayerSizes:

@@ -72,7 +72,7 @@ async def test_a_verifier_sends_the_features_of_its_text(directories: Directorie
             response = await call.read()
             if response.HasField("features"):
                 assert response.features.first == sum(map(len, rows))
-                rows.append(from_bytes(response.features.values, files.config.layer.hidden))
+                rows.append(from_bytes(response.features.values, files.config.layer.sizes.hidden))
                 assert sum(map(len, rows)) >= len(text)  # as far as the next token needs
             if response.HasField("commit"):
                 text += response.commit.committed.tokens
@@ -95,10 +95,12 @@ async def test_a_draft_service_proposes_what_its_heads_guess(directories: Direct
     assert isinstance(draft, BlockDraft)
     features = features_of(directories.target, files.config.layers, PROMPT)
     values = as_bytes(files.fusion("cpu", torch.float32)(features[:-1]))
-    memory = TextMemory(256, files.config.memory_heads, files.config.layer.width, torch.float32, torch.device("cpu"))
+    memory = TextMemory(
+        256, files.config.memory_heads, files.config.layer.sizes.width, torch.float32, torch.device("cpu")
+    )
     slots = TextSlots(memory).take(0, len(PROMPT) - 1)
     with torch.inference_mode():
-        fused = from_bytes(values, files.config.layer.hidden).float()
+        fused = from_bytes(values, files.config.layer.sizes.hidden).float()
         draft.read(fused, torch.arange(len(fused)), slots, memory)
         states = draft.states(torch.tensor([PROMPT[-1]]), torch.tensor([len(PROMPT) - 1]), [slots], memory)
         likeliest = draft.logits(states)[0].argmax(-1).tolist()

@@ -16,7 +16,15 @@ from enum import Enum
 from typing import NamedTuple
 
 from specdec.engine.heads.files import MAX_SIZE, TargetShape
-from specdec.engine.heads.layer_config import MAX_FEATURES, SPECULATORS, LayerConfig, flag, layer_fields, outputs_of
+from specdec.engine.heads.layer_config import (
+    MAX_FEATURES,
+    SPECULATORS,
+    LayerConfig,
+    LayerSizes,
+    flag,
+    layer_fields,
+    outputs_of,
+)
 from specdec.engine.model_file import Fields, shown
 
 MAX_LAYERS = 64
@@ -37,17 +45,13 @@ class Markov(Enum):
     RNN = "rnn"
 
 
-class BlockShape(NamedTuple):
-    """The sizes of a block draft."""
+@dataclass(frozen=True)
+class BlockShape(LayerSizes):
+    """The sizes of a block draft, whose layers are alike."""
 
     stream: int  # d, the width of the target's features
     features: int  # m, features of a position
     layers: int
-    hidden: int  # d', the width of the layers
-    heads: int
-    kv_heads: int
-    width: int  # of an attention head
-    inner: int  # of the MLP
     outputs: int  # token ids that it can guess
     rows: int  # of a block: the last token of the text, and masks
     rank: int  # r of the Markov head; 0: no such head
@@ -96,14 +100,10 @@ class BlockConfig:
         count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
         return cls(
             BlockShape(
+                **vars(layer.sizes),
                 stream=target.stream,
                 features=len(layers),
                 layers=count,
-                hidden=layer.hidden,
-                heads=layer.heads,
-                kv_heads=layer.kv_heads,
-                width=layer.width,
-                inner=layer.inner,
                 outputs=outputs,
                 rows=rows,
                 rank=rank,

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.engine.heads.files import MAX_SIZE, TargetShape
-from specdec.engine.heads.layer_config import MAX_FEATURES, SPECULATORS, LayerConfig, flag, layer_fields, outputs_of
+from specdec.engine.heads.layer_config import (
+    MAX_FEATURES,
+    SPECULATORS,
+    LayerConfig,
+    LayerSizes,
+    flag,
+    layer_fields,
+    outputs_of,
+)
 from specdec.engine.model_file import Fields
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -21,16 +29,12 @@ MIN_LAYERS = 7
 """Minimum layers of a target for EAGLE's choice of feature layers; with fewer, the three are not all different."""
 
 
-class Eagle3Shape(NamedTuple):
+@dataclass(frozen=True)
+class Eagle3Shape(LayerSizes):
     """The sizes of EAGLE-3 heads."""
 
     stream: int  # d, the width of the target's features
     features: int  # m, features of a position
-    hidden: int  # d', the width of the layer
-    heads: int
-    kv_heads: int
-    width: int  # of an attention head
-    inner: int  # of the MLP
     outputs: int  # token ids they can guess
 
 
@@ -66,16 +70,7 @@ class Eagle3Config:
             raise config.refusal("fc_norm", "false where norm_before_fc is true")
         layers = _layers(config, target)
         return cls(
-            Eagle3Shape(
-                target.stream,
-                len(layers),
-                layer.hidden,
-                layer.heads,
-                layer.kv_heads,
-                layer.width,
-                layer.inner,
-                outputs,
-            ),
+            Eagle3Shape(**vars(layer.sizes), stream=target.stream, features=len(layers), outputs=outputs),
             Eagle3Variant(layer.epsilon, _norm_before_residual(config), flag(config, "norm_output")),
             layer,
             layers,

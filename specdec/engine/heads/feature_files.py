@@ -115,7 +115,7 @@ class FeatureFiles(ABC, Generic[Config]):
         minimum), and a pass's working memory."""
         numbers = sum(stored.numbers for part, stored in self.parts.items() if part not in ("d2t", "t2d"))
         tokens = kv_tokens or MIN_SLOTS
-        kv = tokens * 2 * self.config.memory_heads * self.config.layer.width * BYTES[dtype]
+        kv = tokens * 2 * self.config.memory_heads * self.config.layer.sizes.width * BYTES[dtype]
         working = 2 * MAX_FEATURE_LOGITS * BYTES["float32"] + 2 * min(kv, MAX_CONTEXT_BYTES)
         return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * BYTES[dtype], working, tokens, kv)
 
@@ -128,10 +128,10 @@ class FeatureFiles(ABC, Generic[Config]):
         """Return the heads' token embeddings, else the target's; HeadsFilesError if these have another width."""
         if "embeddings" in self.parts:
             return reader(self.parts["embeddings"]).to(device, dtype)
-        if embeddings.shape[1] != self.config.layer.hidden:
+        if embeddings.shape[1] != self.config.layer.sizes.hidden:
             raise HeadsFilesError(
                 f"{self.path}: has no embed_tokens.weight, and the target's has {embeddings.shape[1]} columns, must "
-                f"have {self.config.layer.hidden}"
+                f"have {self.config.layer.sizes.hidden}"
             )
         return embeddings
 
@@ -153,7 +153,7 @@ class FeatureFiles(ABC, Generic[Config]):
 
     def _shared_shapes(self, outputs: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of embeddings, output head and id maps, except absent ones that the target provides."""
-        hidden, target, parts = self.config.layer.hidden, self.target, self.parts
+        hidden, target, parts = self.config.layer.sizes.hidden, self.target, self.parts
         wanted: dict[str, tuple[int, ...]] = {}
         if "embeddings" in parts or hidden != target.stream:
             wanted["embeddings"] = (target.vocabulary, hidden)
@@ -174,8 +174,8 @@ class FeatureFiles(ABC, Generic[Config]):
                 raise HeadsFilesError(f"{self.path}: lacks {tensor_name(part, names)}, of the shape {list(size)}")
             self.parts[part].check(
                 size,
-                f"heads of hidden size {config.layer.hidden} that read {len(config.layers)} features of a target of "
-                f"hidden size {target.stream} with {target.vocabulary} token ids",
+                f"heads of hidden size {config.layer.sizes.hidden} that read {len(config.layers)} features of a target "
+                f"of hidden size {target.stream} with {target.vocabulary} token ids",
             )
         for part, stored in self.parts.items():
             if part not in wanted:

@@ -26,7 +26,7 @@ SPECULATORS = "speculators_model_type"
 
 
 @dataclass(frozen=True)
-class LayerConfig:
+class LayerSizes:
     """The sizes of a decoder layer."""
 
     hidden: int  # d', the width of the layer
@@ -34,13 +34,20 @@ class LayerConfig:
     kv_heads: int
     width: int  # of an attention head
     inner: int  # of the MLP
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The configuration of a decoder layer."""
+
+    sizes: LayerSizes
     epsilon: float  # of all norms
     context: int  # positions that the heads are trained for
     rotary: dict[str, Any]  # fields of the rotary embeddings for transformers
 
     @classmethod
     def of(cls, layer: Fields, target: TargetShape) -> LayerConfig:
-        """Read the sizes of a layer for a target; ModelDirectoryError, naming the field, if they do not fit."""
+        """Read the configuration of a layer for a target; ModelDirectoryError, naming the field, if it does not fit."""
         hidden = layer.integer("hidden_size", 1, MAX_SIZE)
         heads = layer.integer("num_attention_heads", 1, MAX_SIZE)
         kv_heads = layer.integer("num_key_value_heads", 1, heads) if layer.has("num_key_value_heads") else heads
@@ -61,7 +68,7 @@ class LayerConfig:
         context = layer.integer("max_position_embeddings", 1, MAX_CONTEXT) if has_context else USUAL_CONTEXT
         inner = layer.integer("intermediate_size", 1, MAX_SIZE)
         rotary = _rotary(layer, hidden=heads * width, heads=heads, width=width, context=context)
-        return cls(hidden, heads, kv_heads, width, inner, epsilon, context, rotary)
+        return cls(LayerSizes(hidden, heads, kv_heads, width, inner), epsilon, context, rotary)
 
 
 def layer_fields(config: Fields, *kinds: str) -> Fields:

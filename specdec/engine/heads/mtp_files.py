@@ -82,7 +82,7 @@ class MtpConfig:
         if config.has("quantization_config"):
             raise config.refusal("quantization_config", "left out: an MTP layer with quantised weights is not read")
         layer = LayerConfig.of(config, target)
-        if layer.hidden != target.hidden:
+        if layer.sizes.hidden != target.hidden:
             raise config.refusal("hidden_size", f"{target.hidden}, that of the target's output head")
         if _slides(config):
             layer = replace(layer, context=min(layer.context, config.integer(WINDOW, 1, MAX_SIZE)))
@@ -91,7 +91,7 @@ class MtpConfig:
     @property
     def memory_heads(self) -> int:
         """KV heads per row of the text memory."""
-        return self.layer.kv_heads
+        return self.layer.sizes.kv_heads
 
 
 def _slides(config: Fields) -> bool:
@@ -154,7 +154,7 @@ class MtpFiles(FeatureFiles[MtpConfig]):
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parts, as required by configuration and target. Of the decoder layer's tensors, only
         the attention's are checked here, since all architectures share their names."""
-        layer = self.config.layer
+        layer = self.config.layer.sizes
         hidden, queries, keys = layer.hidden, layer.heads * layer.width, layer.kv_heads * layer.width
         wanted = {part: stored.shape for part, stored in self.parts.items() if part.startswith(LAYER)}
         return wanted | {

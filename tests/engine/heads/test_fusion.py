@@ -45,7 +45,7 @@ def test_it_is_what_the_heads_read(tmp_path: Path, name: str) -> None:
     features = torch.randn(7, len(files.config.layers), 64)
     fusion = files.fusion("cpu", torch.float32)
     assert torch.equal(fusion(features), heads.fused(features))
-    assert fusion.width == files.config.layer.hidden
+    assert fusion.width == files.config.layer.sizes.hidden
 
 
 def changed(heads: RandomEagle3 | RandomBlock, path: Path, name: str) -> Path:

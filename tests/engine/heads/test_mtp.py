@@ -227,7 +227,7 @@ def test_the_verifier_s_part_is_the_half_for_its_states(tmp_path: Path) -> None:
     states = torch.randn(5, 1, 64, generator=torch.Generator().manual_seed(0))
     fused = files.fusion("cpu", torch.float32)(states)
     torch.testing.assert_close(fused, heads.fused(states))
-    sent = from_bytes(as_bytes(fused), files.config.layer.hidden).float()
+    sent = from_bytes(as_bytes(fused), files.config.layer.sizes.hidden).float()
     torch.testing.assert_close(sent, fused, atol=0.0, rtol=0.01)
 
 
