@@ -22,16 +22,18 @@ class TokenBytes:
 
     def __init__(self, tokenizer: FastTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token: entry.content for token, entry in added.items() if entry.special}
         decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
         steps = decoder.get("decoders", [decoder])
         self._kinds = {step.get("type") for step in steps}
         self._spaced = "Metaspace" in self._kinds or {"String": SPACE} in [step.get("pattern") for step in steps]
 
     def of(self, token: int) -> bytes:
-        """Return the bytes of a token; empty for an unknown id."""
-        if token in self._added:
-            return self._added[token].encode()
+        """Return the bytes of a token; empty for an unknown id. A special token's are its name, since decoding skips
+        it; any other added token passes through the decoder as a piece of text does."""
+        if token in self._special:
+            return self._special[token].encode()
         piece: str | None = self._tokenizer.id_to_token(token)
         if piece is None:
             return b""

@@ -37,6 +37,16 @@ def metaspace() -> Tokenizer:
     return made
 
 
+def byte_level() -> Tokenizer:
+    """Return a tokenizer of single bytes in GPT-2's alphabet."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={name: n for n, name in enumerate([*SPECIAL, *alphabet])}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    return made
+
+
 def sentencepiece(words: Iterable[str]) -> Tokenizer:
     """Return a tokenizer of words and letters, like SentencePiece's: it spells the rest in byte tokens, and begins
     texts with `<s>` and a space. `words` may contain spaces."""
