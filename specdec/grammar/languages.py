@@ -84,6 +84,7 @@ class Languages:
         self._numbers: dict[Expression, int] = {}
         self._derived: dict[tuple[int, int], int] = {}
         self._nullable: dict[int, bool] = {}
+        self._written: dict[str, int] = {}  # languages of the expressions that `pattern` has returned
         self.nothing = self.characters(())
         self.empty_string = self._number(Expression(Operator.EMPTY_STRING))
         self.all = self.repetition(self.characters(EVERY), 0, None)
@@ -252,6 +253,11 @@ class Languages:
         some = self.repetition(self.characters(EVERY), 1, None)
         return self.union((at_begin, self.concatenation(some, later)))
 
+    def of_key(self, pattern: str) -> int:
+        """Return the language of an expression, which `pattern` may have returned. Errors as `of_pattern`."""
+        found = self._written.get(pattern)
+        return self.of_pattern(pattern) if found is None else found
+
     def patterns(self, number: int) -> list[str]:
         """Return expressions; the language consists of the strings that all of them match."""
         node = self._nodes[number]
@@ -261,9 +267,11 @@ class Languages:
         """Return an expression that matches the strings of a language; PatternError if it is too large."""
         try:
             plain = number if self._is_plain(number) else self._automaton(number)
-            return f"^(?:{self._spelt(plain, {})})$"
+            found = f"^(?:{self._spelt(plain, {})})$"
         except RecursionError:
             raise PatternTooLargeError("nests too deep") from None
+        self._written[found] = number
+        return found
 
     def _language(self, syntax: Syntax, rest: int, place: Place) -> int:
         """Return the language of the strings, from a place to their end, that consist of a match and then `rest`."""

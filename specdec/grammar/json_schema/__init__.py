@@ -1,8 +1,9 @@
 """JSON schemas as real generators write them, rewritten into the keywords that llguidance supports.
 
-The rewritten schema is valid for the same values, with three exceptions. A bound that no 64-bit float can represent is
+The rewritten schema is valid for the same values, with four exceptions. A bound that no 64-bit float can represent is
 narrowed. A property that distinguishes the parts of a `oneOf` becomes required. The item that matches `contains` is
-among the first items of its array.
+among the first items of its array. If no expression can be written for the names outside `patternProperties`, there are
+no such names.
 
 A keyword without an equivalent is refused with its place in the schema, a JSON pointer. Annotations are dropped, as are
 keywords that JSON Schema does not define, and formats that llguidance does not know (they are annotations, too: JSON
@@ -10,4 +11,5 @@ Schema 2020-12, 7.2.1).
 
 `rewriting` has the entry points and iterates over a schema's keywords. `numbers`, `strings`, `arrays`, `objects`,
 `property_names` and `combinations` have the rules for the keywords, and `negation` has each keyword's opposite.
+`spelled_names` finally keeps names of properties from having a second spelling.
 """

@@ -15,6 +15,7 @@ from specdec.grammar.json_schema.objects import rewrite_object
 from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, Work, refused
 from specdec.grammar.json_schema.schemas import Schema, alternatives
 from specdec.grammar.json_schema.shapes import check_shapes
+from specdec.grammar.json_schema.spelled_names import SpelledNames
 from specdec.grammar.json_schema.strings import rewrite_string
 from specdec.grammar.json_schema.unique_items import UniqueItems
 from specdec.grammar.json_schema.values import list_of, object_of
@@ -106,7 +107,7 @@ class _SchemaRewriter(Rewriter):
         while self.pending:
             name, target, place = self.pending.pop()
             definitions[name] = self.schema(target, place)
-        result |= {"$defs": definitions} if definitions else {}
+        result = SpelledNames(self, definitions).whole(result)
         return result | {key: self._root[key] for key in ("x-guidance",) if key in self._root}
 
     def check(self) -> UniqueItems | None:
