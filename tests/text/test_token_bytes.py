@@ -31,7 +31,7 @@ for tokenizer in TOKENIZERS.values():
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_bytes_of_a_token_are_those_of_its_text(name: str, tmp_path: Path) -> None:
     tokenizer = loaded(TOKENIZERS[name], tmp_path / "model")
-    before = TOKENIZERS[name].token_to_id("a")
+    (before,) = TOKENIZERS[name].encode("a", add_special_tokens=False).ids
     tokens = [token for token in range(tokenizer.size) if token not in tokenizer.special_tokens]
     spelt = {token: tokenizer.decode([before, token])[1:] for token in tokens}
     assert {token: tokenizer.piece(token).decode(errors="replace") for token in tokens} == spelt
@@ -42,7 +42,7 @@ def test_a_grammar_reads_an_added_token_as_its_text(expression: str, taken: bool
     library: FastTokenizer = TOKENIZERS["Gemma 2"]
     compiler = GrammarCompiler.of(directory(library, tmp_path / "model"))
     text = compiler.compile(Grammar(Kind.REGEX, (expression,))).begin([], frozenset({2}))
-    text.commit([library.token_to_id("a")])
+    text.commit(library.encode("a", add_special_tokens=False).ids)
     mask = text.allowed([])
     assert mask is not None
     assert np.unpackbits(mask, bitorder="little")[library.token_to_id(SPACES)] == taken

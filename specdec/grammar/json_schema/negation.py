@@ -83,7 +83,7 @@ def _ways_out(rewriter: Rewriter, key: str, value: Any, schema: Mapping[str, Any
             return [{"type": TYPE_OF[key[3:]], f"min{key[3:]}": value + 1}]
         case "minimum" | "exclusiveMinimum" | "maximum" | "exclusiveMaximum" if is_number(value):
             bound, _ = BOUNDS[key]
-            return [{"type": "number", bound: rewritten_bound(bound, value, place)}]
+            return [{"type": "number", bound: rewritten_bound(rewriter, bound, value, place)}]
         case "required" if are_texts(value):
             return [{"type": "object", "properties": {name: False}} for name in value]
         case "properties" if isinstance(value, dict):
@@ -173,9 +173,14 @@ def _other_values(rewriter: Rewriter, values: Sequence[Any], place: str) -> Sequ
         except PatternError as error:
             raise _without_opposite(place, f": it {error}") from None
     if numbers:
-        found.append({"type": "number", "exclusiveMaximum": numbers[0]})
-        found += [
-            {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high} for low, high in pairwise(numbers)
-        ]
-        found.append({"type": "number", "exclusiveMinimum": numbers[-1]})
+        for low, high in pairwise([None, *numbers, None]):
+            bounds = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+            found.append(
+                {"type": "number"}
+                | {
+                    key: rewritten_bound(rewriter, key, bound, place)
+                    for key, bound in bounds.items()
+                    if bound is not None
+                }
+            )
     return found

@@ -20,6 +20,10 @@ LARGEST = 2**63 - 1024
 """The largest bound that llguidance can enforce: the largest 64-bit float below 2^63."""
 
 
+LEAST = 1e-30
+"""The smallest bound that is used in place of 0. llguidance spells all its digits."""
+
+
 def rewrite_listed_values(rewriter: Rewriter, part: Rewrite) -> None:
     """Copy `const` and `enum`, unless llguidance would change one of their numbers."""
     for key in ("const", "enum"):
@@ -31,22 +35,29 @@ def rewrite_listed_values(rewriter: Rewriter, part: Rewrite) -> None:
             part.keywords[key] = part.source[key]
 
 
-def rewrite_bounds(part: Rewrite) -> None:
+def rewrite_bounds(rewriter: Rewriter, part: Rewrite) -> None:
     for key in BOUNDS:
         if key in part.source:
-            part.keywords[key] = rewritten_bound(key, part.source[key], part.place)
+            part.keywords[key] = rewritten_bound(rewriter, key, part.source[key], part.place)
     if part.source.get("maximum") == 2**63 - 1 and part.source.get("type") == "integer":
         part.keywords["maximum"] = 2**63 - 1  # the only exact bound above LARGEST
 
 
-def rewritten_bound(key: str, value: Any, place: str) -> Any:
+def rewritten_bound(rewriter: Rewriter, key: str, value: Any, place: str) -> Any:
     """Return a value for a bound that llguidance enforces exactly and that allows no additional number."""
     _, away = BOUNDS[key]
     if not is_number(value):
         return value  # draft 4's flag, or an invalid value
     if value * away > LARGEST:
         raise refused(place, key, f"must be between -{LARGEST} and {LARGEST}")
-    return _nearest(value, away)
+    bound = _nearest(value, away)
+    if not key.startswith("exclusive") or bound * away < 0 or not float(bound).is_integer():
+        return bound
+    # llguidance allows an excluded integer if less than 1 lies between it and the other bound. That bound may be in
+    # another schema: any number of the document counts.
+    if int(bound) - (away < 0) not in rewriter.floors:
+        return bound
+    return math.nextafter(bound, math.inf * away) if bound else away * LEAST
 
 
 def _nearest(value: float, away: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.references import Document
 from specdec.grammar.json_schema.schemas import Schema
-from specdec.grammar.json_schema.values import pointer_part
+from specdec.grammar.json_schema.values import floors, pointer_part
 from specdec.grammar.languages import Languages
 
 Made = TypeVar("Made")
@@ -61,6 +61,7 @@ class Rewriter(ABC):
     def __init__(self, root: Mapping[str, Any], work: Work, *, checks: bool) -> None:
         """`checks`: parts that no grammar enforces may be left to a check of the finished text."""
         self.document = Document(root)
+        self.floors = floors(root)  # of the numbers in the document
         self.languages = work.languages
         self.count = work.count
         self.checks = checks

@@ -123,7 +123,7 @@ class _SchemaRewriter(Rewriter):
         check_shapes(schema, place)
         part = Rewrite(schema, place, {key: schema[key] for key in COPIED if key in schema})
         rewrite_listed_values(self, part)
-        rewrite_bounds(part)
+        rewrite_bounds(self, part)
         rewrite_string(self, part)
         rewrite_array(self, part)
         rewrite_object(self, part)

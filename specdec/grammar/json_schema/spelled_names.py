@@ -149,14 +149,14 @@ class SpelledNames:
         patterns = sorted(names.patterns)
         if not patterns:
             return {"patternProperties": {ANY_NAME: True}, "additionalProperties": False}
-        closed = {"patternProperties": dict.fromkeys(patterns, True), "additionalProperties": False}
+        allowed = dict.fromkeys(patterns, True)
         try:
             known = self._languages.union(map(self._languages.of_key, patterns))
             others = self._languages.pattern(self._languages.complement(known))
         except (PatternError, UnreadableError):  # then other names are not written
-            return {"properties": dict.fromkeys(sorted(names.properties | names.required), True), **closed}
-        closed["patternProperties"][others] = True
-        return closed
+            listed = dict.fromkeys(sorted(names.properties | names.required), True)
+            return {"properties": listed, "patternProperties": allowed, "additionalProperties": False}
+        return {"patternProperties": {**allowed, others: True}, "additionalProperties": False}
 
 
 def _target(schema: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
@@ -14,6 +15,20 @@ def are_objects(schema: Mapping[str, Any], *keys: str) -> bool:
 
 def are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def floors(value: Any) -> frozenset[int]:
+    """Return the integers directly below the fractional numbers in a value."""
+    found, ahead = set[int](), [value]
+    while ahead:
+        match ahead.pop():
+            case dict() as inner:
+                ahead += inner.values()
+            case list() as inner:
+                ahead += inner
+            case float() as number if math.isfinite(number) and not number.is_integer():
+                found.add(math.floor(number))
+    return frozenset(found)
 
 
 def is_at_most(value: Any, limit: int) -> bool:
