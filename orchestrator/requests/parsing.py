@@ -18,7 +18,7 @@ from specdec.decoding.sampling import NUMBERS, Rule, Sampling, sampling_violatio
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, SpeculationOptions
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.rewriting import supported_source
-from specdec.grammar.json_schema.unique_items import UniqueItems
+from specdec.grammar.json_schema.text_check import TextCheck
 from specdec.serving.echo import echo
 from specdec.serving.errors import (
     InvalidRequestError,
@@ -358,7 +358,7 @@ def _reasoning(
 
 def _grammar(
     message: generation_pb2.GenerateRequest, model: ServedModel, violations: list[tuple[str, str]]
-) -> tuple[model_pb2.Grammar | None, UniqueItems | None]:
+) -> tuple[model_pb2.Grammar | None, TextCheck | None]:
     """Return the grammar of the text, for an answer or for tool calls in place of an answer; None if the text is
     unconstrained. Also return the check that the finished answer needs, if any (never with tools)."""
     answer = message.grammar if message.HasField("grammar") else None

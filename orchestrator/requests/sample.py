@@ -14,7 +14,7 @@ from orchestrator.requests.reasoning import Reasoning, reasoning_message
 from specdec.decoding.block_hashes import HASHED_TOKENS, block_hashes, cache_scope
 from specdec.decoding.sampling import NUMBERS, Rule, Sampling
 from specdec.decoding.speculation import SpeculationOptions
-from specdec.grammar.json_schema.unique_items import UniqueItems
+from specdec.grammar.json_schema.text_check import TextCheck
 from specdec.v2 import generation_pb2, model_pb2
 
 
@@ -69,7 +69,7 @@ class Sample:
     reasoning: Reasoning | None = None  # at the start of the text, if any
     time: datetime | None = None  # seen by the chat template
     prompt_logprobs: int | None = None  # as `top_logprobs`, for the prompt; of the first sample only
-    schema_check: UniqueItems | None = None  # of the finished answer: the part of its schema that no grammar enforces
+    schema_check: TextCheck | None = None  # of the finished answer: the part of its schema that no grammar enforces
     cache_salt: str = ""  # separates the text from others of its tenant in caches
     learn: bool = False  # draft services may keep the text to learn from it
     tool_format: str = ""  # of the calls in the text; empty without tools

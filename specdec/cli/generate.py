@@ -445,7 +445,9 @@ def _summarise(report: CompletionReport, options: Mapping[str, Any], *, in_colou
     )
     if (check := finish.schema_check) is not None and not check.ok:
         broken = f"{check.keyword} does not hold at {check.path}"
-        err.file.write(f"not valid under the schema: {broken}\n" if check.keyword else "not checked for uniqueItems\n")
+        err.file.write(
+            f"not valid under the schema: {broken}\n" if check.keyword else "not checked against the whole schema\n"
+        )
     if finish.kept_for_learning:
         err.file.write("kept by a draft service to learn from\n")
     for line in speculation_lines(s, err, in_colours=in_colours):

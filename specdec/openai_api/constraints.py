@@ -10,7 +10,7 @@ from typing import Any
 from specdec.grammar.ebnf import in_lark, is_ebnf
 from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError
 from specdec.grammar.json_schema.rewriting import supported
-from specdec.grammar.json_schema.unique_items import KEYWORD
+from specdec.grammar.json_schema.text_check import KEYWORDS
 from specdec.openai_api.errors import refused, unknown, wrong
 from specdec.openai_api.fields import flag
 from specdec.openai_api.structural_tags import tags_in_lark
@@ -144,14 +144,16 @@ def _schema(wanted: Mapping[str, Any]) -> dict[str, Any]:
 def _check_enforced(schema: dict[str, Any]) -> None:
     """Refuse a strict schema that can be checked only in the finished text. The orchestrator refuses other
     unenforceable schemas, strict or not."""
-    if f'"{KEYWORD}"' not in json.dumps(schema):
+    written = json.dumps(schema)
+    if not any(f'"{keyword}"' in written for keyword in KEYWORDS):
         return
     try:
         supported(schema)
     except GrammarError as error:
-        if f"/{KEYWORD}: " in str(error):
-            instead = f"leave out {KEYWORD}, or strict: the finished text is then checked for it"
-            raise refused("response_format", f"{error}, as strict demands: {instead}") from None
+        for keyword in KEYWORDS:
+            if f"/{keyword}: " in str(error):
+                instead = f"leave out {keyword}, or strict: the finished text is then checked for it"
+                raise refused("response_format", f"{error}, as strict demands: {instead}") from None
 
 
 def _check_format(given: Mapping[str, Any], name: str, *known: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import Request
 
-from specdec.grammar.json_schema.unique_items import KEYWORD
+from specdec.grammar.json_schema.text_check import KEYWORDS
 from specdec.openai_api.bodies import Bodies
 from specdec.openai_api.gateway import Caller
 from specdec.openai_api.requests import fields_of
@@ -20,8 +20,8 @@ Parsed = TypeVar("Parsed")
 SHORT_BODY = 4 << 10
 """Maximum bytes of a body parsed inline, which takes a few milliseconds at most."""
 
-SLOW = (KEYWORD.encode(), rb"\u")
-"""Texts of a body that is never parsed inline: rewriting a strict schema with `uniqueItems` may take 150 ms, however
+SLOW = (*(keyword.encode() for keyword in KEYWORDS), rb"\u")
+"""Texts of a body that is never parsed inline: rewriting a strict schema with such a keyword may take 150 ms, however
 short it is, and escapes may spell the keyword."""
 
 LONG_BODY = 64 << 10

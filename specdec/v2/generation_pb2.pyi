@@ -948,7 +948,8 @@ class Finish(google.protobuf.message.Message):
 
     @property
     def schema_check(self) -> global___SchemaCheck:
-        """Check of the finished text for the part of its JSON schema that no grammar enforces: `uniqueItems` of open values.
+        """Check of the finished text for the part of its JSON schema that no grammar enforces: `uniqueItems` of open values,
+        and `minProperties` of open names.
         Unset: the grammar enforces the whole schema, or there is no schema.
         """
 

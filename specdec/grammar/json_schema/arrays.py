@@ -87,7 +87,7 @@ def _rewrite_unique(rewriter: Rewriter, part: Rewrite, values: Sequence[Any] | N
         orders = [[{"const": value} for value in order] for order in permutations(values)]
         part.conditions.append({"anyOf": [{"prefixItems": order, "items": False} for order in orders]})
     elif rewriter.checks:
-        rewriter.unenforced[id(part.source)] = part.place
+        rewriter.unenforced[id(part.source), "uniqueItems"] = part.place
     else:
         why = f"items must be an enum of at most {MAX_UNIQUE} values, or maxItems at most 1"
         raise refused(part.place, "uniqueItems", why)

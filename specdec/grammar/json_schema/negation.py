@@ -79,6 +79,8 @@ def _ways_out(rewriter: Rewriter, key: str, value: Any, schema: Mapping[str, Any
             return [{"type": "string", "allOf": [{"pattern": text} for text in texts]}]
         case "minLength" | "minItems" | "minProperties" if is_number(value):
             return [{"type": TYPE_OF[key[3:]], f"max{key[3:]}": value - 1}] if value > 0 else []
+        case "maxProperties" if is_number(value) and value > 0:
+            raise _without_opposite(place, ": a name may be repeated")
         case "maxLength" | "maxItems" | "maxProperties" if is_number(value):
             return [{"type": TYPE_OF[key[3:]], f"min{key[3:]}": value + 1}]
         case "minimum" | "exclusiveMinimum" | "maximum" | "exclusiveMaximum" if is_number(value):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.property_names import rewrite_property_names
-from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter
+from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, refused
 from specdec.grammar.json_schema.schemas import Schema, both
 from specdec.grammar.json_schema.strings import name_pattern
-from specdec.grammar.json_schema.values import are_objects, are_texts, list_of, object_of, pointer_part
+from specdec.grammar.json_schema.values import are_objects, are_texts, is_number, list_of, object_of, pointer_part
 
 
 def rewrite_object(rewriter: Rewriter, part: Rewrite) -> None:
@@ -34,6 +34,19 @@ def rewrite_object(rewriter: Rewriter, part: Rewrite) -> None:
         rewrite_property_names(rewriter, part)
     for key in ("dependencies", "dependentRequired", "dependentSchemas"):
         _rewrite_dependencies(rewriter, part, key)
+    _check_minimum(rewriter, part)
+
+
+def _check_minimum(rewriter: Rewriter, part: Rewrite) -> None:
+    """Leave `minProperties` to the check if the grammar would count a repeated name twice: if it demands more than the
+    required properties and one other."""
+    source, least = part.source, part.source.get("minProperties", 0)
+    has_others = source.get("additionalProperties") is not False or "patternProperties" in source
+    if not is_number(least) or least <= len(set(list_of(source.get("required")))) + 1 or not has_others:
+        return
+    if not rewriter.checks:
+        raise refused(part.place, "minProperties", "a name may be repeated; list the required properties")
+    rewriter.unenforced[id(source), "minProperties"] = part.place
 
 
 def _rewrite_dependencies(rewriter: Rewriter, part: Rewrite, key: str) -> None:

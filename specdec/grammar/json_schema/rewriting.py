@@ -17,7 +17,7 @@ from specdec.grammar.json_schema.schemas import Schema, alternatives
 from specdec.grammar.json_schema.shapes import check_shapes
 from specdec.grammar.json_schema.spelled_names import SpelledNames
 from specdec.grammar.json_schema.strings import rewrite_string
-from specdec.grammar.json_schema.unique_items import UniqueItems
+from specdec.grammar.json_schema.text_check import TextCheck
 from specdec.grammar.json_schema.values import list_of, object_of
 from specdec.grammar.patterns import PatternError
 
@@ -32,7 +32,7 @@ COPIED = frozenset(["maxLength", "maxProperties", "minLength", "minProperties", 
 """Keywords that llguidance enforces and whose values contain no schema."""
 
 
-def supported_source(source: str, *, checks: bool = False) -> tuple[str, UniqueItems | None]:
+def supported_source(source: str, *, checks: bool = False) -> tuple[str, TextCheck | None]:
     """Return the JSON of an equivalent schema that llguidance supports; GrammarError if there is none. With `checks`,
     the schema may allow more, and the check for the finished text is returned as well. A source that is not a JSON
     object is returned unchanged, so that compilation reports it."""
@@ -74,7 +74,7 @@ def json_text(schema: Mapping[str, Any]) -> str:
     raise GrammarError("nests too deep")
 
 
-def _rewritten(schema: Mapping[str, Any], work: Work, *, checks: bool) -> tuple[Mapping[str, Any], UniqueItems | None]:
+def _rewritten(schema: Mapping[str, Any], work: Work, *, checks: bool) -> tuple[Mapping[str, Any], TextCheck | None]:
     """Return the result of `supported`; with `checks`, also the check for parts that the schema leaves out, if any."""
     if object_of(schema.get("x-guidance")).get("lenient") is True:
         return schema, None
@@ -110,9 +110,9 @@ class _SchemaRewriter(Rewriter):
         result = SpelledNames(self, definitions).whole(result)
         return result | {key: self._root[key] for key in ("x-guidance",) if key in self._root}
 
-    def check(self) -> UniqueItems | None:
+    def check(self) -> TextCheck | None:
         """Return the check for parts that the result leaves out; None if there are none."""
-        return UniqueItems(self._root, self.document, self.unenforced) if self.unenforced else None
+        return TextCheck(self._root, self.document, self.unenforced) if self.unenforced else None
 
     def schema(self, schema: Schema, place: str) -> Schema:
         self.count(place, len(schema) if isinstance(schema, dict) else 0)

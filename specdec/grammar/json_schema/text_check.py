@@ -1,4 +1,5 @@
-"""`uniqueItems` of unlisted values: no grammar can remember all items of an array, so the finished text is checked."""
+"""The check of finished texts, for keywords that no grammar enforces: `uniqueItems` of unlisted values, and
+`minProperties` of objects whose names may repeat. A grammar cannot remember all items or names."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from specdec.grammar.json_schema.values import list_of, object_of
 Select = Callable[[Any], Iterable[tuple[str, Any]]]
 """Returns (JSON pointer, part) for each part of a value that a subschema applies to."""
 
-KEYWORD = "uniqueItems"
+KEYWORDS = ("minProperties", "uniqueItems")
+"""Keywords that may be left to the check."""
 
 MAX_CHARACTERS = 1 << 18
 """Maximum characters of a checked text: parsing takes some 10 ms."""
@@ -32,64 +34,67 @@ DEFINITIONS = frozenset(["$defs", "definitions"])
 """Keywords with schemas that apply only where they are referred to."""
 
 
-class UniquenessVerdict(NamedTuple):
-    """The outcome of a check of a finished text."""
+class TextVerdict(NamedTuple):
+    """The outcome of a check."""
 
     ok: bool | None  # None: no complete JSON value, or too large to check
     path: str = ""  # JSON pointer to the invalid value
     keyword: str = ""  # the violated keyword
 
 
-class UniqueItems:
+class TextCheck:
     """The check of a text for the parts of its schema that its grammar does not enforce. The other parts already
     hold."""
 
-    def __init__(self, root: Mapping[str, Any], document: Document, unenforced: Mapping[int, str]) -> None:
-        """`unenforced`: places of the schemas of `document` whose uniqueItems is left to the check, by their identity.
-        GrammarError unless the types of values alone decide whether each of these schemas applies."""
+    def __init__(self, root: Mapping[str, Any], document: Document, unenforced: Mapping[tuple[int, str], str]) -> None:
+        """`unenforced`: places of the schemas of `document` with a keyword that is left to the check, by their identity
+        and the keyword. GrammarError unless the types of values alone decide whether each of these schemas applies."""
         self._root = root
         self._document = document
         self._unenforced = frozenset(unenforced)
         steps, uncertain = self._reached()
-        for schema, place in unenforced.items():
+        for (schema, keyword), place in unenforced.items():
             if schema in uncertain or schema not in steps:
                 why = "alternatives other than types decide whether it applies"
-                raise GrammarError(f"{place}/{KEYWORD}: cannot be enforced: {why}")
-        self._steps = _leading_to(self._unenforced, steps)
+                raise GrammarError(f"{place}/{keyword}: cannot be enforced: {why}")
+        self._steps = _leading_to({schema for schema, _ in unenforced}, steps)
 
-    def of_text(self, text: str) -> UniquenessVerdict:
+    def of_text(self, text: str) -> TextVerdict:
         """Check a text that matches the grammar."""
         if len(text) > MAX_CHARACTERS:
-            return UniquenessVerdict(None)
+            return TextVerdict(None)
         try:
             return self._of_value(json.loads(text, parse_float=_number))
         except (ValueError, RecursionError):
-            return UniquenessVerdict(None)
+            return TextVerdict(None)
 
-    def _of_value(self, value: Any) -> UniquenessVerdict:
+    def _of_value(self, value: Any) -> TextVerdict:
         left, ahead = MAX_WORK, [(self._root, value, "")]
         while ahead:
             schema, value, path = ahead.pop()
             left -= VISIT_WORK
-            if id(schema) in self._unenforced and isinstance(value, list):
+            counts = (id(schema), "minProperties") in self._unenforced and isinstance(value, dict)
+            if counts and len(value) < schema["minProperties"]:
+                return TextVerdict(False, path, "minProperties")
+            if (id(schema), "uniqueItems") in self._unenforced and isinstance(value, list):
                 known = set[str]()
                 for number, item in enumerate(value):
                     spelled = json.dumps(item, sort_keys=True)
                     left -= ITEM_WORK + len(spelled)
                     if spelled in known:
-                        return UniquenessVerdict(False, f"{path}/{number}", KEYWORD)
+                        return TextVerdict(False, f"{path}/{number}", "uniqueItems")
                     if left < 0:
                         break
                     known.add(spelled)
             if left < 0:
-                return UniquenessVerdict(None)
+                return TextVerdict(None)
             parts = (
                 (inner, part, path + place)
                 for select, inner in self._steps.get(id(schema), ())
                 for place, part in select(value)
             )
             ahead += islice(parts, left // VISIT_WORK + 1)  # exceeding the work budget ends without a verdict
-        return UniquenessVerdict(True)
+        return TextVerdict(True)
 
     def _reached(self) -> tuple[dict[int, list[tuple[Select, Schema]]], set[int]]:
         """Return the steps from each schema that certainly applies, by its identity, and the identities of all other
@@ -154,7 +159,7 @@ class UniqueItems:
 
 
 def _leading_to(
-    targets: frozenset[int], steps: Mapping[int, list[tuple[Select, Schema]]]
+    targets: set[int], steps: Mapping[int, list[tuple[Select, Schema]]]
 ) -> dict[int, list[tuple[Select, Schema]]]:
     """Return the steps that lead to one of these schemas; the others need no visit."""
     before: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The check of finished texts for `uniqueItems`, against jsonschema."""
+"""The check of finished texts for what no grammar enforces, against jsonschema."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from pydantic import BaseModel, TypeAdapter
 
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.rewriting import supported, supported_source
-from specdec.grammar.json_schema.unique_items import (
+from specdec.grammar.json_schema.text_check import (
     ITEM_WORK,
     MAX_CHARACTERS,
     MAX_WORK,
     VISIT_WORK,
-    UniqueItems,
-    UniquenessVerdict,
+    TextCheck,
+    TextVerdict,
 )
+from tests.grammar.followed import Followed
 
 SET: dict[str, Any] = {
     "type": "array",
@@ -32,7 +33,7 @@ SET: dict[str, Any] = {
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
-def check_of(schema: dict[str, Any]) -> UniqueItems:
+def check_of(schema: dict[str, Any]) -> TextCheck:
     _, check = supported_source(json.dumps(schema), checks=True)
     assert check is not None
     return check
@@ -55,7 +56,7 @@ def check_of(schema: dict[str, Any]) -> UniqueItems:
     ],
 )
 def test_the_place_of_what_is_repeated(schema: dict[str, Any], value: Any, path: str) -> None:
-    assert check_of(schema).of_text(json.dumps(value)) == UniquenessVerdict(not path, path, path and "uniqueItems")
+    assert check_of(schema).of_text(json.dumps(value)) == TextVerdict(not path, path, path and "uniqueItems")
     assert validator_for(schema, Draft202012Validator)(schema).is_valid(value) == (not path)
 
 
@@ -142,6 +143,29 @@ def test_an_enforced_schema_needs_no_check() -> None:
         assert supported_source(json.dumps(schema), checks=True)[1] is None
 
 
+def test_a_repeated_name_counts_once() -> None:
+    schema = {"properties": {"m": {"type": "object", "minProperties": 2, "additionalProperties": {"type": "integer"}}}}
+    check = check_of(schema)
+    assert check.of_text('{"m": {"x": 1, "x": 2}}') == TextVerdict(False, "/m", "minProperties")
+    assert check.of_text('{"m": {"x": 1, "y": 2}}') == TextVerdict(True)
+    assert not Followed.of_schema({"minProperties": 1}).takes("{}")
+    for negated in (schema, {"not": {"properties": {"m": {"maxProperties": 1}}}}):
+        with pytest.raises(GrammarError, match="a name may be repeated"):
+            supported(negated)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minProperties": 1},
+        {"minProperties": 2, "required": ["a"]},
+        {"minProperties": 2, "properties": {"a": True, "b": True}, "additionalProperties": False},
+    ],
+)
+def test_names_that_cannot_repeat_need_no_check(schema: dict[str, Any]) -> None:
+    assert supported_source(json.dumps(schema), checks=True)[1] is None
+
+
 class Page(BaseModel):
     tags: set[str]
     links: dict[str, frozenset[int]] | None = None
@@ -153,4 +177,4 @@ def test_sets_of_pydantic() -> None:
     good = Page(tags={"a", "b"}, links={"x": frozenset([1, 2])}, pages=[Page(tags=set())])
     assert check.of_text(good.model_dump_json()).ok is True
     bad = {"tags": [], "links": {"x": [1, 2]}, "pages": [{"tags": ["a"], "links": {"y": [3, 3]}}]}
-    assert check.of_text(json.dumps(bad)) == UniquenessVerdict(False, "/pages/0/links/y/1", "uniqueItems")
+    assert check.of_text(json.dumps(bad)) == TextVerdict(False, "/pages/0/links/y/1", "uniqueItems")
