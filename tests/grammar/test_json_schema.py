@@ -218,6 +218,23 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [[2, 1], [1] * 40, "x"],
         [[1], [2, 2], [1] * 41],
     ),
+    "contains and uniqueItems of any type": (
+        {
+            "contains": {"type": "string"},
+            "properties": {
+                "b": {"contains": {"type": "string"}},
+                "c": {"uniqueItems": True, "items": {"enum": ["w", "x", "y", "z"]}},
+            },
+        },
+        [{"b": {"c": "a"}}, {"b": [1, "a"], "c": {"c": 1}}, [1, "a"], "x"],
+        [{"b": [1]}, [], {"c": ["x", "x"]}],
+    ),
+    "contains in no array": ({"contains": {"type": "string"}, "maxItems": 0}, [1, {}], [[], ["a"]]),
+    "dependencies of any type": (
+        {"dependentRequired": {n: ["x"] for n in "abcde"}, "items": {"dependentRequired": {n: ["x"] for n in "abcde"}}},
+        [[{"a": 1, "x": 1}], [[]], 1],
+        [[{"a": 1}], {"e": 1}],
+    ),
     "contains at least none": ({"type": "array", "contains": {"const": 1}, "minContains": 0}, [[], [2]], [1]),
     "contains none": (
         {"type": "array", "contains": {"const": 1}, "minContains": 0, "maxContains": 0},

@@ -16,7 +16,7 @@ from specdec.grammar.json_schema.negation import UNDENIED, negation
 from specdec.grammar.json_schema.numbers import is_exact
 from specdec.grammar.json_schema.references import Document
 from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, refused
-from specdec.grammar.json_schema.schemas import Schema
+from specdec.grammar.json_schema.schemas import Schema, any_of
 from specdec.grammar.json_schema.values import is_at_most, is_number
 
 MAX_CONTAINING = 16
@@ -27,6 +27,8 @@ MAX_UNIQUE = 4
 
 APPLICATORS = frozenset(["allOf", "anyOf", "oneOf", "$ref", "if", "contains", "dependentSchemas"])
 """Keywords that may evaluate items; `unevaluatedItems` does not apply to these items."""
+
+NO_ARRAYS = ("boolean", "null", "number", "object", "string")
 
 UNLISTED = UNDENIED | {"not", "anyOf", "allOf", "pattern"}
 """Keywords that may exclude some of a schema's listed values."""
@@ -73,9 +75,7 @@ def _rewrite_contains(rewriter: Rewriter, part: Rewrite) -> None:
         fitting = rewriter.schema(wanted, f"{place}/contains")
         rewriter.count(place, MAX_CONTAINING**2)
         places = range(int(min(longest, MAX_CONTAINING)))
-        part.conditions.append(
-            {"anyOf": [{"prefixItems": [True] * at + [fitting], "minItems": at + 1} for at in places]}
-        )
+        _require_one(part, [{"prefixItems": [True] * at + [fitting], "minItems": at + 1} for at in places])
     else:
         raise refused(place, "contains", "minContains or maxContains is set, too")
 
@@ -85,12 +85,20 @@ def _rewrite_unique(rewriter: Rewriter, part: Rewrite, values: Sequence[Any] | N
     if values is not None and len(values) <= MAX_UNIQUE:
         rewriter.count(part.place, math.factorial(len(values)) * 8)
         orders = [[{"const": value} for value in order] for order in permutations(values)]
-        part.conditions.append({"anyOf": [{"prefixItems": order, "items": False} for order in orders]})
+        _require_one(part, [{"prefixItems": order, "items": False} for order in orders])
     elif rewriter.checks:
         rewriter.unenforced[id(part.source), "uniqueItems"] = part.place
     else:
         why = f"items must be an enum of at most {MAX_UNIQUE} values, or maxItems at most 1"
         raise refused(part.place, "uniqueItems", why)
+
+
+def _require_one(part: Rewrite, ways: Sequence[dict[str, Any]]) -> None:
+    """Add the condition that an array fits one of these schemas. They get their type: without it, the parser would
+    follow a value of any other type once for each."""
+    types = part.source.get("type", NO_ARRAYS)
+    others = [kind for kind in ([types] if isinstance(types, str) else types) if kind != "array"]
+    part.conditions.append(any_of([{"type": others} if others else False, *({"type": "array", **way} for way in ways)]))
 
 
 def _listed_values(document: Document, schema: Schema) -> list[Any] | None:

@@ -57,8 +57,8 @@ def _rewrite_dependencies(rewriter: Rewriter, part: Rewrite, key: str) -> None:
     for name, wanted in dependencies.items():
         inner = f"{part.place}/{key}/{pointer_part(name)}"
         then = {"required": [name, *wanted]} if are_texts(wanted) else rewriter.schema(wanted, inner)
-        absent = {"properties": {name: False}}
-        part.conditions.append({"anyOf": [absent, {"allOf": [{"required": [name]}, then]}]})
+        absent = {"properties": {name: False}}  # allows other types alone: the parser follows each alternative
+        part.conditions.append({"anyOf": [absent, both({"type": "object", "required": [name]}, then)]})
 
 
 def _rewrite_unevaluated(rewriter: Rewriter, part: Rewrite) -> None:

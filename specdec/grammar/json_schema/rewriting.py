@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError, Kind, source_violation
@@ -14,7 +14,7 @@ from specdec.grammar.json_schema.numbers import rewrite_bounds, rewrite_listed_v
 from specdec.grammar.json_schema.objects import rewrite_object
 from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, Work, refused
 from specdec.grammar.json_schema.schemas import Schema, alternatives
-from specdec.grammar.json_schema.shapes import check_shapes
+from specdec.grammar.json_schema.shapes import TYPES, check_shapes
 from specdec.grammar.json_schema.spelled_names import SpelledNames
 from specdec.grammar.json_schema.strings import rewrite_string
 from specdec.grammar.json_schema.text_check import TextCheck
@@ -139,11 +139,20 @@ def _with_conditions(part: Rewrite) -> Schema:
     if False in part.conditions:
         return False
     if conditions := [condition for condition in part.conditions if condition is not True]:
-        numbers = [number for condition in conditions if (number := len(alternatives(condition))) > 1]
-        if math.prod(numbers) > MAX_COMBINATIONS and len(numbers) > 1:
+        if max(_combinations(conditions, kind) for kind in TYPES) > MAX_COMBINATIONS:
             raise GrammarError(
                 f"{part.place or '/'}: has conditions that make more than {MAX_COMBINATIONS} combinations: list the "
                 "allowed objects in anyOf"
             )
         part.keywords["allOf"] = [*list_of(part.keywords.get("allOf")), *conditions]
     return part.keywords
+
+
+def _combinations(conditions: Sequence[Schema], kind: str) -> int:
+    """Return the number of combinations of the conditions' alternatives for values of a type; 1 if only one condition
+    has alternatives."""
+    ways = [
+        sum(kind in object_of(way).get("type", kind) for way in alternatives(condition)) for condition in conditions
+    ]
+    numbers = [number for number in ways if number > 1]
+    return math.prod(numbers) if len(numbers) > 1 else 1
