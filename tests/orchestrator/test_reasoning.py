@@ -65,6 +65,13 @@ def test_a_grammar_is_about_the_answer(model: ServedModel) -> None:
         parse(request_of(ASKED, {}, grammar=model_pb2.Grammar(regex="a+", opening_token=5)), model)
 
 
+def test_a_grammar_that_a_stop_string_keeps_from_beginning_is_refused(model: ServedModel) -> None:
+    """No token may end the text before the mark, so the mark could never come."""
+    for fields, field in (({"stop": ["</think>"]}, "after_token"), ({"stop_tokens": [OPEN]}, "opening_token")):
+        with pytest.raises(InvalidRequestError, match=rf"grammar\.{field}: is \d+, which ends the text"):
+            parse(request_of(ASKED, {}, grammar=model_pb2.Grammar(regex="a+"), **fields), model)
+
+
 def test_a_request_may_say_where_its_reasoning_is(model: ServedModel) -> None:
     """A request can override the detection, for its prompt and its grammar."""
     said = generation_pb2.Reasoning(opening_token=70, closing_token=71, begun=True)
