@@ -11,12 +11,21 @@ from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, refused
 from specdec.grammar.json_schema.values import is_one_of
 from specdec.grammar.patterns import PatternError, PatternTooLargeError, UnreadableError
 
-LIBRARY_FORMATS = frozenset(
-    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"]
-)
+LIBRARY_FORMATS = frozenset(["duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"])
 """Formats of strings that llguidance enforces."""
 
+_MULTIPLE_OF_4 = "(?:[02468][048]|[13579][26])"  # of two digits
+_DATE = (
+    "(?:[0-9]{4}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    "|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    f"|(?:[0-9]{{2}}(?:0[48]|[2468][048]|[13579][26])|{_MULTIPLE_OF_4}00)-02-29)"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+
 FORMAT_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "date-time": f"^{_DATE}[tT]{_TIME}$",
+    "time": f"^{_TIME}$",
     "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
     "relative-json-pointer": "^(?:0|[1-9][0-9]*)(?:#|(?:/(?:[^~/]|~[01])*)*)$",
 } | {
@@ -24,7 +33,8 @@ FORMAT_PATTERNS = {
     "-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}$"
     for version in range(1, 9)
 }
-"""Further formats, as expressions: JSON Schema's own, and pydantic's."""
+"""Other formats, as expressions: JSON Schema's own, and pydantic's. llguidance knows dates and times too, but allows
+February 29 in every year and a leap second in every minute."""
 
 
 def rewrite_string(rewriter: Rewriter, part: Rewrite) -> None:
