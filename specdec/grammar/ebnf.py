@@ -202,7 +202,7 @@ class _Reader:
         last = first if not comma else int(most) if most.strip() else None
         if last is not None and last < first:
             raise self._wrong(token.at, f"{token.text} has a maximum below its minimum")
-        return Repeated(part, first, last)
+        return Sequence(()) if last == 0 else Repeated(part, first, last)
 
     def _characters(self, token: _Token) -> list[str]:
         """Return the characters of a literal or a set."""
