@@ -17,7 +17,7 @@ from typing import Any
 import h11
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.openai_api.bodies import EVICTABLE, LINGER_BYTES, LINGER_SECONDS
@@ -139,7 +139,7 @@ class HttpConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = _Flow(transport, lambda: len(self._ahead) > MAX_AHEAD)
+        self.flow = _Flow(transport, self._is_full)
         self.network = network_of(self.client[0] if self.client else "")
         if self._all.has_room():
             self._all.add(self)
@@ -231,10 +231,16 @@ class HttpConnection(H11Protocol):
         self._wait()
         if self._next_size():
             self._next_piece = self.loop.call_soon(self._feed)
-        if len(self._ahead) > MAX_AHEAD:
+        if self._is_full():
             self.flow.pause_reading()
         else:
             self.flow.resume_reading()
+
+    def _is_full(self) -> bool:
+        """Return whether to stop reading: too much was read ahead, or the application leaves too much of the body
+        unread. A refused connection is read until it closes."""
+        unread = 0 if self._is_idle else len(self.cycle.body)
+        return not self._refused and (len(self._ahead) > MAX_AHEAD or unread > HIGH_WATER_LIMIT)
 
     def _next_size(self) -> int:
         """Return the number of bytes to pass to h11 next; 0 for none now."""
@@ -303,7 +309,7 @@ class HttpConnection(H11Protocol):
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, except that the application cannot resume reading while too much was read ahead."""
+    """uvicorn's flow control, except that the application cannot resume reading while the connection is full."""
 
     def __init__(self, transport: asyncio.Transport, is_full: Callable[[], bool]) -> None:
         super().__init__(transport)

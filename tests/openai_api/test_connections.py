@@ -12,9 +12,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from specdec.openai_api import connections
 from specdec.openai_api.callers import network_of
+from specdec.openai_api.connections import HttpConnection
 from specdec.openai_api.errors import overloaded
 from tests.client.fake_server import Act, FakeServer
 from tests.openai_api.front import front
@@ -193,6 +197,81 @@ async def test_few_bytes_do_not_hold_the_event_loop(sent: bytes) -> None:
     async with serving(hello) as server, Ticking() as ticking:
         await told(f"127.0.0.1:{server.port}", sent)
     assert ticking.longest < 0.5
+
+
+class Transport(asyncio.Transport):
+    """A transport that records whether reading is paused."""
+
+    paused = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return {"peername": ("10.1.2.3", 5), "sockname": ("10.1.2.4", 80)}.get(name, default)
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Discard the answer."""
+
+    def close(self) -> None:
+        """Stay open."""
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_the_application_does_not_read_is_not_kept(chunked: bool) -> None:
+    called, admitted = asyncio.Event(), asyncio.Event()
+    size, sent, received = 1 << 20, 0, 0
+
+    async def app(_: Scope, receive: Receive, send: Send) -> None:
+        nonlocal received
+        called.set()
+        await admitted.wait()  # a check of the key
+        while received < size:
+            received += len((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = uvicorn.Config(app, ws="none", lifespan="off", h11_max_incomplete_event_size=32 << 10)
+    config.load()
+    connection = HttpConnection(
+        config=config,
+        server_state=ServerState(),
+        app_state={},
+        _loop=asyncio.get_running_loop(),
+        header_seconds=10.0,
+        connections=connections.Connections(10),
+    )
+    transport = Transport()
+    connection.connection_made(transport)
+    connection.data_received(
+        CHUNKED if chunked else b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n"
+    )
+    await called.wait()
+
+    async def fill() -> None:
+        nonlocal sent
+        while sent < size and not transport.paused:
+            data = b"x" * (32 << 10)
+            connection.data_received(b"%x\r\n%s\r\n" % (len(data), data) if chunked else data)
+            sent += len(data)
+            while connection._next_piece is not None:
+                await asyncio.sleep(0)
+
+    await fill()
+    assert transport.paused
+    assert len(connection.cycle.body) < 512 << 10
+    admitted.set()
+    async with asyncio.timeout(20):
+        while received < size:
+            await fill()
+            await asyncio.sleep(0)
+    connection.connection_lost(None)
 
 
 @pytest.mark.parametrize(
