@@ -182,7 +182,7 @@ class Vllm:
         async with self._client.stream("POST", f"{server.address}/v1/completions", json=asked) as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():
-                data = line.removeprefix("data: ")
+                data = line.removeprefix("data: ") if line.startswith("data: ") else ""
                 if data == "[DONE]":
                     done = True
                 elif data and (told := json.loads(data))["choices"]:

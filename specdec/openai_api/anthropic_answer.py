@@ -24,6 +24,8 @@ ERRORS = {
 }
 """HTTP statuses, mapped to error names."""
 
+PING: Json = {"type": "ping"}
+"""The event that keeps a quiet stream open."""
 
 SIGNATURE = "specdec"
 """The signature of thoughts: clients drop thoughts without one. It proves nothing."""

@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from specdec.openai_api.anthropic_answer import MessageAnswer
+from specdec.openai_api.anthropic_answer import PING, MessageAnswer
 from specdec.openai_api.anthropic_request import NAMES, MessagesRequest, parse_count, parse_messages
 from specdec.openai_api.bodies import MAX_BODY_BYTES, Bodies
 from specdec.openai_api.errors import ApiError, refused, unsupported, wrong
-from specdec.openai_api.event_stream import EventStream, ignored_header, typed_event_of
+from specdec.openai_api.event_stream import COMMENT, EventStream, ignored_header, typed_event_of
 from specdec.openai_api.gateway import Caller, Gateway
 from specdec.openai_api.json_text import Json, as_bytes, encoded
 from specdec.openai_api.parsing import Intake, TakenRequest
@@ -247,7 +247,7 @@ class Messages:
         request = replace(request, chat=await self._gateway.named(request.chat, caller))
         parts = await while_present(http.receive, self._gateway.parts(request.chat, caller))
         answer = MessageAnswer(request, caller.request_id)
-        return await _sent(http, request, answer, _events_of(answer, parts))
+        return await _sent(http, request, answer, _events_of(answer, parts), ping=typed_event_of(PING))
 
     async def count_tokens(self, http: Request) -> JSONResponse:
         taken = await self._intake.take(http, parse_count)
@@ -306,11 +306,12 @@ async def _sent(
     request: ResponsesRequest | MessagesRequest,
     answer: ResponseAnswer | MessageAnswer,
     events: AsyncGenerator[Json, None],
+    ping: bytes = COMMENT,
 ) -> Response | EventStream:
     """Return the answer as requested: as a stream of events, or complete at the end."""
     headers = ignored_header(request.ignored)
     if request.chat.stream:
-        return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"", headers=headers)
+        return EventStream(events, encode=typed_event_of, failed=answer.failed, end=b"", headers=headers, ping=ping)
     await while_present(http.receive, _exhausted(events))
     return Response(as_bytes(encoded(answer.whole)), headers=headers, media_type="application/json")
 

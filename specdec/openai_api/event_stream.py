@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
@@ -20,6 +20,11 @@ from specdec.openai_api.presence import CallerLeftError, while_present
 log = structlog.get_logger()
 
 DONE = b"data: [DONE]\n\n"
+
+COMMENT = b":\n\n"
+QUIET_SECONDS = 15.0
+"""Seconds without an event after which a comment is sent: a held-back tool call or hidden reasoning takes minutes, and
+proxies cut silent connections after 60 s."""
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -65,13 +70,19 @@ class EventStream:
         failed: Callable[[ApiError], Iterable[Mapping[str, Any]]] = lambda error: [error.body],
         end: bytes = DONE,
         headers: Mapping[str, str] = MappingProxyType({}),
+        ping: bytes = COMMENT,
+        quiet_seconds: float = QUIET_SECONDS,
     ) -> None:
-        """`encode` returns the bytes of an event; `end`: bytes after the last event; `headers`: further headers."""
+        """`encode` returns the bytes of an event; `end`: bytes after the last event; `headers`: further headers;
+        `ping`: bytes to send whenever there was no event for `quiet_seconds`."""
         self._headers = [*HEADERS, *((name.encode(), value.encode()) for name, value in headers.items())]
         self._events = events
         self._encode = encode
         self._failed = failed
         self._end = end
+        self._ping = ping
+        self._quiet_seconds = quiet_seconds
+        self._last = 0.0  # loop time of the last event or ping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -84,9 +95,12 @@ class EventStream:
                 raise
 
     async def _send(self, scope: Scope, send: Send) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": self._encode(event), "more_body": True})
+            async with self._pinging(send):
+                async for event in self._events:
+                    await send({"type": "http.response.body", "body": self._encode(event), "more_body": True})
+                    self._last = loop.time()
         except Exception as error:
             failure = error if isinstance(error, ApiError) else MISTAKE
             if failure is MISTAKE:
@@ -94,6 +108,27 @@ class EventStream:
             await self._end_failed(failure, scope, send)
         else:
             await send({"type": "http.response.body", "body": self._end, "more_body": False})
+
+    @asynccontextmanager
+    async def _pinging(self, send: Send) -> AsyncIterator[None]:
+        """Send pings while the events are quiet."""
+        pings = asyncio.create_task(self._send_pings(send))
+        try:
+            yield
+        finally:
+            pings.cancel()
+            await asyncio.gather(pings, return_exceptions=True)
+
+    async def _send_pings(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._last = loop.time()
+        while True:
+            left = self._last + self._quiet_seconds - loop.time()
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            await send({"type": "http.response.body", "body": self._ping, "more_body": True})
+            self._last = loop.time()
 
     async def _end_failed(self, error: ApiError, scope: Scope, send: Send) -> None:
         scope[FAILED] = error.status

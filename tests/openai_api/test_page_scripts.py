@@ -83,3 +83,21 @@ def test_figures_are_those_of_the_server() -> None:
         if len(chunks) > 1:
             first = len(chunks[0]["numbers"])  # type: ignore[arg-type]
             assert told["rate"] == pytest.approx((len(sources) - first) / (0.5 * (len(chunks) - 1)))
+
+
+EVENTS = """
+globalThis.document = { baseURI: "http://x/" };
+globalThis.sessionStorage = { getItem: () => null };
+globalThis.fetch = async () => new Response(':\\n\\ndata: {"a":1}\\n\\n:\\n\\ndata: [DONE]\\n\\n');
+const { events } = await import(process.argv[1]);
+const told = [];
+for await (const event of events("v1/completions", {})) told.push(event);
+console.log(JSON.stringify(told));
+"""
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no Node")
+def test_comments_in_a_stream_are_skipped() -> None:
+    command = [NODE or "", "--input-type=module", "-e", EVENTS, (FOLDER / "api.js").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) == [{"a": 1}]

@@ -39,6 +39,7 @@ export async function* events(path, request, signal) {
     const found = text.split("\n\n");
     text = found.pop();
     for (const event of found) {
+      if (event.startsWith(":")) continue; // a comment, which keeps a quiet connection open
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const told = JSON.parse(data);
