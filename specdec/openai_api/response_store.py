@@ -43,7 +43,25 @@ CREATE TABLE IF NOT EXISTS responses (
 );
 CREATE INDEX IF NOT EXISTS by_caller ON responses (caller, stored, bytes);
 CREATE INDEX IF NOT EXISTS by_age ON responses (stored);
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS held (caller TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_bytes ON held (bytes);
+CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL);
+INSERT INTO held SELECT caller, SUM(bytes) FROM responses WHERE NOT EXISTS (SELECT 1 FROM total) GROUP BY caller;
+INSERT INTO total SELECT (SELECT COALESCE(SUM(bytes), 0) FROM held) WHERE NOT EXISTS (SELECT 1 FROM total);
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
+    INSERT INTO held VALUES (NEW.caller, NEW.bytes) ON CONFLICT DO UPDATE SET bytes = bytes + NEW.bytes;
+    UPDATE total SET bytes = bytes + NEW.bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
+    UPDATE held SET bytes = bytes - OLD.bytes WHERE caller = OLD.caller;
+    DELETE FROM held WHERE caller = OLD.caller AND bytes <= 0;
+    UPDATE total SET bytes = bytes - OLD.bytes;
+END;
+COMMIT;
 """
+"""`held` has the bytes of each caller and `total` of all: a sum over the responses takes 0.2 us per response. Triggers
+keep them true while a server of an earlier version uses the same file."""
 
 _CHAIN = """
 WITH RECURSIVE chain(id, previous, bytes, number) AS (
@@ -55,15 +73,6 @@ WITH RECURSIVE chain(id, previous, bytes, number) AS (
 SELECT id, previous, bytes FROM chain ORDER BY number DESC
 """
 """The responses of a chain, earliest first."""
-
-_OLDEST = """
-DELETE FROM responses WHERE id IN (
-    SELECT id FROM (
-        SELECT id, SUM(bytes) OVER (ORDER BY stored, id) - bytes AS before FROM responses WHERE caller = :caller
-    ) WHERE before < :excess
-)
-"""
-"""Deletes the oldest responses of a caller, until the deleted bytes reach `excess`."""
 
 Result = TypeVar("Result")
 
@@ -99,8 +108,8 @@ class ResponseStore:
             raise ResponseStoreError(f"{file}: {error}") from error
 
     async def put(self, caller: str, items: Sequence[Json], response: Json) -> bool:
-        """Store a response; `items` are the input items of its request. Return False if it is larger than the limit or
-        if storing fails, which is logged."""
+        """Store a response; `items` are the input items of its request. Return False if it is larger than its caller's
+        room, or if storing fails, which is logged."""
         try:
             return await self._thread.run(lambda: self._put(caller, items, response), caller, WAIT_SECONDS)
         except (sqlite3.Error, OverloadedError) as error:  # e.g. a full disk, or a long lock by another server
@@ -163,18 +172,31 @@ class ResponseStore:
             row = (response["id"], caller, self._clock(), size, response["previous_response_id"], *columns)
             execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
             while (excess := self._excess()) > 0:
-                asked = "SELECT caller FROM responses GROUP BY caller ORDER BY SUM(bytes) DESC LIMIT 1"
-                ((largest,),) = execute(asked)
-                execute(_OLDEST, {"caller": largest, "excess": excess})
+                self._evict(excess)
+            kept = execute("SELECT 1 FROM responses WHERE id = ?", (response["id"],)).fetchone() is not None
         except BaseException:
             execute("ROLLBACK")
             raise
         execute("COMMIT")
-        return True
+        return kept
 
     def _excess(self) -> int:
-        ((total,),) = self._database.execute("SELECT COALESCE(SUM(bytes), 0) FROM responses")
+        ((total,),) = self._database.execute("SELECT bytes FROM total")
         return int(total) - self._most_bytes
+
+    def _evict(self, excess: int) -> None:
+        """Delete the oldest responses of the caller with the most bytes: `excess` bytes, or all that it has."""
+        asked = (
+            "SELECT id, bytes FROM responses WHERE caller = (SELECT caller FROM held ORDER BY bytes DESC LIMIT 1) "
+            "ORDER BY stored, id"
+        )
+        oldest = []
+        for response_id, size in self._database.execute(asked):
+            oldest.append((response_id,))
+            excess -= size
+            if excess <= 0:
+                break
+        self._database.executemany("DELETE FROM responses WHERE id = ?", oldest)
 
     def _row(self, caller: str, response_id: str, columns: str) -> tuple[str, ...]:
         found: tuple[str, ...] | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +31,7 @@ from tests.client.fake_server import TEXT, Act, FakeServer, rich
 from tests.openai_api.front import Front, front
 from tests.openai_api.test_http_server import post, told
 from tests.openai_api.test_reasoning import OPENED
+from tests.openai_api.test_response_store import response, stored
 from tests.openai_api.test_tools import WEATHER
 from tests.reasoning import CLOSE, OPEN
 from tests.stack import stack
@@ -44,15 +45,6 @@ AGENTS: dict[str, Any] = {
     "tools": [{**TOOL, "name": "ask"}, CUSTOM],
 }
 SEARCH: dict[str, Any] = {"type": "web_search", "external_web_access": False}
-
-
-@contextmanager
-def stored(**options: Any) -> Iterator[ResponseStore]:
-    store = ResponseStore(**options)
-    try:
-        yield store
-    finally:
-        store.close()
 
 
 @asynccontextmanager
@@ -288,6 +280,29 @@ async def test_what_is_not_stored_cannot_be_continued() -> None:
                 await create(model="fake", input="one", **wrong)
 
 
+async def test_a_store_that_is_not_needed_is_not_asked() -> None:
+    with stored() as store:
+        store.close()
+        async with FakeServer() as orchestrator, front(orchestrator.address, store=store) as http:
+            found: Any = await http.client.responses.create(model="fake", input="one", store=False)
+            counted: Any = await http.client.responses.input_tokens.count(model="fake", input="one")
+    assert (found.output_text, counted.object) == (TEXT, "response.input_tokens")
+
+
+async def test_an_empty_id_of_a_previous_response_is_none() -> None:
+    async with fake() as (_, http):
+        create: Any = http.client.responses.create
+        first = await create(model="fake", input="one", previous_response_id="")
+        assert first.previous_response_id is None
+        second = await create(model="fake", input="two", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+
+
+def test_empty_instructions_are_no_message() -> None:
+    request = ResponsesReader({"input": "hi", "instructions": ""}).request()
+    assert [turn.role for turn in request.chat.prompts[0].chat.messages] == ["user"]
+
+
 async def test_items_are_referred_to_by_their_ids() -> None:
     async with fake() as (orchestrator, http):
         create: Any = http.client.responses.create
@@ -381,14 +396,6 @@ async def test_items_referred_to_are_reserved_response_by_response() -> None:
     assert (len(free), free[0] - free[1]) == (2, 2 * size // 3)
     assert bodies._free == free[0]
     store.close()
-
-
-async def test_a_store_that_does_not_answer_is_named() -> None:
-    with stored() as store:
-        store._database.execute("DROP TABLE responses")
-        with pytest.raises(ApiError, match="the store of responses does not answer") as caught:
-            await store.get("a", "resp_1")
-    assert caught.value.status == 503
 
 
 async def test_odd_texts_come_back_as_question_marks() -> None:
@@ -572,61 +579,3 @@ async def test_reasoning_is_an_item_of_its_own(reasoning_pair: tuple[Path, Path]
         again: Any = [item.model_dump(exclude_none=True) for item in found.output]
         turns = [{"role": "user", "content": "how warm is it?"}, *again, {"role": "user", "content": "and now?"}]
         assert (await http.client.responses.create(**asked | {"input": turns})).output
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def response(number: int, previous: str | None = None, size: int = 100) -> dict[str, Any]:
-    return {"id": f"resp_{number}", "previous_response_id": previous, "output": ["x" * size]}
-
-
-async def test_stored_responses_are_bounded() -> None:
-    """A caller's responses are not evicted for those of a caller with more."""
-    with stored(most_bytes=2000, clock=Clock()) as store:
-        await store.put("small", [], response(0))
-        for number in range(1, 100):
-            await store.put("large", [], response(number))
-        assert json.loads(await store.get("small", "resp_0")) == response(0)
-        assert json.loads(await store.get("large", "resp_99")) == response(99)
-        with pytest.raises(ApiError):
-            await store.get("large", "resp_1")
-        assert not await store.put("large", [], response(100, size=3000))  # too long to be stored
-        with pytest.raises(ApiError):
-            await store.get("large", "resp_100")
-
-
-async def test_stored_responses_expire() -> None:
-    clock = Clock()
-    with stored(seconds=100.0, clock=clock) as store:
-        await store.put("a", [], response(1))
-        assert await store.items("a", "resp_1") == "[]"
-        clock.now += 100
-        with pytest.raises(ApiError):
-            await store.get("a", "resp_1")
-
-
-async def test_a_chain_is_read_at_one_moment() -> None:
-    """Between two statements another server may delete it, or it may expire."""
-    with stored(seconds=1.5, clock=Clock()) as store:
-        await store.put("a", [], response(1))
-        assert (await store.chain("a", "resp_1"))[0] == ["resp_1"]
-        with pytest.raises(ApiError, match="'resp_1' is not stored here"):
-            await store.chain("a", "resp_1")
-
-
-async def test_servers_share_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "responses.db"
-    with stored(file=file) as one, stored(file=file) as other:
-        await one.put("a", [{"type": "message", "text": "\ud800"}], response(1))
-        await other.put("a", [{"role": "user"}], response(2, "resp_1"))
-        chain, size = await one.chain("a", "resp_2")
-        assert chain == ["resp_1", "resp_2"]
-        items = await one.conversation("a", chain)
-        assert items == [{"type": "message", "text": "\ud800"}, "x" * 100, {"role": "user"}, "x" * 100]
-        assert size > len(json.dumps(items)) // 2
