@@ -112,8 +112,8 @@ def _chat_messages(given: Mapping[str, Any], ignored: list[str]) -> tuple[list[J
     """Return the messages of a chat, and the place of each in the request. Appends the names of ignored fields to
     `ignored`."""
     made: list[tuple[Json, str]] = []
-    if (system := given.get("system")) is not None:
-        made.append(({"role": "system", "content": _text(system, "system", "\n")}, "system"))
+    if system := _text(given.get("system", ""), "system", "\n"):
+        made.append(({"role": "system", "content": system}, "system"))
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", messages, "a list of at least one message")

@@ -144,7 +144,8 @@ class Responses:
         with ExitStack() as stack:
             stack.enter_context(self._intake.bodies.reserved(owner, size))
             size += await self._resolve(reader, owner, stack)
-            yield [] if self._store is None else await self._store.conversation(owner, chain), taken.size + size
+            earlier = await self._store.conversation(owner, chain) if self._store is not None and chain else []
+            yield earlier, taken.size + size
 
     async def _chain(self, owner: str, previous: str) -> tuple[list[str], int]:
         """Return the ids of the responses that a request continues, and their total bytes."""

@@ -169,6 +169,8 @@ class ResponsesReader:
     def __init__(self, fields: Mapping[str, Any], *, strict: bool = False) -> None:
         """ApiError for an unsupported field. With `strict`, `request` refuses unknown ones."""
         self.fields = {name: value for name, value in fields.items() if value is not None}
+        if self.fields.get("previous_response_id") == "":  # continues none
+            del self.fields["previous_response_id"]
         self.ignored = check_names(
             self.fields, SAME | READ, hints=HINTS, without_effect=OWN_WITHOUT_EFFECT, others=OWN_UNSUPPORTED
         )
@@ -259,9 +261,9 @@ class _Turns:
         self.places: list[str] = []  # for each message, the item that began it
         self.ignored: list[str] = []  # names of fields without effect
         self._reasoning = ""  # of the next assistant message
-        if instructions is not None:
-            if not isinstance(instructions, str):
-                raise wrong("instructions", instructions, "text")
+        if instructions is not None and not isinstance(instructions, str):
+            raise wrong("instructions", instructions, "text")
+        if instructions:
             self.messages.append({"role": "system", "content": instructions})
             self.places.append("instructions")
 

@@ -247,3 +247,9 @@ async def test_reasoning_is_a_block_unless_it_is_disabled(reasoning_pair: tuple[
             assert (await stream.get_final_message()).content == found.content
         silent = await client.messages.create(**asked, thinking={"type": "disabled"})
         assert not [block for block in silent.content if block.type == "thinking"]
+
+
+@pytest.mark.parametrize("system", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_system_prompt_is_no_message(system: object) -> None:
+    request = parse_messages({"max_tokens": 1, "system": system, "messages": HI})
+    assert [turn.role for turn in request.chat.prompts[0].chat.messages] == ["user"]
