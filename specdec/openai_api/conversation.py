@@ -23,6 +23,10 @@ ROLES = {"developer": "system"}
 """Roles with another name in templates."""
 
 OF_TOOLS = frozenset({"type", "function", "name", "description", "parameters", "strict"})
+OF_CALLS = frozenset({"id", "type", "function", "name", "arguments", "index"})
+"""Fields of tools and of calls, at either level. Others are ignored, and listed in the answer. The client refuses those
+in a `function` that belong outside, and a tool's outside that belong inside. A call's `index` is its place in a
+stream."""
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
@@ -116,6 +120,10 @@ def _message(message: object, name: str, ignored: list[str], *, last: bool) -> d
     if not isinstance(content, str):
         raise wrong(f"{name}.content", content, "text, or a list of parts of text")
     own = {key: message[key] for key in OF_TURN if message.get(key) is not None}
+    if isinstance(calls := own.get("tool_calls"), list):
+        own["tool_calls"] = [
+            _tool(call, f"{name}.tool_calls[{index}]", ignored, OF_CALLS) for index, call in enumerate(calls)
+        ]
     return {"role": ROLES.get(role, role), "content": content, **own, **dict(_reasoning(message, name))}
 
 
@@ -149,11 +157,17 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> Iterator[tuple[str, 
         raise wrong("tool_choice", choice, "auto, none, required, or a function")
 
 
-def _tool(tool: Any, name: str, ignored: list[str]) -> Any:
-    """Return a tool without ignored fields, such as `cache_control`. The client checks the others: it refuses a
-    function's field in the wrong place."""
+def _tool(tool: Any, name: str, ignored: list[str], known: frozenset[str] = OF_TOOLS) -> Any:
+    """Return a tool or a call with only `known` fields, without others such as `cache_control`."""
     if not isinstance(tool, dict) or "function" not in tool:
         return tool
-    others = [key for key, value in tool.items() if key not in OF_TOOLS and value is not None]
-    ignored += [f"{name}.{key}" for key in others]
-    return {key: value for key, value in tool.items() if key not in others}
+    function = tool["function"]
+    if isinstance(function, dict):
+        function = _known(function, f"{name}.function", ignored, known)
+    return {**_known(tool, name, ignored, known), "function": function}
+
+
+def _known(given: Mapping[str, Any], name: str, ignored: list[str], known: frozenset[str]) -> dict[str, Any]:
+    """Return the `known` fields; the names of others, unless they are null, are appended to `ignored`."""
+    ignored += [f"{name}.{key}" for key, value in given.items() if key not in known and value is not None]
+    return {key: value for key, value in given.items() if key in known}

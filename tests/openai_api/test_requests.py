@@ -14,6 +14,7 @@ from openai.types.chat import completion_create_params as chat_params
 from specdec.client import InvalidRequest
 from specdec.openai_api.errors import ApiError, from_specdec
 from specdec.openai_api.fields import OF_CHAT, OF_COMPLETIONS, READ, RENAMED, SAME, UNSUPPORTED, WITHOUT_EFFECT
+from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, fields_of, parse_fields
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -415,6 +416,15 @@ def test_unknown_fields_are_ignored_and_named() -> None:
     found = chat(tools=[tool, tool | {"cache_control": {"type": "ephemeral"}, "x": None}])
     assert found.ignored == ("tools[1].cache_control",)
     assert found.message(0) == chat(tools=[tool, tool]).message(0)
+    called: Json = {"id": "i", "type": "function", "function": {"name": "w", "arguments": "{}"}}
+    asked = {"tools": [tool], "messages": [*MESSAGES, {"role": "assistant", "tool_calls": [called]}]}
+    odd_tool = tool | {"function": {**tool["function"], "title": "W", "cache_control": {}}}  # type: ignore[dict-item]
+    odd = called | {"function": {**called["function"], "parsed_arguments": {}}, "index": 0, "extra": 1}
+    found = chat(tools=[odd_tool], messages=[*MESSAGES, {"role": "assistant", "tool_calls": [odd]}])
+    call = f"messages[{len(MESSAGES)}].tool_calls[0]"
+    ignored = (f"{call}.function.parsed_arguments", f"{call}.extra", "tools[0].function.title")
+    assert found.ignored == (*ignored, "tools[0].function.cache_control")
+    assert found.message(0) == chat(**asked).message(0)
     assert chat(**{f"field{number}": number for number in range(100)}).ignored[-1] == "field31"
     with pytest.raises(ApiError, match="temprature: unknown parameter"):
         parse_fields({"messages": MESSAGES, "temprature": 1}, chat=True, strict=True)
