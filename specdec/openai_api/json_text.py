@@ -20,8 +20,8 @@ class EncodedList:
     def __init__(self) -> None:
         self._parts: list[str] = []
 
-    def extend(self, values: Iterable[object]) -> None:
-        self._parts += map(encoded, values)
+    def extend(self, values: Iterable[object], *, ascii: bool = False) -> None:
+        self._parts += (encoded(value, ascii=ascii) for value in values)
 
     @property
     def text(self) -> str:

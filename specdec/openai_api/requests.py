@@ -110,7 +110,7 @@ class ParsedRequest:
     usage_in_pieces: bool
     """True if each stream event has its choice's usage so far."""
     schemas: Mapping[str, Mapping[str, Any]]
-    """The functions' argument schemas by name."""
+    """The functions' argument schemas by name; empty if the prompt has no tools."""
     reasoning: bool = True
     """True if the answer includes the reasoning."""
     chunks: bool = False
@@ -209,11 +209,11 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
     options |= dict(_logprobs(given, chat=chat))
     options |= dict(_prompt_logprobs(given, options))
     options |= own_options
-    prompts = [conversation(given, ignored)] if chat else _prompts(given)
+    prompts = [_built(prompt, names) for prompt in ([conversation(given, ignored)] if chat else _prompts(given))]
     return ParsedRequest(
         chat=chat,
         model=given.get("model", ""),
-        prompts=[_built(prompt, names) for prompt in prompts],
+        prompts=prompts,
         options=_built(options | {"fallback_temperature": TEMPERATURE}, names),
         names=names,
         stream=flag(given, "stream"),
@@ -221,7 +221,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
         **_stream_options(given),
         places=(),
         reasoning=flag(given, "include_reasoning", default=True),
-        schemas=tool_schemas(given) if chat else {},
+        schemas=tool_schemas(given) if prompts[0].chat.tools else {},  # kept for the text's life, so only if needed
         ignored=listed(ignored, strict=strict),
         echo=flag(given, "echo"),
         prompt_logprobs=given.get("prompt_logprobs"),

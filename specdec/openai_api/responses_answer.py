@@ -16,25 +16,6 @@ from specdec.openai_api.parts import BeginPart, CallPart, EndPart, Part, Reasoni
 from specdec.openai_api.responses_request import ResponsesRequest, carried
 from specdec.openai_api.responses_tools import CUSTOM_INPUT
 
-ECHOED: Json = {
-    "instructions": None,
-    "max_output_tokens": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "prompt_cache_key": None,
-    "safety_identifier": None,
-    "temperature": None,
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
-    "top_logprobs": 0,
-    "top_p": None,
-    "truncation": "disabled",
-    "user": None,
-}
-"""Fields of a response that repeat the request, and their defaults."""
-
 
 class ResponseAnswer:
     """A response under construction. Each part of its sample yields events; the finished response has all items."""
@@ -57,11 +38,9 @@ class ResponseAnswer:
             "usage": None,
             "background": False,
             "service_tier": "default",
-            "reasoning": {"effort": None, "summary": None} | request.fields.get("reasoning", {}),
             "store": stored,
-            **{name: request.fields.get(name, value) for name, value in ECHOED.items()},
+            **request.echoed,
         }
-        self.whole["text"] = ECHOED["text"] | self.whole["text"]
 
     @property
     def output(self) -> list[Json]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.openai_api.errors import ApiError, refused, renamed, unsupported, wrong
@@ -25,6 +25,7 @@ from specdec.openai_api.fields import (
 from specdec.openai_api.fields import SAME as CHAT_SAME
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
+from specdec.openai_api.responses_echo import NESTED, check_labels, echoed
 from specdec.openai_api.responses_tools import CUSTOM_INPUT, OfferedTool, chosen, function_name, offered, places_of
 
 SAME = SAMPLING | frozenset(
@@ -135,32 +136,27 @@ NAMES = {
 
 TRUNCATIONS = ["auto", "disabled"]
 
-NESTED: Mapping[str, tuple[str, ...]] = {
-    "reasoning": ("effort", "summary", "generate_summary"),  # no summaries: the answer has the reasoning itself
-    "stream_options": ("include_obfuscation", "include_usage"),
-    "text": ("format", "verbosity"),
-}
-"""Object fields with their accepted members; other members are ignored."""
-
 
 @dataclass(frozen=True)
 class ResponsesRequest:
     """A parsed request."""
 
     chat: ParsedRequest
-    fields: Json  # of the body, without nulls
+    echoed: Json
+    """The fields of the response that repeat the request."""
+    includes: frozenset[str]
     items: Sequence[Json]
     """The input items of this request, without those of earlier responses."""
-    tools: Mapping[str, OfferedTool]  # by their names for the model
+    tools: Mapping[str, OfferedTool]  # by their names for the model, without their functions
     ignored: Sequence[str]  # names of unknown fields, for the answer
 
     @property
     def includes_logprobs(self) -> bool:
-        return LOGPROBS in self.fields.get("include", ())
+        return LOGPROBS in self.includes
 
     @property
     def includes_encrypted(self) -> bool:
-        return ENCRYPTED in self.fields.get("include", ())
+        return ENCRYPTED in self.includes
 
 
 class ResponsesReader:
@@ -177,6 +173,7 @@ class ResponsesReader:
         """Names of unknown fields, for the answer."""
         self._strict = strict
         self._read_nested()
+        check_labels(self.fields)
         self.items = _input_items(self.fields.get("input"))
         self.stores = flag(self.fields, "store") if "store" in self.fields else None
         """Value of `store`; None if the request leaves it to the server."""
@@ -227,9 +224,15 @@ class ResponsesReader:
         except ApiError as error:
             raise renamed(error, turns.places, names) from None
         ignored = (*self.ignored, *left_out, *turns.ignored, *parsed.ignored)
-        by_name = {tool.function_name: tool for tool in tools}
-        chat_request = parsed.renamed(names, turns.places)
-        return ResponsesRequest(chat_request, given, self.items, by_name, listed(ignored, strict=self._strict))
+        by_name = {tool.function_name: replace(tool, function={}) for tool in tools}  # schemas may be megabytes
+        return ResponsesRequest(
+            chat=parsed.renamed(names, turns.places),
+            echoed=echoed(given),
+            includes=frozenset(given.get("include", ())),
+            items=self.items,
+            tools=by_name,
+            ignored=listed(ignored, strict=self._strict),
+        )
 
 
 def _doubled(most: int) -> Iterator[int]:

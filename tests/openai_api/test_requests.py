@@ -407,6 +407,11 @@ def test_what_asks_for_what_happens_anyway_is_taken() -> None:
     assert not completion(n_predict=-1).message(0).HasField("max_tokens")  # llama.cpp's value for all that fit
 
 
+def test_the_schemas_of_tools_that_are_not_offered_are_not_kept() -> None:
+    assert chat(tools=[TOOL], tool_choice="auto").schemas
+    assert chat(tools=[TOOL], tool_choice="none").schemas == {}
+
+
 def test_unknown_fields_are_ignored_and_named() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}], "id": "1"}]
     found = chat(temprature=1, messages=messages)

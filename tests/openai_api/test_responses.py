@@ -20,7 +20,7 @@ from specdec.openai_api.bodies import Bodies
 from specdec.openai_api.errors import ApiError, from_specdec
 from specdec.openai_api.fields import MAX_IGNORED
 from specdec.openai_api.gateway import Caller
-from specdec.openai_api.json_text import Json
+from specdec.openai_api.json_text import Json, encoded
 from specdec.openai_api.parsing import Intake, Parser, TakenRequest
 from specdec.openai_api.parts import CallPart
 from specdec.openai_api.response_store import ResponseStore
@@ -198,6 +198,15 @@ def test_items_become_messages() -> None:
         ({"tools": [{**CUSTOM, "format": {"type": "grammar"}}]}, "tools[0].format"),
         ({"tools": [{**TOOL, "nonsense": 1}]}, "tools[0].nonsense"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"user": "x" * 4097}, "user"),
+        ({"safety_identifier": 1}, "safety_identifier"),
+        ({"prompt_cache_key": ["x"]}, "prompt_cache_key"),
+        ({"reasoning": {"summary": "x" * 4097}}, "reasoning.summary"),
+        ({"metadata": ["x"]}, "metadata"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ({"metadata": {"x" * 65: ""}}, "metadata"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
         ({"truncation": "maybe"}, "truncation"),
     ],
 )
@@ -244,6 +253,25 @@ def test_values_that_ask_for_the_default_are_accepted() -> None:
             "user": "u",
         }
     ).request()
+
+
+def test_a_response_repeats_its_request() -> None:
+    tools = [TOOL | {"description": "Tells it: 20 °C, 🌡."}, CUSTOM]
+    choice = {"type": "function", "name": "weather"}
+    fields: Json = {
+        "metadata": {"a": "b"},
+        "tools": tools,
+        "tool_choice": choice | {"nonsense": "x" * 10_000},
+        "reasoning": {"effort": "low", "nonsense": "x" * 10_000},
+        "text": {"verbosity": "medium", "nonsense": "x" * 10_000},
+        "nonsense": "x" * 10_000,
+    }
+    request = ResponsesReader({"input": "hi", **fields}).request()
+    told = json.loads(encoded(ResponseAnswer(request, "resp_1", stored=True).whole))
+    assert (told["tools"], told["tool_choice"], told["metadata"]) == (tools, choice, {"a": "b"})
+    assert told["reasoning"] == {"effort": "low", "summary": None}
+    assert told["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
+    assert "x" * 1000 not in repr(request)
 
 
 async def test_a_response_is_continued_by_its_id() -> None:
