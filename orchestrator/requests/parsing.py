@@ -48,6 +48,9 @@ from specdec.v2 import generation_pb2, model_pb2
 MAX_SAMPLES = 16
 """Maximum samples of a request; each has its own sessions."""
 
+DRAWN_SEED_BITS = 53
+"""Bits of a drawn seed: by HTTP it is a number in JSON, and JavaScript rounds larger ones."""
+
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
 """Maximum stop strings, and characters of each: all are searched for in every piece of text."""
@@ -100,7 +103,7 @@ def parse(
     generated = list(message.generated_tokens)
     violations += token_violations("generated_tokens", generated, model.vocabulary)
 
-    seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(64)
+    seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(DRAWN_SEED_BITS)
     defaults = _defaults(message, model)
     sampling = _sampling(message.sampling, _with_fallback(defaults, message))
     reasoning = _reasoning(message, model, prompt, violations)

@@ -228,6 +228,14 @@ def test_more_speculation_than_any_pod_grants_is_refused(model: ServedModel, fie
     assert violations(model, speculation=asked) == [(f"speculation.{field}", f"is 100000, must be at most {most}")]
 
 
+def test_a_drawn_seed_is_a_number_of_javascript(model: ServedModel) -> None:
+    """The chance that this fails for right seeds, because two are equal, is below 1e-11."""
+    request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenPrompt(ids=[5]))
+    seeds = [parse(request, model).seed for _ in range(64)]
+    assert len(set(seeds)) == len(seeds)
+    assert max(seeds) < 1 << 53
+
+
 def test_fixed_widths_exclude_other_shapes(model: ServedModel) -> None:
     asked = generation_pb2.Speculation(expansion=[3, 2], max_depth=2, max_branches=3, min_path_probability=0.5)
     assert {field for field, _ in violations(model, speculation=asked)} == {
