@@ -6,6 +6,8 @@ import json
 import random
 import shutil
 import subprocess
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from specdec.v2.model_pb2 import TokenSource
 from specdec.wire.sources import ACCEPTED, accepted_histogram, histogram_entries, source_name
 
 NODE = shutil.which("node")
+DOM = Path(__file__).with_name("page_dom.mjs")
 
 SCRIPT = """
 import { readFileSync } from "node:fs";
@@ -101,3 +104,65 @@ def test_comments_in_a_stream_are_skipped() -> None:
     command = [NODE or "", "--input-type=module", "-e", EVENTS, (FOLDER / "api.js").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout) == [{"a": 1}]
+
+
+def of_page(script: str) -> Any:
+    """Return what a script tells about the page."""
+    imports = f"const {{ ask, asked, at, form, open, stream, until }} = await import({json.dumps(DOM.as_uri())});"
+    end = "process.stdout.write(JSON.stringify(told)); process.exit();"
+    script = f"{imports}\nconst folder = {json.dumps(FOLDER.as_uri())};\n{script}\n{end}"
+    command = [NODE or "", "--input-type=module", "-e", script]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no Node")
+def test_the_model_of_a_link_waits_for_the_key() -> None:
+    told = of_page("""
+        const told = [];
+        const models = { data: [{ id: "one" }, { id: "two" }] };
+        await open(folder, "#model=two", async (path, headers) => {
+          if (path !== "/v1/models") return [404, {}];
+          return headers.authorization ? [200, models] : [401, { error: { message: "no key" } }];
+        });
+        await until(() => at("#problem").textContent);
+        at("#ask").dispatch("change");
+        told.push(location.hash);
+        at("#key").value = "key";
+        at("#key").dispatch("change");
+        await until(() => at("#model").length);
+        at("#ask").dispatch("change");
+        told.push(at("#model").value, location.hash);
+    """)
+    assert told == ["#model=two", "two", "#model=two"]
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no Node")
+def test_what_is_typed_during_an_answer_stays() -> None:
+    told = of_page("""
+        const told = [];
+        let typed = null;
+        await open(folder, "", async (path) => {
+          if (path !== "/v1/chat/completions") return [404, {}];
+          if (typed) at("#prompt").value = typed;
+          return [200, stream("hello")];
+        });
+        await ask("chat", "hi");
+        told.push(at("#prompt").value);
+        typed = "and then?";
+        await ask("chat", "hi again");
+        told.push(at("#prompt").value, at("#problem").textContent);
+    """)
+    assert told == ["", "and then?", ""]
+
+
+@pytest.mark.skipif(NODE is None, reason="there is no Node")
+def test_a_completion_ends_the_conversation_that_it_replaces() -> None:
+    told = of_page("""
+        await open(folder, "", async (path) => (path.includes("completions") ? [200, stream("hello")] : [404, {}]));
+        await ask("chat", "one");
+        await ask("chat", "two");
+        await ask("completion", "def");
+        await ask("chat", "three");
+        const told = asked.map(([, body]) => body.messages?.length ?? body.prompt);
+    """)
+    assert told == [1, 3, "def", 1]

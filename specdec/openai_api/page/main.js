@@ -16,19 +16,10 @@ const messages = []; // of the conversation
 let stopping = null; // aborts the answer in progress
 let plainFigures = null; // of the last answer by plain decoding, with these settings
 
-// Choose the model with this name; the first one if it is not served.
-function choose(name) {
-  const select = at("#model");
-  select.selectedIndex = Math.max(0, [...select.options].findIndex((option) => option.value === name));
-}
-
-async function models(wanted) {
-  const select = at("#model");
+async function models() {
   try {
     const { data } = await get("v1/models");
-    const before = wanted ?? select.value;
-    select.replaceChildren(...data.map((model) => make("option", "", model.id)));
-    choose(before);
+    settings.offer(data.map((model) => model.id));
     at("#server").textContent = data.length === 1 ? `${data[0].max_model_len} tokens of context` : `${data.length} models`;
     problem("");
   } catch (error) {
@@ -123,7 +114,7 @@ async function ask() {
   Object.assign(request, chat ? { messages: [...messages] } : { prompt });
   const path = chat ? "v1/chat/completions" : "v1/completions";
   if (chat) new Turn("You", prompt);
-  else at("#texts").replaceChildren();
+  else clear();
   strip.clear();
   at("#ratio").textContent = "";
   at("#spoken").textContent = "Generating.";
@@ -146,7 +137,7 @@ async function ask() {
     if (chat && complete) messages.push({ role: "assistant", content: turn.text });
     if (chat && !complete) messages.pop(); // a question without an answer is no part of the conversation
   }
-  if (chat) at("#prompt").value = "";
+  if (chat && at("#prompt").value === prompt) at("#prompt").value = ""; // else the next message is being typed
   if (!settings.wants("compare")) return;
   const again = new Turn("The same by plain decoding", chat ? "" : prompt, false);
   await answer(path, settings.plain(request), again, (figures) => {
@@ -201,13 +192,11 @@ function saved() {
 }
 
 function clear() {
-  stopping?.abort();
   messages.length = 0;
   at("#texts").replaceChildren();
-  at("#prompt").focus();
 }
 
-const wanted = settings.load(location.hash);
+settings.load(location.hash);
 at("#texts").classList.toggle("clean", !settings.wants("rejected"));
 kindShown();
 makeLegend();
@@ -220,7 +209,11 @@ at("#ask").addEventListener("submit", (submit) => {
 at("#ask").addEventListener("change", saved);
 at("#model").addEventListener("change", saved);
 at("#stop").addEventListener("click", () => stopping?.abort());
-at("#clear").addEventListener("click", clear);
+at("#clear").addEventListener("click", () => {
+  stopping?.abort();
+  clear();
+  at("#prompt").focus();
+});
 at("#copy").addEventListener("click", async () => {
   try {
     await navigator.clipboard.writeText(location.href);
@@ -239,8 +232,8 @@ document.addEventListener("keydown", (pressed) => {
   if (pressed.key === "Enter" && (pressed.ctrlKey || pressed.metaKey)) send();
 });
 addEventListener("hashchange", () => {
-  choose(settings.load(location.hash));
+  settings.load(location.hash);
   saved();
 });
-models(wanted);
+models();
 pods.start();

@@ -2,6 +2,7 @@
 
 const form = document.querySelector("#ask");
 const model = document.querySelector("#model");
+let wanted = null; // the model of the link, until the models are known; "" for the first one
 
 const TEXTS = ["temperature", "seed", "max_tokens", "rule", "max_depth", "max_candidates", "window"];
 const FLAGS = ["forced", "rejected", "compare"];
@@ -19,21 +20,31 @@ export function link() {
   for (const name of TEXTS) put(name, form.elements[name].value.trim());
   if (drafters().length < form.elements.drafters.length) found.set("drafters", drafters().join());
   for (const name of FLAGS) if (wants(name)) found.set(name, "1");
-  if (model.selectedIndex > 0) found.set("model", model.value);
+  if (wanted ?? model.selectedIndex > 0) found.set("model", wanted ?? model.value);
   return `#${found}`;
 }
 
-// Set the form from a link's part; return the name of the model it wants, null for any.
+// Show the names of the models; keep the chosen one, or choose that of the link. The first one replaces one that is not
+// served.
+export function offer(names) {
+  const before = wanted ?? model.value;
+  wanted = null;
+  model.replaceChildren(...names.map((name) => new Option(name)));
+  model.selectedIndex = Math.max(0, names.indexOf(before));
+}
+
+// Set the form from a link's part.
 export function load(hash) {
   const found = new URLSearchParams(hash.replace(/^#/, ""));
   const given = (name) => found.get(name) ?? DEFAULTS[name] ?? "";
   form.elements.kind.value = given("kind") === "chat" ? "chat" : "completion";
   for (const name of TEXTS) form.elements[name].value = given(name);
   if (form.elements.rule.selectedIndex < 0) form.elements.rule.value = "";
-  const wanted = found.has("drafters") ? found.get("drafters").split(",") : null;
-  for (const box of form.elements.drafters) box.checked = !wanted || wanted.includes(box.value);
+  const named = found.get("drafters")?.split(",");
+  for (const box of form.elements.drafters) box.checked = named?.includes(box.value) ?? true;
   for (const name of FLAGS) form.elements[name].checked = found.get(name) === "1";
-  return found.get("model");
+  wanted = found.get("model") ?? "";
+  if (model.length) offer([...model.options].map((option) => option.value));
 }
 
 // Without a seed the page draws one: a second request by plain decoding needs the same.
@@ -58,7 +69,7 @@ export function request() {
   if (chosen.length && chosen.length < form.elements.drafters.length) own.drafters = chosen;
   if (form.elements.window.value.trim()) own.lookahead = form.elements.window.value.split(",").map(Number);
   return {
-    model: model.value || undefined,
+    model: (wanted ?? model.value) || undefined,
     max_tokens: number("max_tokens"),
     temperature: number("temperature"),
     seed: seed(),
