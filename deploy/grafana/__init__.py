@@ -1,1 +1,1 @@
-"""The dashboard for Grafana, `specdec.json`, and `dashboard.py`, which writes it."""
+"""The dashboard for Grafana: `dashboard.py` writes the file that the chart installs."""

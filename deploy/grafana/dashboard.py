@@ -1,4 +1,4 @@
-"""Prints the dashboard for Grafana: `python -m deploy.grafana.dashboard > deploy/grafana/specdec.json`."""
+"""Prints the dashboard for Grafana: `python -m deploy.grafana.dashboard > deploy/helm/specdec/files/dashboard.json`."""
 
 from __future__ import annotations
 

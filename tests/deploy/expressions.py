@@ -12,8 +12,8 @@ import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
-RULES = PROMETHEUS / "alerts.yaml"
-DASHBOARD = DEPLOY / "grafana" / "specdec.json"
+RULES = DEPLOY / "helm" / "specdec" / "files" / "alerts.yaml"
+DASHBOARD = RULES.with_name("dashboard.json")
 
 NO_METRIC = r"\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|\b(?:by|on|without|ignoring|group_left) *\([^)]*\)"
 """Parts of an expression without metric names: label matchers, ranges, strings, lists of labels."""

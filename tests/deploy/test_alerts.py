@@ -103,7 +103,7 @@ def test_every_alert_is_tested() -> None:
 @PROMTOOL
 @pytest.mark.parametrize(
     "command",
-    [("check", "rules", RULES.name), ("check", "config", "prometheus.yaml"), ("test", "rules", "alerts_test.yaml")],
+    [("check", "rules", str(RULES)), ("check", "config", "prometheus.yaml"), ("test", "rules", "alerts_test.yaml")],
     ids=" ".join,
 )
 def test_promtool_finds_nothing_wrong(command: tuple[str, ...]) -> None:

@@ -9,7 +9,6 @@ import yaml
 
 from tests.deploy.chart import (
     ALONE,
-    CHART,
     NAMESPACE,
     RELEASE,
     at,
@@ -26,12 +25,6 @@ from tests.deploy.expressions import DASHBOARD, RULES, alerts
 
 
 class TestWhatIsWatched:
-    def test_files_are_those_of_the_repository(self) -> None:
-        """Helm reads no files outside of a chart: `cp deploy/prometheus/alerts.yaml deploy/helm/specdec/files/` and
-        `cp deploy/grafana/specdec.json deploy/helm/specdec/files/dashboard.json` update the copies."""
-        assert (CHART / "files" / "alerts.yaml").read_bytes() == RULES.read_bytes()
-        assert (CHART / "files" / "dashboard.json").read_bytes() == DASHBOARD.read_bytes()
-
     def test_alerts_and_dashboard_arrive_as_they_are(self) -> None:
         things = render(EVERYTHING)
         (found,) = of_kind(things, "PrometheusRule").values()

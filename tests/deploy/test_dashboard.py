@@ -14,7 +14,7 @@ from tests.metrics import families, name, of_http
 
 
 def test_the_file_is_what_the_module_prints() -> None:
-    """Regenerate: `python -m deploy.grafana.dashboard > deploy/grafana/specdec.json`."""
+    """Regenerate: `python -m deploy.grafana.dashboard > deploy/helm/specdec/files/dashboard.json`."""
     assert json.loads(DASHBOARD.read_text()) == dashboard()
 
 
