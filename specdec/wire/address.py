@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -152,3 +153,10 @@ def _path(text: str) -> str:
     if len(path) > MAX_PATH_BYTES:
         raise ValueError(f"the path has {len(path)} bytes, must have at most {MAX_PATH_BYTES}")
     return path
+
+
+def family_of(host: str, port: int) -> socket.AddressFamily:
+    """Return the address family of a host: IPv4's if it has addresses of both."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    families = {family for family, *_ in found}
+    return socket.AF_INET if socket.AF_INET in families else socket.AF_INET6

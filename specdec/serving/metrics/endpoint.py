@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from specdec.serving.process.listening import family_of
+from specdec.wire.address import family_of
 
 log = structlog.get_logger()
 

@@ -12,6 +12,8 @@ import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+from specdec.wire.address import family_of
+
 
 class ListenError(Exception):
     """A service cannot listen; the message is one line with the option and the remedy."""
@@ -95,10 +97,3 @@ def bound(host: str, port: int, *, shared: bool = False, option: str = "--port")
             raise ListenError.of(host, port, error, option) from error
         failed.pop_all()
     return holder
-
-
-def family_of(host: str, port: int) -> socket.AddressFamily:
-    """Return the address family of a host: IPv4's if it has addresses of both."""
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    families = {family for family, *_ in found}
-    return socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
