@@ -13,7 +13,7 @@ from pathlib import Path
 from specdec.engine.model_directory import DESCRIPTION, ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, read_fields
 
-EXPORTS, CONVERSIONS = "onnx-3", "gguf-1"
+EXPORTS, CONVERSIONS = "onnx-3", "gguf-2"
 """Folders in the cache. The number in a name changes with the format of the contents."""
 
 

@@ -1,7 +1,7 @@
 """Conversion of a GGUF file into a model directory: transformers reads configuration, tokenizer and weights.
 
-This module adds what transformers does not read: the scaling of rotary embeddings, and all tokens that end a turn.
-Quantised weights are widened.
+This module adds what transformers does not read: fields of the configuration (`hf/gguf_config.py`), and all tokens that
+end a turn. Quantised weights are widened.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -20,11 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_gguf_pytorch_utils import (
@@ -37,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec.engine import hub
 from specdec.engine.gguf_file import MARKER
+from specdec.engine.hf.gguf_config import ROPE_FACTORS, configuration, value_of
 from specdec.engine.memory import free_on_host
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.engine.model_file import in_one_line
@@ -70,16 +68,6 @@ ENDS = frozenset(
 )
 """Control tokens that llama.cpp recognises by name as ends of a text, in files that lack END_KEYS for them."""
 
-ROPE_FACTORS = "rope_freqs.weight"
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""Scaling of rotary embeddings of all published Llama 3.1 to 3.3 models, except for its factor."""
-
 
 def convert(
     file: Path, target: Path, dtype: str | None = None, progress: Progress = lambda what, done, total: None
@@ -106,22 +94,17 @@ def convert(
 def _convert(file: Path, alone: Path, folder: Path, dtype: str | None, progress: Progress) -> None:
     """Write the model of a file; the folder `alone` contains only a link to the file."""
     reader = gguf.GGUFReader(file)
-    if (parts := _value(reader, "split.count") or 1) > 1:
+    if (parts := value_of(reader, "split.count") or 1) > 1:
         raise ModelDirectoryError(
             f"{file}: is one of {parts} parts; join them with llama.cpp's `llama-gguf-split --merge`"
         )
-    where: dict[str, Any] = {
-        "pretrained_model_name_or_path": alone,
-        "gguf_file": file.name,
-        "local_files_only": True,
-        "trust_remote_code": False,
-    }
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer = AutoTokenizer.from_pretrained(
+        alone, gguf_file=file.name, local_files_only=True, trust_remote_code=False
+    )
     tokenizer.save_pretrained(folder)
-    count = len(_value(reader, "tokenizer.ggml.tokens"))
+    count = len(value_of(reader, "tokenizer.ggml.tokens"))
     _drop_foreign_tokens(folder / "tokenizer.json", count)
-    config = AutoConfig.from_pretrained(**where)
-    _scale_rope(config, reader, file)
+    config = configuration(alone, reader, file)
     types: Counter[str] = Counter()
     for tensor in reader.tensors:
         types[tensor.tensor_type.name] += int(tensor.n_elements)
@@ -146,7 +129,9 @@ def _weights(
     """Return the weights by the model's names for them, using transformers' rules for each architecture. transformers'
     own loop (`load_gguf_checkpoint`) widens whole tensors, using several times their memory."""
     parsed = load_gguf_checkpoint(str(file), return_tensors=False)
-    processor = TENSOR_PROCESSORS.get(_value(reader, "general.architecture"), TensorProcessor)(config=parsed["config"])
+    processor = TENSOR_PROCESSORS.get(value_of(reader, "general.architecture"), TensorProcessor)(
+        config=parsed["config"]
+    )
     names = get_gguf_hf_weights_map(model, processor)
     tensors: dict[str, Tensor] = {}
     parsed["tensors"] = tensors  # processors of mixture-of-experts models add their tensors here
@@ -187,11 +172,6 @@ def _check_room(file: Path, folder: Path, size: int) -> None:
             )
 
 
-def _value(reader: gguf.GGUFReader, key: str) -> Any:
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
-
-
 def _dtype(types: Counter[str]) -> torch.dtype:
     """Return the dtype for a file, given the count of numbers in each format: the most frequent format if none is
     quantised, else bfloat16."""
@@ -201,49 +181,11 @@ def _dtype(types: Counter[str]) -> torch.dtype:
 
 def _ends(reader: gguf.GGUFReader) -> list[int]:
     """Return the ids of all tokens that end a text or a turn."""
-    found = {_value(reader, f"tokenizer.ggml.{key}") for key in END_KEYS}
-    tokens, types = (_value(reader, f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
+    found = {value_of(reader, f"tokenizer.ggml.{key}") for key in END_KEYS}
+    tokens, types = (value_of(reader, f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
     control = (number for number, kind in enumerate(types) if kind == gguf.TokenType.CONTROL)
     found |= {number for number in control if tokens[number] in ENDS}
     return sorted(int(number) for number in found if number is not None)
-
-
-def _scale_rope(config: PretrainedConfig, reader: gguf.GGUFReader, file: Path) -> None:
-    """Set the scaling of the rotary embeddings, which transformers does not read from GGUF. ModelDirectoryError for an
-    unknown kind, since ignoring it would give other logits."""
-    architecture = _value(reader, "general.architecture")
-    kind = _value(reader, f"{architecture}.rope.scaling.type")
-    factors = next((tensor.data for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)
-    parameters = config.rope_parameters if getattr(config, "rope_parameters", None) else {}
-    parameters = parameters.get("full_attention", parameters)  # Gemma 3 scales only its global layers
-    if factors is not None and not (factors == 1).all():
-        scaling = LLAMA3 | {"factor": float(factors.max())}
-        if not np.allclose(factors, _llama3_factors(scaling, parameters["rope_theta"], len(factors)), rtol=1e-3):
-            raise ModelDirectoryError(
-                f"{file}: its rope_freqs.weight is not the scaling of Llama 3, the only one supported"
-            )
-        parameters |= scaling
-    elif kind not in (None, "none"):
-        factor = _value(reader, f"{architecture}.rope.scaling.factor")
-        original = _value(reader, f"{architecture}.rope.scaling.original_context_length")
-        if kind not in ("linear", "yarn") or factor is None or "rope_theta" not in parameters:
-            raise ModelDirectoryError(f"{file}: rope.scaling.type is {kind!r}, must be linear or yarn, with a factor")
-        scaling = {"rope_type": kind, "factor": float(factor)}
-        if original is not None:
-            scaling["original_max_position_embeddings"] = int(original)
-        parameters |= scaling
-
-
-def _llama3_factors(scaling: dict[str, Any], theta: float, count: int) -> NDArray[np.float64]:
-    """Return the factors [count] by which Llama 3.1 divides the frequencies of rotary embeddings (transformers'
-    `_compute_llama3_parameters`)."""
-    length, low, high = (
-        scaling[name] for name in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-    )
-    wavelengths = 2 * np.pi * theta ** (np.arange(count) / count)
-    smooth = np.clip((length / wavelengths - low) / (high - low), 0, 1)
-    divided: NDArray[np.float64] = 1 / ((1 - smooth) / scaling["factor"] + smooth)
-    return divided
 
 
 def _drop_foreign_tokens(file: Path, count: int) -> None:
