@@ -55,7 +55,7 @@ def convert(
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     _scaling(writer, config)
-    _tokenizer(writer, directory, config)
+    write_tokenizer(writer, directory, config)
     for name, weight in load_file(directory / "model.safetensors").items():
         module = name.removesuffix(".weight")
         values = weight.to(torch.float32).numpy()
@@ -97,7 +97,8 @@ def _scaling(writer: GGUFWriter, config: dict[str, Any]) -> None:
             writer.add_rope_scaling_orig_ctx_len(length)
 
 
-def _tokenizer(writer: GGUFWriter, directory: Path, config: dict[str, Any]) -> None:
+def write_tokenizer(writer: GGUFWriter, directory: Path, config: dict[str, Any]) -> None:
+    """Write the tokenizer of a model directory: a byte-level BPE."""
     said = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     ids, special = said["model"]["vocab"], {each["content"]: each["id"] for each in said["added_tokens"]}
     writer.add_tokenizer_model("gpt2")

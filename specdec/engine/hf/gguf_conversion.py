@@ -133,8 +133,8 @@ def _weights(
         config=parsed["config"]
     )
     names = get_gguf_hf_weights_map(model, processor)
-    tensors: dict[str, Tensor] = {}
-    parsed["tensors"] = tensors  # processors of mixture-of-experts models add their tensors here
+    tensors = _Tensors(dtype)
+    parsed["tensors"] = tensors  # processors add experts, and GPT-2's output head, in float32
     total, done = sum(int(tensor.n_bytes) for tensor in reader.tensors), 0
     for tensor in reader.tensors:
         found = processor.process(
@@ -143,10 +143,21 @@ def _weights(
         if found.name is not None and found.name not in names and found.name != ROPE_FACTORS:
             raise ModelDirectoryError(f"{file}: {found.name} has no place in transformers' {type(model).__name__}")
         if found.name in names:
-            tensors[names[found.name]] = torch.from_numpy(np.require(found.weights, requirements=("C", "W"))).to(dtype)
+            tensors[names[found.name]] = torch.from_numpy(np.require(found.weights, requirements=("C", "W")))
         done += int(tensor.n_bytes)
         progress("converting", done, total)
     return tensors
+
+
+class _Tensors(dict[str, Tensor]):
+    """Tensors by name, each converted to one dtype when it is added."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        super().__setitem__(name, tensor.to(self._dtype))
 
 
 def _widened(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:

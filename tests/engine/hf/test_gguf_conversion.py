@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file
 
@@ -19,8 +20,9 @@ from specdec.engine.gguf_file import open_model
 from specdec.engine.hf.gguf_conversion import convert
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from testing.gguf_model import convert as to_gguf
+from testing.gguf_model import write_tokenizer
 from tests.captured_logs import captured_logs
-from tests.models import END, make
+from tests.models import CONTEXT, END, VOCABULARY, make, save
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -69,6 +71,63 @@ def test_the_model_is_the_same(model: ModelDirectory, converted: ModelDirectory)
     ours, theirs = (load_file(directory.path / "model.safetensors") for directory in (model, converted))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_have_the_dtype_of_the_other_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            moe_intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            eos_token_id=END,
+        )
+    )
+    layer = model.model.layers[0]
+    up = layer.mlp.experts.gate_up_proj.detach().numpy()
+    tensors = {"blk.0.ffn_gate_exps": up[:, :16], "blk.0.ffn_up_exps": up[:, 16:]}
+    modules = {
+        "token_embd": model.model.embed_tokens, "output_norm": model.model.norm, "output": model.lm_head,
+        "blk.0.attn_norm": layer.input_layernorm, "blk.0.ffn_norm": layer.post_attention_layernorm,
+        "blk.0.attn_q": layer.self_attn.q_proj, "blk.0.attn_k": layer.self_attn.k_proj,
+        "blk.0.attn_v": layer.self_attn.v_proj, "blk.0.attn_output": layer.self_attn.o_proj,
+        "blk.0.attn_q_norm": layer.self_attn.q_norm, "blk.0.attn_k_norm": layer.self_attn.k_norm,
+        "blk.0.ffn_gate_inp": layer.mlp.gate,
+    }  # fmt: skip
+    tensors |= {name: module.weight.detach().numpy() for name, module in modules.items()}
+    tensors["blk.0.ffn_down_exps"] = layer.mlp.experts.down_proj.detach().numpy()
+    file = tmp_path / "experts.gguf"
+    writer = GGUFWriter(file, "qwen3moe")
+    writer.add_block_count(1)
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(32)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(8)
+    writer.add_expert_count(4)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(16)
+    writer.add_layer_norm_rms_eps(1e-6)
+    write_tokenizer(writer, save(model, tmp_path / "original"), {"eos_token_id": END})
+    for name, values in tensors.items():
+        writer.add_tensor(f"{name}.weight", np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    convert(file, tmp_path / "out", str(dtype).removeprefix("torch."))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in written.values()} == {dtype}
+    converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+    ours, theirs = model.state_dict(), converted.state_dict()
+    assert all(torch.equal(ours[name].to(dtype), theirs[name]) for name in ours)
 
 
 def test_an_earlier_conversion_is_replaced_and_nothing_else(
