@@ -43,6 +43,9 @@ MAX_CONTEXT = 1 << 30
 """Maximum number of token ids, and maximum context in tokens. Both far exceed those of every known model, and fit into
 the 32 bits used for token ids and positions."""
 
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
+"""Field of rotary embeddings with the context before they were scaled, in tokens."""
+
 MAX_END_TOKENS = 1000
 """Maximum number of a model's end tokens, since every request carries them."""
 
@@ -186,11 +189,12 @@ class ModelDirectory:
 
     @cached_property
     def context(self) -> int:
-        """Length of the longest text supported by the model, in tokens."""
+        """Length of the longest text supported by the model, in tokens. Model cards advise to add YaRN and to leave
+        max_position_embeddings as it was, so that YaRN's context counts if it is longer."""
         config = self._text_config
         for key in ("max_position_embeddings", "n_positions"):
             if config.has(key):
-                return config.integer(key, MIN_CONTEXT, MAX_CONTEXT)
+                return max(config.integer(key, MIN_CONTEXT, MAX_CONTEXT), _context_by_yarn(config))
         raise ModelDirectoryError(
             f"{config.file}: has neither max_position_embeddings nor n_positions, the context length"
         )
@@ -312,6 +316,22 @@ class ModelDirectory:
         for file in weights:
             add_sample(digest, file)
         return digest.hexdigest()
+
+
+def _context_by_yarn(config: Fields) -> int:
+    """Return the context to which YaRN extends the original one that the configuration names; 0 without either."""
+    key = next((key for key in ("rope_scaling", "rope_parameters") if config.has(key)), None)
+    if key is None:
+        return 0
+    parameters = config.fields(key)
+    kinds = [kind for kind, value in parameters.content.items() if isinstance(value, dict)]  # by kind of layer
+    longest = 0
+    for rope in [parameters.fields(kind) for kind in kinds] or [parameters]:
+        is_yarn = rope.content.get("rope_type", rope.content.get("type")) == "yarn"
+        if is_yarn and rope.has(ORIGINAL_CONTEXT) and rope.has("factor"):
+            original = rope.integer(ORIGINAL_CONTEXT, 1, MAX_CONTEXT)
+            longest = max(longest, int(min(rope.number("factor") * original, MAX_CONTEXT)))
+    return longest
 
 
 def _is_plain(name: str) -> bool:

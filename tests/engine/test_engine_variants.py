@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.model_directory import ModelDirectory
-from tests.engine.own_forward import CAPACITY, Oracle, Step, Subject, Tree, last_logits, prefilled, words
+from tests.engine.own_forward import CAPACITY, TOLERANCE, Oracle, Step, Subject, Tree, last_logits, prefilled, words
 from tests.models import VOCABULARY, WINDOW, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,6 +43,27 @@ class TestVariants:
         tree = Tree(session, step)
         tree.as_paths(step)
         step.run()
+
+    @pytest.mark.parametrize("engine", [CpuEngine, TorchEngine])
+    def test_positions_beyond_the_original_context_are_scaled(self, engine: type[TorchEngine], tmp_path: Path) -> None:
+        """YaRN as model cards advise it. Windows hide the first 40,000 tokens, which need not be computed."""
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768, "rope_theta": 1e6}
+        windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
+        directory = make("qwen2", tmp_path, max_position_embeddings=32_768, rope_parameters=yarn, **windows)
+        model = ModelDirectory(directory)
+        assert model.context == 131_072
+        subject, text, first = engine(model, capacity=CAPACITY), words(1, 3 * WINDOW), 40_000
+        slots = np.arange(1, len(text) + 1)
+        packer = subject.packer()
+        rows = packer.add_rows(text, first, slots)
+        packer.add_path(np.concatenate([np.zeros(first, np.int64), slots]), rows)
+        packer.want(rows[-1])
+        got = subject.forward(packer.pack())[0]
+        positions = torch.arange(first, first + len(text))[None]
+        with torch.inference_mode():
+            own = Oracle(directory).model(input_ids=torch.tensor([text]), position_ids=positions, use_cache=False)
+        want = own.logits[0, -1].numpy()
+        assert np.abs(got - want).max() < TOLERANCE * np.abs(want).max()
 
     def test_float16_stays_close(self, tmp_path: Path) -> None:
         """With padded batches, as on GPUs."""

@@ -133,6 +133,9 @@ def cases() -> Iterator[tuple[str, Break, str, str]]:
             yield f"{key}-{name}", edit(CONFIG, **{key: odd}), CONFIG, said
     yield "text_config-0", edit(CONFIG, text_config=text | {"vocab_size": 0}), CONFIG, ": text_config.vocab_size is 0"
     yield "window", edit(CONFIG, sliding_window="x"), CONFIG, ': sliding_window is "x", must be an integer from 0 to'
+    yarn = {"rope_type": "yarn", "factor": "4", "original_max_position_embeddings": 64}
+    said = ': rope_parameters.factor is "4", must be a finite number'
+    yield "yarn", edit(CONFIG, rope_parameters=yarn), CONFIG, said
     for name, (value, said) in ODD_MODELS.items():
         yield f"model-{name}", edit(TOKENIZER, model=value), TOKENIZER, f": {said}"
     for name, (value, said) in ODD_ADDED.items():
@@ -254,6 +257,27 @@ def test_a_model_without_layers(directory: Path) -> None:
     edit(CONFIG, num_hidden_layers=0)(directory)
     line = refused(lambda: load(ModelDirectory(directory), DTYPES["float32"], "cpu"))
     assert line == f"{directory}: config.json asks for 0 layers, must be at least 1"
+
+
+@pytest.mark.parametrize(
+    ("key", "rope", "context"),
+    [
+        ("rope_scaling", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131_072),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 2.5, "original_max_position_embeddings": 32768}, 81_920),
+        ("rope_parameters", {"full_attention": {"rope_type": "yarn", "factor": 2,
+                                                "original_max_position_embeddings": 32768}}, 65_536),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 32_768),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}, 32_768),
+        ("rope_parameters", {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 32_768),
+        ("rope_parameters", {"rope_type": "linear", "factor": 4.0}, 32_768),
+    ],
+)  # fmt: skip
+def test_yarn_extends_the_original_context(directory: Path, key: str, rope: dict[str, Any], context: int) -> None:
+    """The configuration that Qwen2.5's model card advises, and others."""
+    edit(CONFIG, max_position_embeddings=32_768, **{"rope_scaling": None, "rope_parameters": None, key: rope})(
+        directory
+    )
+    assert ModelDirectory(directory).context == context
 
 
 def test_what_overrules_a_wrong_end_token(directory: Path) -> None:
