@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,16 @@ from specdec.engine.engines import cpu_engine
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.model_directory import ModelDirectory
-from specdec.engine.placement import Placement, Weights
+from specdec.engine.placement import BYTES, Dtype, Placement, Weights
 from specdec.engine.preflight.device import check_placement
 from specdec.engine.preflight.memory_needed import memory_needed
+from specdec.engine.preflight.weights import bytes_of
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.local.models import DEMO
-from tests.models import make
+from tests.models import make, save
 
 TARGET = ModelDirectory(DEMO / "target")
+ROOT = Path(__file__).parent.parent.parent
 TEXT = list(range(5, 45))
 
 
@@ -105,6 +109,74 @@ def test_a_layer_is_the_product_with_its_quantised_weight(dtype: torch.dtype, bi
     assert found.shape == (3, 5, 48)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
+def test_weights_are_converted_one_at_a_time_to_the_same_numbers(
+    tmp_path: Path, architecture: str, stored: torch.dtype
+) -> None:
+    """Gemma has a constant in a buffer, which narrower dtypes would round."""
+    narrow = AutoModelForCausalLM.from_pretrained(make(architecture, tmp_path / "wide"), dtype=stored)
+    found = []
+    for name, dtype in (("narrow", stored), ("wide", torch.float32)):
+        directory = ModelDirectory(save(narrow.to(dtype), tmp_path / name))
+        engine = CpuEngine(directory, capacity=512, threads=(1,), exact=False, bits=8)
+        assert {parameter.dtype for parameter in engine.model.parameters()} == {torch.float32}
+        found.append(logits(engine, len(TEXT)))
+    np.testing.assert_array_equal(found[0], found[1])
+
+
+LOADING = """
+import sys
+from pathlib import Path
+import torch
+from specdec.engine.hf.pretrained import load
+from specdec.engine.model_directory import ModelDirectory
+from tests.engine.test_block_weights import anonymous
+before = anonymous()
+model = load(ModelDirectory(Path(sys.argv[1])), torch.float32, "cpu", torch.float16)
+assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+print(anonymous() - before)
+"""
+
+
+def anonymous() -> int:
+    """Return the bytes of this process's memory that are not pages of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_float16_copies_nothing(tmp_path: Path) -> None:
+    """67 MB in the file: float32 copies of all weights would take twice that before the first is quantised."""
+    fields = {"hidden_size": 1024, "intermediate_size": 4096}
+    model = AutoModelForCausalLM.from_pretrained(make("llama", tmp_path / "wide", **fields), dtype=torch.float16)
+    directory = ModelDirectory(save(model, tmp_path / "narrow"))
+    assert bytes_of(directory, None) > 60_000_000
+    command = [sys.executable, "-c", LOADING, str(directory.path)]
+    run = subprocess.run(command, capture_output=True, check=True, text=True, cwd=ROOT)
+    assert int(run.stdout) < 20_000_000
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "copied"),
+    [
+        (torch.float16, "float32", False),
+        (torch.bfloat16, "float32", False),
+        (torch.float32, "float32", False),
+        (torch.float16, "bfloat16", True),
+        (torch.float32, "bfloat16", True),
+        (torch.bfloat16, "bfloat16", False),
+    ],
+)
+def test_copies_made_while_loading_are_counted(tmp_path: Path, stored: torch.dtype, dtype: Dtype, copied: bool) -> None:
+    fields = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    model = AutoModelForCausalLM.from_pretrained(make("llama", tmp_path / "wide", **fields), dtype=stored)
+    directory = ModelDirectory(save(model, tmp_path / "model"))
+    needed = memory_needed(directory, Placement("torch", dtype=dtype, weights="int4"))
+    whole = bytes_of(directory, BYTES[dtype])
+    assert (needed.weights + needed.working > whole) == copied
 
 
 def test_a_pass_may_want_no_row() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specdec.engine.batch import Packer
 from specdec.engine.cpu.attention import RaggedAttention
@@ -25,9 +26,14 @@ from specdec.engine.hf.batch_invariance import tile
 from specdec.engine.hf.block_linear import HEAD_BITS, check_threads, quantise
 from specdec.engine.hf.hidden_states import Features
 from specdec.engine.hf.linear import Head, PackedLinear, SlicedHead, can_pack, lay_out
+from specdec.engine.hf.pretrained import DTYPES, load
 from specdec.engine.memory import drop_file_pages
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.preflight.weights import kept_format
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, ShapeRowCounts
+
+FORMATS = {"F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes of the storage formats of `kept_format`."""
 
 
 class CpuEngine(TorchEngine):
@@ -87,16 +93,21 @@ class CpuEngine(TorchEngine):
             tile(self.model, self._usual, packed_only=True)
         self._decoder = Decoder(self.model, self._layers) if self._joined else None
 
-    def _quantise(self) -> None:
+    def _load(self, directory: ModelDirectory, dtype: str, device: str) -> PreTrainedModel:
+        kept = None if self._bits is None else kept_format(directory, dtype)
+        return load(directory, DTYPES[dtype], device, None if kept is None else FORMATS[kept])
+
+    def _quantise(self, dtype: torch.dtype) -> None:
         if self._bits is None:
             return
         joined = list(self.model.model.layers) if self._ragged and llama_like.fits(self.model) else []
         check_threads(self.model, llama_like.MERGED * len(joined), self.threads[0], threads_left())
         for layer in joined:
             llama_like.join_layer(layer)
-            quantise(layer, self._bits, self.threads[0])
-        quantise(self.model.get_output_embeddings(), HEAD_BITS, self.threads[0])
-        quantise(self.model, self._bits, self.threads[0])
+            quantise(layer, self._bits, self.threads[0], dtype)
+        quantise(self.model.get_output_embeddings(), HEAD_BITS, self.threads[0], torch.float32)
+        quantise(self.model, self._bits, self.threads[0], dtype)
+        self.model.to(dtype)  # embeddings and norms
         drop_file_pages(".safetensors")
 
     def _lay_out(self, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.gpu.staging import upload
@@ -55,10 +56,10 @@ class TorchEngine:
         promised_a_slot: int = 0,
     ) -> None:
         with phase("weights"):
-            self.model = load(directory, DTYPES[dtype], device)
+            self.model = self._load(directory, dtype, device)
             self.hidden_size: int = self.model.get_output_embeddings().in_features
             self.model.set_output_embeddings(self.float32_head(self.model.get_output_embeddings()))
-            self._quantise()
+            self._quantise(DTYPES[dtype])
             reference = ReferenceCheck.of(self.model, directory.vocabulary)
             self._lay_out(DTYPES[dtype])
         self.vocabulary = directory.vocabulary
@@ -96,7 +97,10 @@ class TorchEngine:
             )
         )
 
-    def _quantise(self) -> None:
+    def _load(self, directory: ModelDirectory, dtype: str, device: str) -> PreTrainedModel:
+        return load(directory, DTYPES[dtype], device)
+
+    def _quantise(self, dtype: torch.dtype) -> None:
         """Quantise the weights, if requested. Called before the model's own logits are recorded for comparison."""
 
     def packer(self) -> Packer:

@@ -125,12 +125,12 @@ def check_threads(model: torch.nn.Module, merged: int, threads: int, left: int |
         )
 
 
-def quantise(model: torch.nn.Module, bits: int, threads: int) -> None:
-    """Replace every linear layer in a module by a BlockLinear. Each weight is freed before the next one is
-    quantised."""
+def quantise(model: torch.nn.Module, bits: int, threads: int, dtype: torch.dtype) -> None:
+    """Replace every linear layer in a module by a BlockLinear that computes in `dtype`. Each weight is freed before the
+    next one is converted and quantised."""
     for module in [module for module in model.modules() if next(module.children(), None) is not None]:
         for name in [name for name, _ in module.named_children()]:
             child = getattr(module, name)
             layer = as_linear(child) if isinstance(child, Conv1D) else child
             if is_plain(layer):
-                setattr(module, name, BlockLinear(layer, bits, threads))
+                setattr(module, name, BlockLinear(layer.to(dtype), bits, threads))

@@ -39,16 +39,19 @@ class LayerAttention(NamedTuple):
     window: int | None  # number of latest tokens that a row sees, including itself
 
 
-def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def load(
+    directory: ModelDirectory, dtype: torch.dtype, device: str, kept: torch.dtype | None = None
+) -> PreTrainedModel:
     """Load a model with our attention, or raise an error with the reason. A quantised model keeps its own linear
-    layers."""
+    layers. `kept`: leave parameters in this dtype, of their files, to be converted to `dtype` by the caller; buffers
+    have `dtype` already."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # important reports are raised here as one-line errors
     _check_configuration(directory, device)
     if isinstance(directory, RandomWeights):
         return _drawn(directory, dtype, device)
     if quantised_by(directory) is None or device == "cpu":
-        model = _read(directory, dtype).to(device)
+        model = _read(directory, dtype, kept).to(device)
     else:
         model = _read(directory, dtype, device_map={"": device})  # not all kinds of quantised weights can be moved
     head = model.get_output_embeddings()
@@ -57,11 +60,14 @@ def load(directory: ModelDirectory, dtype: torch.dtype, device: str) -> PreTrain
     return model
 
 
-def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+def _read(
+    directory: ModelDirectory, dtype: torch.dtype, kept: torch.dtype | None = None, **options: Any
+) -> PreTrainedModel:
     directory.weights()  # names an unreadable file; refuses a named pipe, where a read would block
     with vetted(directory) as folder:
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            kind = AutoModelForCausalLM if kept is None else _keeping(_kind_of(directory), kept)
+            model, report = kind.from_pretrained(
                 folder,
                 dtype=dtype,
                 attn_implementation=attention_hook.NAME,
@@ -87,7 +93,21 @@ def _read(directory: ModelDirectory, dtype: torch.dtype, **options: Any) -> PreT
     if report["unexpected_keys"]:  # such as biases not mentioned in config.json
         unused = sorted(report["unexpected_keys"])
         log.warning("tensors_not_used", model=directory.name, count=len(unused), one=unused[0])
+    if kept is not None:
+        model.__class__ = _kind_of(directory)
     return model.eval()
+
+
+def _kind_of(directory: ModelDirectory) -> Any:
+    """Return transformers' class for a model; None if it is not a causal language model."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(_configuration(directory)), None)
+
+
+def _keeping(kind: Any, dtype: torch.dtype) -> Any:
+    """Return a subclass of a model's class that leaves all parameters in `dtype` while it is loaded in another one:
+    the plan is transformers' own means of loading some parameters in float32. Loading the whole model in `dtype` would
+    round constants in its buffers."""
+    return type(kind.__name__, (kind,), {"_get_dtype_plan": lambda self, _: {"*": dtype}})
 
 
 def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrainedModel:

@@ -20,10 +20,13 @@ from specdec.engine.memory import MIN_SLOTS, slots_wanted, slots_within
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import Fields, read_fields
 from specdec.engine.partials import numbers_of_a_partial, partials_for
-from specdec.engine.placement import BITS, BYTES, Placement
+from specdec.engine.placement import BITS, BYTES, Dtype, Placement
 from specdec.engine.preflight.dtype import dtype_of
-from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, tensors_of_model
+from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, kept_format, tensors_of_model
 from specdec.engine.working_memory import MAX_SESSIONS, attention_bytes, logits_bytes, row_bytes, start_bytes
+
+FORMATS: dict[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""Storage formats of dtypes in safetensors."""
 
 TORCH_PROCESS = 600_000_000
 """Bytes of a serving process that has imported torch, transformers and Numba and compiled its loops."""
@@ -123,7 +126,7 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
         longest = min(directory.context, placement.kv_tokens or MIN_SLOTS)
     else:
         longest = directory.context
-    parts = _parts(directory, placement, BYTES[dtype], longest, exported=exported)
+    parts = _parts(directory, placement, dtype, longest, exported=exported)
     tokens, sessions = placement.kv_tokens or MIN_SLOTS, 0
     if free is not None:
         if placement.kv_tokens is None and slot:
@@ -162,8 +165,8 @@ class _Parts(NamedTuple):
         return max(self.start, logits_bytes(self.vocabulary, sessions) + self.attention)
 
 
-def _parts(directory: ModelDirectory, placement: Placement, width: int, longest: int, *, exported: bool) -> _Parts:
-    vocabulary, on_cpu = directory.vocabulary, placement.device == "cpu"
+def _parts(directory: ModelDirectory, placement: Placement, dtype: Dtype, longest: int, *, exported: bool) -> _Parts:
+    vocabulary, on_cpu, width = directory.vocabulary, placement.device == "cpu", BYTES[dtype]
     size = AttentionSize.of(directory)
     attention = attention_bytes(longest, 2 * size.kv_heads * size.width * width, size.heads * BYTES["float32"])
     if exported:
@@ -187,7 +190,8 @@ def _parts(directory: ModelDirectory, placement: Placement, width: int, longest:
     found = [tensor for tensor in tensors_of_model(directory) if tensor["dtype"] in USUAL]
     if (bits := BITS[placement.weights]) is not None:
         laid_out = _in_blocks(found, vocabulary, width, bits)
-        return _Parts(laid_out, TORCH_PROCESS, _largest_in_float32(found), vocabulary=vocabulary, bits=bits)
+        start = _largest_in_float32(found) + max(0, _converted(directory, found, dtype) - laid_out)
+        return _Parts(laid_out, TORCH_PROCESS, start, vocabulary=vocabulary, bits=bits)
     laid_out = weights + _head(found, vocabulary, width)
     start = start_bytes(vocabulary, *_largest(found, vocabulary, width)) if plain else 0
     return _Parts(laid_out, TORCH_PROCESS, start, vocabulary=vocabulary)
@@ -216,6 +220,14 @@ def _in_blocks(found: Iterable[Tensor], vocabulary: int, width: int, bits: int) 
     products = sum(math.prod(shape) for shape in shapes if shape[0] != vocabulary)
     table = max((math.prod(shape) for shape in shapes if shape[0] == vocabulary), default=0)
     return int(products * (bits / 8 + BLOCK_OVERHEAD) + table * (width + 1 + BLOCK_OVERHEAD))
+
+
+def _converted(directory: ModelDirectory, found: Iterable[Tensor], dtype: Dtype) -> int:
+    """Return the bytes of weights that are converted when they are loaded, before the first is quantised; the others
+    are mapped from their files."""
+    if kept_format(directory, dtype) is not None:
+        return 0
+    return sum(math.prod(tensor["shape"]) * BYTES[dtype] for tensor in found if FORMATS[dtype] != tensor["dtype"])
 
 
 def _largest_in_float32(found: Iterable[Tensor]) -> int:

@@ -71,6 +71,14 @@ def bytes_of(directory: ModelDirectory, width: int | None) -> int:
     return total
 
 
+def kept_format(directory: ModelDirectory, dtype: str) -> str | None:
+    """Return the storage format in which weights can be loaded, mapped from their files, to be converted one at a time
+    when they are quantised; None if they are converted to `dtype` when they are loaded. float32 holds all numbers of
+    both formats here, so that converting later changes no number."""
+    formats = {tensor["dtype"] for tensor in tensors_of_model(directory)}
+    return formats.pop() if dtype == "float32" and len(formats) == 1 and formats <= {"F16", "BF16"} else None
+
+
 def tensors_of_model(directory: ModelDirectory) -> Iterator[Tensor]:
     """Yield the header entries of all tensors but those of MTP layers, which are not loaded with the model."""
     layers = AttentionSize.of(directory).layers
