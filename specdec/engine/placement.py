@@ -23,6 +23,12 @@ Weights = Literal["stored", "int8", "int4"]
 
 BITS: dict[Weights, int | None] = {"stored": None, "int8": 8, "int4": 4}
 
+BLOCK = 32
+"""Numbers of a quantised weight that share a scale and a zero point."""
+
+HEAD_BITS, TABLE_BITS = 8, 8
+"""Bits of the output head in the torch engine, and of the token embeddings in an export, if weights are quantised."""
+
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per number of each dtype."""
 

@@ -23,12 +23,13 @@ from specdec.engine.hf import llama_like
 from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import tile
-from specdec.engine.hf.block_linear import HEAD_BITS, check_threads, quantise
+from specdec.engine.hf.block_linear import check_threads, quantise
 from specdec.engine.hf.hidden_states import Features
 from specdec.engine.hf.linear import Head, PackedLinear, SlicedHead, can_pack, lay_out
 from specdec.engine.hf.pretrained import DTYPES, load
 from specdec.engine.memory import drop_file_pages
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.placement import HEAD_BITS
 from specdec.engine.preflight.weights import kept_format
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, ShapeRowCounts
 

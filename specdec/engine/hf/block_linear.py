@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.hf.linear import as_linear, is_plain
+from specdec.engine.placement import BLOCK
 from specdec.engine.unsupported import UnsupportedModelError
 
-BLOCK = 32
 CONTRIB = "com.microsoft"  # the domain of ONNX Runtime's own operators
 INT8_ACTIVATIONS = 4
 """Accuracy level of MatMulNBits: on CPUs, activations are rounded to 8 bits, and products computed in integers. GPUs
@@ -27,8 +27,6 @@ have no levels."""
 ELEMENTS = {torch.float32: 1, torch.bfloat16: 16}
 """Tensor dtype -> ONNX's number for it (`TensorProto`). onnx and ONNX Runtime are imported only where they are used,
 because verifiers that quantise no weights run without them."""
-
-HEAD_BITS = 8
 
 PIECE_COLUMNS = 8192
 """Columns of a weight quantised at a time."""

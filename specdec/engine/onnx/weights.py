@@ -17,12 +17,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 from onnxscript.rewriter import RewriteRuleClassBase, rewrite
 
-from specdec.engine.hf.block_linear import BLOCK, CONTRIB, INT8_ACTIVATIONS, in_blocks
+from specdec.engine.hf.block_linear import CONTRIB, INT8_ACTIVATIONS, in_blocks
+from specdec.engine.placement import BLOCK, TABLE_BITS
 
 Bits = Literal[4, 8, 32]
 """Bits of a weight; 32 means the dtype of the export, even if that is float16."""
 
-TABLE_BITS = 8
 TABLE_ZERO = 1 << (TABLE_BITS - 1)
 PIECE_ROWS = 8192
 """Rows of a table quantised at a time."""

@@ -20,7 +20,7 @@ from specdec.engine.memory import MIN_SLOTS, slots_wanted, slots_within
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import Fields, read_fields
 from specdec.engine.partials import numbers_of_a_partial, partials_for
-from specdec.engine.placement import BITS, BYTES, Dtype, Placement
+from specdec.engine.placement import BITS, BLOCK, BYTES, HEAD_BITS, TABLE_BITS, Dtype, Placement
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, kept_format, tensors_of_model
 from specdec.engine.working_memory import MAX_SESSIONS, attention_bytes, logits_bytes, row_bytes, start_bytes
@@ -51,11 +51,11 @@ MIN_QUANTISED_BYTES = 200_000_000
 """Minimum bytes of weights in float32 for an export to try quantisation by default. Smaller weights stay in a
 processor's cache, or are read in a few milliseconds."""
 
-BLOCK_OVERHEAD = 5 / 32
-"""Additional bytes per number of a quantised weight: a float32 scale and a zero point for 32 numbers."""
+BLOCK_OVERHEAD = 5 / BLOCK
+"""Additional bytes per number of a quantised weight: a float32 scale and a zero point for each block."""
 
-QUANTISED_SHARE = 0.2
-"""Bytes of weights quantised by default, relative to float32: products in 4 bits, embeddings in 8 bits, and scales."""
+FEWEST_BITS = 4
+"""Bits of products in the smallest export that is quantised by default: no model that could start may be refused."""
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,14 @@ def _parts(directory: ModelDirectory, placement: Placement, dtype: Dtype, longes
         return _Parts(weights, start=_partials(directory, placement.kv_tokens) if placement.kind == "torch" else 0)
     if placement.kind == "onnx":
         quantised = placement.may_quantise and weights >= MIN_QUANTISED_BYTES
-        graph = int(QUANTISED_SHARE * weights) if quantised else weights
+        graph = graph_bytes(directory, dtype, quantised=quantised)
         export = EXPORTING_PROCESS + int(EXPORT_COPIES * weights)
         export += SAMPLE_TOKENS * vocabulary * BYTES["float32"] if quantised else 0
-        bits = 4 if quantised else None  # the fewest: refuse no model that could start
+        bits = FEWEST_BITS if quantised else None
         return _Parts(GRAPH_COPIES * graph, ONNX_PROCESS, 0, export, vocabulary, attention, bits)
     found = [tensor for tensor in tensors_of_model(directory) if tensor["dtype"] in USUAL]
     if (bits := BITS[placement.weights]) is not None:
-        laid_out = _in_blocks(found, vocabulary, width, bits)
+        laid_out = _in_blocks(found, vocabulary, bits, HEAD_BITS, width)
         start = _largest_in_float32(found) + max(0, _converted(directory, found, dtype) - laid_out)
         return _Parts(laid_out, TORCH_PROCESS, start, vocabulary=vocabulary, bits=bits)
     laid_out = weights + _head(found, vocabulary, width)
@@ -213,13 +213,29 @@ def _head(found: Iterable[Tensor], vocabulary: int, width: int) -> int:
     return tables[0] * BYTES["float32"] if len(tables) == 1 else tables[0] * (BYTES["float32"] - width)
 
 
-def _in_blocks(found: Iterable[Tensor], vocabulary: int, width: int, bits: int) -> int:
-    """Return the bytes of weights quantised to `bits`, with an output head of 8 bits; the token embeddings keep their
-    width."""
+def graph_bytes(directory: ModelDirectory, dtype: Dtype, *, quantised: bool) -> int:
+    """Return the bytes of the weights that an export on first use would have. Its output head is a tensor of its own,
+    also if the token embeddings are the head."""
+    found = [tensor for tensor in tensors_of_model(directory) if tensor["dtype"] in USUAL]
+    vocabulary, width = directory.vocabulary, BYTES[dtype]
+    if not quantised:
+        weights = bytes_of(directory, width if directory.quantisation is None else None)
+        return weights + _head(found, vocabulary, width)
+    widths = [tensor["shape"][1] for tensor in found if _is_of_vocabulary(tensor, vocabulary)]
+    fits = all(columns % BLOCK == 0 for columns in widths)  # else the table stays as it is
+    return _in_blocks(
+        found, vocabulary, FEWEST_BITS, FEWEST_BITS, TABLE_BITS / 8 + BLOCK_OVERHEAD if fits else BYTES["float32"]
+    )
+
+
+def _in_blocks(found: Iterable[Tensor], vocabulary: int, bits: int, head_bits: int, table_width: float) -> int:
+    """Return the bytes of weights with products quantised to `bits`, an output head of `head_bits`, and token
+    embeddings of `table_width` bytes a number."""
     shapes = [tensor["shape"] for tensor in found if len(tensor["shape"]) == 2]
     products = sum(math.prod(shape) for shape in shapes if shape[0] != vocabulary)
     table = max((math.prod(shape) for shape in shapes if shape[0] == vocabulary), default=0)
-    return int(products * (bits / 8 + BLOCK_OVERHEAD) + table * (width + 1 + BLOCK_OVERHEAD))
+    head_width = head_bits / 8 + BLOCK_OVERHEAD
+    return int(products * (bits / 8 + BLOCK_OVERHEAD) + table * (head_width + table_width))
 
 
 def _converted(directory: ModelDirectory, found: Iterable[Tensor], dtype: Dtype) -> int:

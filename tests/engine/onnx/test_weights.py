@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -17,6 +18,8 @@ from specdec.engine.onnx.agreement import Agreement, agreement, logits_of_model,
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import export
 from specdec.engine.onnx.first_use import exported
+from specdec.engine.onnx.weights import Bits
+from specdec.engine.preflight.memory_needed import graph_bytes
 from specdec.engine.start_phases import Progress
 from specdec.local.models import DEMO
 from tests.captured_logs import captured_logs
@@ -109,6 +112,36 @@ def products_with_weights(folder: Path) -> list[str]:
     graph = onnx.load(str(folder / "model.onnx"), load_external_data=False).graph
     weights = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}
     return [node.name for node in graph.node if node.op_type in ("MatMul", "Gemm") and weights & set(node.input)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "bits"),
+    [
+        ("llama", {"tie_word_embeddings": True}, 32),
+        ("llama", {"tie_word_embeddings": True}, 4),
+        ("llama", {"tie_word_embeddings": False}, 32),
+        ("llama", {"hidden_size": 48, "tie_word_embeddings": True}, 4),
+        pytest.param("gpt2", {"tie_word_embeddings": True}, 32, marks=pytest.mark.verify),
+        pytest.param("gemma3", {"tie_word_embeddings": True}, 4, marks=pytest.mark.verify),
+        pytest.param("llama", {"tie_word_embeddings": False}, 4, marks=pytest.mark.verify),
+    ],
+)
+def test_the_bytes_of_an_export_are_known_before_it(
+    tmp_path: Path, architecture: str, fields: dict[str, Any], bits: Bits
+) -> None:
+    """Also where the token embeddings are the output head, and where their rows are not whole blocks."""
+    directory = ModelDirectory(make(architecture, tmp_path / "model", **{"vocab_size": 4096} | fields))
+    export(directory, tmp_path / "out", "float32", bits)
+    written = (tmp_path / "out" / "model.onnx.data").stat().st_size
+    assert graph_bytes(directory, "float32", quantised=bits == 4) == pytest.approx(written, rel=0.05)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_of_an_export_in_half_precision_is_wide(tmp_path: Path, tied: bool) -> None:
+    directory = ModelDirectory(make("llama", tmp_path / "model", vocab_size=4096, tie_word_embeddings=tied))
+    export(directory, tmp_path / "out", "float16", 32)
+    written = (tmp_path / "out" / "model.onnx.data").stat().st_size
+    assert graph_bytes(directory, "float16", quantised=False) == pytest.approx(written, rel=0.05)
 
 
 @pytest.mark.verify
