@@ -12,8 +12,8 @@ transformers' forward pass with a growing cache, with a static cache, and compil
 continuous batching (one token a step, its whole loop included).
 
 --synthetic-acceptance P also runs the verifier's step loop, plain and with injected candidates, each right with
-probability P. This is labelled SYNTHETIC, since a model with random weights has no draft. Writes engine.json, engine.md
-and engine.png.
+probability P. This is labelled SYNTHETIC, since a model with random weights has no draft. Writes engine.json and
+engine.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bench.arguments import parser_of, whole_numbers
 from bench.conditions import machine, versions
 from bench.engine import synthetic
 from bench.engine.device import Device
-from bench.engine.report import plot, table
+from bench.engine.report import table
 from bench.engine.shapes import SHAPES, Combination, Sizes, roofline_seconds, sizes, split, write
 from bench.engine.systems import SpecdecEngine, SteppedSystem, median_step
 from bench.engine.transformers_steps import KINDS, PEERS, ContinuousBatching, transformers_model
@@ -246,4 +246,4 @@ def main(given: Sequence[str]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     report = {"asked": asked, "machine": machine() | bench.device.facts(), "versions": versions()} | found
-    publish(report, args.out, "engine", table, plot)
+    publish(report, args.out, "engine", table)

@@ -1,18 +1,8 @@
-"""The report of the engine benchmark: tables of step times and of synthetic speculation, and a plot of step times."""
+"""The report of the engine benchmark: tables of step times and of synthetic speculation."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
-
-WORDS = {
-    "specdec": "specdec's engine",
-    "eager-dynamic": "transformers, growing cache",
-    "eager-static": "transformers, static cache",
-    "compiled": "transformers, static cache, compiled",
-    "continuous-batching": "transformers, continuous batching",
-}
-"""Names of systems in the plot."""
 
 
 def _by_system(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -74,31 +64,3 @@ def table(report: dict[str, Any]) -> str:
     if report["left_out"]:
         lines += ["", *(f"- {line}" for line in report["left_out"])]
     return "\n".join(lines) + "\n"
-
-
-def plot(report: dict[str, Any], file: Path) -> None:
-    """Plot step times over n, a panel for each number of sessions and context, with the roofline below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = sorted({(row["sessions"], row["context"]) for row in report["rows"]}) or [(0, 0)]
-    figure, grid = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 4), layout="constrained", squeeze=False)
-    for axes, (sessions, context) in zip(grid[0], panels, strict=True):
-        here = [row for row in report["rows"] if (row["sessions"], row["context"]) == (sessions, context)]
-        for name, rows in _by_system(here).items():
-            label = WORDS.get(name, name)
-            axes.plot([row["tokens"] for row in rows], [row["ms"] for row in rows], marker="o", label=label)
-        rooflines = sorted({row["tokens"]: row["roofline_ms"] for row in here}.items())
-        axes.plot([n for n, _ in rooflines], [ms for _, ms in rooflines], "k--", label="reading weights and keys alone")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks([n for n, _ in rooflines], [str(n) for n, _ in rooflines])
-        axes.set_title(f"sessions: {sessions}, context: {context}", fontsize=9)
-        axes.set_xlabel("new tokens of a session")
-    grid[0][0].set_ylabel("ms a step")
-    grid[0][0].legend(fontsize=7)
-    figure.suptitle(f"{report['name']}, random weights, {report['asked']['dtype']}", fontsize=9)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)

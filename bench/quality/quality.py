@@ -7,8 +7,8 @@
 Speculative sampling uses the REJECTION rule with forced drafting. It draws other tokens than naive sampling, but from
 the same distribution, so its texts must be equally diverse, within noise. (Under the COUPLED rule the tokens would be
 identical.) Contrastive decoding is deterministic: one text per prompt, without standard errors. Each measure is
-computed within a text and averaged over texts, so it depends on the length of texts. Writes quality.json, quality.md
-and quality.png.
+computed within a text and averaged over texts, so it depends on the length of texts. Writes quality.json and
+quality.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rich.progress import track
 from bench.arguments import parser_of
 from bench.conditions import machine, versions
 from bench.model_name import model_name
-from bench.quality.report import Text, measured, plot, reported, table
+from bench.quality.report import Text, measured, reported, table
 from bench.report import folder, publish
 from specdec.client import Client, GenerateOptions, SpecdecError
 from specdec.local import DEMO, LocalError, Stack
@@ -132,4 +132,4 @@ def main(given: Sequence[str]) -> None:
         "machine": machine(),
         "versions": versions(),
     }
-    publish(report, args.out, "quality", table, plot)
+    publish(report, args.out, "quality", table)

@@ -1,4 +1,4 @@
-"""The report of the quality benchmark: means with errors, significance of differences, a table, a plot."""
+"""The report of the quality benchmark: means with errors, significance of differences, a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from bench.diversity import distinct, entropy
@@ -112,32 +111,3 @@ def table(report: dict[str, Any]) -> str:
     result = {True: "within noise", False: "NOT within noise", None: "not compared"}[report["within_noise"]]
     lines += ["", f"Speculative sampling is as varied as naive sampling: {result} ({NOISE:g} standard errors)."]
     return "\n".join(lines) + "\n"
-
-
-def plot(report: dict[str, Any], file: Path) -> None:
-    """Plot a panel for each kind of measure, with a bar for each method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 4.5), layout="constrained", width_ratios=(3, 2))
-    for axes, kind in zip(panels, ("entropy", "distinct"), strict=True):
-        names = [name for name in MEASURES if name.startswith(kind)]
-        width = 0.8 / len(report["methods"])
-        for number, (method, found) in enumerate(report["methods"].items()):
-            values = [found["measures"][name] for name in names]
-            axes.bar(
-                [place + (number - 1) * width for place in range(len(names))],
-                [value["value"] for value in values],
-                width,
-                yerr=[value["error"] or 0.0 for value in values],
-                capsize=3,
-                label=method,
-            )
-        axes.set_xticks(range(len(names)), [f"{name.split()[1]}-grams" for name in names])
-        axes.set_ylabel("entropy of n-grams, bits" if kind == "entropy" else "different n-grams, part of all")
-    panels[0].legend()
-    figure.suptitle(f"{report['target']}, T = {report['temperature']:g}, alpha = {report['alpha']:g}", fontsize=9)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)

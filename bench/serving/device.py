@@ -256,24 +256,6 @@ def _stage_lines(role: str, cells: Sequence[dict[str, Any]]) -> list[str]:
     return [*lines, "| all | " + " | ".join(f"{total:.0f}" for total in totals) + " |"]
 
 
-def plot(report: Report, file: Path) -> None:
-    """Draw tokens a second by streams, a line for each way and temperature."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4))
-    axes = figure.add_subplot(xlabel="streams", ylabel="tokens a second", title=report["about"])
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for each in report["cells"]:
-        name = f"{each['way']}, T = {each['temperature']:g}"
-        lines.setdefault(name, []).append((each["streams"], each["tokens_a_second"]))
-    for name, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.legend()
-    figure.savefig(file, bbox_inches="tight")
-
-
 def main(given: Sequence[str]) -> None:
     parser = parser_of("device", __doc__)
     parser.add_argument("--profile", choices=list(PROFILES), default="8b-h100")
@@ -309,4 +291,4 @@ def main(given: Sequence[str]) -> None:
             cells = product(args.temperatures, args.streams, args.ways)
             loads = [Load(streams, way, temperature) for temperature, streams, way in cells]
             report["cells"] = asyncio.run(all_measured(stack, stages, profile, loads, args.settle, args.seconds))
-    publish(report, args.out, "device", table, plot)
+    publish(report, args.out, "device", table)

@@ -10,7 +10,7 @@ OpenAI's completions over HTTP). Commands have their own defaults, dtype and com
 their name. A command's persistent cache (compiled loops, compiled graphs) has its own folder: the first start finds it
 empty, the next one filled by the first. The page cache holds all files throughout. In a round all commands take turns,
 each with a first and a next start; every other round reverses the order. Each start first waits for a quiet machine,
-for at most --patience seconds. Writes first-token.json, .md and .png.
+for at most --patience seconds. Writes first-token.json and .md.
 """
 
 from __future__ import annotations
@@ -120,30 +120,6 @@ def _of(starts: list[dict[str, Any]], name: str, kind: str, what: str) -> list[f
     return [each[what] for each in starts if each["command"] == name and each["kind"] in (kind, EVERY)]
 
 
-def plot(report: Report, file: Path) -> None:
-    """Plot the median seconds until the first token, first and next start side by side."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    starts = report["starts"]
-    names = list(dict.fromkeys(each["command"] for each in starts))
-    figure, axes = pyplot.subplots(figsize=(7, 1.5 + 0.5 * len(names)), layout="constrained")
-    for place, kind in enumerate((FIRST, NEXT)):
-        for row, name in enumerate(names):
-            if found := _of(starts, name, kind, "token"):
-                label = f"{kind} start" if row == 0 else None
-                axes.barh(row + 0.4 * place, statistics.median(found), 0.4, color=f"C{place}", label=label)
-    axes.set_yticks([row + 0.2 for row in range(len(names))], names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds from the command until the first token")
-    axes.legend(fontsize=8)
-    axes.set_title(report["model"], fontsize=9)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
-
-
 def parsed(given: Sequence[str]) -> tuple[list[Command], argparse.Namespace]:
     """Return the commands to measure, in order, and all options."""
     parser = parser_of("first-token", __doc__)
@@ -176,4 +152,4 @@ def main(given: Sequence[str]) -> None:
         "versions": versions(),
         **measure(commands, args.rounds, args.patience),
     }
-    publish(report, args.out, "first-token", table, plot)
+    publish(report, args.out, "first-token", table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -101,27 +100,3 @@ def table(report: Report) -> str:
         for found in (report["milliseconds"][name],)
     )
     return "\n".join([*lines, "", *markdown_table("", COLUMNS, rows)]) + "\n"
-
-
-def plot(report: Report, file: Path) -> None:
-    """Plot the quantiles of all latencies."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
-    for place, column in enumerate(QUANTILES):
-        for row, found in enumerate(report["milliseconds"].values()):
-            if found:
-                label = column if row == 0 else None  # every complete answer has a first token
-                axes.barh(row + 0.27 * place, found[column], 0.27, color=f"C{place}", label=label)
-    axes.set_yticks([row + 0.27 for row in range(len(LATENCIES))], [what for what, _ in LATENCIES.values()], fontsize=8)
-    axes.set_xscale("log")
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds")
-    if report["complete"]:
-        axes.legend(fontsize=8)
-    axes.set_title(f"{report['model']}, {report['load']}", fontsize=9)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)

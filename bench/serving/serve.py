@@ -10,7 +10,7 @@ time per token after the first piece (TPOT), the pauses between pieces (ITL; wit
 tokens), the time of the whole request (E2E), tokens a second, and the goodput: complete answers a second within all
 limits of --goodput. Nothing is retried; errors are counted by kind. The client is one process: if it uses a whole core,
 the figures measure the client. Ctrl-C ends the load and prints the results so far. The exit status is 1 if no answer is
-complete. --out writes serve.json, .md and .png.
+complete. --out writes serve.json and .md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from bench.arguments import parser_of
 from bench.report import CUT_OFF, Report, folder, publish
 from bench.serving.answers import Answer
 from bench.serving.deployments import Deployment, DeploymentError, HttpServer, Orchestrators, Prompt, Request
-from bench.serving.load_report import LIMITS, plot, rate, report_of, table
+from bench.serving.load_report import LIMITS, rate, report_of, table
 from bench.serving.open_loop import at_poisson_times
 from demo import corpus
 from specdec.cli.access import access
@@ -309,6 +309,6 @@ def main(given: Sequence[str]) -> None:
             sys.exit(130)
         report[CUT_OFF] = True
     report |= load.report(args.goodput)
-    publish(report, args.out, "serve", table, plot)
+    publish(report, args.out, "serve", table)
     if not report["complete"]:
         sys.exit(1)

@@ -18,7 +18,7 @@ Deployments of one target:
 
 Drafts propose whether or not it pays: the speculation controller, which falls back to plain decoding, is off. A
 stream's time per token is the mean, streams / tokens a second, since several tokens come together. Capacity is the
-maximum number of streams within a target latency. Writes cost.json, cost.md and cost.png.
+maximum number of streams within a target latency. Writes cost.json and cost.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rich.progress import track
 from bench.arguments import numbers, parser_of, whole_numbers
 from bench.conditions import versions
 from bench.report import folder, publish
-from bench.simulation.cost_report import plot, table
+from bench.simulation.cost_report import table
 from bench.simulation.devices import PRESETS
 from bench.simulation.language import EASY, HARD, Language
 from bench.simulation.scenario import Scenario
@@ -189,4 +189,4 @@ def main(given: Sequence[str]) -> None:
     asked = {name: getattr(args, name) for name in ("preset", "acceptance", "draft_price", "most", "steps")}
     hardware = asdict(PRESETS[args.preset])
     report = {"simulated": True} | asked | {"hardware": hardware} | found | {"versions": versions()}
-    publish(report, args.out, "cost", table, plot)
+    publish(report, args.out, "cost", table)

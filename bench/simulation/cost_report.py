@@ -1,8 +1,7 @@
-"""The report of the cost benchmark: tables of rates and of capacities, and a plot."""
+"""The report of the cost benchmark: tables of rates and of capacities."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 
@@ -50,35 +49,3 @@ def table(report: dict[str, Any]) -> str:
         for name, entries in capacities.items()
     ]
     return "\n".join(lines) + "\n"
-
-
-def plot(report: dict[str, Any], file: Path) -> None:
-    """Plot tokens a device-second over streams, and capacities."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (rates, bars) = pyplot.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
-    for name, rows in _by_deployment(report["rows"]).items():
-        rates.plot([r["streams"] for r in rows], [r["tokens_per_device_second"] for r in rows], marker="o", label=name)
-    rates.set_xscale("log", base=2)
-    rates.set_xticks([row["streams"] for row in rows], [str(row["streams"]) for row in rows])
-    rates.set_xlabel("streams")
-    rates.set_ylabel(f"tokens per {_device(report)}-second")
-    rates.legend(fontsize=8)
-    capacities = _by_deployment(report["capacity"])
-    width = 0.8 / len(capacities)
-    for number, entries in enumerate(capacities.values()):
-        places = [place + (number - (len(capacities) - 1) / 2) * width for place in range(len(entries))]
-        bars.bar(places, [entry["streams"] for entry in entries], width)
-    bars.set_xticks(range(len(entries)), [f"{entry['latency_ms']:.3g}" for entry in entries])
-    bars.set_xlabel("ms per token of a stream at most")
-    bars.set_ylabel("streams at most")
-    figure.suptitle(
-        f"SIMULATED: {report['preset']}, acceptance {report['acceptance']:g}, "
-        f"a device of the draft's own counts {report['draft_price']:g}",
-        fontsize=9,
-    )
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)

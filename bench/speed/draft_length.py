@@ -1,4 +1,4 @@
-"""Measure run time by number of tokens drafted: the classic plot, for specdec and transformers.
+"""Measure run time by number of tokens drafted, for specdec and transformers.
 
     python -m bench draft-length --out build/draft-length
     python -m bench draft-length --target DIR --draft DIR --temperature 0.8
@@ -7,7 +7,7 @@ For each number N, specdec verifies a chain of up to N tokens, whether or not th
 generation drafts N tokens in every step (a constant schedule, no confidence threshold). All take turns prompt by
 prompt. The report has medians over prompts: the time for a text, and its ratio to the same system's plain decoding of
 the same prompt. The prompts are tokens of the demo's vocabulary, which the models must share. Every text at temperature
-0 is compared with plain decoding's. Writes draft-length.json, .md and .png.
+0 is compared with plain decoding's. Writes draft-length.json and .md.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from specdec.local import DEMO, LocalError, Stack
 
 SYSTEMS = ("specdec", "transformers")
-DRAFTED = {"specdec": "specdec, draft service", "transformers": "transformers, assisted generation"}
-"""Names of the drafting configurations in the plot."""
 PLAIN = 0
 """Number of tokens drafted in plain decoding."""
 
@@ -127,38 +125,6 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(report: dict[str, Any], file: Path) -> None:
-    """Plot seconds per text over tokens drafted, with bars from the first to the third quartile."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for number, system in enumerate(SYSTEMS):
-        mine = report["seconds"][system]
-        counts = [count for count in sorted(mine) if count != PLAIN]
-        middle = [statistics.median(mine[count]) for count in counts]
-        quartiles = [statistics.quantiles(mine[count], n=4) if len(mine[count]) > 1 else None for count in counts]
-        below = [m - q[0] if q else 0.0 for m, q in zip(middle, quartiles, strict=True)]
-        above = [q[2] - m if q else 0.0 for m, q in zip(middle, quartiles, strict=True)]
-        axes.errorbar(
-            counts, middle, yerr=[below, above], marker="o", capsize=3, color=f"C{number}", label=DRAFTED[system]
-        )
-        plain = statistics.median(mine[PLAIN])
-        axes.axhline(plain, linestyle="--", color=f"C{number}", label=f"{system}, plain decoding")
-    axes.set_xlabel("tokens drafted")
-    axes.set_ylabel(f"seconds for {report['tokens']} tokens")
-    axes.set_ylim(bottom=0)
-    axes.set_title(
-        f"{report['target']}; draft: {report['draft']}\n{report['dtype']}, T = {report['temperature']:g}", fontsize=9
-    )
-    axes.grid(visible=True, alpha=0.2)
-    axes.legend()
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
-
-
 def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("draft-length", __doc__)
     parser.add_argument("--target", type=Path, default=DEMO / "target", help="target directory; default: the demo's")
@@ -198,4 +164,4 @@ def main(given: Sequence[str]) -> None:
     facts = {"target": model_name(args.target), "draft": model_name(args.draft)}
     asked = {name: getattr(args, name) for name in ("dtype", "temperature", "prompts", "tokens", "seed")}
     report = facts | asked | measured | {"machine": machine(), "versions": versions()}
-    publish(report, args.out, "draft-length", table, plot)
+    publish(report, args.out, "draft-length", table)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.simulation.cost import capacity, deployments, parsed
-from bench.simulation.cost_report import plot, table
+from bench.simulation.cost_report import table
 from bench.simulation.deployment import simulate
 from bench.simulation.devices import PRESETS, Device, Hardware
 from bench.simulation.scenario import Scenario
@@ -77,11 +76,6 @@ def test_the_table_is_labelled_and_counts_every_device() -> None:
 
 def test_weighted_devices_are_called_so() -> None:
     assert "tokens per priced device-second" in table(REPORT | {"draft_price": 0.25})
-
-
-def test_the_plot_is_drawn(tmp_path: Path) -> None:
-    plot(REPORT, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

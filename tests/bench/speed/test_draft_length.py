@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.speed.draft_length import parsed, plot, ratios, table
+from bench.speed.draft_length import parsed, ratios, table
 from tests.models import make
 
 REPORT = {
@@ -30,11 +30,6 @@ def test_a_ratio_is_within_a_prompt() -> None:
     assert "| specdec | 2.00 (1.00) | 1.00 (0.50) |" in said
     assert "| transformers | 2.00 (1.00) | 2.00 (1.00) |" in said
     assert "specdec 0, transformers 1" in said
-
-
-def test_the_plot_is_drawn(tmp_path: Path) -> None:
-    plot(REPORT, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
