@@ -1,9 +1,11 @@
-"""An answer as its client saw it, with its latencies."""
+"""An answer as its client saw it, with its latencies; and the times of an open loop's requests."""
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -57,3 +59,12 @@ class Answer:
 
 def completed(answers: Iterable[Answer]) -> list[Answer]:
     return [answer for answer in answers if answer.complete]
+
+
+async def at_poisson_times(rate: float, seconds: float, seed: int) -> AsyncIterator[float]:
+    """Yield at Poisson times, `rate` a second, for `seconds`, without waiting for answers; each value is the due time
+    in seconds."""
+    dice, begin, due = random.Random(seed), time.perf_counter(), 0.0
+    while (due := due + dice.expovariate(rate)) <= seconds:
+        await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
+        yield due

@@ -38,9 +38,9 @@ import numpy as np
 from bench.arguments import parser_of
 from bench.environment import as_installed
 from bench.report import markdown_table
+from bench.serving.answers import at_poisson_times
 from bench.serving.commands import VLLM_KV_GIB
 from bench.serving.drain import Pod, deployment
-from bench.serving.open_loop import at_poisson_times
 from bench.systems import peer_options
 from bench.systems.http_server import HOST, free_port
 from demo.prompts import held_out

@@ -34,10 +34,9 @@ import typer
 
 from bench.arguments import parser_of
 from bench.report import CUT_OFF, Report, folder, publish
-from bench.serving.answers import Answer
+from bench.serving.answers import Answer, at_poisson_times
 from bench.serving.deployments import Deployment, DeploymentError, HttpServer, Orchestrators, Prompt, Request
 from bench.serving.load_report import LIMITS, rate, report_of, table
-from bench.serving.open_loop import at_poisson_times
 from demo import corpus
 from specdec.cli.access import access
 from specdec.cli.prompt_file import PromptFile, PromptFileError

@@ -18,10 +18,9 @@ from google.rpc.code_pb2 import RESOURCE_EXHAUSTED
 from google.rpc.error_details_pb2 import RetryInfo
 
 from bench.report import Report
-from bench.serving.answers import Answer
+from bench.serving.answers import Answer, at_poisson_times
 from bench.serving.deployments import DeploymentError
 from bench.serving.load_report import report_of, table
-from bench.serving.open_loop import at_poisson_times
 from bench.serving.serve import Load, about, main, measure, parsed
 from tests.client.fake_server import TOKENS, Act, FakeServer, rich
 from tests.openai_api.front import front
