@@ -25,7 +25,6 @@ PACKAGES = {
     "engine": {
         "engine": "step time over the memory roofline with random weights, compared with transformers",
         "token-masks": "cost of a grammar per step, by vocabulary size",
-        "products": "time of products with quantised weights by row count, on one core",
         "start": "start-up time of a verifier by phase, with a cold and a warm cache folder",
     },
     "gpu": {
