@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,3 @@ def folder(name: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{name} cannot be written: {error.strerror}") from error
     return out
-
-
-def markdown_table(corner: str, heads: Iterable[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
-    heads = list(heads)
-    lines = [f"| {corner} | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-    return lines + [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench import markdown
+
 
 def _by_system(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
@@ -37,28 +39,34 @@ def table(report: dict[str, Any]) -> str:
         lines += [
             "ms a step (times the roofline)" + ("; then ms until the host had control again." if on_gpu else "."),
             "",
-            "| sessions | context | n | roofline, ms | " + " | ".join(systems) + " |",
-            "|---" * (4 + len(systems)) + "|",
+            markdown.head(["sessions", "context", "n", "roofline, ms", *systems]),
         ]
         found = {(name, _place(row)): row for name, rows in systems.items() for row in rows}
         rooflines = {_place(row): row["roofline_ms"] for row in report["rows"]}
         for place in sorted(rooflines):
             cells = [_cell(row, on_gpu) if (row := found.get((name, place))) else "-" for name in systems]
-            lines.append("| " + " | ".join([*map(str, place), f"{rooflines[place]:.3g}", *cells]) + " |")
+            lines.append(markdown.row([*place, f"{rooflines[place]:.3g}", *cells]))
     if report["synthetic"]:
         lines += [
             "",
             f"SYNTHETIC: candidates injected into the verifier's step loop, each right with probability "
             f"{asked['synthetic_acceptance']:g}; no draft, no messages. Tokens a step are a session's.",
             "",
-            "| sessions | candidates at most | tokens/s | over plain | tokens a step | accepted of verified |",
-            "|---|---|---|---|---|---|",
         ]
-        lines += [
-            f"| {row['sessions']} | {row['width'] or 'plain'} | {row['tokens_per_second']:.4g} | "
-            f"{row['over_plain']:.2f} | {row['tokens_per_step']:.2f} | {row['accepted']} of {row['verified']} |"
-            for row in report["synthetic"]
-        ]
+        lines += markdown.table(
+            ["sessions", "candidates at most", "tokens/s", "over plain", "tokens a step", "accepted of verified"],
+            (
+                [
+                    row["sessions"],
+                    row["width"] or "plain",
+                    f"{row['tokens_per_second']:.4g}",
+                    f"{row['over_plain']:.2f}",
+                    f"{row['tokens_per_step']:.2f}",
+                    f"{row['accepted']} of {row['verified']}",
+                ]
+                for row in report["synthetic"]
+            ),
+        )
         if not all(row["same_tokens"] for row in report["synthetic"]):
             lines += ["", "Not all runs gave the plain run's tokens: rows depend on their batch here (see --exact)."]
     if report["left_out"]:

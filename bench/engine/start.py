@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import markdown
 from bench.arguments import names, parser_of
 from bench.environment import as_installed
 from specdec.local import DEMO
@@ -106,13 +107,17 @@ def wide(folder: Path) -> Path:
 
 def table(model: str, starts: Sequence[Start], imports: float, weights: float) -> str:
     phases = list(dict.fromkeys(name for each in starts for name in each.phases))
-    rows = [f"{model}: imports {imports:.1f} s and reading the weights {weights:.1f} s by themselves", ""]
-    rows.append("| start | ready after | " + " | ".join(phases) + " | load |")
-    rows.append("|---" * (len(phases) + 3) + "|")
-    for each in starts:
-        cells = [f"{each.phases.get(name, 0.0):.1f}" for name in phases]
-        rows.append(f"| {each.kind} | {each.seconds:.1f} | " + " | ".join(cells) + f" | {each.load:.1f} |")
-    return "\n".join(rows)
+    lines = [f"{model}: imports {imports:.1f} s and reading the weights {weights:.1f} s by themselves", ""]
+    rows = (
+        [
+            each.kind,
+            f"{each.seconds:.1f}",
+            *(f"{each.phases.get(name, 0.0):.1f}" for name in phases),
+            f"{each.load:.1f}",
+        ]
+        for each in starts
+    )
+    return "\n".join([*lines, *markdown.table(["start", "ready after", *phases, "load"], rows)])
 
 
 def main(given: list[str]) -> None:

@@ -22,6 +22,7 @@ from statistics import median
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from bench import markdown
 from bench.arguments import parser_of, whole_numbers
 from specdec.decoding.token_mask import barriers
 from specdec.grammar.compiler import GrammarCompiler
@@ -137,20 +138,20 @@ def main(given: list[str]) -> None:
     parser.add_argument("--texts", type=int, default=20, help="number of texts (default: %(default)s)")
     options = parser.parse_args(given)
     print("Microseconds: median and 99th percentile; seconds for grammars.\n", flush=True)
-    header = ""
+    is_first = True
     with tempfile.TemporaryDirectory() as folder:
         for size in options.vocabularies if options.tokenizer is None else [0]:
             file = options.tokenizer or Path(folder) / f"{size}.json"
             if options.tokenizer is None:
                 train(size, file)
             vocabulary, seconds = follow(file, documents(options.texts))
-            if not header:
-                header = "| tokens | " + " | ".join(seconds) + " |\n" + "|---" * (len(seconds) + 1) + "|"
-                print(header)
+            if is_first:
+                is_first = False
+                print(markdown.head(["tokens", *seconds]))
             cells = [
                 f"{1e6 * median(each):.0f}, {1e6 * float(np.percentile(each, 99)):.0f}"
                 if len(each) > 1
                 else f"{each[0]:.3f} s"
                 for each in seconds.values()
             ]
-            print(f"| {vocabulary} | " + " | ".join(cells) + " |", flush=True)
+            print(markdown.row([vocabulary, *cells]), flush=True)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench import markdown
 from bench.gpu.probe import Facts
 from bench.gpu.runner import Outcome
 
@@ -21,9 +22,8 @@ def write(out: Path, about: dict[str, Any], facts: Facts, outcomes: Sequence[Out
 
 def page(about: dict[str, Any], facts: Facts, outcomes: Sequence[Outcome]) -> str:
     lines = [f"# A run on {about['device']}", "", *_place(about, facts), ""]
-    lines += ["| step | status | s | |", "|---|---|---|---|"]
-    for each in outcomes:
-        lines.append(f"| {each.name} | {each.status} | {each.seconds:.0f} | {each.reason or each.about} |")
+    rows = ([each.name, each.status, f"{each.seconds:.0f}", each.reason or each.about] for each in outcomes)
+    lines += markdown.table(["step", "status", "s", ""], rows)
     for each in outcomes:
         lines += ["", f"## {each.name}: {each.status}", "", f"{each.about}.", *_details(each)]
     return "\n".join(lines) + "\n"

@@ -25,6 +25,7 @@ from typing import Any
 
 import grpc
 
+from bench import markdown
 from bench.arguments import parser_of
 from bench.network.echo import before
 from bench.systems.processor_time import Watch
@@ -37,6 +38,16 @@ CONNECTIONS = 16
 SETTLE_SECONDS = 1.5
 """Seconds until all sessions are open and running."""
 DIRECT_ROUNDS = 400
+COLUMNS = (
+    "workers",
+    "sessions",
+    "steps a second",
+    "cores: orchestrator",
+    "echo",
+    "client",
+    "others",
+    "steps a second a core",
+)
 
 
 class Client:
@@ -145,16 +156,13 @@ async def measure_all(args: argparse.Namespace) -> None:
 
 def report(rates: dict[tuple[int, int], list[Rate]]) -> None:
     """Print a Markdown table of medians; for the rate per core, also the minimum and the maximum."""
-    print(
-        "| workers | sessions | steps a second | cores: orchestrator | echo | client | others | steps a second a core |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    print(markdown.head(COLUMNS))
     for (workers, sessions), measured in rates.items():
         median = {name: statistics.median(getattr(rate, name) for rate in measured) for name in Rate.__annotations__}
-        cores = " | ".join(f"{median[name]:.2f}" for name in ("orchestrator", "echo", "client", "strangers"))
+        cores = (f"{median[name]:.2f}" for name in ("orchestrator", "echo", "client", "strangers"))
         per_core = sorted(rate.per_core for rate in measured)
         spread = f"{statistics.median(per_core):.0f} ({per_core[0]:.0f} to {per_core[-1]:.0f})"
-        print(f"| {workers} | {sessions} | {median['steps']:.0f} | {cores} | {spread} |")
+        print(markdown.row([workers, sessions, f"{median['steps']:.0f}", *cores, spread]))
 
 
 def main(given: Sequence[str]) -> None:

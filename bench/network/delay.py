@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench import markdown
 from bench.arguments import numbers, parser_of, whole_numbers
 from bench.network.distance import Distance, echoing
 from demo.prompts import held_out
@@ -34,6 +35,17 @@ from testing.delay_process import DelayProcess
 
 KV_TOKENS = 32768
 SEARCH_TOKENS = 64
+
+RATES = (
+    "round trip, target steps (ms)",
+    "tokens/s",
+    "of no delay",
+    "synchronous, best of K",
+    "of no delay",
+    "ahead by",
+)
+STEPS = ("round trip", "tokens a step", "of undrafted steps", "first token, ms", "synchronous: a step", "first, ms")
+"""Columns of the two tables."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +187,7 @@ def report(
     if args.target_step_ms or args.draft_step_ms:
         print(f"simulated: steps of at least {args.target_step_ms:g} ms (target), {args.draft_step_ms:g} ms (draft)")
     print()
-    print(
-        "| round trip, target steps (ms) | tokens/s | of no delay | synchronous, best of K | of no delay | ahead by |"
-    )
-    print("|---|---|---|---|---|---|")
+    print(markdown.head(RATES))
     for steps in args.round_trips:
         ours, theirs = rates("ordinary", steps), rates("synchronous", steps)
         cells = [
@@ -189,9 +198,8 @@ def report(
             ratio(theirs, rates("synchronous", least)),
             ratio(ours, theirs),
         ]
-        print(f"| {' | '.join(cells)} |")
-    print("\n| round trip | tokens a step | of undrafted steps | first token, ms | synchronous: a step | first, ms |")
-    print("|---|---|---|---|---|---|")
+        print(markdown.row(cells))
+    print("\n" + markdown.head(STEPS))
     for steps in args.round_trips:
         ordinary, synchronous = runs["ordinary", steps], runs["synchronous", steps]
         cells = [
@@ -202,7 +210,7 @@ def report(
             f"{statistics.mean(run.tokens_a_step for run in synchronous):.2f}",
             f"{1e3 * statistics.median(run.first for run in synchronous):.1f}",
         ]
-        print(f"| {' | '.join(cells)} |")
+        print(markdown.row(cells))
     said = [[run.tokens for run in each] for each in runs.values()]
     equal = all(each == said[0] for each in said)
     print(f"\ntokens of both systems under all delays: {'equal' if equal else 'NOT EQUAL'}")

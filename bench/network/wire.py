@@ -17,6 +17,7 @@ from typing import Literal
 
 import grpc
 
+from bench import markdown
 from bench.arguments import parser_of
 from demo.prompts import held_out
 from specdec.client import Client
@@ -24,6 +25,18 @@ from specdec.engine.placement import Dtype
 from specdec.local import DEMO, PROGRAMS, Stack
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 from testing.delay_process import DelayProcess
+
+COLUMNS = (
+    "rule",
+    "T",
+    "to the verifier",
+    "from it",
+    "to the draft",
+    "from it",
+    "all",
+    "tokens a step",
+    "draft ready",
+)
 
 Rule = Literal["coupled", "rejection", "contrastive"]
 SETTINGS: list[tuple[Rule, float]] = [
@@ -105,8 +118,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args(given)
-    print("| rule | T | to the verifier | from it | to the draft | from it | all | tokens a step | draft ready |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(markdown.head(COLUMNS))
     with Counted.start(args.dtype, args.step_ms) as counted, Client(counted.stack.address) as client:
         for rule, temperature in SETTINGS:
             before = counted.count()
@@ -122,9 +134,6 @@ def main(given: Sequence[str]) -> None:
                 )
             n = counted.count().since(before)
             ways = [n.to_verifier, n.from_verifier, n.to_draft, n.from_draft]
-            cells = " | ".join(f"{way / n.tokens:.0f}" for way in [*ways, sum(ways)])
-            ready = n.draft_ready_steps / n.drafted_steps
-            print(
-                f"| {rule.upper()} | {temperature:g} | {cells} | {n.tokens / n.steps:.2f} | {ready:.2f} |",
-                flush=True,
-            )
+            cells = [f"{way / n.tokens:.0f}" for way in [*ways, sum(ways)]]
+            cells += [f"{n.tokens / n.steps:.2f}", f"{n.draft_ready_steps / n.drafted_steps:.2f}"]
+            print(markdown.row([rule.upper(), f"{temperature:g}", *cells]), flush=True)

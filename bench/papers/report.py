@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench import markdown
 from bench.papers.evaluation import Cell
 from bench.papers.measures import ORDERS
 from bench.papers.methods import PLAIN
-from bench.report import Report, markdown_table
+from bench.report import Report
 
 PLACES = 8
 """Number of candidate positions in a table of acceptance."""
@@ -85,8 +86,8 @@ DIVERSITY: Mapping[str, Callable[[Report], str]] = {
 
 
 def _rows(methods: Mapping[str, Report], columns: Mapping[str, Callable[[Report], str]]) -> list[str]:
-    rows = ((name, [told(summary) for told in columns.values()]) for name, summary in methods.items())
-    return markdown_table("method", columns, rows)
+    rows = ([name, *(told(summary) for told in columns.values())] for name, summary in methods.items())
+    return markdown.table(["method", *columns], rows)
 
 
 def _categories(cell: Report) -> list[str]:
@@ -99,8 +100,8 @@ def _by_category(cell: Report) -> list[str]:
         return "-" if here is None or here["speed_up"] is None else f"{here['speed_up']:.2f}"
 
     categories = _categories(cell)
-    rows = ((name, [told(summary, each) for each in categories]) for name, summary in cell["methods"].items())
-    return markdown_table("method", categories, rows)
+    rows = ([name, *(told(summary, each) for each in categories)] for name, summary in cell["methods"].items())
+    return markdown.table(["method", *categories], rows)
 
 
 def _lengths(methods: Mapping[str, Report]) -> list[str]:
@@ -109,8 +110,8 @@ def _lengths(methods: Mapping[str, Report]) -> list[str]:
         parts = [*steps[: PLACES + 1], *[0] * (PLACES + 1 - len(steps)), sum(steps[PLACES + 1 :])]
         return [f"{part / total:.3f}" if total else "-" for part in parts]
 
-    heads = [*map(str, range(PLACES + 1)), "more"]
-    return markdown_table("method", heads, ((name, told(summary)) for name, summary in methods.items()))
+    rows = ([name, *told(summary)] for name, summary in methods.items())
+    return markdown.table(["method", *range(PLACES + 1), "more"], rows)
 
 
 def _positions(methods: Mapping[str, Report]) -> list[str]:
@@ -118,8 +119,8 @@ def _positions(methods: Mapping[str, Report]) -> list[str]:
         rates = summary["conditional_acceptance"][:PLACES]
         return [f"{rate:.3f}" for rate in rates] + ["-"] * (PLACES - len(rates))
 
-    rows = ((name, told(summary)) for name, summary in methods.items() if name != PLAIN)
-    return markdown_table("method", map(str, range(1, PLACES + 1)), rows)
+    rows = ([name, *told(summary)] for name, summary in methods.items() if name != PLAIN)
+    return markdown.table(["method", *range(1, PLACES + 1)], rows)
 
 
 def _facts(report: Report) -> list[str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from bench import markdown
 from bench.arguments import parser_of
 from demo.prompts import held_out
 from draft_service.candidate_queue import Extension
@@ -199,7 +200,7 @@ def main(given: Sequence[str]) -> None:
     args = parser.parse_args(given)
     pair = Pair(args.target, args.draft)
     prompts = held_out(args.prompts)
-    print("| T | rule | tree | acceptance | tokens a step | bounds (1-TV)/(1+TV), 1-TV |\n|---|---|---|---|---|---|")
+    print(markdown.head(["T", "rule", "tree", "acceptance", "tokens a step", "bounds (1-TV)/(1+TV), 1-TV"]))
     for temperature in (0.0, 0.7, 1.0):
         for name, rule, blocks in TESTS:
             for shape in SHAPES:
@@ -216,8 +217,5 @@ def main(given: Sequence[str]) -> None:
                 if distances:
                     tv = np.concatenate(distances)
                     bounds = f"{np.mean((1 - tv) / (1 + tv)):.3f}, {np.mean(1 - tv):.3f}"
-                print(
-                    f"| {temperature:g} | {name} | {shape.name} | {total.acceptance:.3f} | "
-                    f"{total.tokens_a_step:.2f} | {bounds} |",
-                    flush=True,
-                )
+                cells = [f"{temperature:g}", name, shape.name, f"{total.acceptance:.3f}", f"{total.tokens_a_step:.2f}"]
+                print(markdown.row([*cells, bounds]), flush=True)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from bench import markdown
 from bench.diversity import distinct, entropy
 from specdec.client import Completion
 
@@ -92,22 +93,18 @@ def table(report: dict[str, Any]) -> str:
         f"Target: {report['target']}. Draft: {report['draft']}. T = {report['temperature']:g}, alpha = "
         f"{report['alpha']:g}; {len(report['prompts'])} prompts, texts of up to {report['tokens']} tokens.",
         "",
-        "| method | texts | tokens a text | drafted | " + " | ".join(f"{name}-gram" for name in names) + " |",
-        "|---" * (4 + len(names)) + "|",
+        markdown.head(["method", "texts", "tokens a text", "drafted", *(f"{name}-gram" for name in names)]),
     ]
     for method, found in report["methods"].items():
         cells = [
             f"{value['value']:.3f}" + ("" if value["error"] is None else f" ± {value['error']:.3f}")
             for value in (found["measures"][name] for name in names)
         ]
-        lines.append(
-            f"| {method} | {found['texts']} | {found['tokens_a_text']:.0f} | {found['drafted']:.2f} | "
-            + " | ".join(cells)
-            + " |"
-        )
+        about = [method, found["texts"], f"{found['tokens_a_text']:.0f}", f"{found['drafted']:.2f}"]
+        lines.append(markdown.row([*about, *cells]))
     apart = report["speculative_minus_naive"]
     cells = ["-" if apart[name] is None else f"{apart[name]:+.1f}" for name in names]
-    lines.append("| *speculative minus naive, standard errors* | | | | " + " | ".join(cells) + " |")
+    lines.append(markdown.row(["*speculative minus naive, standard errors*", "", "", "", *cells]))
     result = {True: "within noise", False: "NOT within noise", None: "not compared"}[report["within_noise"]]
     lines += ["", f"Speculative sampling is as varied as naive sampling: {result} ({NOISE:g} standard errors)."]
     return "\n".join(lines) + "\n"

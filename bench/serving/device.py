@@ -27,6 +27,7 @@ from typing import Any
 
 import grpc
 
+from bench import markdown
 from bench.arguments import names, numbers, parser_of, whole_numbers
 from bench.conditions import machine, versions
 from bench.report import Report, folder, publish
@@ -214,7 +215,7 @@ def table(report: Report) -> str:
     cells = report["cells"]
     plain = {(each["streams"], each["temperature"]): each for each in cells if each["way"] == "off"}
     lines = [f"{report['profile']}: {report['about']}. Times: {report['source']}.", ""]
-    lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines.append(markdown.head(COLUMNS))
     for each in cells:
         base = plain.get((each["streams"], each["temperature"]))
         used = each["cpu_ms_per_1000_tokens"]
@@ -234,7 +235,7 @@ def table(report: Report) -> str:
             "" if each["first_ms"] is None else each["first_ms"],
             *(f"{used.get(role, 0.0):.0f}" for role in ("verifier", "draft", "orchestrator")),
         ]
-        lines.append("| " + " | ".join(map(str, row)) + " |")
+        lines.append(markdown.row(row))
     for role in ("verifier", "draft"):
         lines += _stage_lines(role, [each for each in cells if any(each["stages_us"].get(role, {}).values())])
     return "\n".join(lines) + "\n"
@@ -246,14 +247,10 @@ def _stage_lines(role: str, cells: Sequence[dict[str, Any]]) -> list[str]:
         return []
     heads = [f"{each['streams']}, T = {each['temperature']:g}, {each['way']}" for each in cells]
     lines = ["", f"**The {role}'s worker thread, us of processor a step of the target**", ""]
-    lines += ["| stage | " + " | ".join(heads) + " |", "|---" * (len(cells) + 1) + "|"]
     stages = dict.fromkeys(stage for each in cells for stage in each["stages_us"][role])
-    for stage in stages:
-        lines.append(
-            "| " + " | ".join([stage, *(f"{each['stages_us'][role].get(stage, 0):.0f}" for each in cells)]) + " |"
-        )
-    totals = (sum(each["stages_us"][role].values()) for each in cells)
-    return [*lines, "| all | " + " | ".join(f"{total:.0f}" for total in totals) + " |"]
+    rows = [[stage, *(f"{each['stages_us'][role].get(stage, 0):.0f}" for each in cells)] for stage in stages]
+    totals = ["all", *(f"{sum(each['stages_us'][role].values()):.0f}" for each in cells)]
+    return [*lines, *markdown.table(["stage", *heads], [*rows, totals])]
 
 
 def main(given: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
+from bench import markdown
 from bench.arguments import parser_of
 from demo.prompts import held_out
 from specdec.client import AsyncClient, SpecdecError
@@ -28,6 +29,8 @@ TOKENS = 400
 START_SECONDS = 120.0
 CALM_SECONDS = 5.0
 """Seconds without a drain before each one."""
+
+COLUMNS = ("role", "round", "seconds to end", "longest silence (s)", "without a drain (s)", "failed")
 
 MODULES = {"verifier": "verifier_service", "draft": "draft_service", "orchestrator": "orchestrator"}
 
@@ -115,8 +118,7 @@ async def measure(pods: dict[str, list[Pod]], rounds: int, streams: int) -> None
     async with AsyncClient(fronts, timeout=120, max_retries=10) as client:
         asking = [asyncio.create_task(ask_on(client, seen, numbers, prompts)) for _ in range(streams)]
         await asyncio.sleep(CALM_SECONDS)
-        print("| role | round | seconds to end | longest silence (s) | without a drain (s) | failed |")
-        print("|---|---|---|---|---|---|")
+        print(markdown.head(COLUMNS))
         for number in range(rounds):
             for role, both in pods.items():
                 pod, failed = both[number % 2], seen.failed
@@ -128,11 +130,9 @@ async def measure(pods: dict[str, list[Pod]], rounds: int, streams: int) -> None
                 ended = time.monotonic()
                 await asyncio.sleep(1.0)  # its texts continue elsewhere
                 silence = seen.longest_silence(begin, time.monotonic())
-                print(
-                    f"| {role} | {number + 1} | {ended - begin:.2f} | {silence:.2f} | "
-                    f"{seen.longest_silence(calm, begin):.2f} | {seen.failed - failed} |",
-                    flush=True,
-                )
+                seconds = (ended - begin, silence, seen.longest_silence(calm, begin))
+                cells = [role, number + 1, *(f"{each:.2f}" for each in seconds), seen.failed - failed]
+                print(markdown.row(cells), flush=True)
                 pod.child = pod.child.again(pod.address)
                 await asyncio.to_thread(pod.until_ready)
         for task in asking:

@@ -25,10 +25,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import markdown
 from bench.arguments import parser_of
 from bench.conditions import INSTRUCTIONS, machine, versions
 from bench.model_name import model_name
-from bench.report import CUT_OFF, Report, folder, markdown_table, publish
+from bench.report import CUT_OFF, Report, folder, publish
 from bench.serving.commands import Command, llama_server, specdec_up, vllm_serve
 from bench.systems import pair, peer_options
 from bench.systems.processor_time import DISTURBED, await_quiet
@@ -104,8 +105,8 @@ def table(report: Report) -> str:
     ]
     names = dict.fromkeys(each["command"] for each in starts)
     kinds = {f"{kind} start: {what}": (kind, name) for kind in (FIRST, NEXT) for what, name in COLUMNS.items()}
-    rows = ((f"`{name}`", [_cell(starts, name, *each) for each in kinds.values()]) for name in names)
-    lines += markdown_table("", kinds, rows)
+    rows = ([f"`{name}`", *(_cell(starts, name, *each) for each in kinds.values())] for name in names)
+    lines += markdown.table(["", *kinds], rows)
     lines += [f"\nNot measured: {name}: {reason}" for name, reason in report["failed"].items()]
     return "\n".join(lines) + "\n"
 

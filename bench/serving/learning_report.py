@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.report import Report, markdown_table
+from bench import markdown
+from bench.report import Report
 
 if TYPE_CHECKING:
     from bench.serving.learning import Text
@@ -70,9 +71,9 @@ def table(report: Report) -> str:
     ]
     heads = [f"{kind}: {what}" for kind in plan["phases"] for what in ("guessed", "tokens/s", "p50, p99 (ms)")]
     rows = [
-        (
+        [
             name,
-            [
+            *(
                 cell
                 for phase in found["phases"]
                 for cell in (
@@ -80,11 +81,11 @@ def table(report: Report) -> str:
                     f"{phase['tokens_per_second']:.0f}",
                     f"{phase['gap_ms']['p50']:.0f}, {phase['gap_ms']['p99']:.0f}",
                 )
-            ],
-        )
+            ),
+        ]
         for name, found in runs.items()
     ]
-    lines += markdown_table("run", heads, rows)
+    lines += markdown.table(["run", *heads], rows)
     tried = [
         f"{version['name']}: {version['verdict']} at {version['decided']:.0f} s, trained at {version['trained']:.0f} s"
         for version in runs["learning"]["versions"]

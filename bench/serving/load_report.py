@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from bench.report import Report, markdown_table
+from bench import markdown
+from bench.report import Report
 from bench.serving.answers import Answer, completed
 
 LATENCIES: Mapping[str, tuple[str, Callable[[Answer], list[float]]]] = {
@@ -95,8 +96,8 @@ def table(report: Report) -> str:
     if report["tokens_are_pieces"]:
         lines.append("The server does not tell how many tokens it sent: pieces are counted.")
     rows = (
-        (f"{what}, ms", [f"{found[column]:.1f}" if found else "-" for column in COLUMNS])
+        [f"{what}, ms", *(f"{found[column]:.1f}" if found else "-" for column in COLUMNS)]
         for name, (what, _) in LATENCIES.items()
         for found in (report["milliseconds"][name],)
     )
-    return "\n".join([*lines, "", *markdown_table("", COLUMNS, rows)]) + "\n"
+    return "\n".join([*lines, "", *markdown.table(["", *COLUMNS], rows)]) + "\n"

@@ -25,8 +25,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from bench import markdown
 from bench.arguments import parser_of, whole_numbers
-from bench.report import markdown_table
 from bench.systems.bad_drafts import random_weights
 from bench.systems.devices import read_device, write_devices
 from bench.systems.long_steps import with_long_steps
@@ -192,7 +192,7 @@ def main(given: Sequence[str]) -> None:
     rounds = 1 if args.quick else args.rounds
     hop = hop_seconds()
     print(f"a message from one service to another: {1000 * hop:.2f} ms\n")
-    print("\n".join(markdown_table("pair", COLUMNS, [])), flush=True)
+    print(markdown.head(["pair", *COLUMNS]), flush=True)
     off: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for models in pairs(Path(folder), PAIRS[:1] if args.quick else args.pairs):
@@ -208,9 +208,9 @@ def main(given: Sequence[str]) -> None:
             for (way, streams), found in truth.items():
                 told = guess[way, streams]
                 ratio = told.rate / found.rate
-                cells = [str(streams), way.name, f"{told.rate:.0f}", f"{found.rate:.0f}", f"{ratio:.2f}"]
+                cells = [models.name, streams, way.name, f"{told.rate:.0f}", f"{found.rate:.0f}", f"{ratio:.2f}"]
                 cells += [f"{each.tokens_a_step:.2f}, {each.step_ms(streams):.1f}" for each in (told, found)]
-                print(f"| {models.name} | {' | '.join(cells)} |", flush=True)
+                print(markdown.row(cells), flush=True)
                 if abs(ratio - 1) > WITHIN:
                     off.append(f"{models.name}, {streams}, {way.name}")
     print(f"\nmore than {WITHIN:.0%} off: {'; '.join(off) or 'none'}")

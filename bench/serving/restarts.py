@@ -35,9 +35,9 @@ from typing import Protocol
 import httpx2
 import numpy as np
 
+from bench import markdown
 from bench.arguments import parser_of
 from bench.environment import as_installed
-from bench.report import markdown_table
 from bench.serving.answers import at_poisson_times
 from bench.serving.commands import VLLM_KV_GIB
 from bench.serving.drain import Pod, deployment
@@ -345,17 +345,17 @@ async def measure(
             wants = {seen.number: seen.text for seen in await in_turns(system, range(PROMPTS)) if not seen.failed}
             begin = time.monotonic()
             calm = await arrivals(system, rate, seconds / 3)
-            rows.append((f"{name}, calm", told(calm, wants, time.monotonic() - begin)))
+            rows.append([f"{name}, calm", *told(calm, wants, time.monotonic() - begin)])
             print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
             killing = asyncio.create_task(kill_on(system, every))
             begin = time.monotonic()
             seen = await arrivals(system, rate, seconds)
-            rows.append((f"{name}, killed", told(seen, wants, time.monotonic() - begin)))
+            rows.append([f"{name}, killed", *told(seen, wants, time.monotonic() - begin)])
             print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
             killing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await killing  # raises its error, if any
-    return "\n".join(markdown_table("", COLUMNS, rows))
+    return "\n".join(markdown.table(["", *COLUMNS], rows))
 
 
 def main(given: Sequence[str]) -> None:

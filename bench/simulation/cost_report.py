@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench import markdown
+
 
 def _device(report: dict[str, Any]) -> str:
     """Return the unit by which figures are divided: devices, equal or weighted by price."""
@@ -29,23 +31,30 @@ def table(report: dict[str, Any]) -> str:
         f"SIMULATED: {report['preset']}, the draft's best token is right {report['acceptance']:.0%} of the time. "
         f"The target's device counts 1, one of the draft's own {report['draft_price']:g}.",
         "",
-        f"| streams | deployment | tokens/s | tokens per {_device(report)}-second | ms per token of a stream |",
-        "|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {row['streams']} | {row['deployment']} | {row['tokens_per_second']:.0f} | "
-        f"{row['tokens_per_device_second']:.0f} | {row['ms_per_token']:.1f} |"
-        for row in sorted(report["rows"], key=lambda row: int(row["streams"]))
-    ]
+    lines += markdown.table(
+        ["streams", "deployment", "tokens/s", f"tokens per {_device(report)}-second", "ms per token of a stream"],
+        (
+            [
+                row["streams"],
+                row["deployment"],
+                f"{row['tokens_per_second']:.0f}",
+                f"{row['tokens_per_device_second']:.0f}",
+                f"{row['ms_per_token']:.1f}",
+            ]
+            for row in sorted(report["rows"], key=lambda row: int(row["streams"]))
+        ),
+    )
     lines += [
         "",
         f"Capacity: the most streams within a time per token, to a sixteenth; in brackets those per {_device(report)}.",
         "",
-        "| deployment | " + " | ".join(f"{latency:.3g} ms" for latency in latencies) + " |",
-        "|---" * (1 + len(latencies)) + "|",
     ]
-    lines += [
-        f"| {name} | " + " | ".join(f"{_streams(e, report['most'])} ({e['per_device']:.3g})" for e in entries) + " |"
-        for name, entries in capacities.items()
-    ]
+    lines += markdown.table(
+        ["deployment", *(f"{latency:.3g} ms" for latency in latencies)],
+        (
+            [name, *(f"{_streams(entry, report['most'])} ({entry['per_device']:.3g})" for entry in entries)]
+            for name, entries in capacities.items()
+        ),
+    )
     return "\n".join(lines) + "\n"

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
+from bench import markdown
 from bench.arguments import numbers, parser_of, whole_numbers
 from bench.simulation.bound import bound
 from bench.simulation.deployment import simulate
@@ -149,7 +150,6 @@ def main(given: Sequence[str]) -> None:
         measured=args.steps,
     )
     print(f"SIMULATED: {args.preset}, the draft's best token is right {args.acceptance:.0%} of the time\n")
-    print("|".join(["", *(name for name, _ in COLUMNS), ""]).replace("|", " | ").strip())
-    print("|" + "---|" * len(COLUMNS))
+    print(markdown.head(name for name, _ in COLUMNS))
     for row in rows(scenario, args.sessions, args.drafts, args.delays):
-        print("| " + " | ".join(show(row) for _, show in COLUMNS) + " |", flush=True)
+        print(markdown.row(show(row) for _, show in COLUMNS), flush=True)

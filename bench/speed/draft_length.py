@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from bench import markdown
 from bench.arguments import parser_of
 from bench.conditions import machine, versions
 from bench.model_name import model_name
@@ -109,16 +110,15 @@ def table(report: dict[str, Any]) -> str:
         f"Target: {report['target']}. Draft: {report['draft']}. {report['dtype']}, T = {report['temperature']:g}, "
         f"{report['prompts']} prompts continued by {report['tokens']} tokens. Seconds a text (of plain decoding's).",
         "",
-        "| tokens drafted | " + " | ".join("plain" if count == PLAIN else str(count) for count in counts) + " |",
-        "|---" * (len(counts) + 1) + "|",
+        markdown.head(["tokens drafted", *("plain" if count == PLAIN else count for count in counts)]),
     ]
     for system in SYSTEMS:
-        cells = [
+        cells = (
             f"{statistics.median(report['seconds'][system][count]):.2f} "
             f"({statistics.median(ratios(report, system, count)):.2f})"
             for count in counts
-        ]
-        lines.append(f"| {system} | " + " | ".join(cells) + " |")
+        )
+        lines.append(markdown.row([system, *cells]))
     if report["texts_that_differ"] is not None:
         told = ", ".join(f"{system} {count}" for system, count in report["texts_that_differ"].items())
         lines += ["", f"Texts that differ from the same system's plain decoding: {told}."]

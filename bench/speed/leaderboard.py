@@ -12,8 +12,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench import markdown
 from bench.arguments import parser_of
-from bench.report import Report, markdown_table
+from bench.report import Report
 from bench.speed.measurements import columns, configurations, found, ratios, streams_label
 from bench.systems.specdec import NAME
 from bench.systems.vllm_verifier import is_of_both
@@ -52,8 +53,8 @@ def leads(report: Report, temperature: float) -> list[str]:
     """Return the table of one report, with a row for each other system, as Markdown lines."""
     systems = list(dict.fromkeys(name.split()[0] for name in _alone(report) if not name.startswith(NAME)))
     counts = list(dict.fromkeys(streams for _, streams in columns(report)))
-    rows = ((system, [lead(report, temperature, count, system) for count in counts]) for system in systems)
-    return markdown_table("", map(streams_label, counts), rows)
+    rows = ([system, *(lead(report, temperature, count, system) for count in counts)] for system in systems)
+    return markdown.table(["", *map(streams_label, counts)], rows)
 
 
 def leaderboard(reports: Iterable[Report]) -> list[str]:
@@ -62,10 +63,10 @@ def leaderboard(reports: Iterable[Report]) -> list[str]:
     places = {(t, streams) for report in reports for t in report["temperatures"] for _, streams in columns(report)}
     heads = [f"T = {t:g}, {streams_label(streams)}" for t, streams in sorted(places)]
     rows = (
-        (f"{report['model'].split()[0]}, {report['dtype']}", [lead(report, *place) for place in sorted(places)])
+        [f"{report['model'].split()[0]}, {report['dtype']}", *(lead(report, *place) for place in sorted(places))]
         for report in reports
     )
-    return markdown_table("", heads, rows)
+    return markdown.table(["", *heads], rows)
 
 
 def main(given: Sequence[str]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from bench import markdown
 from bench.model_name import model_name
-from bench.report import Report, markdown_table
+from bench.report import Report
 from bench.speed.leaderboard import leads
 from bench.speed.measurements import Column, columns, configurations, found, ratios, streams_label
 from bench.systems.processor_time import DISTURBED
@@ -80,8 +81,8 @@ def _rates(report: Report, temperature: float) -> list[str]:
         return f"{rate:.0f} ({statistics.median(over):.2f})" if over else f"{rate:.0f}"
 
     heads = [f"{kind}, {streams_label(streams)}" for kind, streams in columns(report)]
-    rows = ((name, [cell(name, each) for each in columns(report)]) for name in configurations(report))
-    return markdown_table("", heads, rows)
+    rows = ([name, *(cell(name, each) for each in columns(report))] for name in configurations(report))
+    return markdown.table(["", *heads], rows)
 
 
 DETAILS: dict[str, Callable[[list[Report]], str]] = {
@@ -102,11 +103,11 @@ DETAILS: dict[str, Callable[[list[Report]], str]] = {
 
 def _details(report: Report, temperature: float, streams: int) -> list[str]:
     rows = (
-        (name, [tell(mine) for tell in DETAILS.values()])
+        [name, *(tell(mine) for tell in DETAILS.values())]
         for name in configurations(report)
         if (mine := found(report, configuration=name, temperature=temperature, streams=streams))
     )
-    return markdown_table("", DETAILS, rows)
+    return markdown.table(["", *DETAILS], rows)
 
 
 def _step_times(rounds: list[dict[str, float]]) -> list[str]:
@@ -118,7 +119,7 @@ def _step_times(rounds: list[dict[str, float]]) -> list[str]:
         if rows:
             target.setdefault(f"threads: {threads}", {})[rows] = f"{milliseconds:.1f}"
     heads = list(next(iter(target.values())))
-    lines = markdown_table("", heads, ((threads, list(cells.values())) for threads, cells in target.items()))
+    lines = markdown.table(["", *heads], ([threads, *cells.values()] for threads, cells in target.items()))
     if "draft" in median:
         lines.append(f"\nA step of the draft, one row: {median['draft']:.2f} ms.")
     return lines

@@ -25,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from bench import markdown
 from bench.arguments import parser_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,7 +54,7 @@ class Table:
 
     @property
     def markdown(self) -> str:
-        return grid(self.columns, self.rows)
+        return "\n".join(markdown.table(self.columns, self.rows))
 
 
 @dataclass(frozen=True)
@@ -197,16 +198,12 @@ class Book:
                         asked = result.question
                         yield [question, result.machine, result.answer]
 
-        return grid(["question", "machine", "answer"], rows())
+        return "\n".join(markdown.table(["question", "machine", "answer"], rows()))
 
     def _machine_table(self) -> str:
         heads = ["machine", "cores", "processor", "AVX-512", "bfloat16 products", "AMX", "note"]
-        return grid(heads, ([name, *vars(machine).values()] for name, machine in self.machines.items()))
-
-
-def grid(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
+        rows = ([name, *vars(machine).values()] for name, machine in self.machines.items())
+        return "\n".join(markdown.table(heads, rows))
 
 
 def shell(command: str) -> str:
