@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import sys
 
+from specdec.local.child import LocalError
+
 PACKAGES = {
     "speed": {
         "speed": "throughput and latencies, compared with transformers, vLLM and llama.cpp",
@@ -82,7 +84,10 @@ def main(given: list[str]) -> None:
     if name not in MODULES:
         print(f"bench: unknown benchmark {name!r}; there are:\n\n{listed()}", end="", file=sys.stderr)
         sys.exit(2)
-    importlib.import_module(MODULES[name]).main(options)
+    try:
+        importlib.import_module(MODULES[name]).main(options)
+    except LocalError as error:
+        sys.exit(f"bench {name}: {error}")
 
 
 if __name__ == "__main__":

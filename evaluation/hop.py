@@ -11,7 +11,7 @@ import time
 from statistics import median
 
 from evaluation.echo import PATH
-from specdec.local.child import Child, LocalError, stop
+from specdec.local.child import Child, stop
 from specdec.serving.pods.connections import connect
 
 MESSAGE = bytes(64)
@@ -29,20 +29,11 @@ START_SECONDS = 30.0
 
 def hop_seconds() -> float:
     """Return the median seconds of a hop; LocalError if the echo does not start."""
-    child = Child.start("echo", "-m", "evaluation.echo")
+    child = Child.start("the echo of messages", "-m", "evaluation.echo")
     try:
-        return asyncio.run(_measured(_address(child)))
+        return asyncio.run(_measured(child.until_ready(START_SECONDS)))
     finally:
         stop([child])
-
-
-def _address(child: Child) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while (address := child.ready_at()) is None:
-        if child.ending() is not None or time.monotonic() > deadline:
-            raise LocalError(f"the echo of messages does not start: {child.ending() or 'too slow'}")
-        time.sleep(0.01)
-    return address
 
 
 async def _measured(address: str) -> float:

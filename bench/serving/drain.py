@@ -11,44 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
 from bench import markdown
 from bench.arguments import parser_of
+from bench.serving.pods import START_SECONDS, Pod, running
 from demo.prompts import held_out
 from specdec.client import AsyncClient, SpecdecError
-from specdec.local import DEMO
-from specdec.local.child import Child, stop
 
 TOKENS = 400
 """Tokens of a text: enough to run for seconds."""
 
-START_SECONDS = 120.0
 CALM_SECONDS = 5.0
 """Seconds without a drain before each one."""
 
 COLUMNS = ("role", "round", "seconds to end", "longest silence (s)", "without a drain (s)", "failed")
-
-MODULES = {"verifier": "verifier_service", "draft": "draft_service", "orchestrator": "orchestrator"}
-
-
-@dataclass
-class Pod:
-    """A service that is ended and restarted at the same address."""
-
-    child: Child
-    address: str = ""
-
-    def until_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while not (found := self.child.ready_at()):
-            if self.child.ending() or time.monotonic() > deadline:
-                raise SystemExit(f"{self.child.name} does not start: {self.child.ending() or 'too slow'}")
-            time.sleep(0.05)
-        self.address = found
 
 
 @dataclass
@@ -67,29 +46,6 @@ class Streams:
             if late > begin and early < end
         ]
         return max(gaps, default=0.0)
-
-
-@contextmanager
-def deployment() -> Iterator[dict[str, list[Pod]]]:
-    """Run two pods of each role; yield them by role."""
-    pods: dict[str, list[Pod]] = {}
-
-    def start(role: str, *options: str) -> None:
-        usual = ("--port", "0", "--log-level", "warning", "--stop-with-stdin")
-        pods[role] = [Pod(Child.start(role, "-m", MODULES[role], *usual, *options)) for _ in range(2)]
-        for pod in pods[role]:
-            pod.until_ready()
-
-    try:
-        start(
-            "verifier", "--model", str(DEMO / "target"), "--threads", "1", "--kv-tokens", "32768", "--dtype", "float32"
-        )
-        start("draft", "--model", str(DEMO / "draft"), "--threads", "1", "--kv-tokens", "32768")
-        peers = [word for role in ("verifier", "draft") for pod in pods[role] for word in (f"--{role}", pod.address)]
-        start("orchestrator", "--model", str(DEMO / "target"), *peers)
-        yield pods
-    finally:
-        stop([pod.child for each in pods.values() for pod in each])
 
 
 async def ask_on(client: AsyncClient, seen: Streams, numbers: count[int], prompts: list[list[int]]) -> None:
@@ -133,7 +89,7 @@ async def measure(pods: dict[str, list[Pod]], rounds: int, streams: int) -> None
                 seconds = (ended - begin, silence, seen.longest_silence(calm, begin))
                 cells = [role, number + 1, *(f"{each:.2f}" for each in seconds), seen.failed - failed]
                 print(markdown.row(cells), flush=True)
-                pod.child = pod.child.again(pod.address)
+                pod.restart()
                 await asyncio.to_thread(pod.until_ready)
         for task in asking:
             task.cancel()
@@ -145,5 +101,5 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=8)
     args = parser.parse_args(given)
-    with deployment() as pods:
+    with running() as pods:
         asyncio.run(measure(pods, args.rounds, args.streams))

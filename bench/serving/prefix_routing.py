@@ -11,18 +11,17 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
 from bench.arguments import parser_of
+from bench.serving.pods import running
 from demo.prompts import held_out
 from specdec.client import AsyncClient
-from specdec.local import DEMO
-from specdec.local.child import Child, stop
 from specdec.v2 import verifier_pb2, verifier_pb2_grpc
 
 SYSTEM_TOKENS, USER_TOKENS, ANSWER_TOKENS = 128, 64, 48
@@ -30,7 +29,6 @@ MEMORY = 40_960
 """Tokens of KV memory of each verifier: enough for all chats, so that nothing is recomputed for lack of memory."""
 THINKING_SECONDS = 2.0
 """Mean time between an answer and the next turn."""
-START_SECONDS = 120.0
 
 
 @dataclass
@@ -56,38 +54,6 @@ class Found:
         return sum(turn.cached for turn in turns) / sum(turn.prompt for turn in turns)
 
 
-@contextmanager
-def services(verifiers: int) -> Iterator[tuple[list[Child], list[str], list[str]]]:
-    """Run verifiers and two orchestrators; yield the verifiers' processes, the verifiers' addresses, and the
-    orchestrators' addresses."""
-    children: list[Child] = []
-
-    def start(role: str, module: str, *options: str) -> Child:
-        usual = ("--port", "0", "--log-level", "warning", "--stop-with-stdin", "--model", str(DEMO / "target"))
-        children.append(Child.start(role, "-m", module, *usual, *options))
-        return children[-1]
-
-    def address(child: Child) -> str:
-        deadline = time.monotonic() + START_SECONDS
-        while (found := child.ready_at()) is None:
-            if child.ending() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{child.name} does not start")
-            time.sleep(0.05)
-        return found
-
-    try:
-        pods = [
-            start("verifier", "verifier_service", "--dtype", "float32", "--threads", "1", "--kv-tokens", str(MEMORY))
-            for _ in range(verifiers)
-        ]
-        addresses = [address(pod) for pod in pods]
-        known = [word for each in addresses for word in ("--verifier", each)]
-        fronts = [address(start("orchestrator", "orchestrator", *known)) for _ in range(2)]
-        yield pods, addresses, fronts
-    finally:
-        stop(children)
-
-
 async def committed_tokens(addresses: Sequence[str]) -> list[int]:
     """Return the number of tokens committed by each of these verifiers."""
     found = []
@@ -104,7 +70,9 @@ async def converse(verifiers: int, chats: int, turns: int, *, killing: bool) -> 
     system, *said = held_out(1 + chats * turns, tokens=SYSTEM_TOKENS, seed=5)
     half_way, going_on = asyncio.Barrier(chats + 1), asyncio.Barrier(chats + 1)
 
-    with services(verifiers) as (pods, addresses, fronts):
+    with running(verifiers, drafts=0, kv_tokens=MEMORY) as pods:
+        addresses = [pod.address for pod in pods["verifier"]]
+        fronts = [pod.address for pod in pods["orchestrator"]]
         async with AsyncExitStack() as exits:
             clients = [await exits.enter_async_context(AsyncClient(front, timeout=600)) for front in fronts]
 
@@ -139,7 +107,7 @@ async def converse(verifiers: int, chats: int, turns: int, *, killing: bool) -> 
                     group.create_task(chat(number))
                 await half_way.wait()
                 if killing:
-                    pods[0].process.kill()
+                    pods["verifier"][0].child.process.kill()
                     del addresses[0]
                 found.committed_before = await committed_tokens(addresses)
                 await going_on.wait()

@@ -40,7 +40,7 @@ from bench.arguments import parser_of
 from bench.environment import as_installed
 from bench.serving.answers import at_poisson_times
 from bench.serving.commands import VLLM_KV_GIB
-from bench.serving.drain import Pod, deployment
+from bench.serving.pods import Pod, running
 from bench.systems import peer_options
 from bench.systems.http_server import HOST, free_port
 from demo.prompts import held_out
@@ -116,7 +116,7 @@ class Specdec:
         pod = self._pods[role][turn // len(ROUND) % 2]
         pod.child.process.kill()
         pod.child.process.wait()
-        pod.child = pod.child.again(pod.address)
+        pod.restart()
 
 
 class VllmServer:
@@ -222,7 +222,7 @@ def prompt_of(number: int) -> list[int]:
 
 @asynccontextmanager
 async def specdec() -> AsyncIterator[System]:
-    with deployment() as pods:
+    with running() as pods:
         fronts = [pod.address for pod in pods["orchestrator"]]
         async with AsyncClient(fronts, timeout=PATIENCE_SECONDS, max_retries=20) as client:
             yield Specdec(pods, client)

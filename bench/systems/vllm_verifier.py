@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.systems.program import Program
 from bench.systems.specdec import Specdec
-from bench.systems.system import Configuration, Launch, Setup
+from bench.systems.system import LOAD_SECONDS, Configuration, Launch, Setup
 from bench.systems.vllm import openmp, options_of, threads_of
 from specdec.local import PROGRAMS
 from specdec.local.child import Child, stop
@@ -51,12 +51,10 @@ def launches(setup: Setup, python: str) -> list[Launch]:
 
 @contextlib.contextmanager
 def _remote(setup: Setup, python: str) -> Iterator[Program]:
-    """Run vLLM with a draft service beside it."""
+    """Run vLLM with a draft service beside it; LocalError if that does not start."""
     draft = Child.start("draft", "-m", "draft_service", "--port", "0", "--threads", "1", "--model", str(setup.draft))
     try:
-        while (address := draft.ready_at()) is None:
-            if (ending := draft.ending()) is not None:
-                raise RuntimeError(f"the draft service does not start: {ending}")
+        address = draft.until_ready(LOAD_SECONDS)
         options = [*options_of(setup, threads_of(setup, 1)), "--speculation", "remote", "--drafts", address]
         with Program.start("vLLM", python, "bench.systems.vllm", options) as program:
             yield program

@@ -77,6 +77,18 @@ class Child:
                     phase_begins(name)
         return None
 
+    def until_ready(self, seconds: float) -> str:
+        """Return the service's address once it is ready; LocalError if it ends before, or is not ready within
+        `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (address := self.ready_at()) is None:
+            if (how := self.ending()) is not None:
+                raise LocalError(f"{self.name} did not start: {how}")
+            if time.monotonic() >= deadline:
+                raise LocalError(f"{self.name} is not ready after {seconds:g} s")
+            time.sleep(0.02)
+        return address
+
     def ending(self) -> str | None:
         """Return how the process ended, for the user; None while it runs."""
         status = self.process.poll()

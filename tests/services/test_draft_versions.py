@@ -268,9 +268,7 @@ async def test_a_draft_by_itself_tries_a_version(tmp_path: Path, monkeypatch: py
     options = ("--versions", str(folder), "--canary", "0.5", "--canary-slowdown", "50", "--threads", "1")
     child = Child.start("draft", "-m", "draft_service", "--model", str(DEMO / "draft"), "--port", "0", *options)
     try:
-        async with asyncio.timeout(120):
-            while (address := child.ready_at()) is None:
-                await asyncio.sleep(0.1)
+        address = await asyncio.to_thread(child.until_ready, 120)
         async with grpc.aio.insecure_channel(address) as channel:
             stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
             Versions(folder).add("v1", DEMO / "draft", drawn(1))

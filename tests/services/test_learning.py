@@ -205,10 +205,7 @@ async def drafting(*options: str) -> AsyncIterator[str]:
     """Run a draft service in a process of its own; yield its address."""
     child = Child.start("draft", "-m", "draft_service", "--model", str(DEMO / "draft"), "--port", "0", *options)
     try:
-        async with asyncio.timeout(300):
-            while (address := child.ready_at()) is None:
-                await asyncio.sleep(0.1)
-        yield address
+        yield await asyncio.to_thread(child.until_ready, 300)
     finally:
         stop([child])
 

@@ -72,8 +72,9 @@ class Pods:
             self.victim = self._start(victim, target if victim == "verifier" else draft)
         finally:
             del os.environ["LD_PRELOAD"], os.environ["SHORTAGE_CONTROL"]
-        peers = ("--verifier", self._address(fine), f"--{victim}", self._address(self.victim), "--trust-drafts")
-        self.address = self._address(self._start("orchestrator", target, *peers))
+        addresses = (fine.until_ready(PATIENCE), self.victim.until_ready(PATIENCE))
+        peers = ("--verifier", addresses[0], f"--{victim}", addresses[1], "--trust-drafts")
+        self.address = self._start("orchestrator", target, *peers).until_ready(PATIENCE)
 
     def _start(self, role: str, model: Path, *options: str) -> Child:
         module = role if role == "orchestrator" else f"{role}_service"
@@ -82,14 +83,6 @@ class Pods:
         child = Child.start(role, "-m", module, *common, *computing, *options)
         self.children.append(child)
         return child
-
-    def _address(self, child: Child) -> str:
-        deadline = time.monotonic() + PATIENCE
-        while (address := child.ready_at()) is None:
-            assert child.ending() is None, child.ending()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        return address
 
     def text(self, number: int) -> list[int]:
         with Client(self.address) as client:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,16 +81,6 @@ def limited(process: int, size: int) -> Iterator[None]:
             group.rmdir()
 
 
-def address_of(child: Child) -> str:
-    """Wait until a service is ready; return its address."""
-    deadline = time.monotonic() + READY_SECONDS
-    while (address := child.ready_at()) is None:
-        assert child.ending() is None, child.ending()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return address
-
-
 def told(path: Path, dtype: WantedDtype) -> int:
     return memory_needed(ModelDirectory(path), Placement(dtype=dtype, kv_tokens=KV_TOKENS), free_bytes("cpu")).total
 
@@ -105,9 +94,9 @@ def peak_of(path: Path, dtype: WantedDtype) -> int:
     process = verifier.process.pid
     with limited(process, int(TOLERANCE * told(path, dtype))), Watch(process) as watch:
         try:
-            peers = ("--verifier", address_of(verifier))
+            peers = ("--verifier", verifier.until_ready(READY_SECONDS))
             children.append(Child.start("orchestrator", "-m", "orchestrator", *common, *peers))
-            with Client(address_of(children[1])) as client:
+            with Client(children[1].until_ready(READY_SECONDS)) as client:
                 for prompt, temperature in (("def main(", 0.0), ("a" * 500, 1.0)):
                     result = client.complete(
                         prompt, temperature=temperature, logprobs=5, max_tokens=20, n=4, ignore_end_token=True
@@ -133,7 +122,7 @@ def test_a_draft_is_exported_and_served_within_what_is_told(
     draft = Child.start("draft", "-m", "draft_service", *options)
     with limited(draft.process.pid, most), Watch(draft.process.pid) as watch:
         try:
-            address_of(draft)
+            draft.until_ready(READY_SECONDS)
         finally:
             stop([draft])
     assert 0 < watch.peak < most
