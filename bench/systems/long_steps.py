@@ -7,18 +7,15 @@ did the work. So services sharing a few cores seem to have one device each.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.decoding.draft_logits import DraftLogits
-from specdec.decoding.query import SamplingQuery
-from specdec.decoding.step_logits import StepLogits
 from specdec.engine.batch import PackedBatch, Packer
-from specdec.engine.engine import CpuThreads, Engine, GpuSampling, Pass, cpu_threads, draft_pass_of
+from specdec.engine.engine import CpuThreads, Engine, cpu_threads, draft_pass_of
 from specdec.engine.kv.slots import Slots
 
 T = TypeVar("T")
@@ -56,16 +53,12 @@ class LongSteps:
         self._inner.copy(source, target)
 
     def _lengthened(self, batch: PackedBatch, run: Callable[[], T]) -> T:
-        """Run a pass over this batch, and return its result once it has lasted long enough."""
-        end = self._end(batch)
+        """Run a pass over this batch, and return its result once it has lasted long enough in real time: under virtual
+        time `time.monotonic` is another clock."""
+        end = time.perf_counter() + self._lasting(len(batch.tokens))
         result = run()
         sleep_until(end)
         return result
-
-    def _end(self, batch: PackedBatch) -> float:
-        """Return the end of a pass over this batch that begins now, in real time: under virtual time `time.monotonic`
-        is another clock."""
-        return time.perf_counter() + self._lasting(len(batch.tokens))
 
 
 class LongCpuSteps(LongSteps):
@@ -77,39 +70,12 @@ class LongCpuSteps(LongSteps):
         self.use_threads = threaded.use_threads
 
 
-class LongGpuSteps(LongSteps):
-    """Long steps of an engine that samples on the GPU."""
-
-    def __init__(self, inner: Engine, sampling: GpuSampling, lasting: Lasting) -> None:
-        super().__init__(inner, lasting)
-        self._sampling = sampling
-
-    def launch(self, batch: PackedBatch) -> LongPass:
-        end = self._end(batch)
-        return LongPass(self._sampling.launch(batch), end)
-
-
-@dataclass(frozen=True)
-class LongPass:
-    """A pass that ends at `end` (`time.perf_counter`) or later."""
-
-    inner: Pass
-    end: float
-
-    def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        logits = self.inner.logits(asked)
-        sleep_until(self.end)
-        return logits
-
-
 def sleep_until(end: float) -> None:
     """Sleep until the time `end` (`time.perf_counter`)."""
     time.sleep(max(0.0, end - time.perf_counter()))
 
 
 def with_long_steps(engine: Engine, lasting: Lasting) -> Engine:
-    """Return this engine, wrapped to take long steps."""
-    if isinstance(engine, GpuSampling):
-        return LongGpuSteps(engine, engine, lasting)
+    """Return this engine of a CPU, wrapped to take long steps."""
     threaded = cpu_threads(engine)
     return LongSteps(engine, lasting) if threaded is None else LongCpuSteps(engine, threaded, lasting)
