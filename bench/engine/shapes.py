@@ -40,10 +40,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "60m": _llama(512, 8, 8, 4, 1536, head_dim=64, vocab_size=32000),
     "llama-3.2-1b": _llama(2048, 16, 32, 8, 8192, head_dim=64, tie_word_embeddings=True),
     "llama-3.1-8b": _llama(4096, 32, 32, 8, 14336),
-    "llama-3.1-70b-of-8": _llama(8192, 80, 8, 1, 3584, vocab_size=16032),
 }
-"""Configurations by name. The last is one device's shard of the 70B model, with every product split over eight
-devices."""
+"""Configurations by name."""
 
 
 @dataclass(frozen=True)

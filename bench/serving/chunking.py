@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -52,26 +51,27 @@ def lengthened(source: Path, folder: Path) -> Path:
     return target
 
 
-async def stream(client: AsyncClient, prompt: list[int], tokens: int, speculation: Any) -> list[float]:
+async def stream(client: AsyncClient, prompt: list[int], tokens: int) -> list[float]:
     """Return the times at which pieces came; the first entry is when the request was sent."""
     times = [time.perf_counter()]
-    options = {"temperature": 0.8, "seed": 1, "ignore_end_token": True, "speculation": speculation}
-    async with client.generate(tokens=prompt, max_tokens=tokens, **options) as chunks:
+    async with client.generate(
+        tokens=prompt, max_tokens=tokens, temperature=0.8, seed=1, ignore_end_token=True, speculation="off"
+    ) as chunks:
         times += [time.perf_counter() async for _ in chunks]
     return times
 
 
-async def one_round(client: AsyncClient, seen: Seen, number: int, disturbed: bool, speculation: str) -> None:
+async def one_round(client: AsyncClient, seen: Seen, number: int, disturbed: bool) -> None:
     prompts = held_out(STREAMS, tokens=32, seed=number)
     long = [token for text in held_out(LONG // 100, tokens=100, seed=100 + number) for token in text]
     short = held_out(1, tokens=SHORT, seed=number)[0]
-    running = [asyncio.create_task(stream(client, p, STREAM_TOKENS, speculation)) for p in prompts]
+    running = [asyncio.create_task(stream(client, p, STREAM_TOKENS)) for p in prompts]
     await asyncio.sleep(0.5)  # all of them decode by now
     begin, end = time.perf_counter(), None
     if disturbed:
-        arriving = asyncio.create_task(stream(client, long, 2, speculation))
+        arriving = asyncio.create_task(stream(client, long, 2))
         await asyncio.sleep(0.02)
-        behind = asyncio.create_task(stream(client, short, 2, speculation))
+        behind = asyncio.create_task(stream(client, short, 2))
         for task, firsts in ((behind, seen.first_of_short), (arriving, seen.first_of_long)):
             times = await task
             firsts.append(times[1] - times[0])
@@ -81,14 +81,14 @@ async def one_round(client: AsyncClient, seen: Seen, number: int, disturbed: boo
         seen.gaps += np.diff(inside).tolist()
 
 
-async def measure(address: str, rounds: int, speculation: str) -> tuple[Seen, Seen]:
+async def measure(address: str, rounds: int) -> tuple[Seen, Seen]:
     """Return the measurements (idle, disturbed)."""
     idle, disturbed = Seen(), Seen()
     async with AsyncClient(address, timeout=120) as client:
-        await one_round(client, Seen(), 999, True, speculation)  # warm
+        await one_round(client, Seen(), 999, True)  # warm
         for number in range(rounds):
-            await one_round(client, idle, 2 * number, False, speculation)
-            await one_round(client, disturbed, 2 * number + 1, True, speculation)
+            await one_round(client, idle, 2 * number, False)
+            await one_round(client, disturbed, 2 * number + 1, True)
     return idle, disturbed
 
 
@@ -96,15 +96,12 @@ def main(given: Sequence[str]) -> None:
     parser = parser_of("chunking", __doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--drafted", action="store_true", help="use the demo draft")
     args = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:
         target = lengthened(DEMO / "target", Path(folder))
-        draft = str(DEMO / "draft") if args.drafted else "none"
-        speculation = "auto" if args.drafted else "off"
         # Every prompt is new: otherwise prefix caching would leave nothing to compute.
-        with Stack.start(target, draft, dtype=args.dtype) as stack:
-            idle, disturbed = asyncio.run(measure(stack.address, args.rounds, speculation))
+        with Stack.start(target, "none", dtype=args.dtype) as stack:
+            idle, disturbed = asyncio.run(measure(stack.address, args.rounds))
     rows = [("idle", idle.gaps), (f"while {LONG} tokens arrive", disturbed.gaps)]
     for name, gaps in rows:
         p50, p99 = (1e3 * float(np.percentile(gaps, q)) for q in (50, 99))

@@ -39,7 +39,7 @@ from bench.conditions import machine, versions
 from bench.report import Report, folder, publish
 from bench.serving.learning_report import plot, summary, table
 from bench.systems import pair
-from demo.prompts import KINDS, of_kind
+from demo.prompts import of_kind
 from specdec.client import AsyncClient
 from specdec.engine.model_directory import COMPLETE
 from specdec.local import Stack
@@ -329,7 +329,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--out", type=folder, help="folder for learning.json, .md and .png")
     args = parser.parse_args(given)
     target, draft = pair.chosen(parser, args)
-    if draft is None or set(PHASES) - KINDS.keys():
+    if draft is None:
         parser.error("--draft: must be a model's directory")
     with tempfile.TemporaryDirectory(prefix="specdec-learning-") as name:
         place = Path(name)

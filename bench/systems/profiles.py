@@ -50,12 +50,4 @@ PROFILES = {
         128256,
         "docs/decisions/2026-11-28-second-run-on-a-gpu.md: 1 to 32 texts of 1,024 tokens, 1 to 8 rows each (1B: to 16)",
     ),
-    "70b-2a100": Profile(
-        "70B on two A100, 1.5B on an L4",
-        Times((1, 64, 256, 512), (46.0, 49.0, 74.0, 148.0)),
-        Times((1, 64, 512), (13.0, 15.0, 40.0)),
-        151936,
-        "estimated: 140 GB of weights at 75 % of 2 x 2.0 TB/s, 141 GFLOP a row at 60 % of 2 x 312 TFLOP/s and up; "
-        "3.1 GB at 80 % of 0.3 TB/s",
-    ),
 }

@@ -55,7 +55,6 @@ class TestRoofline:
         assert 55e6 < read["60m"].held < 65e6
         assert 1.2e9 < read["llama-3.2-1b"].held < 1.3e9
         assert 8.0e9 < read["llama-3.1-8b"].held < 8.1e9
-        assert 8.5e9 < read["llama-3.1-70b-of-8"].held < 9.0e9
         assert read["llama-3.1-8b"].kv_token == 2 * 32 * 8 * 128
 
     def test_what_does_not_fit_is_said(self) -> None:
