@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,11 +24,18 @@ from pathlib import Path
 from bench import markdown
 from bench.arguments import names, parser_of
 from bench.environment import as_installed
+from bench.systems.altered import random_weights
 from specdec.local import DEMO
 
 TARGET = DEMO / "target"
 
-WIDE = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18}
+WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
 """Differences of the random model's configuration from the demo target's: 230 million parameters."""
 
 ALONE = """
@@ -90,21 +96,6 @@ def alone(model: Path) -> tuple[float, float]:
     return imports, weights
 
 
-def wide(folder: Path) -> Path:
-    """Make the random model, with the demo target's tokenizer."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(TARGET)
-    heads = WIDE["hidden_size"] // (config.hidden_size // config.num_attention_heads)
-    config.update(WIDE | {"num_attention_heads": heads, "num_key_value_heads": heads, "layer_types": None})
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    for file in TARGET.glob("tokenizer*.json"):
-        shutil.copy(file, folder)
-    return folder
-
-
 def table(model: str, starts: Sequence[Start], imports: float, weights: float) -> str:
     phases = list(dict.fromkeys(name for each in starts for name in each.phases))
     lines = [f"{model}: imports {imports:.1f} s and reading the weights {weights:.1f} s by themselves", ""]
@@ -131,7 +122,7 @@ def main(given: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = [Path(each) for each in options.models or [str(TARGET)]]
         if options.models is None and not options.quick:
-            models.append(wide(Path(folder) / "random-230M"))
+            models.append(random_weights(TARGET, Path(folder, "random-230M"), "bfloat16", **WIDE))
         for model in models:
             cache = Path(folder) / f"cache-{model.name}"
             kinds = ["cold", *["warm"] * (1 if options.quick else options.warm)]

@@ -11,8 +11,6 @@ the cost is right.
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.arguments import parser_of
+from bench.systems.altered import copied
 from demo.prompts import held_out
 from specdec.client import AsyncClient
 from specdec.local import DEMO, Stack
@@ -39,16 +38,6 @@ class Seen:
     gaps: list[float] = field(default_factory=list)
     first_of_long: list[float] = field(default_factory=list)
     first_of_short: list[float] = field(default_factory=list)
-
-
-def lengthened(source: Path, folder: Path) -> Path:
-    """Write a copy of a model directory with a context of CONTEXT tokens; return it."""
-    target = folder / "target"
-    shutil.copytree(source, target)
-    config = json.loads((target / "config.json").read_text())
-    config["max_position_embeddings"] = CONTEXT
-    (target / "config.json").write_text(json.dumps(config))
-    return target
 
 
 async def stream(client: AsyncClient, prompt: list[int], tokens: int) -> list[float]:
@@ -98,7 +87,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args(given)
     with tempfile.TemporaryDirectory() as folder:
-        target = lengthened(DEMO / "target", Path(folder))
+        target = copied(DEMO / "target", Path(folder, "target"), max_position_embeddings=CONTEXT)
         # Every prompt is new: otherwise prefix caching would leave nothing to compute.
         with Stack.start(target, "none", dtype=args.dtype) as stack:
             idle, disturbed = asyncio.run(measure(stack.address, args.rounds))

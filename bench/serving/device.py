@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from bench import markdown
 from bench.arguments import names, numbers, parser_of, whole_numbers
 from bench.conditions import machine, versions
 from bench.report import Report, folder, publish
+from bench.systems.altered import copied
 from bench.systems.processor_time import processor_seconds
 from bench.systems.profiles import PROFILES, Profile
 from bench.systems.stages import Seconds, between
@@ -200,17 +200,6 @@ def _used(stack: Stack) -> dict[str, float]:
     return {role: processor_seconds({child.process.pid}) for role, child in stack.children.items()}
 
 
-def directory(profile: Profile, folder: Path) -> Path:
-    """Write the demo target with the profile's vocabulary, whose ids beyond the tokenizer's mean nothing; return it.
-    Its weights are never read."""
-    target = folder / "target"
-    shutil.copytree(DEMO / "target", target)
-    config = json.loads((target / "config.json").read_text())
-    config |= {"vocab_size": profile.vocabulary, "max_position_embeddings": CONTEXT}
-    (target / "config.json").write_text(json.dumps(config))
-    return target
-
-
 def table(report: Report) -> str:
     cells = report["cells"]
     plain = {(each["streams"], each["temperature"]): each for each in cells if each["way"] == "off"}
@@ -275,8 +264,10 @@ def main(given: Sequence[str]) -> None:
     }
     pods: dict[str, tuple[str, ...]] = {role: ("bench.systems.pod", role) for role in ("verifier", "draft")}
     with tempfile.TemporaryDirectory() as scratch:
-        model, stages = directory(profile, Path(scratch)), Path(scratch) / "stages"
-        stages.mkdir()
+        # Ids beyond the tokenizer's mean nothing, and the weights are never read.
+        changes = {"vocab_size": profile.vocabulary, "max_position_embeddings": CONTEXT}
+        model = copied(DEMO / "target", Path(scratch, "target"), **changes)
+        (stages := Path(scratch, "stages")).mkdir()
         simulated = ("--profile", args.profile, "--kv-tokens", str(KV_TOKENS), "--stages", str(stages))
         with Stack.start(
             model,

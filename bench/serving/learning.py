@@ -39,6 +39,7 @@ from bench.conditions import machine, versions
 from bench.report import Report, folder, publish
 from bench.serving.learning_report import plot, summary, table
 from bench.systems import pair
+from bench.systems.altered import random_weights
 from demo.prompts import of_kind
 from specdec.client import AsyncClient
 from specdec.engine.model_directory import COMPLETE
@@ -243,19 +244,6 @@ def oracle(plan: Plan, kind: str, place: Path) -> Path:
     return out
 
 
-def with_random_weights(draft: Path, place: Path) -> Path:
-    """Return a model with a draft's configuration and tokenizer, but random weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    out = place / "untrained"
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(draft)).save_pretrained(out)
-    for file in draft.glob("tokenizer*"):
-        shutil.copy(file, out)
-    return out
-
-
 # --- runs ---------------------------------------------------------------------------------------------
 
 
@@ -335,7 +323,7 @@ def main(given: Sequence[str]) -> None:
         place = Path(name)
         plan = Plan(
             target,
-            with_random_weights(draft, place) if args.untrained else draft,
+            random_weights(draft, place / "untrained") if args.untrained else draft,
             args.texts,
             args.tokens,
             args.streams,

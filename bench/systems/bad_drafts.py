@@ -6,14 +6,13 @@ No bad draft may be slower than no draft. A slow draft sleeps until the end of e
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+from bench.systems.altered import other_tokenizer, random_weights
 from bench.systems.specdec import Specdec
 from bench.systems.system import Configuration, Launch, Setup
 from specdec.local import PROGRAMS
@@ -46,27 +45,3 @@ def _replaced(setup: Setup, make: Callable[[Path, Path], Path]) -> Iterator[Spec
         other = make(setup.draft, Path(folder, "draft"))
         with Specdec.start(setup, setup.draft, draft_options=("--model", str(other))) as system:
             yield system
-
-
-def random_weights(draft: Path, folder: Path) -> Path:
-    """Write a copy of a draft with random weights; return its folder."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(draft)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(draft / file, folder)
-    return folder
-
-
-def other_tokenizer(draft: Path, folder: Path) -> Path:
-    """Write a copy of a draft with two tokens swapped; return its folder."""
-    shutil.copytree(draft, folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokens = tokenizer["model"]["vocab"]
-    a, b = list(tokens)[-2:]
-    tokens[a], tokens[b] = tokens[b], tokens[a]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench.serving.learning import Plan, Text, measured, with_random_weights
+from bench.serving.learning import Plan, Text, measured
 from bench.serving.learning_report import WINDOW, pays_from, plot, summary, table
-from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO
 
 
@@ -65,13 +64,6 @@ def test_the_report_has_a_row_for_each_run_and_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(found, tmp_path / "learning.png")
     assert (tmp_path / "learning.png").stat().st_size > 1000
-
-
-def test_an_untrained_draft_has_the_shape_and_tokenizer_of_a_trained_one(tmp_path: Path) -> None:
-    trained, untrained = ModelDirectory(DEMO / "draft"), ModelDirectory(with_random_weights(DEMO / "draft", tmp_path))
-    assert untrained.tokenizer_fingerprint == trained.tokenizer_fingerprint
-    assert untrained.vocabulary == trained.vocabulary
-    assert untrained.model_fingerprint != trained.model_fingerprint
 
 
 @pytest.mark.verify

@@ -1,4 +1,4 @@
-"""Each bad draft has the defect in its name."""
+"""Altered copies of models, which make bad drafts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from bench.systems.bad_drafts import other_tokenizer, random_weights
+from bench.systems.altered import copied, other_tokenizer, random_weights
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
 from tests.models import make
+
+
+def test_a_copy_has_the_changes(tmp_path: Path) -> None:
+    draft = make("llama", tmp_path / "draft")
+    other = ModelDirectory(copied(draft, tmp_path / "other", max_position_embeddings=77))
+    assert other.context == 77
+    assert other.tokenizer_fingerprint == ModelDirectory(draft).tokenizer_fingerprint
 
 
 def test_random_weights_fit_the_target_and_are_others(tmp_path: Path) -> None:
