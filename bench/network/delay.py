@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from bench import markdown
 from bench.arguments import numbers, parser_of, whole_numbers
 from bench.network.distance import Distance, echoing
+from bench.paired import ratios
 from demo.prompts import held_out
 from specdec.client import AsyncClient, GenerateOptions, Speculation
 from specdec.local import PROGRAMS, Stack
@@ -179,8 +180,8 @@ def report(
         return [run.rate for run in runs[name, steps]]
 
     def ratio(above: list[float], below: list[float]) -> str:
-        ratios = [a / b for a, b in zip(above, below, strict=True)]
-        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        found = ratios(above, below)
+        return f"{found.median:.2f} ({found.least:.2f} to {found.most:.2f})"
 
     least = min(args.round_trips)
     print(f"{args.dtype}, T = {args.temperature:g}, {args.streams} streams, {args.rounds} rounds, {args.tokens} tokens")

@@ -17,6 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.arguments import parser_of
+from bench.paired import in_turns, ratios, spread
 from bench.systems.processor_time import processor_seconds
 from demo.prompts import held_out
 from specdec.client import AsyncClient
@@ -98,32 +99,26 @@ async def costs(ask: Ask, processes: set[int], prompts: Sequence[list[int]]) -> 
     return Costs(1e3 * spent / tokens, 1e3 * median(each.first_seconds for each in answers))
 
 
-async def measure(stack: Stack, streams: int, rounds: int) -> list[tuple[Costs, Costs]]:
-    """Return pairs of costs, (by gRPC, by HTTP), alternating which runs first."""
+async def measure(stack: Stack, streams: int, rounds: int) -> tuple[list[Costs], list[Costs]]:
+    """Return the costs by gRPC and by HTTP, each a round's."""
     processes = {child.process.pid for child in stack.children.values()}
-    pairs = []
     async with AsyncClient(stack.address, timeout=300) as client:
-        ways: list[Ask] = [partial(by_grpc, client), partial(by_http, stack.addresses["openai"])]
-        for number in range(-1, rounds):  # the first warms both
-            prompts = held_out(streams, tokens=64, seed=number)
-            order = ways if number % 2 else ways[::-1]
-            found = {way: await costs(way, processes, prompts) for way in order}
-            if number >= 0:
-                pairs.append((found[ways[0]], found[ways[1]]))
-    return pairs
+        by: list[Ask] = [partial(by_grpc, client), partial(by_http, stack.addresses["openai"])]
+        found = await in_turns(by, rounds, lambda ask, n: costs(ask, processes, held_out(streams, tokens=64, seed=n)))
+    return found[by[0]], found[by[1]]
 
 
-def told(pairs: Sequence[tuple[Costs, Costs]]) -> str:
-    """Return a summary of the pairs in one line."""
-    grpc, http = (Costs(*map(median, zip(*costs, strict=True))) for costs in zip(*pairs, strict=True))
-    ratios = sorted(b.milliseconds_a_token / a.milliseconds_a_token for a, b in pairs)
-    later = sorted(b.first_milliseconds - a.first_milliseconds for a, b in pairs)
+def told(by_grpc: Sequence[Costs], by_http: Sequence[Costs]) -> str:
+    """Return a summary of the rounds in one line."""
+    grpc, http = (Costs(*map(median, zip(*costs, strict=True))) for costs in (by_grpc, by_http))
+    ratio = ratios((each.milliseconds_a_token for each in by_http), (each.milliseconds_a_token for each in by_grpc))
+    later = spread(b.first_milliseconds - a.first_milliseconds for a, b in zip(by_grpc, by_http, strict=True))
     return (
         f"{grpc.milliseconds_a_token:.2f} ms of processor time a token by gRPC, {http.milliseconds_a_token:.2f} by "
         "HTTP, ratio "
-        f"{median(ratios):.3f}, from {ratios[0]:.3f} to {ratios[-1]:.3f}; "
+        f"{ratio.median:.3f}, from {ratio.least:.3f} to {ratio.most:.3f}; "
         f"first token {grpc.first_milliseconds:.1f} and {http.first_milliseconds:.1f} ms; "
-        f"later by {median(later):.1f}, from {later[0]:.1f} to {later[-1]:.1f}; {len(pairs)} pairs"
+        f"later by {later.median:.1f}, from {later.least:.1f} to {later.most:.1f}; {len(by_grpc)} pairs"
     )
 
 
@@ -135,5 +130,4 @@ def main(given: Sequence[str]) -> None:
     options = {"dtype": "float32", "verifier_options": FEW, "draft_options": FEW, "openai_options": ()}
     with Stack.start(DEMO / "target", str(DEMO / "draft"), **options) as stack:  # type: ignore[arg-type]
         for streams in args.streams:
-            pairs = asyncio.run(measure(stack, streams, args.rounds))
-            print(f"{streams} streams: {told(pairs)}", flush=True)
+            print(f"{streams} streams: {told(*asyncio.run(measure(stack, streams, args.rounds)))}", flush=True)

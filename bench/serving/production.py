@@ -22,6 +22,7 @@ import grpc
 import trustme
 
 from bench.arguments import parser_of
+from bench.paired import in_turns, ratios
 from bench.systems.http_server import free_port
 from bench.systems.processor_time import processor_seconds
 from demo.prompts import held_out
@@ -139,15 +140,12 @@ def _fetch(url: str) -> bytes:
         return bytes(answer.read())
 
 
-async def measure(plain: Deployment, featured: Deployment, streams: int, rounds: int) -> list[tuple[float, float]]:
-    """Return pairs of milliseconds a token, (plain, with the feature), alternating which runs first."""
-    pairs = []
-    for number in range(-1, rounds):  # the first warms both
-        order = [plain, featured] if number % 2 else [featured, plain]
-        found = {each: await each.milliseconds_a_token(streams, number) for each in order}
-        if number >= 0:
-            pairs.append((found[plain], found[featured]))
-    return pairs
+async def measure(
+    plain: Deployment, featured: Deployment, streams: int, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Return milliseconds a token without the feature and with it, each a round's."""
+    found = await in_turns([plain, featured], rounds, lambda each, number: each.milliseconds_a_token(streams, number))
+    return found[plain], found[featured]
 
 
 def main(given: Sequence[str]) -> None:
@@ -163,11 +161,11 @@ def main(given: Sequence[str]) -> None:
             plain = Deployment(frozenset(), Path(folder), exits)
             featured = Deployment(frozenset(named.split(",")), Path(folder), exits)
             for streams in args.streams:
-                pairs = asyncio.run(measure(plain, featured, streams, args.rounds))
-                ratios = sorted(with_it / without for without, with_it in pairs)
+                without, with_it = asyncio.run(measure(plain, featured, streams, args.rounds))
+                ratio = ratios(with_it, without)
                 print(
-                    f"{named}, {streams} streams: {median(a for a, _ in pairs):.2f} ms a token plain, "
-                    f"{median(b for _, b in pairs):.2f} with it; ratio {median(ratios):.3f}, "
-                    f"from {ratios[0]:.3f} to {ratios[-1]:.3f} in {len(ratios)} pairs",
+                    f"{named}, {streams} streams: {median(without):.2f} ms a token plain, "
+                    f"{median(with_it):.2f} with it; ratio {ratio.median:.3f}, "
+                    f"from {ratio.least:.3f} to {ratio.most:.3f} in {args.rounds} pairs",
                     flush=True,
                 )

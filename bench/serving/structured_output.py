@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from bench.arguments import parser_of
+from bench.paired import in_turns, ratios
 from demo.prompts import held_out
 from specdec.client import AsyncClient
 from specdec.local import DEMO, Stack
@@ -78,15 +79,8 @@ async def figures(client: AsyncClient, way: str, asked: Sequence[dict[str, Any]]
 
 async def measure(address: str, streams: int, rounds: int) -> dict[str, list[Figures]]:
     """Return the figures of each way, one entry per round."""
-    found: dict[str, list[Figures]] = {way: [] for way in WAYS}
     async with AsyncClient(address, timeout=600) as client:
-        for number in range(-1, rounds):  # the first one warms
-            ways = list(WAYS)
-            for way in ways if number % 2 else ways[::-1]:
-                got = await figures(client, way, requests(number), streams)
-                if number >= 0:
-                    found[way].append(got)
-    return found
+        return await in_turns(list(WAYS), rounds, lambda way, number: figures(client, way, requests(number), streams))
 
 
 def told(streams: int, found: dict[str, list[Figures]]) -> str:
@@ -94,11 +88,11 @@ def told(streams: int, found: dict[str, list[Figures]]) -> str:
     lines = [f"{streams} streams"]
     for way, rounds in found.items():
         plain = found[f"{way.partition(',')[0]}, plain"]
-        ratios = sorted(a.tokens_a_second / b.tokens_a_second for a, b in zip(rounds, plain, strict=True))
+        ratio = ratios((each.tokens_a_second for each in rounds), (each.tokens_a_second for each in plain))
         speed, depth = (median(values) for values in zip(*rounds, strict=True))
         lines.append(
-            f"  {way:16} {speed:7.1f} tokens/s, {depth:.2f} a step, {median(ratios):.2f} of plain "
-            f"({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            f"  {way:16} {speed:7.1f} tokens/s, {depth:.2f} a step, {ratio.median:.2f} of plain "
+            f"({ratio.least:.2f} to {ratio.most:.2f})"
         )
     return "\n".join(lines)
 
