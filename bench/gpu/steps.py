@@ -62,63 +62,14 @@ def tests(at: Place) -> list[Command]:
     return [["-m", "pytest", *options, *chosen]]
 
 
-def exactness(at: Place) -> list[Command]:
-    dtypes = "float32" if at.small else "float32,bfloat16,float16"
-    return [["-m", "bench.gpu.exactness", "--device", at.device, "--dtypes", dtypes, "--out", str(at.folder)]]
+def program(module: str, small: str, whole: str = "") -> Callable[[Place], list[Command]]:
+    """Return the commands of a step of one program, with the options `small` in a rehearsal and `whole` on a card."""
 
+    def commands(at: Place) -> list[Command]:
+        options = (small if at.small else whole).split()
+        return [["-m", *module.split(), "--device", at.device, *options, "--out", str(at.folder)]]
 
-def graphs(at: Place) -> list[Command]:
-    rows = "1,3" if at.small else "1,4,16,64,128,256,512"
-    return [["-m", "bench.gpu.graphs", "--device", at.device, "--rows", rows, "--out", str(at.folder)]]
-
-
-def drafting(at: Place) -> list[Command]:
-    size = ["--prompts", "1", "--tokens", "16"] if at.small else ["--prompts", "8", "--tokens", "96"]
-    return [["-m", "bench.gpu.drafting", "--device", at.device, "--engine", "onnx", *size, "--out", str(at.folder)]]
-
-
-def torch_drafting(at: Place) -> list[Command]:
-    size = ["--prompts", "1", "--tokens", "16"] if at.small else ["--prompts", "8", "--tokens", "96"]
-    return [["-m", "bench.gpu.drafting", "--device", at.device, "--engine", "torch", *size, "--out", str(at.folder)]]
-
-
-def sampling(at: Place) -> list[Command]:
-    size = ["--rows", "1,2", "--vocabulary", "4096", "--times", "1"] if at.small else []
-    return [["-m", "bench.gpu.sampling", "--device", at.device, *size, "--out", str(at.folder)]]
-
-
-def kernels(at: Place) -> list[Command]:
-    shape, steps = (
-        ("tiny", "1x1x64")
-        if at.small
-        else (
-            "llama-3.1-8b",
-            "1x1x1024,8x1x1024,32x1x1024,8x8x1024,32x8x1024,8x64x1024,1x1x2048,8x1x2048,32x1x2048",
-        )
-    )
-    chosen = ["--shape", shape, "--device", at.device, "--steps", steps]
-    return [["-m", "bench.engine.kernels", *chosen, "--out", str(at.folder)]]
-
-
-def engine(at: Place) -> list[Command]:
-    if at.small:
-        sizes = ["--shape", "tiny", "--tokens", "1,4", "--contexts", "64", "--sessions", "1,2", "--seconds", "0.1"]
-        return [["-m", "bench", "engine", "--device", "cpu", *sizes, "--peers", "none", "--out", str(at.folder)]]
-    sizes = ["--tokens", "1,4,8,16,64", "--contexts", "1024,8192", "--sessions", "1,32", "--seconds", "0.5"]
-    return [_engine(at, "llama-3.2-1b", [*sizes, "--peers", "eager-static", "--synthetic-acceptance", "0.8"])]
-
-
-def large_engine(at: Place) -> list[Command]:
-    if at.small:
-        return [_engine(at, "tiny", ["--tokens", "1", "--contexts", "64", "--sessions", "1", "--peers", "none"])]
-    sizes = ["--tokens", "1,4,8,16", "--contexts", "1024,8192", "--sessions", "1,8", "--seconds", "0.5"]
-    return [_engine(at, "llama-3.1-8b", [*sizes, "--peers", "eager-static"])]
-
-
-def _engine(at: Place, shape: str, more: Command) -> Command:
-    dtype = "float32" if at.small else "bfloat16"
-    base = ["-m", "bench", "engine", "--shape", shape, "--device", at.device, "--dtype", dtype, "--exact"]
-    return [*base, *more, "--out", str(at.folder)]
+    return commands
 
 
 def speed(at: Place) -> list[Command]:
@@ -143,24 +94,53 @@ _SERVICES = (*_ENGINE, modules(SERVICE))
 
 STEPS = (
     Step("tests", "the tests of kernels, engine and devices", 200, (*_ENGINE, modules(TESTS)), tests),
-    Step("exactness", "exact numerics in float32, bfloat16 and float16", 120, _ENGINE, exactness),
-    Step("graphs", "hidden states and logits through CUDA graphs, bit by bit", 60, _ENGINE, graphs),
+    Step(
+        "exactness",
+        "exact numerics in float32, bfloat16 and float16",
+        120,
+        _ENGINE,
+        program("bench.gpu.exactness", "--dtypes float32", "--dtypes float32,bfloat16,float16"),
+    ),
+    Step(
+        "graphs",
+        "hidden states and logits through CUDA graphs, bit by bit",
+        60,
+        _ENGINE,
+        program("bench.gpu.graphs", "--rows 1,3", "--rows 1,4,16,64,128,256,512"),
+    ),
     Step(
         "drafting",
         "a draft by ONNX Runtime in float16 and a verifier on the GPU: the tokens of plain decoding",
         120,
         (*_SERVICES, modules(EXPORT), cuda_provider),
-        drafting,
+        program("bench.gpu.drafting --engine onnx", "--prompts 1 --tokens 16", "--prompts 8 --tokens 96"),
     ),
     Step(
         "torch-drafting",
         "the same with the draft in the GPU engine",
         120,
         (*_SERVICES, modules(("onnxruntime",))),
-        torch_drafting,
+        program("bench.gpu.drafting --engine torch", "--prompts 1 --tokens 16", "--prompts 8 --tokens 96"),
     ),
-    Step("sampling", "the time to choose tokens, by sampling parameters", 40, _ENGINE, sampling),
-    Step("engine", "step times over the memory's roofline, 1B", 100, (*_ENGINE, memory(8)), engine),
+    Step(
+        "sampling",
+        "the time to choose tokens, by sampling parameters",
+        40,
+        _ENGINE,
+        program("bench.gpu.sampling", "--rows 1,2 --vocabulary 4096 --times 1"),
+    ),
+    Step(
+        "engine",
+        "step times over the memory's roofline, 1B",
+        100,
+        (*_ENGINE, memory(8)),
+        program(
+            "bench engine",
+            "--shape tiny --tokens 1,4 --contexts 64 --sessions 1,2 --seconds 0.1 --peers none",
+            "--shape llama-3.2-1b --dtype bfloat16 --exact --tokens 1,4,8,16,64 --contexts 1024,8192 --sessions 1,32 "
+            "--seconds 0.5 --peers eager-static --synthetic-acceptance 0.8",
+        ),
+    ),
     Step(
         "speed",
         "tokens a second of a padded 1.2B target, with CUDA graphs and without",
@@ -168,7 +148,29 @@ STEPS = (
         (*_SERVICES, modules(EXPORT), memory(24)),
         speed,
     ),
-    Step("kernels", "where the time of a step goes, 8B", 60, (*_ENGINE, memory(40)), kernels),
-    Step("large-engine", "step times over the memory's roofline, 8B", 100, (*_ENGINE, memory(40)), large_engine),
+    Step(
+        "kernels",
+        "where the time of a step goes, 8B",
+        60,
+        (*_ENGINE, memory(40)),
+        program(
+            "bench.engine.kernels",
+            "--shape tiny --steps 1x1x64",
+            "--shape llama-3.1-8b --steps 1x1x1024,8x1x1024,32x1x1024,8x8x1024,32x8x1024,8x64x1024,1x1x2048,8x1x2048,"
+            "32x1x2048",
+        ),
+    ),
+    Step(
+        "large-engine",
+        "step times over the memory's roofline, 8B",
+        100,
+        (*_ENGINE, memory(40)),
+        program(
+            "bench engine --exact",
+            "--shape tiny --tokens 1 --contexts 64 --sessions 1 --peers none",
+            "--shape llama-3.1-8b --dtype bfloat16 --tokens 1,4,8,16 --contexts 1024,8192 --sessions 1,8 "
+            "--seconds 0.5 --peers eager-static",
+        ),
+    ),
 )
 """All steps in order: prerequisites of later steps first, long steps last."""
