@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 HELD_OUT_ONE_IN = 40
@@ -30,6 +31,7 @@ def _held_out(relative: Path) -> bool:
     return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
+@cache
 def files(*, held_out: bool) -> list[str]:
     """Return the texts of one side of the split, in path order; files that are not UTF-8 are left out."""
     root = Path(sysconfig.get_paths()["stdlib"])

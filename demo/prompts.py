@@ -30,9 +30,8 @@ TOKENIZER = Path(__file__).parent / "target" / "tokenizer.json"
 
 def held_out(count: int, tokens: int = 96, seed: int = 0) -> list[list[int]]:
     """Return `count` prompts of `tokens` token ids each, from random places of held-out files."""
-    tokenizer = Tokenizer.from_file(str(TOKENIZER))
     generator = random.Random(seed)
-    texts = [ids for text in corpus.files(held_out=True) if len(ids := tokenizer.encode(text).ids) > 2 * tokens]
+    texts = [ids for ids in _encoded() if len(ids) > 2 * tokens]
     prompts = []
     for _ in range(count):
         ids = generator.choice(texts)
@@ -54,7 +53,7 @@ Encode = Callable[[str], list[int]]
 
 def _code(generator: random.Random, tokens: int, encode: Encode) -> list[int]:
     while True:
-        lines = generator.choice(_files()).splitlines(keepends=True)
+        lines = generator.choice(corpus.files(held_out=True)).splitlines(keepends=True)
         ids = encode("".join(lines[generator.randrange(len(lines)) :][: 2 * tokens]))
         if len(ids) >= tokens:
             return ids[:tokens]
@@ -72,7 +71,7 @@ def _prose(generator: random.Random, tokens: int, encode: Encode) -> list[int]:
 
 def _editing(generator: random.Random, tokens: int, encode: Encode) -> list[int]:
     while True:
-        lines = generator.choice(_files()).splitlines(keepends=True)
+        lines = generator.choice(corpus.files(held_out=True)).splitlines(keepends=True)
         start, shown = generator.randrange(len(lines)), ""
         for line in lines[start:]:
             if len(encode(shown + line)) > SHOWN * tokens:
@@ -102,14 +101,17 @@ KINDS = {"code": _code, "prose": _prose, "editing": _editing, "chat": _chat}
 
 
 @cache
-def _files() -> list[str]:
-    return corpus.files(held_out=True)
+def _encoded() -> list[list[int]]:
+    """Return the token ids of the held-out files."""
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    return [tokenizer.encode(text).ids for text in corpus.files(held_out=True)]
 
 
 @cache
 def _documented() -> list[tuple[str, str]]:
     """Return (name, docstring) of definitions with a docstring worth reading."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    nodes = (node for text in _files() for node in ast.walk(ast.parse(text)) if isinstance(node, kinds))
+    trees = map(ast.parse, corpus.files(held_out=True))
+    nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, kinds))
     documented = ((node.name, ast.get_docstring(node)) for node in nodes)
     return [(name, said) for name, said in documented if said and len(said) > 40]

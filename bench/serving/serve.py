@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ class Load:
 def built_in(characters: int, seed: int) -> Iterator[Prompt]:
     """Return endless passages of Python files, from random places; ValueError if no file is long enough."""
     dice = random.Random(seed)
-    texts = [text for text in _files() if len(text) > 2 * characters]
+    texts = [text for text in corpus.files(held_out=True) if len(text) > 2 * characters]
     if not texts:
         raise ValueError(f"--prompt-characters: {characters} is more than half of the longest prompt source file")
 
@@ -114,11 +114,6 @@ def built_in(characters: int, seed: int) -> Iterator[Prompt]:
         return {"text": text[start : start + characters]}
 
     return iter(passage, None)
-
-
-@cache
-def _files() -> list[str]:
-    return corpus.files(held_out=True)
 
 
 def of_file(path: Path) -> list[Prompt]:
