@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from bench import markdown
 from bench.arguments import parser_of
+from bench.systems import pair
 from demo.prompts import held_out
 from draft_service.candidate_queue import Extension
 from draft_service.draft_loop import DraftLoop, ServedSession
@@ -38,7 +39,6 @@ from specdec.engine.engines.loading import load_engine
 from specdec.engine.kv.blocks import BlockPool
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Placement
-from specdec.local import DEMO
 from testing.mailbox import Handed
 from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import CORRECTION
@@ -193,12 +193,11 @@ def _probabilities(logits: NDArray[np.float32], temperature: float) -> NDArray[n
 
 def main(given: Sequence[str]) -> None:
     parser = parser_of("acceptance", __doc__)
-    parser.add_argument("--target", type=Path, default=DEMO / "target")
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft")
+    pair.add(parser)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args(given)
-    pair = Pair(args.target, args.draft)
+    models = Pair(*pair.both(parser, args))
     prompts = held_out(args.prompts)
     print(markdown.head(["T", "rule", "tree", "acceptance", "tokens a step", "bounds (1-TV)/(1+TV), 1-TV"]))
     for temperature in (0.0, 0.7, 1.0):
@@ -209,10 +208,10 @@ def main(given: Sequence[str]) -> None:
                 calibration, total, distances = Calibration(), Count(), []
                 for seed, prompt in enumerate(prompts):
                     sampler = RequestSampler(Sampling(temperature=temperature, seed=seed), rule=rule)
-                    text = pair.run(prompt, sampler, shape, args.tokens, calibration, blocks=blocks)
+                    text = models.run(prompt, sampler, shape, args.tokens, calibration, blocks=blocks)
                     total = replace(total, **{key: n + getattr(text.count, key) for key, n in vars(total).items()})
                     if temperature:
-                        distances.append(pair.distance(text.tokens, len(prompt), temperature))
+                        distances.append(models.distance(text.tokens, len(prompt), temperature))
                 bounds = ""
                 if distances:
                     tv = np.concatenate(distances)

@@ -316,9 +316,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--oracle-steps", type=int, default=600, help="steps of an oracle's training; default: 600")
     parser.add_argument("--out", type=folder, help="folder for learning.json, .md and .png")
     args = parser.parse_args(given)
-    target, draft = pair.chosen(parser, args)
-    if draft is None:
-        parser.error("--draft: must be a model's directory")
+    target, draft = pair.both(parser, args)
     with tempfile.TemporaryDirectory(prefix="specdec-learning-") as name:
         place = Path(name)
         plan = Plan(

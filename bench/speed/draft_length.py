@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -30,11 +29,12 @@ from bench.arguments import parser_of
 from bench.conditions import machine, versions
 from bench.model_name import model_name
 from bench.report import folder, publish
+from bench.systems import pair
 from bench.systems.specdec import isolated_tenant
 from bench.systems.transformers_generate import Transformers, assisted
 from demo.prompts import held_out
 from specdec.client import Client, SpecdecError
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
 from specdec.local import DEMO, LocalError, Stack
 
 SYSTEMS = ("specdec", "transformers")
@@ -127,8 +127,7 @@ def table(report: dict[str, Any]) -> str:
 
 def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("draft-length", __doc__)
-    parser.add_argument("--target", type=Path, default=DEMO / "target", help="target directory; default: the demo's")
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft", help="draft directory; default: the demo's")
+    pair.add(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)g")
     parser.add_argument("--most", type=int, default=10, help="maximum tokens drafted (default: %(default)s)")
@@ -143,13 +142,11 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     for name in ("most", "prompts", "tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} is {getattr(args, name)}, must be at least 1")
+    args.target, args.draft = pair.both(parser, args)
     prompts_are_of = ModelDirectory(DEMO / "target").tokenizer_fingerprint
     for name in ("target", "draft"):
-        try:
-            if ModelDirectory(getattr(args, name)).tokenizer_fingerprint != prompts_are_of:
-                parser.error(f"--{name} {getattr(args, name)}: its tokenizer is not that of the prompts, the demo's")
-        except ModelDirectoryError as error:
-            parser.error(f"--{name}: {error}")
+        if ModelDirectory(getattr(args, name)).tokenizer_fingerprint != prompts_are_of:
+            parser.error(f"--{name} {getattr(args, name)}: its tokenizer is not that of the prompts, the demo's")
     return args
 
 

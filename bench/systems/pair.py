@@ -10,7 +10,7 @@ from specdec.local import DEMO
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options; `chosen` reads them."""
+    """Add the options; `chosen` or `both` reads them."""
     parser.add_argument("--target", type=Path, default=DEMO / "target", help="target directory; default: the demo's")
     parser.add_argument("--draft", help='draft directory, or "none"; default: the demo\'s')
 
@@ -27,3 +27,11 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[P
         except ModelDirectoryError as error:
             parser.error(f"--{name}: {error}")
     return args.target, draft
+
+
+def both(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Path, Path]:
+    """Return the directories of target and draft, for a benchmark that cannot do without a draft."""
+    target, draft = chosen(parser, args)
+    if draft is None:
+        parser.error("--draft: must be a model's directory")
+    return target, draft
