@@ -1,16 +1,22 @@
-"""Conditions of a measurement, for its report: the machine and the versions."""
+"""Conditions of a measurement: the machine, the versions and the models, for its report, and the environment of
+processes whose start is timed."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import math
 import os
 import platform
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("specdec-serve", "torch", "transformers", "onnxruntime", "onnxruntime-gpu", "grpcio")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+ROLES = ("target", "draft")
+"""Folder names that give a model's role, not its identity: the parent folder is named too."""
 _ROOT = Path(__file__).parent.parent
 
 
@@ -45,3 +51,31 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
+
+
+def model_name(directory: Path) -> str:
+    """Return a name like "demo/target, 12M parameters"; without the size if there are no weights to count."""
+    path = directory.resolve()
+    name = f"{path.parent.name}/{path.name}" if path.name in ROLES else path.name
+    count = sum(map(_parameters, path.glob("*.safetensors")))
+    return f"{name}, {_size(count)} parameters" if count else name
+
+
+def _size(count: int) -> str:
+    return (
+        f"{count / 1e9:.1f}B" if count >= 10**9 else f"{count / 1e6:.0f}M" if count >= 10**7 else f"{count / 1e6:.1f}M"
+    )
+
+
+def _parameters(file: Path) -> int:
+    """Return the number of weights in a file, from its header."""
+    with file.open("rb") as weights:
+        (length,) = struct.unpack("<Q", weights.read(8))
+        header = json.loads(weights.read(length))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def as_installed(**variables: str) -> dict[str, str]:
+    """Return this process's environment with additional variables, and without PYTHONDONTWRITEBYTECODE, since an
+    installed package has its bytecode already."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | variables

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bench import markdown
 from bench.arguments import names, parser_of
-from bench.environment import as_installed
+from bench.conditions import as_installed
 from bench.systems.altered import random_weights
 from specdec.local import DEMO
 

@@ -39,8 +39,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.arguments import names, numbers, parser_of, whole_numbers
-from bench.conditions import machine, versions
-from bench.model_name import model_name
+from bench.conditions import machine, model_name, versions
 from bench.papers.evaluation import Evaluation, EvaluationError, Settings
 from bench.papers.methods import USUAL, Method, MethodError, Part, methods_named
 from bench.papers.plots import plot

@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.arguments import parser_of
-from bench.conditions import machine, versions
-from bench.model_name import model_name
+from bench.conditions import machine, model_name, versions
 from bench.quality.report import Text, measured, reported, table
 from bench.report import folder, publish
 from specdec.client import Client, GenerateOptions, SpecdecError

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.environment import as_installed
+from bench.conditions import as_installed
 from bench.systems.http_server import HOST, connection, end_with_parent, free_port, healthy, last_words
 from bench.systems.llama_cpp import LlamaFiles
 from bench.systems.program import ROOT

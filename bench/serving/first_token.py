@@ -27,8 +27,7 @@ from typing import Any
 
 from bench import markdown
 from bench.arguments import parser_of
-from bench.conditions import INSTRUCTIONS, machine, versions
-from bench.model_name import model_name
+from bench.conditions import INSTRUCTIONS, machine, model_name, versions
 from bench.report import CUT_OFF, Report, folder, publish
 from bench.serving.commands import Command, llama_server, specdec_up, vllm_serve
 from bench.systems import pair, peer_options

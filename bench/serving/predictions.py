@@ -28,8 +28,7 @@ from statistics import median
 from bench import markdown
 from bench.arguments import parser_of, whole_numbers
 from bench.systems.altered import random_weights
-from bench.systems.devices import read_device, write_devices
-from bench.systems.long_steps import with_long_steps
+from bench.systems.long_steps import read_device, with_long_steps, write_devices
 from bench.systems.specdec import Specdec
 from bench.systems.system import Load, Setup
 from demo.prompts import held_out

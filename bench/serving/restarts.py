@@ -38,7 +38,7 @@ import numpy as np
 
 from bench import markdown
 from bench.arguments import parser_of
-from bench.environment import as_installed
+from bench.conditions import as_installed
 from bench.serving.answers import at_poisson_times
 from bench.serving.pods import Pod, running
 from bench.systems import peer_options

@@ -12,7 +12,6 @@ import grpc
 import structlog
 
 from bench.simulation.devices import SharedDevice, SimulatedEngine
-from bench.simulation.lockstep import LockstepLoop
 from bench.simulation.scenario import Outcome, Scenario
 from bench.systems import synchronous
 from draft_service.expansion_width import ROWS, WIDTHS, most, widest
@@ -45,6 +44,17 @@ PROMPT = 32
 
 MAX_TOKENS_A_STEP = 32
 """Maximum average tokens per step of a session, which limits the length of texts."""
+
+
+class LockstepLoop(VirtualStepLoop):
+    """A step loop that steps only when all its sessions can, like an engine that drafts for a batch, then verifies
+    it."""
+
+    def turn(self) -> float | None:
+        self._queue.admit()  # so that later sessions are not refused by a full queue
+        if all(entry.session.computable for entry in self._queue.running):
+            return super().turn()
+        return None  # a draft's answer wakes the loop
 
 
 class Spelling:

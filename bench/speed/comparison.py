@@ -1,10 +1,11 @@
-"""A comparison in progress: rounds in which all configurations take turns at the same loads."""
+"""A comparison: the systems to start, the cells in which all configurations are measured, and the rounds in which they
+take turns at the same loads."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -12,15 +13,57 @@ from rich.progress import Progress
 
 from bench.speed.config import SpeedConfig
 from bench.speed.measurements import Measurement
-from bench.speed.plan import Cell, cells
 from bench.speed.step_times import StepTimes, Times, of_answer
+from bench.systems import (
+    bad_drafts,
+    llama_cpp,
+    specdec,
+    transformers_batching,
+    transformers_generate,
+    vllm,
+    vllm_verifier,
+)
 from bench.systems.processor_time import DISTURBED, Watch, await_quiet
 from bench.systems.system import Answer, Configuration, Launch, Load, NotServingError, SystemUnderTest
-from demo.prompts import of_kind
+from demo.prompts import MIXED, of_kind
 from specdec.client import SpecdecError
 
 ACCEPTED = "remote_draft", "local_model", "heads", "ngram", "lookahead", "grammar"
 """Token sources that are accepted candidates."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of the comparison: the load of all configurations in a round."""
+
+    kind: str
+    streams: int
+    temperature: float
+
+
+def launches(config: SpeedConfig) -> list[Launch]:
+    """Return the systems under test, each with its configurations, in the order of their turns."""
+    setup = config.setup
+    found = specdec.launches(setup, config.windows, config.heads)
+    if config.bad_drafts:
+        found += bad_drafts.launches(setup)
+    if config.transformers:
+        found += transformers_generate.launches(setup) + transformers_batching.launches(setup)
+    if config.vllm_python is not None:
+        found += vllm.launches(setup, config.vllm_python) + vllm_verifier.launches(setup, config.vllm_python)
+    if config.llama is not None:
+        found += llama_cpp.launches(setup, config.llama)
+    plain, *others = found  # the baseline first
+    return [plain, *(each for each in others if any(word in each.name for word in config.only))]
+
+
+def cells(config: SpeedConfig) -> list[Cell]:
+    return [
+        Cell(kind, streams, temperature)
+        for temperature in config.temperatures
+        for streams in config.streams
+        for kind in (config.kinds if streams == 1 else [MIXED])
+    ]
 
 
 class Comparison:

@@ -26,8 +26,7 @@ from rich.progress import track
 
 from bench import markdown
 from bench.arguments import parser_of
-from bench.conditions import machine, versions
-from bench.model_name import model_name
+from bench.conditions import machine, model_name, versions
 from bench.report import folder, publish
 from bench.systems import pair
 from bench.systems.specdec import isolated_tenant

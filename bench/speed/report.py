@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bench import markdown
-from bench.model_name import model_name
+from bench.conditions import model_name
 from bench.report import Report
 from bench.speed.leaderboard import leads
 from bench.speed.measurements import Column, columns, configurations, found, ratios, streams_label

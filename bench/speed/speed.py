@@ -45,9 +45,8 @@ from rich.console import Console
 from bench.arguments import parser_of
 from bench.conditions import machine, versions
 from bench.report import CUT_OFF, Report, publish
-from bench.speed.comparison import Comparison
+from bench.speed.comparison import Comparison, launches
 from bench.speed.config import SpeedConfig, parsed
-from bench.speed.plan import launches
 from bench.speed.report import model_label, plot, table
 from bench.speed.step_times import StepTimes
 from bench.systems.processor_time import peak_bytes

@@ -1,13 +1,16 @@
 """An engine whose passes take the time of another device, slower than this machine's processor.
 
 It computes here and sleeps for the rest of each forward pass, which takes no processor time of the host, as if a GPU
-did the work. So services sharing a few cores seem to have one device each.
+did the work. So services sharing a few cores seem to have one device each. A file holds the pass times of devices, so
+that several processes can share them.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -17,6 +20,7 @@ from specdec.decoding.draft_logits import DraftLogits
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.engine import CpuThreads, Engine, cpu_threads, draft_pass_of
 from specdec.engine.kv.slots import Slots
+from verifier_service.costs.step_latency import MEASURED_ROWS, StepLatency
 
 T = TypeVar("T")
 
@@ -79,3 +83,13 @@ def with_long_steps(engine: Engine, lasting: Lasting) -> Engine:
     """Return this engine of a CPU, wrapped to take long steps."""
     threaded = cpu_threads(engine)
     return LongSteps(engine, lasting) if threaded is None else LongCpuSteps(engine, threaded, lasting)
+
+
+def write_devices(file: Path, latencies: Mapping[str, StepLatency], slower: float) -> None:
+    """Write devices by name, each slower than measured by the factor `slower`."""
+    times = {name: [slower * latency.of(rows) for rows in MEASURED_ROWS] for name, latency in latencies.items()}
+    file.write_text(json.dumps(times))
+
+
+def read_device(file: Path, name: str) -> Lasting:
+    return StepLatency(MEASURED_ROWS, json.loads(file.read_text())[name]).of

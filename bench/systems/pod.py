@@ -4,7 +4,7 @@
 
 replaces `python -m verifier_service` in a Stack; `draft` replaces the draft service. `--synchronous` serves
 the baseline of `bench.systems.synchronous`. `--step-ms` makes every forward pass as long as a larger model's;
-`--devices FILE` makes it as long as on a device in that file (`bench.systems.devices`): `target`, `draft` or `local
+`--devices FILE` makes it as long as on a device in that file (`bench.systems.long_steps`): `target`, `draft` or `local
 draft`. With `--profile` nothing is computed: the device is simulated (`bench.systems.simulated_gpu`).
 """
 
@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from bench.systems import stages, synchronous
-from bench.systems.devices import read_device
-from bench.systems.long_steps import at_least, with_long_steps
+from bench.systems.long_steps import at_least, read_device, with_long_steps
 from bench.systems.profiles import PROFILES
 from bench.systems.simulated_gpu import SimulatedGpu
 from draft_service import expansion_width

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+from bench.speed.comparison import Cell, cells, launches
 from bench.speed.config import SpeedConfig, parsed
-from bench.speed.plan import Cell, cells, launches
 from bench.systems.specdec import PLAIN
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.systems.devices import write_devices
+from bench.systems.long_steps import write_devices
 from specdec.client import Client
 from specdec.local import DEMO, PROGRAMS, Stack
 from verifier_service.costs.step_latency import StepLatency
