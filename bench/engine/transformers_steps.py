@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from bench.engine.device import Device
 from bench.engine.shapes import Combination
+from bench.systems.transformers_batching import results
 from specdec.engine.hf.pretrained import DTYPES
 from specdec.engine.hf.random_weights import RandomWeights
 
@@ -154,17 +155,8 @@ class ContinuousBatching:
         manager.start()
         try:
             prompts = [[1 + session] * what.context for session in range(what.sessions)]
-            waiting = set(manager.add_requests(prompts, max_new_tokens=BATCHED_TOKENS, record_timestamps=True))
-            arrivals: list[list[float]] = []
-            while waiting:
-                result = manager.get_result(timeout=1)
-                if result is None and not manager.is_running():
-                    raise RuntimeError("the generation thread ended")
-                if result is not None and result.error is not None:
-                    raise RuntimeError(result.error)
-                if result is not None and result.is_finished():
-                    waiting.discard(result.request_id)
-                    arrivals.append(result.timestamps)
+            ids = manager.add_requests(prompts, max_new_tokens=BATCHED_TOKENS, record_timestamps=True)
+            arrivals = [result.timestamps for result in results(manager, ids)]
         finally:
             manager.stop(block=True)
         gap = statistics.median(np.diff(max(arrivals))[BATCHED_TOKENS // 2 :].tolist())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -69,15 +70,8 @@ def start(args: argparse.Namespace, exits: ExitStack) -> tuple[dict[str, Any], G
     def generate(request: Request, record: Record) -> None:
         manager = manager_for(request.temperature)
         ids = manager.add_requests(request.prompts, max_new_tokens=request.max_tokens, record_timestamps=True)
-        unfinished = {name: number for number, name in enumerate(ids)}
-        while unfinished:
-            result = manager.get_result(timeout=1)
-            if result is None and not manager.is_running():
-                raise RuntimeError("the generation thread ended")
-            if result is not None and result.error is not None:
-                raise RuntimeError(result.error)
-            if result is not None and result.is_finished():
-                record.add_each(unfinished.pop(result.request_id), result.timestamps)
+        for result in results(manager, ids):
+            record.add_each(ids.index(result.request_id), result.timestamps)
         record.steps = sum(map(len, record.arrivals))
 
     flags = options | {"attention": ATTENTION, "threads": torch.get_num_threads()}
@@ -85,6 +79,20 @@ def start(args: argparse.Namespace, exits: ExitStack) -> tuple[dict[str, Any], G
         "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
         "flags": flags,
     }, generate
+
+
+def results(manager: Any, ids: Sequence[str]) -> Iterator[Any]:
+    """Yield the results of these requests as they finish; RuntimeError if one fails or the generation ends."""
+    waiting = set(ids)
+    while waiting:
+        result = manager.get_result(timeout=1)
+        if result is None and not manager.is_running():
+            raise RuntimeError("the generation thread ended")
+        if result is not None and result.error is not None:
+            raise RuntimeError(result.error)
+        if result is not None and result.is_finished():
+            waiting.remove(result.request_id)
+            yield result
 
 
 def main() -> None:
