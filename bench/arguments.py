@@ -1,4 +1,4 @@
-"""Command lines of benchmarks: their parser, and options that are lists."""
+"""Command lines of benchmarks: their parser, options that are lists, and checks of numbers."""
 
 from __future__ import annotations
 
@@ -32,3 +32,19 @@ def whole_numbers(text: str) -> list[int]:
 def numbers(text: str) -> list[float]:
     """Return the numbers of "0,0.3", each once and in ascending order."""
     return sorted({float(number) for number in text.split(",")})
+
+
+def at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, least: int, *names: str) -> None:
+    """Refuse these options if their number, or one of their numbers, is below `least`."""
+    for name in names:
+        value = getattr(args, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number < least:
+                parser.error(f"--{name.replace('_', '-')} is {number}, must be at least {least}")
+
+
+def not_negative(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
+    """Refuse these options if they are negative or no number."""
+    for name in names:
+        if not getattr(args, name) >= 0:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name):g}, must not be negative")

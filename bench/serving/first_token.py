@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import markdown
-from bench.arguments import parser_of
+from bench.arguments import at_least, not_negative, parser_of
 from bench.conditions import INSTRUCTIONS, machine, model_name, versions
 from bench.report import CUT_OFF, Report, folder, publish
 from bench.serving.commands import Command, llama_server, specdec_up, vllm_serve
@@ -129,10 +129,8 @@ def parsed(given: Sequence[str]) -> tuple[list[Command], argparse.Namespace]:
     parser.add_argument("--patience", type=float, default=15.0, help="seconds to wait for a quiet machine each time")
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
-    if args.rounds < 1:
-        parser.error(f"--rounds is {args.rounds}, must be at least 1")
-    if not args.patience >= 0:
-        parser.error(f"--patience is {args.patience:g}, must not be negative")
+    at_least(parser, args, 1, "rounds")
+    not_negative(parser, args, "patience")
     args.target, args.draft = pair.chosen(parser, args)
     commands = specdec_up(args.target.resolve(), args.draft and args.draft.resolve())
     if (python := peer_options.vllm_python(parser, args)) is not None:

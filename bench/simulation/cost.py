@@ -32,7 +32,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from bench.arguments import numbers, parser_of, whole_numbers
+from bench.arguments import at_least, numbers, parser_of, whole_numbers
 from bench.conditions import versions
 from bench.report import folder, publish
 from bench.simulation.cost_report import table
@@ -165,11 +165,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
         args.streams, args.most, args.steps = [1, 8], 8, 20
     if args.latency_ms is None:
         args.latency_ms = [1000 * part * PRESETS[args.preset].target.seconds(1) for part in LATENCIES]
-    for name in ("streams", "drafts", "most", "steps"):
-        value = getattr(args, name)
-        for number in value if isinstance(value, list) else [value]:
-            if number < 1:
-                parser.error(f"--{name} is {number}, must be at least 1")
+    at_least(parser, args, 1, "streams", "drafts", "most", "steps")
     for latency in args.latency_ms:
         if not 0 < latency < float("inf"):
             parser.error(f"--latency-ms is {latency:g}, must be above 0")

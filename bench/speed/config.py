@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import names, numbers, parser_of, whole_numbers
+from bench.arguments import at_least, names, not_negative, numbers, parser_of, whole_numbers
 from bench.report import folder
 from bench.systems import pair, peer_options
 from bench.systems.llama_cpp import LlamaFiles
@@ -132,12 +132,9 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    for name, least in (("prompt_tokens", 32), ("tokens", 1), ("rounds", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, must be at least {least}")
-    for name in ("learning", "patience"):
-        if not getattr(args, name) >= 0:
-            parser.error(f"--{name} is {getattr(args, name):g}, must not be negative")
+    at_least(parser, args, 32, "prompt_tokens")
+    at_least(parser, args, 1, "tokens", "rounds")
+    not_negative(parser, args, "learning", "patience")
     for path in args.heads:
         if not path.exists():
             parser.error(f"--heads {path}: there is no such file or directory")
