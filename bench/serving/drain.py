@@ -31,29 +31,45 @@ COLUMNS = ("role", "round", "seconds to end", "longest silence (s)", "without a 
 
 
 @dataclass
-class Streams:
-    """The clients' view: arrival times of each text's pieces, and the number of failed requests."""
+class Text:
+    """Arrival times of a text's pieces."""
 
-    times: list[list[float]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    over: bool = False
+
+
+@dataclass
+class Streams:
+    """The clients' view: all texts, and the number of failed requests."""
+
+    texts: list[Text] = field(default_factory=list)
     failed: int = 0
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # set with each piece, and at the end of each text
 
     def longest_silence(self, begin: float, end: float) -> float:
-        """Return the longest silence of a running text within an interval."""
+        """Return the longest silence of a text within an interval; a text that runs at `end` is silent until then."""
         gaps = [
             min(late, end) - max(early, begin)
-            for times in self.times
-            for early, late in pairwise(times)
+            for text in self.texts
+            for early, late in pairwise(text.times if text.over else [*text.times, end])
             if late > begin and early < end
         ]
         return max(gaps, default=0.0)
+
+    async def next_pieces(self, seconds: float) -> None:
+        """Wait until each running text has had another piece or is over; TimeoutError after `seconds`."""
+        running = [(text, len(text.times)) for text in self.texts if not text.over]
+        async with asyncio.timeout(seconds):
+            while any(not text.over and len(text.times) == before for text, before in running):
+                self.changed.clear()
+                await self.changed.wait()
 
 
 async def ask_on(client: AsyncClient, seen: Streams, numbers: count[int], prompts: list[list[int]]) -> None:
     """Request one text after the other."""
     while True:
         number = next(numbers)
-        times: list[float] = []
-        seen.times.append(times)
+        seen.texts.append(text := Text())
         try:
             async with client.generate(
                 tokens=prompts[number % len(prompts)],
@@ -63,9 +79,13 @@ async def ask_on(client: AsyncClient, seen: Streams, numbers: count[int], prompt
                 ignore_end_token=True,
             ) as stream:
                 async for _ in stream:
-                    times.append(time.monotonic())  # noqa: PERF401 - what is there so far is looked at meanwhile
+                    text.times.append(time.monotonic())
+                    seen.changed.set()
         except SpecdecError:
             seen.failed += 1
+        finally:
+            text.over = True
+            seen.changed.set()
 
 
 async def measure(pods: dict[str, list[Pod]], rounds: int, streams: int) -> None:
@@ -84,7 +104,7 @@ async def measure(pods: dict[str, list[Pod]], rounds: int, streams: int) -> None
                 pod.child.process.terminate()
                 await asyncio.to_thread(pod.child.process.wait, START_SECONDS)
                 ended = time.monotonic()
-                await asyncio.sleep(1.0)  # its texts continue elsewhere
+                await seen.next_pieces(START_SECONDS)  # its texts continue elsewhere
                 silence = seen.longest_silence(begin, time.monotonic())
                 seconds = (ended - begin, silence, seen.longest_silence(calm, begin))
                 cells = [role, number + 1, *(f"{each:.2f}" for each in seconds), seen.failed - failed]
