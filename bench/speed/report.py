@@ -142,7 +142,7 @@ def _facts(report: Report) -> list[str]:
 def differences(report: Report) -> str:
     """Return a sentence for each engine with several configurations: for how many loads their texts differ (never with
     exact numerics)."""
-    exact = [name for name in configurations(report) if name != PLAIN]
+    exact = [name for name in configurations(report) if not name.startswith(PLAIN)]
     engines = [[name for name in exact if name.startswith(words)] for words in (NAME, SERVED)]
     return " ".join(_compared(report, each) for each in engines if len(each) > 1)
 
