@@ -141,12 +141,15 @@ async def measure(address: str, kinds: Sequence[str], rounds: int, texts: int) -
                 process = spawn.Process(target=crowd, args=(address, kind, 100 + number, running, over))
                 process.start()
                 try:
-                    await asyncio.to_thread(running.wait, 60)
+                    if not await asyncio.to_thread(running.wait, 60):
+                        raise SystemExit(f"{kind}: the other tenant got no answer within 60 s")
                     await asyncio.sleep(1.0)
                     beside += [await ask(client, next(prompts)) for _ in range(texts)]
                 finally:
                     over.set()
                     await asyncio.to_thread(process.join)
+                if process.exitcode:
+                    raise SystemExit(f"{kind}: the other tenant's process failed with exit status {process.exitcode}")
             told = []
             for name, of in (("first token", lambda taken: taken.first), ("text", lambda taken: taken.whole)):
                 one, other = median(map(of, alone)), median(map(of, beside))
