@@ -108,9 +108,10 @@ class Deployment:
 
             await one(prompts[0][:8])  # connected
             before = processor_seconds(self._sessions)
-            scraping = asyncio.create_task(self._scrape())
-            tokens = sum(await asyncio.gather(*map(one, prompts)))
-            scraping.cancel()
+            async with asyncio.TaskGroup() as group:  # an error of the scraping ends the measurement
+                scraping = group.create_task(self._scrape())
+                tokens = sum(await asyncio.gather(*map(one, prompts)))
+                scraping.cancel()
             return 1e3 * (processor_seconds(self._sessions) - before) / tokens
 
     async def _scrape(self) -> None:
