@@ -6,8 +6,8 @@ A session-step is one commit, relayed to the draft and (coalesced over 20 ms) to
 candidates, relayed to the verifier. Verifier and draft compute nothing (`bench.network.echo`, one process); the client
 (this process) reads only the number of steps in each message. All processes share the machine's cores, so steps are
 divided by the orchestrator's measured processor time. Sessions share up to 16 client connections. The last
-measurement is the round-trip time of a single session through the orchestrator and over a direct stream to the draft;
-the difference is the cost of the relay.
+measurement is the round-trip time of a single session through the orchestrator, with two links to cross and back, and
+over a direct stream to the draft, with one.
 """
 
 from __future__ import annotations
@@ -107,15 +107,19 @@ async def direct_round(address: str) -> float:
 
 
 async def relayed_round(address: str) -> float:
-    """Return the mean seconds of a round of a single session through the orchestrator."""
+    """Return the median seconds of a round of a single session through the orchestrator: over messages, the mean of
+    each one's steps."""
     async with grpc.aio.insecure_channel(address) as channel:
         request = REQUEST.SerializeToString()
         call: Any = channel.unary_stream(GENERATE)(request)  # type: ignore[arg-type]
         await call.read()  # all streams are open
-        begin, steps = time.perf_counter(), 0
+        before, seconds = time.perf_counter(), list[float]()
         while (message := await call.read()) is not grpc.aio.EOF:
-            steps += generation_pb2.GenerateResponse.FromString(message).steps
-        return (time.perf_counter() - begin) / steps
+            now = time.perf_counter()
+            if steps := generation_pb2.GenerateResponse.FromString(message).steps:
+                seconds.append((now - before) / steps)
+                before = now
+        return statistics.median(seconds)
 
 
 async def measure(address: str, orchestrator: Iterable[int], echo: int, sessions: int, seconds: float) -> Rate:
