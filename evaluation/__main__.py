@@ -165,11 +165,16 @@ def _evaluated(
     concurrent: int | None,
 ) -> EvaluationReport:
     """Measure everything, and show the progress."""
-    layout = replace(REMOTE_DRAFT.layout, delay=distance.hop + distance.network, draft_speed=draft_speed)
-    remote = replace(REMOTE_DRAFT, layout=layout)
+    delay = distance.hop + distance.network  # every way has an orchestrator apart from its verifier
+    ways = {
+        way: replace(way, layout=replace(way.layout, delay=delay))
+        for way in WAYS
+        if pair.has_local_draft or way is not LOCAL
+    }
+    apart = ways[REMOTE_DRAFT]
+    ways[REMOTE_DRAFT] = remote = replace(apart, layout=replace(apart.layout, draft_speed=draft_speed))
     rules = [Rule.COUPLED, Rule.REJECTION] if any(not sample.sampling.greedy for sample in samples) else [Rule.COUPLED]
     asked = [(rule, tree) for rule in rules for tree in TREES]
-    ways = {way: remote if way is REMOTE_DRAFT else way for way in WAYS if pair.has_local_draft or way is not LOCAL}
     planned = {many: _tokens(_warming(samples, many)) + _tokens(_repeated(samples, many)) for many in streams}
     most_runs = len(ways) + len(VERIFIERS)
     with Progress(len(asked) * _tokens(samples) + most_runs * sum(planned.values())) as progress:
