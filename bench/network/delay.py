@@ -221,7 +221,6 @@ def report(
         found = ratios(above, below)
         return f"{found.median:.2f} ({found.least:.2f} to {found.most:.2f})"
 
-    least = min(args.round_trips)
     print(f"{args.dtype}, T = {args.temperature:g}, {args.streams} streams, {args.rounds} rounds, {args.tokens} tokens")
     if args.target_step_ms or args.draft_step_ms:
         print(f"simulated: steps of at least {args.target_step_ms:g} ms (target), {args.draft_step_ms:g} ms (draft)")
@@ -232,9 +231,9 @@ def report(
         cells = [
             f"{steps:g} ({1e3 * trips[steps]:.2f})",
             f"{statistics.median(ours):.0f}",
-            ratio(ours, rates("ordinary", least)),
+            ratio(ours, rates("ordinary", 0.0)),
             f"{statistics.median(theirs):.0f}, {best[steps]}",
-            ratio(theirs, rates("synchronous", least)),
+            ratio(theirs, rates("synchronous", 0.0)),
             ratio(ours, theirs),
         ]
         print(markdown.row(cells))
@@ -286,10 +285,15 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="rounds, each with new prompts for all streams")
     parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=128, help="tokens per stream")
-    parser.add_argument("--round-trips", type=numbers, default=[0.0, 0.1, 0.3, 0.5, 1.0], help="in target steps: 0,0.3")
+    parser.add_argument(
+        "--round-trips", type=numbers, default=[0.0, 0.1, 0.3, 0.5, 1.0], help="in target steps; 0 is always measured"
+    )
     parser.add_argument("--target-step-ms", type=float, default=0.0, help="minimum target step, by sleeping")
     parser.add_argument("--draft-step-ms", type=float, default=0.0, help="minimum draft step, by sleeping")
     parser.add_argument("--nodes", type=whole_numbers, default=[4, 8, 16, 24, 32], help="values of K to try")
     parser.add_argument("--branches", type=whole_numbers, default=[1, 3], help="branches to try; 1: a chain")
     parser.add_argument("--search-texts", type=int, default=2)
-    return parser.parse_args(given)
+    args = parser.parse_args(given)
+    if 0.0 not in args.round_trips:  # the rates are divided by those of no delay
+        args.round_trips.insert(0, 0.0)
+    return args
