@@ -109,7 +109,7 @@ class Run:
     tokens: list[list[int]]  # of each stream
     rate: float  # tokens a second of all streams, from the first piece on
     first: float  # seconds to the first piece, median
-    steps: list[float]  # seconds of each target step
+    steps: list[float]  # seconds of each target step, without those of prompts
     speculation: list[Speculation]
 
     @property
@@ -138,7 +138,7 @@ class System:
         begin = time.perf_counter()
         said: list[list[int]] = [[] for _ in prompts]
         arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]  # (time, tokens) of each piece
-        steps: list[float] = []
+        steps: list[list[float]] = [[] for _ in prompts]
         speculation: list[Speculation] = []
 
         async def one(stream: int) -> None:
@@ -147,7 +147,7 @@ class System:
                 async for chunk in chunks:
                     said[stream] += chunk.tokens
                     arrivals[stream].append((time.perf_counter(), len(chunk.tokens)))
-                    steps.append(chunk.step_seconds)
+                    steps[stream].append(chunk.step_seconds)
                     if chunk.finish is not None:
                         speculation.append(chunk.finish.speculation)
 
@@ -155,7 +155,7 @@ class System:
         seconds = max(pieces[-1][0] for pieces in arrivals) - min(pieces[0][0] for pieces in arrivals)
         counted = sum(count for pieces in arrivals for _, count in pieces[1:])
         first = statistics.median(pieces[0][0] - begin for pieces in arrivals)
-        return Run(said, counted / seconds, first, steps[len(prompts) :], speculation)
+        return Run(said, counted / seconds, first, [seconds for own in steps for seconds in own[1:]], speculation)
 
 
 async def measure(args: argparse.Namespace, proxy: DelayProcess, addresses: dict[str, str]) -> None:
