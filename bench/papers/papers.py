@@ -75,7 +75,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     pair.add(parser)
     parser.add_argument("--local-draft", type=Path, metavar="DIR", help="draft in the verifier, for `local_model`")
     parser.add_argument("--heads", type=Path, metavar="DIR", help="Medusa heads, for `heads`")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16")
     parser.add_argument("--device", default="cpu", help="of the target: cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--model", help="default: the only one served")
     parser.add_argument("--prompts", nargs="+", default=[OWN], help="names or files (default: own)")
@@ -110,6 +110,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     _check(parser, args)
     if args.address is None:
         args.target, args.draft = pair.chosen(parser, args)
+        args.dtype = args.dtype or "bfloat16"
     args.methods = _methods(parser, args)
     try:
         args.prompts = chosen(read_all(args.prompts), args.categories, args.questions)
@@ -154,7 +155,7 @@ def _check_address(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         parse_addresses(args.address)
     except ValueError as error:
         parser.error(f"--address {error}")
-    for name in ("target", "draft", "local_draft", "heads", "device"):
+    for name in ("target", "draft", "local_draft", "heads", "dtype", "device"):
         if getattr(args, name) != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
             parser.error(f"{option} is for a deployment to start, --address for a running one: give one of them")

@@ -218,6 +218,10 @@ async def test_models_that_are_not_served_are_refused() -> None:
         (("--target", "/nowhere"), "--target: "),
         (("--address", "nowhere"), "--address 'nowhere'"),
         (("--address", "h:1", "--draft", "none"), "--draft is for a deployment to start, --address for a running one"),
+        (
+            ("--address", "h:1", "--dtype", "bfloat16"),
+            "--dtype is for a deployment to start, --address for a running one",
+        ),
         (("--address", "h:1", "--target", "t"), "--target is for a deployment to start, --address for a running one"),
     ],
 )
