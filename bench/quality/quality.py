@@ -79,7 +79,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--address", help="address of a running orchestrator with a draft; default: start one")
     parser.add_argument("--target", type=Path, help="target directory; default: the demo's")
     parser.add_argument("--draft", help="draft directory; default: the demo's")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16")
     parser.add_argument("--prompt", action="append", help="may be repeated; default: five classic prompts")
     parser.add_argument("--texts", type=int, default=40, help="texts per prompt and method (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="maximum tokens of a text (default: %(default)s)")
@@ -94,11 +94,12 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     at_least(parser, args, 1, "texts", "tokens")
     if args.temperature <= 0:
         parser.error(f"--temperature is {args.temperature:g}: sampling needs one above 0")
-    for name in ("target", "draft"):
+    for name in ("target", "draft", "dtype"):
         if args.address and getattr(args, name):
             parser.error(f"--{name} is for a stack to start, --address for a running one: give one of them")
     if args.target and not args.draft:
         parser.error("--target needs a --draft that fits it")
+    args.dtype = "that of the address" if args.address else args.dtype or "bfloat16"
     return args
 
 
