@@ -67,7 +67,8 @@ def cells(config: SpeedConfig) -> list[Cell]:
 
 
 class Comparison:
-    """All rounds of a comparison. A system that fails is left out afterwards, and the reason is recorded."""
+    """All rounds of a comparison. A system that fails is left out afterwards, with all of its configurations, and the
+    reason is recorded."""
 
     def __init__(self, config: SpeedConfig, running: dict[Launch, SystemUnderTest], step_times: StepTimes) -> None:
         self.running = running
@@ -105,7 +106,12 @@ class Comparison:
                         self._teach(system, configuration, cell)
                     answer = system.run(load, configuration.mode)
                 except (NotServingError, SpecdecError) as error:
-                    self.failed[configuration.name] = f"{cell.streams} streams of {cell.kind}: {error}"
+                    place = f"{cell.streams} streams of {cell.kind}"
+                    self.failed |= {
+                        other.name: f"{place}: {configuration.name}, of the same system, failed"
+                        for other in launch.configurations
+                    }
+                    self.failed[configuration.name] = f"{place}: {error}"
                     del self.running[launch]
                     break
                 if number:

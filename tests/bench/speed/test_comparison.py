@@ -70,7 +70,10 @@ def test_who_fails_is_left_out_and_the_others_go_on() -> None:
     running: dict[Launch, SystemUnderTest] = {drafted: Broken(), batching: Steady()}
     comparison = Comparison(config, running, NoSteps())
     comparison.run(Console(file=io.StringIO()))
-    assert comparison.failed == {"specdec drafted": "1 streams of code: it is broken"}
+    assert comparison.failed == {
+        "specdec drafted": "1 streams of code: it is broken",
+        "specdec both": "1 streams of code: specdec drafted, of the same system, failed",
+    }
     assert list(comparison.running) == [batching]
     assert [(m.configuration, m.streams, m.round) for m in comparison.measurements] == [
         ("batching", streams, number) for number in (1, 2) for streams in (1, 2)
