@@ -158,7 +158,10 @@ def _compared(report: Report, exact: list[str]) -> str:
 
 
 def plot(report: Report, file: Path) -> None:
-    """Plot tokens a second of all configurations: a panel per kind and number of streams, temperatures side by side."""
+    """Plot tokens a second of all configurations: a panel per kind and number of streams, temperatures side by side.
+    Without measurements there is no plot."""
+    if not report["measurements"]:
+        return
     import matplotlib
 
     matplotlib.use("Agg")

@@ -73,6 +73,14 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_report_without_measurements_has_no_plot(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ending:
+        publish(report() | {CUT_OFF: True}, tmp_path, "speed", table, plot)
+    assert ending.value.code == 130
+    assert "Not measured: vllm none: too large" in (tmp_path / "speed.md").read_text()
+    assert not (tmp_path / "speed.png").exists()
+
+
 def test_what_is_cut_off_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By exit status 130 and one line in the output."""
     cut = report(
