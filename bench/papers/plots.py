@@ -19,7 +19,10 @@ RULES = {"assisted": "assisted (greedy)", "coupled": "COUPLED", "rejection": "RE
 
 def plot(report: Report, file: Path) -> None:
     """Plot the speed-up of all methods into `file`, and if measured, into files beside it: acceptance by position
-    (-acceptance), run time by tokens drafted (-drafted), tokens by rows of lookahead windows (-windows)."""
+    (-acceptance), run time by tokens drafted (-drafted), tokens by rows of lookahead windows (-windows). Without
+    measurements there is no plot."""
+    if not report["cells"]:
+        return
     import matplotlib
 
     matplotlib.use("Agg")

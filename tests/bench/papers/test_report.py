@@ -144,5 +144,7 @@ def test_the_figures_of_single_papers_are_drawn_where_their_methods_ran(report: 
 
 
 def test_other_figures_are_not_drawn(report: dict[str, Any], tmp_path: Path) -> None:
+    plot(report | {"cells": []}, tmp_path / "papers.png")
+    assert not list(tmp_path.iterdir())
     plot(report | {"cells": summarised(PLAIN, [], METHODS)}, tmp_path / "papers.png")
     assert {file.name for file in tmp_path.iterdir()} == {"papers.png", "papers-acceptance.png"}
