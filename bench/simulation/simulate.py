@@ -27,7 +27,7 @@ from bench.simulation.bound import bound
 from bench.simulation.deployment import simulate
 from bench.simulation.devices import PRESETS
 from bench.simulation.ideal import ideal
-from bench.simulation.language import Language
+from bench.simulation.language import EASY, HARD, Language
 from bench.simulation.scenario import Outcome, Scenario
 from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 
@@ -140,6 +140,8 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--warm-up", type=int, default=30, help="steps before the measurement, including prompts")
     parser.add_argument("--quick", action="store_true", help="few short runs, to show that it works")
     args = parser.parse_args(given)
+    if not HARD <= args.acceptance <= EASY:
+        parser.error(f"--acceptance is {args.acceptance:g}, must be from {HARD:g} to {EASY:g}")
     if args.quick:
         args.sessions, args.drafts, args.delays = [8], [1], [0.0, 0.3]
     scenario = Scenario(

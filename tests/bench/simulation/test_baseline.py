@@ -8,7 +8,7 @@ import pytest
 
 from bench.simulation.devices import PRESETS, Device, Hardware
 from bench.simulation.scenario import Scenario
-from bench.simulation.simulate import measured, synchronous
+from bench.simulation.simulate import main, measured, synchronous
 
 DRAFT = PRESETS["70b"].draft
 FLAT, STEEP = Hardware(Device(0.03, 0.0), DRAFT), Hardware(Device(0.001, 0.002), DRAFT)
@@ -36,3 +36,9 @@ def test_the_better_of_lockstep_and_taking_turns_counts(hardware: Hardware, lock
 def test_the_best_answer_counts() -> None:
     assert synchronous(FOUR, ((1, 1), (16, 0))).nodes == 16
     assert synchronous(replace(FOUR, hardware=STEEP), ((1, 1), (16, 0))).nodes == 1
+
+
+def test_an_acceptance_that_no_language_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--acceptance", "0.99"])
+    assert "--acceptance is 0.99, must be from " in capsys.readouterr().err
