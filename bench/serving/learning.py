@@ -26,10 +26,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import grpc
@@ -168,17 +169,17 @@ class Trainer:
         self._key_file = key_file
         self._begin = time.monotonic()
         self._over = Event()
-        self._thread = Thread(target=self._run, name="trainer")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Train while the context is open."""
-        self._thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            self._thread.join()
+        """Train while the context is open; an error of the training is raised at its end."""
+        with ThreadPoolExecutor(1, "trainer") as thread:
+            training = thread.submit(self._run)
+            try:
+                yield
+            finally:
+                self._over.set()
+            training.result()
 
     def _run(self) -> None:
         base, number = self._plan.draft, 1
@@ -196,12 +197,16 @@ class Trainer:
         hidden, version = self._folder / f".{number}", self._folder / str(number)
         options = ("--traffic", self._service, "--api-key-file", str(self._key_file), "--served-labels", "--niced")
         command = train_command(self._plan, base, hidden, self._plan.steps, *options, "--threads", "1")
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        with (
+            tempfile.TemporaryFile("w+") as log,  # nobody reads a pipe before the end
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log) as process,
+        ):
             while process.poll() is None:
                 if self._over.wait(LOOK_SECONDS):
                     process.kill()
                     return None
-            said = process.stderr.read() if process.stderr else ""
+            log.seek(0)
+            said = log.read()
         if process.returncode or not (hidden / COMPLETE).exists():
             print(f"no version yet: {said.strip().splitlines()[-1] if said.strip() else process.returncode}")
             shutil.rmtree(hidden, ignore_errors=True)

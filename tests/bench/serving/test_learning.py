@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
-from bench.serving.learning import Plan, Text, measured
+from bench.serving.learning import Plan, Text, Trainer, measured
 from bench.serving.learning_report import WINDOW, pays_from, plot, summary, table
 from specdec.local import DEMO
 
@@ -64,6 +65,23 @@ def test_the_report_has_a_row_for_each_run_and_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot(found, tmp_path / "learning.png")
     assert (tmp_path / "learning.png").stat().st_size > 1000
+
+
+class Broken(Trainer):
+    """A trainer whose draft service does not answer."""
+
+    began = Event()
+
+    def _trained(self, base: Path, number: int) -> Path | None:
+        self.began.set()
+        raise ConnectionError("no service")
+
+
+def test_an_error_of_the_training_ends_the_run(tmp_path: Path) -> None:
+    plan = Plan(DEMO / "target", DEMO / "draft", texts=1, tokens=1, streams=1, steps=1, rate=1e-4, oracle_steps=1)
+    trainer = Broken(plan, "nowhere:1", tmp_path, tmp_path / "key")
+    with pytest.raises(ConnectionError, match="no service"), trainer.running():
+        assert trainer.began.wait(60)
 
 
 @pytest.mark.verify
