@@ -20,14 +20,16 @@ class Pod:
 
     child: Child
     address: str = ""
+    ready: bool = False
 
     def until_ready(self) -> None:
         """Wait until it serves; LocalError if it does not."""
-        self.address = self.child.until_ready(START_SECONDS)
+        if not self.ready:
+            self.address, self.ready = self.child.until_ready(START_SECONDS), True
 
     def restart(self) -> None:
         """Start it again after its end, without waiting until it serves."""
-        self.child = self.child.again(self.address)
+        self.child, self.ready = self.child.again(self.address), False
 
 
 @contextmanager

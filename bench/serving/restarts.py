@@ -46,7 +46,7 @@ from bench.systems.http_server import HOST, free_port
 from bench.systems.vllm import ENVIRONMENT, server_command
 from demo.prompts import held_out
 from specdec.client import AsyncClient, SpecdecError
-from specdec.local import DEMO
+from specdec.local import DEMO, LocalError
 
 TOKENS = 128
 TEMPERATURE = 0.8
@@ -88,7 +88,10 @@ class System(Protocol):
         """Generate a text to its end; mark it if it fails."""
 
     def kill(self, turn: int) -> None:
-        """Kill a process and restart it."""
+        """Kill a process and restart it; LocalError if its last restart has failed."""
+
+    async def ready(self) -> None:
+        """Wait until all processes serve; LocalError if one does not."""
 
 
 class Specdec:
@@ -115,9 +118,15 @@ class Specdec:
     def kill(self, turn: int) -> None:
         role = ROUND[turn % len(ROUND)]
         pod = self._pods[role][turn // len(ROUND) % 2]
+        if (how := pod.child.ending()) is not None:
+            raise LocalError(f"a {role} did not restart: {how}")
         pod.child.process.kill()
         pod.child.process.wait()
         pod.restart()
+
+    async def ready(self) -> None:
+        for pod in itertools.chain.from_iterable(self._pods.values()):
+            await asyncio.to_thread(pod.until_ready)
 
 
 class VllmServer:
@@ -201,7 +210,6 @@ class Vllm:
         server.start()
 
     async def ready(self) -> None:
-        """Wait until all servers are ready."""
         deadline = time.monotonic() + 300
         for server in self._servers:
             while True:
@@ -210,7 +218,7 @@ class Vllm:
                     break
                 except httpx2.HTTPError:
                     if server.process.poll() is not None or time.monotonic() > deadline:
-                        raise SystemExit("vllm serve does not start") from None
+                        raise LocalError("vllm serve does not start") from None
                     await asyncio.sleep(0.2)
 
 
@@ -327,7 +335,8 @@ COLUMNS = (
 
 async def measure(
     systems: Mapping[str, Callable[[], AbstractAsyncContextManager[System]]], seconds: float, every: float
-) -> str:
+) -> tuple[str, list[str]]:
+    """Return the table, and why kills ended early or a killed process did not restart."""
     most = {}
     for name, start in systems.items():
         async with start() as system:
@@ -335,7 +344,7 @@ async def measure(
     rate = LOAD * min(most.values())
     able = ", ".join(f"{name} {each:.2f}" for name, each in most.items())
     print(f"texts a second with {AT_ONCE} under way: {able}; asked for: {rate:.2f}", flush=True)
-    rows = []
+    rows, problems = [], []
     for name, start in systems.items():
         async with start() as system:
             wants = {seen.number: seen.text for seen in await in_turns(system, range(PROMPTS)) if not seen.failed}
@@ -349,9 +358,13 @@ async def measure(
             rows.append([f"{name}, killed", *told(seen, wants, time.monotonic() - begin)])
             print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
             killing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await killing  # raises its error, if any
-    return "\n".join(markdown.table(["", *COLUMNS], rows))
+            try:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await killing  # raises its error, if any
+                await system.ready()
+            except (LocalError, OSError) as error:
+                problems.append(f"{name}: {error}")
+    return "\n".join(markdown.table(["", *COLUMNS], rows)), problems
 
 
 def main(given: Sequence[str]) -> None:
@@ -365,4 +378,7 @@ def main(given: Sequence[str]) -> None:
     systems: dict[str, Callable[[], AbstractAsyncContextManager[System]]] = {"specdec": specdec}
     if (python := peer_options.vllm_python(parser, args)) is not None:
         systems["vllm serve"] = partial(vllm, python)
-    print(asyncio.run(measure(systems, args.seconds, args.every)))
+    table, problems = asyncio.run(measure(systems, args.seconds, args.every))
+    print(table)
+    if problems:
+        sys.exit("\n".join(problems))
