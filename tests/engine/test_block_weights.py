@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from specdec.engine.engine import Engine
@@ -197,6 +199,16 @@ def test_a_pass_may_want_no_row() -> None:
 def test_other_engines_are_refused(placement: Placement, said: str) -> None:
     with pytest.raises(UnsupportedModelError, match=said):
         check_placement(TARGET, placement)
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    """It would keep nearly all of its memory."""
+    shutil.copytree(TARGET.path, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    weights = {"model.layers.0.mlp.experts.0.up_proj.weight": np.zeros((32, 32), dtype=np.float32)}
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="--weights int4: does not quantise the experts of"):
+        check_placement(ModelDirectory(tmp_path), Placement("torch", weights="int4"))
 
 
 @pytest.mark.parametrize(("weights", "share"), [("int8", 0.85), ("int4", 0.65)])

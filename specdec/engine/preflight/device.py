@@ -18,6 +18,7 @@ from typing import Any
 from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.vllm_version import check_vllm
+from specdec.engine.preflight.weights import tensors
 from specdec.engine.unsupported import UnsupportedModelError
 
 INSTALLS = "TORCH_INDUCTOR_INSTALL_GXX"
@@ -54,6 +55,9 @@ WORLD_SIZE = "WORLD_SIZE"
 """Environment variable set by torchrun to the number of processes."""
 
 CUDA_DRIVER = "libcuda.so.1"
+
+EXPERTS = ".experts."
+"""Part of the names of the weights of a mixture's experts."""
 
 
 def check_device(placement: Placement) -> None:
@@ -99,6 +103,12 @@ def check_weights_option(directory: ModelDirectory, placement: Placement) -> Non
         )
     if directory.quantisation is not None:
         raise UnsupportedModelError(f"{subject}: {directory.name} is already quantised: leave the option out")
+    # transformers loads the experts of a layer as one tensor, which is no linear layer.
+    if any(EXPERTS in name for file in directory.weights() if file.suffix == ".safetensors" for name in tensors(file)):
+        raise UnsupportedModelError(
+            f"{subject}: does not quantise the experts of {directory.name}, which are most of its weights: leave the "
+            "option out"
+        )
     for package in ("onnxruntime", "onnx", "onnx_ir"):
         require(package)
 
