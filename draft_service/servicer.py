@@ -23,8 +23,8 @@ from draft_service.request import (
 from draft_service.session import DrafterSession
 from draft_service.traffic import NOTHING_KEPT
 from draft_service.translation import Translation
+from draft_service.version import Version
 from draft_service.version_follower import VersionFollower
-from draft_service.versions import Version
 from specdec.decoding.calibration import Calibrations
 from specdec.decoding.proposal import MIN_PART
 from specdec.decoding.sampling import Rule, sampling_violations

@@ -21,9 +21,10 @@ from typing import Protocol
 
 import structlog
 
+from draft_service.version import State
 from draft_service.version_folder import MAX_VERSIONS, FoundVersion
 from draft_service.version_loading import LoadedVersion, VersionRefusedError, remove_export
-from draft_service.versions import HAS_LEARNED, State, VersionedDrafter
+from draft_service.versions import HAS_LEARNED, VersionedDrafter
 from specdec.engine.learned_from import LearnedFrom
 from specdec.engine.memory import give_freed_memory_back
 from specdec.engine.model_file import ModelDirectoryError

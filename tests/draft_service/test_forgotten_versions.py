@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from draft_service.forgotten import Forgotten
-from draft_service.versions import HAS_LEARNED, State
+from draft_service.version import State
+from draft_service.versions import HAS_LEARNED
 from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom, tenant_digest
 from specdec.engine.model_directory import COMPLETE
 from tests.captured_logs import captured_logs

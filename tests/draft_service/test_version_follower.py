@@ -15,10 +15,10 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.forgotten import Forgotten
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
+from draft_service.version import State
 from draft_service.version_folder import MAX_VERSIONS, FoundVersion, VersionsFolder
 from draft_service.version_follower import VersionFollower
 from draft_service.version_loading import LoadedVersion, VersionRefusedError
-from draft_service.versions import State
 from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom, tenant_digest
 from specdec.engine.model_directory import COMPLETE
 from specdec.serving.watched import Watched

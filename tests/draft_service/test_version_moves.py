@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from draft_service.request import DrafterSessionRequest, ExpansionPolicy
 from draft_service.session import DrafterSession
-from draft_service.versions import State
+from draft_service.version import State
 from specdec.decoding.calibration import Calibration
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling

@@ -13,9 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 from draft_service.pass_times import PassTimes
+from draft_service.version import State
 from draft_service.version_loading import LoadedVersion
 from draft_service.version_trial import SPEED_PASSES, TrialLimits
-from draft_service.versions import MAX_KNOWN, State
+from draft_service.versions import MAX_KNOWN
 from specdec.decoding.sampling import Rule
 from specdec.engine.learned_from import LearnedFrom, tenant_digest
 from tests.draft_service.versioned import BAD, GOOD, LIMITS, Guessing, Service, loaded, not_a_number

@@ -14,9 +14,10 @@ from draft_service.forgotten import Forgotten
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.pass_times import PassTimes
 from draft_service.session import DrafterSession
+from draft_service.version import State, Version
 from draft_service.version_loading import CheckedPass, LoadedVersion
 from draft_service.version_trial import TrialLimits
-from draft_service.versions import State, Version, VersionedDrafter
+from draft_service.versions import VersionedDrafter
 from specdec.engine.batch import PackedBatch
 from specdec.engine.engine import draft_pass_of
 from tests.draft_service.fakes import ROWS, Engine, running, session

@@ -26,11 +26,12 @@ from draft_service.forgotten import Forgotten
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.servicer import DraftLimits, DraftServicer
 from draft_service.session import DrafterSession, RootMove
+from draft_service.version import State, Version
 from draft_service.version_folder import VersionsFolder
 from draft_service.version_follower import VersionFollower
 from draft_service.version_loading import LoadedVersion, VersionLoader
 from draft_service.version_trial import TrialLimits
-from draft_service.versions import State, Version, VersionedDrafter
+from draft_service.versions import VersionedDrafter
 from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.decoding.sampling import Rule
