@@ -56,14 +56,14 @@ YARN_ONES = ("yarn_ext_factor", "yarn_attn_factor")
 """Keys of `rope.scaling` with a field in transformers' YaRN, and those that it takes as 1."""
 
 
-class Keys(NamedTuple):
+class GgufKeys(NamedTuple):
     """The keys of a file's own architecture."""
 
     reader: gguf.GGUFReader
     architecture: str
 
     @classmethod
-    def of(cls, reader: gguf.GGUFReader) -> Keys:
+    def of(cls, reader: gguf.GGUFReader) -> GgufKeys:
         return cls(reader, str(value_of(reader, "general.architecture")))
 
     def __call__(self, key: str) -> Any:
@@ -80,7 +80,7 @@ def configuration(folder: Path, reader: gguf.GGUFReader, file: Path) -> Pretrain
     """Return the configuration of a file's model. `folder` contains the file, or a link to it, and nothing else that
     transformers would read. Raises ModelDirectoryError for values without a place in the configuration."""
     config = AutoConfig.from_pretrained(folder, gguf_file=file.name, local_files_only=True, trust_remote_code=False)
-    keys = Keys.of(reader)
+    keys = GgufKeys.of(reader)
     for key, field in DROPPED.get(keys.architecture, {}).items():
         if (value := keys(key)) is not None:
             setattr(config, field, value or None)
@@ -96,7 +96,7 @@ def configuration(folder: Path, reader: gguf.GGUFReader, file: Path) -> Pretrain
     return config
 
 
-def _set_gemma(config: PretrainedConfig, keys: Keys) -> None:
+def _set_gemma(config: PretrainedConfig, keys: GgufKeys) -> None:
     """Set the scale of attention, and which layers of Gemma 3 have a sliding window: all but every n-th, or a list."""
     is_27b = config.num_hidden_layers == LAYERS_OF_27B[keys.architecture]
     config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
@@ -107,7 +107,7 @@ def _set_gemma(config: PretrainedConfig, keys: Keys) -> None:
         config.layer_types = ["sliding_attention" if has_window else "full_attention" for has_window in windowed]
 
 
-def _set_rope(config: PretrainedConfig, keys: Keys, file: Path) -> None:
+def _set_rope(config: PretrainedConfig, keys: GgufKeys, file: Path) -> None:
     """Set base, width and scaling of the rotary embeddings. ModelDirectoryError for an unknown kind of scaling, since
     ignoring it would give other logits."""
     parameters = getattr(config, "rope_parameters", None)
@@ -134,7 +134,7 @@ def _set_rope(config: PretrainedConfig, keys: Keys, file: Path) -> None:
     parameters |= scaling
 
 
-def _set_rotated_width(config: PretrainedConfig, parameters: dict[str, Any], keys: Keys, file: Path) -> None:
+def _set_rotated_width(config: PretrainedConfig, parameters: dict[str, Any], keys: GgufKeys, file: Path) -> None:
     """Set the rotated share of a head where the architecture has one; a share without a place is refused."""
     rotated, width = keys("rope.dimension_count"), getattr(config, "head_dim", None)
     width = width or config.hidden_size // config.num_attention_heads
@@ -145,7 +145,7 @@ def _set_rotated_width(config: PretrainedConfig, parameters: dict[str, Any], key
     parameters["partial_rotary_factor"] = rotated / width
 
 
-def _scaling(keys: Keys, file: Path) -> dict[str, Any]:
+def _scaling(keys: GgufKeys, file: Path) -> dict[str, Any]:
     """Return the scaling given by keys, as transformers' parameters; empty if there is none. As in llama.cpp, a factor
     without a type is linear, also under its older name, and type `none` has no factor."""
     kind = keys("rope.scaling.type") or "linear"
