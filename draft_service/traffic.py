@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,10 @@ MAX_KEPT_TOKENS = 1 << 28
 """Limit on the tokens kept: with the places where the draft was overruled, they take 2 GB."""
 
 
+SEARCHED = 1024
+"""Maximum texts searched for the beginning of another, in the draft loop's thread."""
+
+
 @dataclass(eq=False)
 class KeptText:
     """A text to learn from. Only `places` ever changes."""
@@ -33,21 +38,21 @@ class KeptText:
     tokens: NDArray[np.uint32]  # prompt first
     prompt: int  # tokens of the prompt
     overruled: NDArray[np.uint32]  # indices of tokens that are not the draft's likeliest guess, ascending
-    kept_at: float  # by the `clock` of `Traffic`; for a text of several sessions, after the first one
+    kept_at: float  # by the `clock` of `Traffic`
     places: PackedPlaces = NO_PLACES  # the target's log-probabilities at some overruled tokens
 
-    def continues(self, other: KeptText) -> bool:
-        """Return whether the other text begins this one."""
+    def continues(self, other: KeptText, begun: int) -> bool:
+        """Return whether the other text is part of the first `begun` tokens of this one."""
         return (
             (other.tenant, other.prompt) == (self.tenant, self.prompt)
-            and len(other.tokens) <= len(self.tokens)
+            and len(other.tokens) <= begun
             and np.array_equal(other.tokens, self.tokens[: len(other.tokens)])
         )
 
     def with_labels_of(self, begin: KeptText) -> KeptText:
         """Return this text with the labels of its beginning, which an earlier session has kept."""
         overruled, places = np.union1d(begin.overruled, self.overruled), begin.places.before(self.places)
-        return replace(self, overruled=overruled, kept_at=begin.kept_at, places=places)
+        return replace(self, overruled=overruled, places=places)
 
     def last(self, most: int, most_places: int) -> KeptText:
         """Return a copy of the last `most` tokens, with at most the last `most_places` places, so that the memory of
@@ -119,7 +124,7 @@ class Traffic:
             if not self.keeps(session):
                 return False
             if request.generated:  # opened mid-text: an earlier session may have kept the beginning
-                text = self._joined(text)
+                text = self._joined(text, len(request.prompt) + len(request.generated))
             text = text.last(self._most, self.most_places)
             self._texts.append(text)
             self._tokens += len(text.tokens)
@@ -135,12 +140,14 @@ class Traffic:
                 self._drop_places()
         return True
 
-    def _joined(self, text: KeptText) -> KeptText:
-        """Return a text with the labels of its beginning, if that is kept, and no longer keep the beginning alone."""
-        begin = next((kept for kept in reversed(self._texts) if text.continues(kept)), None)
+    def _joined(self, text: KeptText, begun: int) -> KeptText:
+        """Return a text, opened with `begun` tokens, with the labels of its beginning, if this is one of the last texts
+        kept, and no longer keep the beginning alone."""
+        recent = enumerate(islice(reversed(self._texts), SEARCHED), 1)
+        back, begin = next(((back, kept) for back, kept in recent if text.continues(kept, begun)), (0, None))
         if begin is None:
             return text
-        self._texts.remove(begin)
+        del self._texts[-back]
         self._tokens -= len(begin.tokens)
         if len(begin.places):
             self._with_places.remove(begin)

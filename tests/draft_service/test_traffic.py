@@ -136,12 +136,10 @@ def test_log_probabilities_stay_within_their_bytes(
 
 
 @pytest.mark.parametrize(
-    ("most", "labelled", "kept_at"),
-    [(100, [3, 5, 6], 1.0), (6, [3, 5, 6], 1.0), (4, [6], 3.0)],  # an overlong beginning is just evicted
+    ("most", "labelled"),
+    [(100, [3, 5, 6]), (6, [3, 5, 6]), (4, [6])],  # an overlong beginning is just evicted
 )
-def test_a_text_is_kept_once_however_often_its_session_is_opened(
-    most: int, labelled: list[int], kept_at: float
-) -> None:
+def test_a_text_is_kept_once_however_often_its_session_is_opened(most: int, labelled: list[int]) -> None:
     """Sessions that do not pay are closed, and opened again later."""
     now = 1.0
     traffic = Traffic(most, clock=lambda: now, most_bytes=100 * PLACE_BYTES)
@@ -160,7 +158,7 @@ def test_a_text_is_kept_once_however_often_its_session_is_opened(
     assert (text.tokens.tolist(), text.prompt) == (whole[cut:], max(0, 3 - cut))
     labels = [place - cut for place in labelled]
     assert text.overruled.tolist() == text.places.positions.tolist() == labels
-    assert text.kept_at == kept_at
+    assert text.kept_at == 3.0
     kept = traffic.kept()
     assert (kept.tokens, kept.logprob_bytes) == (len(whole) - cut, len(labels) * PLACE_BYTES)
 
@@ -176,6 +174,13 @@ def test_equal_texts_of_other_requests_and_tenants_stay_apart() -> None:
     ended(traffic, [6], generated=[4, 5])
     assert tokens(traffic.texts())[-1] == [*PROMPT, 4, 5, 6]
     assert len(traffic.texts()) == 5
+
+
+def test_a_text_that_ends_after_the_session_was_opened_is_another_request_s() -> None:
+    traffic = Traffic(1000)
+    ended(traffic, [4, 5, 6])
+    ended(traffic, [5, 6, 7], generated=[4])
+    assert tokens(traffic.texts()) == [[*PROMPT, 4, 5, 6], [*PROMPT, 4, 5, 6, 7]]
 
 
 def test_a_text_keeps_its_first_places_and_each_once() -> None:
