@@ -292,7 +292,7 @@ class Verification:
             try:
                 opened = await stream.open(self._policy, attempt=self._attempt, revision=self._pinned)
             except (OverloadedError, InvalidRequestError, UnfitError):
-                pod.breaker.succeeded()  # a pod that refuses a session works
+                pod.breaker.answered()
                 raise
         before = self.identity.numerics_fingerprint if self._context.text.begun else ""
         self.identity = opened.identity

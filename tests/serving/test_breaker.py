@@ -69,6 +69,21 @@ def test_a_trial_that_succeeds_closes_it(breaker: Breaker, clock: Clock) -> None
     assert state(breaker) == "closed"
 
 
+def test_a_refusal_ends_a_trial_and_nothing_else(breaker: Breaker, clock: Clock) -> None:
+    """A full pod refuses sessions although its steps may hang."""
+    for _ in range(FAILURES - 1):
+        breaker.failed()
+    breaker.answered()
+    breaker.failed()
+    assert state(breaker) == "open"
+    breaker.answered()  # to a session opened before
+    assert state(breaker) == "open"
+    clock.now += FIRST_OPEN_SECONDS
+    breaker.attempt()
+    breaker.answered()
+    assert state(breaker) == "closed"
+
+
 def test_a_trial_that_fails_doubles_the_pause(breaker: Breaker, clock: Clock) -> None:
     pause = FIRST_OPEN_SECONDS
     breaker.failed(conclusive=True)

@@ -56,6 +56,11 @@ class Breaker:
             log.info("pod_back", pod=self._pod)
         self._failures, self._pause, self._on_trial = 0, 0.0, False
 
+    def answered(self) -> None:
+        """Record that the pod has refused a session: enough for a trial, though no success of its steps."""
+        if self._on_trial:
+            self.succeeded()
+
     def failed(self, *, conclusive: bool = False) -> None:
         """Record a failure. `conclusive`: any session would have failed, as when the pod does not answer."""
         self._failures += 1
