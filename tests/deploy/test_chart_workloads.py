@@ -53,7 +53,14 @@ class TestPlacement:
         source = {"modelVolume": {"download": {"image": "example.org/fetch:1", "sizeLimit": "9Gi"}}}
         spec = templates(render(merged(SMALL | SOURCES | source, cores)))["specdec-verifier-a"]["spec"]
         (download,) = spec["initContainers"]
-        assert download["resources"]["limits"] == {"memory": "2Gi", "cpu": "8"}
+        assert download["resources"] == {"limits": {"memory": "2Gi", "cpu": "8"}}
+
+    def test_a_download_requests_no_more_than_the_pod(self) -> None:
+        cores = at("verifiers/a", {"resources": {"requests": {"cpu": "1"}, "limits": {"cpu": "8"}}})
+        source = {"modelVolume": {"download": {"image": "example.org/fetch:1", "sizeLimit": "9Gi"}}}
+        spec = templates(render(merged(SMALL | SOURCES | source, cores)))["specdec-verifier-a"]["spec"]
+        (download,) = spec["initContainers"]
+        assert download["resources"] == {"requests": {"cpu": "1"}, "limits": {"memory": "2Gi", "cpu": "8"}}
 
 
 class TestRollouts:

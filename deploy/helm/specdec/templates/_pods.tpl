@@ -24,9 +24,12 @@ spec:
   initContainers:
     - name: download
       {{- /* Kubernetes gives a pod cores of its own only if all its containers have limits of CPU and memory. */}}
-      {{- $limits := dict "memory" "2Gi" }}
-      {{- with dig "limits" "cpu" "" (default dict $w.resources) }}{{ $_ := set $limits "cpu" . }}{{ end }}
-      {{- $fetching := dict "resources" (dict "limits" $limits) }}
+      {{- $fetching := dict "resources" (dict "limits" (dict "memory" "2Gi")) }}
+      {{- range $part := list "requests" "limits" }}
+      {{- with dig $part "cpu" "" (default dict $w.resources) }}
+      {{- include "specdec.lay" (list $fetching.resources (dict $part (dict "cpu" .))) }}
+      {{- end }}
+      {{- end }}
       {{- include "specdec.lay" (list $fetching (omit $w.modelVolume.download "sizeLimit" "env" | deepCopy)) }}
       {{- toYaml $fetching | nindent 6 }}
       env:
