@@ -202,13 +202,6 @@ def up(
                 "(SPECDEC_ORCHESTRATOR_TLS_CERT); give --openai-orchestrator-tls-ca FILE too",
                 ExitStatus.USAGE,
             )
-        for role, values in (("verifier", of_verifier), ("draft", of_draft)):
-            if _has(role, values, "tls_cert") and not _has("orchestrator", of_orchestrator, "peer_tls_ca"):
-                fail(
-                    f"--{role}-tls-cert (SPECDEC_{role.upper()}_TLS_CERT): the orchestrator does not reach a {role} "
-                    "with TLS; give --orchestrator-peer-tls-ca FILE too",
-                    ExitStatus.USAGE,
-                )
         models = ModelPaths.chosen(target, draft, local_draft)
         runs_heads = "heads" in of_draft  # draft service with heads: its model is the target, whose features it reads
         others = {"--draft": draft, "--local-draft": local_draft, "--verifier-heads": of_verifier.get("heads")}
@@ -221,6 +214,15 @@ def up(
             of_draft.setdefault("engine", "torch")
             of_verifier.setdefault("features", of_draft["heads"])
         not_started = {"draft": models.draft is None, "openai": openai_port is None}
+        for role, values in (("verifier", of_verifier), ("draft", of_draft)):
+            if not_started.get(role):
+                continue
+            if _has(role, values, "tls_cert") and not _has("orchestrator", of_orchestrator, "peer_tls_ca"):
+                fail(
+                    f"--{role}-tls-cert (SPECDEC_{role.upper()}_TLS_CERT): the orchestrator does not reach a {role} "
+                    "with TLS; give --orchestrator-peer-tls-ca FILE too",
+                    ExitStatus.USAGE,
+                )
         for role in PACKAGES:
             if not not_started.get(role):
                 check_settings(role, load(f"{PACKAGES[role]}.__main__").main)
