@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from specdec.engine.kv.blocks import BLOCK, BlockPool, BlockTable
 from specdec.engine.kv.slots import Slots
 from testing.mailbox import Mailbox
 from tests.cpu_time import taking_less_than
+from tests.replay.clock import Clock
 from tests.verifier_service.fakes import VOCABULARY, TextEngine
 from tests.verifier_service.step_loop.helpers import text
 from verifier_service.backend.request import Policy, VerifierSessionRequest
@@ -56,32 +56,53 @@ def test_a_prompt_that_waits_for_memory_costs_little_beside_many_throttled_texts
     assert not any(entry.preemptions for entry in throttled)
 
 
-def test_a_session_that_does_not_fit_is_tried_again_only_now_and_then() -> None:
-    """Each try walks its cached prefix, and every step tries."""
-    blocks = 2 * PROMPT // BLOCK
-    pool = CountingPool(blocks)
-    queue = RunQueue(TextEngine(blocks, 0), pool, VerifierStats(), READER_LIMIT, lambda _: None)
-    prompt = text(PROMPT, 1)
-    first, large = running(prompt), running([*prompt, *text(PROMPT + 2 * BLOCK, 2)])
-    queue.add(first)
-    queue.admit()
-    assert first.session.table is not None
-    first.session.table.publish(prompt, PROMPT)
-    queue.add(large)
-    begin, pool.opened = time.monotonic(), 0
-    for _ in range(200):
-        queue.admit()
-    assert 1 <= pool.opened <= 2 + (time.monotonic() - begin) / ADMISSION_RETRY_SECONDS
-    assert large.session.table is None
-    before = pool.opened
-    queue.remove(first.session)  # its own blocks become available
-    queue.admit()
-    assert pool.opened > before
-
-
 class CountingPool(BlockPool):
     opened = 0
 
     def open(self, tokens: Sequence[int], scope: bytes = b"") -> tuple[BlockTable, Slots, Slots]:
         self.opened += 1
         return super().open(tokens, scope)
+
+
+class Full:
+    """A queue with a running session, and one too large for the rest of the memory, whose prefix the other shares."""
+
+    def __init__(self) -> None:
+        blocks = 2 * PROMPT // BLOCK
+        self.pool = CountingPool(blocks)
+        self.queue = RunQueue(TextEngine(blocks, 0), self.pool, VerifierStats(), READER_LIMIT, lambda _: None)
+        prompt = text(PROMPT, 1)
+        self.first, self.large = running(prompt), running([*prompt, *text(PROMPT + 2 * BLOCK, 2)])
+        self.queue.add(self.first)
+        self.queue.admit()
+        assert self.first.session.table is not None
+        self.first.session.table.publish(prompt, PROMPT)
+        self.queue.add(self.large)
+
+    def tries(self, turns: int) -> int:
+        """Return how often the large session is tried in so many steps."""
+        before = self.pool.opened
+        for _ in range(turns):
+            self.queue.admit()
+        return self.pool.opened - before
+
+
+def test_a_session_that_does_not_fit_is_tried_again_only_now_and_then() -> None:
+    """Each try walks its cached prefix, and every step tries."""
+    clock = Clock()
+    with clock.rules():
+        full = Full()
+        assert full.tries(turns=200) == 1
+        clock.now += ADMISSION_RETRY_SECONDS
+        assert full.tries(turns=200) == 1
+        full.queue.remove(full.first.session)  # its own blocks become available
+        assert full.tries(turns=1) == 1
+
+
+def test_a_session_that_does_not_fit_is_tried_at_once_where_no_step_follows() -> None:
+    """The loop would sleep, although the session could have the memory of one whose reader has stopped."""
+    with Clock().rules():
+        full = Full()
+        assert full.tries(turns=1) == 1
+        full.first.session.consumed = 0
+        assert full.tries(turns=1) == 1

@@ -43,7 +43,6 @@ class _Refusal(NamedTuple):
 
     arrival: int  # of the session
     available: int  # blocks
-    throttled: int  # running sessions
     until: float  # by `time.monotonic`
 
 
@@ -75,6 +74,11 @@ class RunQueue:
     def all(self) -> list[RunningSession]:
         """All sessions: the running ones, then the waiting ones."""
         return [*self.running, *self._waiting]
+
+    @property
+    def ready(self) -> list[RunningSession]:
+        """The running sessions that a step can go on with."""
+        return [entry for entry in self.running if entry.session.computable and not self.throttled(entry)]
 
     def add(self, entry: RunningSession) -> None:
         """Queue a session; it is admitted as soon as there is memory for it."""
@@ -172,19 +176,16 @@ class RunQueue:
         return False
 
     def _may_fit(self, entry: RunningSession) -> bool:
-        """Return False if memory was too short for this session a moment ago, and no more blocks are available or
-        throttled sessions running."""
+        """Return False if memory was too short for this session a moment ago, no more blocks are available, and a
+        running session will step, after which the session is tried again."""
         before = self._refusal
         return (
             before is None
             or before.arrival != entry.arrival
             or before.available < self.pool.available
-            or before.throttled != self._throttled_running()
             or before.until <= time.monotonic()
+            or not self.ready
         )
-
-    def _throttled_running(self) -> int:
-        return sum(self.throttled(other) for other in self.running)
 
     def _admit(self, entry: RunningSession) -> bool:
         session = entry.session
@@ -192,7 +193,7 @@ class RunQueue:
             source, target = session.allocate(self.pool, partial(self._make_room, entry))
         except PoolFullError:
             until = time.monotonic() + ADMISSION_RETRY_SECONDS
-            self._refusal = _Refusal(entry.arrival, self.pool.available, self._throttled_running(), until)
+            self._refusal = _Refusal(entry.arrival, self.pool.available, until)
             return False
         self._waiting.remove(entry)
         insort(self.running, entry, key=lambda a: a.arrival)
