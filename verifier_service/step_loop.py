@@ -266,9 +266,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         begin = time.monotonic()
         self._speculation.propose(Phase.BEFORE_DELAY, sessions)
         self._looked_up += time.monotonic() - begin
-        # A delay has to pay for every tenant; one that sits the step out gains nothing from it.
-        alone = division is None or not division.sitting_out
-        if (delay := self._seconds_to_wait(sessions)) is not None and alone:
+        if (delay := self._seconds_to_wait(sessions, division)) is not None:
             return delay
         self.stats.step_begun, self.stats.step_expected = time.monotonic(), 0.0
         waited = self._delay.end(self.stats.step_begun)
@@ -281,18 +279,19 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     def _ready(self) -> tuple[list[RunningSession], bool]:
         """Return (ready sessions, False); or ([session], True) for a session suspected of making steps fail, to be
         tried alone."""
-        ready = [e for e in self._queue.running if e.session.computable and not self._queue.throttled(e)]
+        ready = self._queue.ready
         retried = self._retry.next([entry.session for entry in ready])
         if retried is None:
             return ready, False
         return [entry for entry in ready if entry.session is retried], True
 
-    def _seconds_to_wait(self, sessions: Sequence[VerifierSession]) -> float | None:
-        """Return the seconds to delay the step for candidates in flight; None: step now."""
+    def _seconds_to_wait(self, sessions: Sequence[VerifierSession], division: Division | None) -> float | None:
+        """Return the seconds to delay the step for candidates in flight; None: step now. A delay has to pay for every
+        tenant, and one that sits the step out gains nothing from it."""
         now = time.monotonic()
         drafted = [self._speculation.eligibility.uses_remote_draft(session) for session in sessions]
         self._threads.choose(drafting=any(drafted), now=now)
-        if not any(drafted):
+        if not any(drafted) or (division is not None and division.sitting_out):
             return None
         latency, break_even = self._threads.latency, self._speculation.eligibility.break_even
         return self._delay.seconds(
@@ -364,8 +363,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self._quarantine(entry, why)
 
         # 3. Update the models of cost and gain, and send the results.
-        # Grammars are no cost of rows, so the latency model excludes them, unless they ran while the device computed.
-        grammars = grammar_seconds(plan.entries) - grammars - verified.grammars_beside
+        verified.hide_grammars(self._threads.latency.of(plan.rows))
+        grammars = grammar_seconds(plan.entries) - grammars  # not a cost of rows: excluded from the latency model
         self._planner.observe(plan, end - begun - grammars)
         looked_up, self._looked_up = self._looked_up, 0.0
         self._planner.shares.observe_grammars(results)

@@ -37,10 +37,7 @@ class VerifiedStep:
     verifies; it commits nothing, and errors propagate. `apply` commits the tokens and makes the `draft_queries` of
     sessions whose row was undecided (CONTRASTIVE). `beside` is called while an asynchronous engine computes. `observe`
     is called with the verifications, the prompt rows that stop short of a root, and the logits, which are dropped
-    afterwards. The verifications include failed ones, but not undecided ones without a token.
-
-    `grammars_beside`: seconds of grammars before the logits were there. An asynchronous engine computes meanwhile.
-    """
+    afterwards. The verifications include failed ones, but not undecided ones without a token."""
 
     def __init__(
         self,
@@ -58,10 +55,11 @@ class VerifiedStep:
             beside()
             return queries
 
-        before = grammar_seconds(entries)
+        sessions = [entry.session for entry, _ in entries]
+        before = [session.grammar_seconds for session in sessions]
         logits = computing.logits(asked)
         self.forward_seconds = time.monotonic() - launched
-        self.grammars_beside = grammar_seconds(entries) - before
+        self._grammars = [(s, s.grammar_seconds - earlier) for s, earlier in zip(sessions, before, strict=True)]
         verify_trees(verifications, logits)
         scores = _prompt_scores(entries, logits)
         failed = {entry: verification.error for entry, verification in pairs if verification.error is not None}
@@ -106,6 +104,12 @@ class VerifiedStep:
         found = logits.logprobs([place.row for _, place in asking], tokens, tops)
         for (verification, place), logprobs in zip(asking, found, strict=True):
             verification.result.overruled.append(TargetLogprobs.of(place.position, logprobs))
+
+    def hide_grammars(self, seconds: float) -> None:
+        """Take off the grammars' time what an asynchronous engine hid: its pass took `seconds`."""
+        if beside := sum(taken for _, taken in self._grammars):
+            for session, taken in self._grammars:
+                session.grammar_seconds -= taken * min(1.0, seconds / beside)
 
     @property
     def results(self) -> list[tuple[RunningSession, VerifyResult]]:

@@ -97,8 +97,8 @@ class FeatureFiles(ABC, Generic[Config]):
 
         fusion = self.fusion("cpu", torch.float32)
         digest = _digest_of([self.architecture, self.config.layers, fusion.epsilon])
-        for name, weight in vars(fusion).items():
-            if isinstance(weight, torch.Tensor):
+        for name in ("product", "norm_of_each", "norm_of_all", "norm_of_fused"):
+            if (weight := getattr(fusion, name)) is not None:
                 digest.update(name.encode())
                 digest.update(weight.contiguous().numpy().data)
         return digest.hexdigest()

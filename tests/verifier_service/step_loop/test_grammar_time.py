@@ -43,8 +43,8 @@ class ConcurrentEngine(DeviceTextEngine):
         return ConcurrentPass(self.forward(batch), clock=self._clock, end=self._clock.now + PASS)
 
 
-@pytest.mark.parametrize("mask", [0.0, 0.5, 0.9])
-def test_time_that_the_device_hides_is_not_subtracted_from_a_step(mask: float) -> None:
+@pytest.mark.parametrize("mask", [0.0, 0.5, 0.9, 1.5, 3.0])
+def test_a_grammar_costs_what_the_device_does_not_hide(mask: float) -> None:
     """`mask`: time of a mask in passes."""
     clock, latency = Clock(), StepLatency((1, 2, 4, 8), [PASS] * 4)
     with clock.rules():
@@ -53,3 +53,5 @@ def test_time_that_the_device_hides_is_not_subtracted_from_a_step(mask: float) -
         one.session.grammar = SlowGrammar(clock, mask * PASS)  # type: ignore[assignment]
         turns(loop, 50)
     assert latency.of(1) == pytest.approx(PASS, rel=0.05)
+    assert one.running.beside == pytest.approx(max(0.0, mask - 1) * PASS, abs=0.05 * PASS)
+    assert loop.stats.step_expected == pytest.approx(max(1.0, mask) * PASS, rel=0.05)

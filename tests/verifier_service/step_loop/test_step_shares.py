@@ -5,7 +5,6 @@ Steps take virtual time, computed from their rows, so a text's duration alone an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -206,18 +205,22 @@ def test_a_heavier_tenant_gets_more() -> None:
 
 
 def test_a_step_in_which_others_sit_out_waits_for_no_draft() -> None:
-    loop = step_loop(TextEngine(40), latency=FixedLatency(0.02), controller=Decided(Mode.REMOTE_DRAFT))
-    drafted = client(loop, 5, 1, 100, tenant="a", policy=Policy(frozenset({CandidateSource.REMOTE}), 8, 0.05))
-    plain = client(loop, 5, 2, 100, tenant="b", policy=PLAIN)
-    turns(loop, 2)
-    waited = [False, False]  # without and with sessions that sit out
-    for _ in range(20):
-        drafted.session.draft_timing.committed(drafted.session.tree.base, time.monotonic())
-        division = loop._planner.shares.divide([drafted.running, plain.running], loop._threads.latency)
-        assert division is not None
-        sits_out = bool(division.sitting_out)
-        waited[sits_out] |= loop.turn() != 0.0
-        assert sits_out or division.takes_all
-        drafted.read()
-        plain.read()
-    assert waited == [False, False]
+    """The step that measures one tenant's rows: the other one sits out."""
+    clock = Clock()
+    with clock.rules():
+        loop = step_loop(TextEngine(40), latency=FixedLatency(0.02), controller=Decided(Mode.REMOTE_DRAFT))
+        drafted = client(loop, 5, 1, 100, tenant="a", policy=Policy(frozenset({CandidateSource.REMOTE}), 8, 0.05))
+        plain = client(loop, 5, 2, 100, tenant="b", policy=PLAIN)
+        while not (drafted.tokens and plain.tokens):
+            loop.turn()
+            drafted.read()
+            plain.read()
+        sitting_out = 0
+        for _ in range(20):
+            drafted.session.draft_timing.committed(drafted.session.tree.base, clock.now)
+            before = len(plain.tokens)
+            assert loop.turn() == 0.0
+            drafted.read()
+            plain.read()
+            sitting_out += len(plain.tokens) == before
+        assert sitting_out
