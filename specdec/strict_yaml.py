@@ -21,6 +21,11 @@ def load(path: Path) -> Any:
         return yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise YamlFileError(error.strerror or str(error)) from None
+    except yaml.MarkedYAMLError as error:  # its own text has the line, perhaps with a key
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        problem = ", ".join(filter(None, (error.context, error.problem)))
+        raise YamlFileError(" ".join(f"{place}{problem}".split())) from None
     except (ValueError, yaml.YAMLError) as error:  # an impossible date is a ValueError
         raise YamlFileError(" ".join(str(error).split())) from None
 

@@ -81,3 +81,11 @@ def test_a_wrong_file_is_refused_by_what_is_wrong(tmp_path: Path, text: str, why
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(TenantsFileError, match=r"--tenants .*none\.yaml: No such file or directory"):
         TenantsFile(tmp_path / "none.yaml").read()
+
+
+def test_a_syntax_error_is_told_without_the_line_which_may_have_a_key(tmp_path: Path) -> None:
+    text = 'tenants:\n  acme:\n    api_keys: ["specdec-SECRETSECRET"\n    weight: 2\n'
+    with pytest.raises(TenantsFileError) as refused:
+        file(tmp_path, text).read()
+    assert "SECRETSECRET" not in str(refused.value)
+    assert "line 4, column 5: while parsing a flow sequence, expected ',' or ']'" in str(refused.value)
