@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -121,3 +122,29 @@ async def test_pods_that_their_name_lists_no_more_go_while_another_name_is_unkno
             await asyncio.sleep(0.005)
     await discovery.close()
     await pods.close()
+
+
+def test_a_name_server_that_does_not_answer_delays_only_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither other threads of the event loop, nor its end."""
+    answers = threading.Event()
+
+    def silent(*_: Any, **__: Any) -> list[Any]:
+        assert answers.wait(60)
+        return []
+
+    async def look() -> None:
+        monkeypatch.setattr(socket, "getaddrinfo", silent)
+        pods = Pods()
+        discoveries = [Discovery([Address.parse(f"dns:name-{number}:1")], pods) for number in range(50)]
+        starting = [asyncio.create_task(discovery.start()) for discovery in discoveries]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            assert await asyncio.to_thread(int) == 0
+        for task in starting:
+            task.cancel()
+        await asyncio.wait(starting)
+        await pods.close()
+
+    asyncio.run(look())
+    assert not answers.is_set()
+    answers.set()

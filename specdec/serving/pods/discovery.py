@@ -6,7 +6,9 @@ A headless service has such a name. Pods come and go, so names are resolved peri
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +28,34 @@ class Resolve(Protocol):
     """A DNS resolver, such as `getaddrinfo` of asyncio's event loops."""
 
     async def __call__(self, host: str, port: int, *, type: int) -> Sequence[tuple[Any, ...]]: ...
+
+
+async def resolved(host: str, port: int, *, type: int) -> Sequence[tuple[Any, ...]]:
+    """Resolve like the event loop's `getaddrinfo`, in a thread of its own. A name server that does not answer may take a
+    thread for a minute; in the loop's thread pool that would delay everything else, and the end of the process."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Sequence[tuple[Any, ...]]] = loop.create_future()
+
+    def settle(records: Sequence[tuple[Any, ...]], error: Exception | None) -> None:
+        if answer.done():  # cancelled
+            return
+        if error is None:
+            answer.set_result(records)
+        else:
+            answer.set_exception(error)
+
+    def look_up() -> None:
+        records: Sequence[tuple[Any, ...]] = ()
+        failure: Exception | None = None
+        try:
+            records = socket.getaddrinfo(host, port, type=type)
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, records, failure)
+
+    threading.Thread(target=look_up, name="name-lookup", daemon=True).start()
+    return await answer
 
 
 class FoundPod(Protocol):
@@ -62,7 +92,7 @@ class Discovery:
         self._names = {} if names is None else names
         self._addresses = addresses
         self._pods = pods
-        self._resolve = resolve or asyncio.get_running_loop().getaddrinfo
+        self._resolve = resolve or resolved
         self._known: dict[Address, Sequence[str]] = {}
         self._former: list[str] = []  # pods of replaced addresses, until all names have been resolved once
         self._watching = Periodic(self._look_again, again_seconds, "discovery_failed")
