@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from specdec.serving.errors import said_by_pod
+from specdec.serving.mux import channel as mux_channel
 from specdec.serving.mux import send_queue
 from specdec.serving.mux.channel import ClientConnection, MuxChannel
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES
@@ -202,6 +203,60 @@ async def test_a_service_that_knows_no_connections_is_asked_without() -> None:
         finally:
             await channel.close()
             await server.stop(None)
+
+
+async def test_a_service_that_knew_no_connections_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another service, or a proxy without a route, may have answered at its address."""
+    monkeypatch.setattr(mux_channel, "PLAIN_SECONDS", 0.05)
+    calls = list[bool]()  # whether `Connect` is known
+
+    class Service:
+        """A channel to a service that supports connections from the second call on."""
+
+        def stream_stream(self, method: str, *_: Any, **__: Any) -> Any:
+            def begin(**_: Any) -> Any:
+                calls.append(bool(calls))
+                return Connection(calls[-1])
+
+            return begin if method.endswith("Connect") else lambda **_: "a plain stream"
+
+        async def close(self, grace: float | None = None) -> None: ...
+
+    class Connection:
+        """A connection that carries nothing; UNIMPLEMENTED unless `known`."""
+
+        def __init__(self, known: bool) -> None:
+            self._known, self._ended = known, asyncio.Event()
+
+        async def read(self) -> Any:
+            if not self._known:
+                raise grpc.aio.AioRpcError(grpc.StatusCode.UNIMPLEMENTED, grpc.aio.Metadata(), grpc.aio.Metadata())
+            await self._ended.wait()
+            return grpc.aio.EOF
+
+        async def write(self, message: Any) -> None: ...
+
+        async def initial_metadata(self) -> Any:
+            return ()
+
+        def done(self) -> bool:
+            return not self._known or self._ended.is_set()
+
+        def cancel(self) -> None:
+            self._ended.set()
+
+    service: Any = Service()
+    channel = MuxChannel(service)
+    echo = channel.stream_stream(f"/{SERVICE}/echo", bytes, readable)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await echo().read()
+    assert echo() == "a plain stream"
+    async with asyncio.timeout(10):
+        while (call := echo()) == "a plain stream":
+            await asyncio.sleep(0.01)
+    assert calls == [False, True]
+    call.cancel()
+    await channel.close()
 
 
 async def test_what_a_broken_connection_had_to_send_is_not_kept() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,13 +19,17 @@ from specdec.v2 import mux_pb2, mux_pb2_grpc
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
+PLAIN_SECONDS = 60.0
+"""Seconds of plain streams to a service that supports no connections. By then another may have its address, and each
+plain stream takes one of the few that a gRPC connection may have."""
+
 
 class MuxChannel:
     """A channel to one service: the part of `grpc.aio.Channel` that generated stubs use.
 
     Calls with a single request or response are plain gRPC calls. Bidirectional streams share a connection, which the
     first of them opens; after it breaks or its service shuts down, the next stream opens another. If a service does not
-    support connections, streams are plain gRPC calls too.
+    support connections, streams are plain gRPC calls for PLAIN_SECONDS.
 
     `renewed` returns a new channel when the current one should be replaced, as after a change of certificates;
     otherwise None. Running calls stay on the old channel.
@@ -94,19 +99,20 @@ class Carrier:
         self.channel = channel
         self.plain = False  # has carried plain streams
         self._connections: list[ClientConnection] = []
-        self._unknown = False  # the service does not support connections
+        self._plain_until = 0.0  # by `time.monotonic`: the service does not support connections
 
     @property
     def connections(self) -> Sequence[ClientConnection]:
         """The unbroken connections. Broken ones are dropped, to free their unsent data."""
-        self._unknown |= any(connection.unknown for connection in self._connections)
+        if any(connection.unknown for connection in self._connections):
+            self._plain_until = time.monotonic() + PLAIN_SECONDS
         self._connections = [connection for connection in self._connections if not connection.broken]
         return self._connections
 
     def whole(self) -> ClientConnection | None:
-        """Return a connection for new streams; None if the service does not support connections."""
+        """Return a connection for new streams; None if the service did not support connections when last asked."""
         connections = self.connections
-        if self._unknown:
+        if time.monotonic() < self._plain_until:
             return None
         if not connections or connections[-1].leaving:
             stub: Any = mux_pb2_grpc.MuxServiceStub(self.channel)
