@@ -32,6 +32,13 @@ WRONG: dict[str, tuple[Object, str]] = {
         at("orchestrator/service/type", "NodePort"),
         "orchestrator.service.type: is NodePort, and networkPolicy.clients lets nobody in from outside",
     ),
+    "callers from outside, where other namespaces are let in": (
+        merged(
+            at("orchestrator/service/type", "LoadBalancer"),
+            at("networkPolicy/clients", [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]),
+        ),
+        "networkPolicy.clients lets nobody in from outside: add an ipBlock",
+    ),
     "no registry": (at("defaults/image/registry", ""), "drafts.b.image.registry: is empty"),
     "a quantity that Kubernetes does not know": (at("verifierDefaults/cache/sizeLimit", "1K"), "sizeLimit"),
     "another one": (at("verifierDefaults/shmSize", "1.2.3"), "shmSize"),

@@ -201,7 +201,7 @@ Takes a list: the path of the values, for errors; the values of `image`. */}}
 {{- end }}
 {{- $outside := and .models .networkPolicy.enabled (ne .orchestrator.service.type "ClusterIP") }}
 {{- range $peer := .networkPolicy.clients }}
-{{- if or $peer.ipBlock $peer.namespaceSelector }}{{ $outside = false }}{{ end }}
+{{- if $peer.ipBlock }}{{ $outside = false }}{{ end }}
 {{- end }}
 {{- if $outside }}
 {{- $type := .orchestrator.service.type }}
