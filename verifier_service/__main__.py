@@ -376,7 +376,7 @@ def default_speculation(
     problems = []
     if CandidateSource.LOOKAHEAD not in options.drafters:
         problems.append(f"is {given}, but --speculation {name} uses no lookahead windows")
-    if name == "auto" and model is not None:
+    if name in ("auto", "local") and model is not None:
         problems.append(f"takes the place of {model} in all requests; --speculation lookahead keeps {model} for others")
     for field, problem in lookahead_violations("", size, most_rows):
         part = {".window": "W", ".ngram": "N", ".guesses": "G"}.get(field)

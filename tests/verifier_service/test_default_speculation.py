@@ -128,6 +128,11 @@ def test_a_pods_limit_on_windows_refuses_by_value_and_limit() -> None:
             "is 4 3 4, but --speculation ngram uses no lookahead windows",
         ),
         (("auto", (4, 3, 4), None, "--heads"), "--lookahead", "takes the place of --heads in all requests"),
+        (
+            ("local", (4, 3, 4), None, "--draft-model"),
+            "--lookahead",
+            "takes the place of --draft-model in all requests",
+        ),
         (("auto", None, 8, "--draft-model"), "--jacobi", "takes the place of --draft-model in all requests"),
         (("jacobi", (4, 3, 4), None), "--lookahead", "is 4 3 4: N is 3, must be 2 with --speculation jacobi"),
     ],

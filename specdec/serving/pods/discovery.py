@@ -31,8 +31,8 @@ class Resolve(Protocol):
 
 
 async def resolved(host: str, port: int, *, type: int) -> Sequence[tuple[Any, ...]]:
-    """Resolve like the event loop's `getaddrinfo`, in a thread of its own. A name server that does not answer may take a
-    thread for a minute; in the loop's thread pool that would delay everything else, and the end of the process."""
+    """Resolve like the event loop's `getaddrinfo`, in a thread of its own. A silent name server may take a thread for a
+    minute; in the loop's thread pool that would delay everything else, and the end of the process."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Sequence[tuple[Any, ...]]] = loop.create_future()
 
