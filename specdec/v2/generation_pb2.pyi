@@ -949,7 +949,7 @@ class Finish(google.protobuf.message.Message):
     @property
     def schema_check(self) -> global___SchemaCheck:
         """Check of the finished text for the part of its JSON schema that no grammar enforces: `uniqueItems` of open values,
-        and `minProperties` of open names.
+        and `minProperties` of open or optional names.
         Unset: the grammar enforces the whole schema, or there is no schema.
         """
 

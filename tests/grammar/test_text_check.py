@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 from pydantic import BaseModel, TypeAdapter
 
-from specdec.grammar.grammar import GrammarError
+from specdec.grammar.grammar import GrammarError, Kind
 from specdec.grammar.json_schema.rewriting import supported, supported_source
 from specdec.grammar.json_schema.text_check import (
     ITEM_WORK,
@@ -158,12 +158,63 @@ def test_a_repeated_name_counts_once() -> None:
     "schema",
     [
         {"minProperties": 1},
-        {"minProperties": 2, "required": ["a"]},
-        {"minProperties": 2, "properties": {"a": True, "b": True}, "additionalProperties": False},
+        {"minProperties": 2, "properties": {"a": True}, "required": ["a"]},
+        {"minProperties": 2, "patternProperties": {"^x": True}, "required": ["a"]},
+        {"minProperties": 2, "properties": {"a": True, "b": True, "c": True}, "required": ["a", "b"]},
+        {
+            "minProperties": 2,
+            "properties": {"a": True, "b": True},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+        {
+            "minProperties": 2,
+            "allOf": [{"required": ["a"]}, {"$ref": "#/$defs/b"}],
+            "$defs": {"b": {"required": ["b"]}},
+        },
+        {"minProperties": 2, "$id": "http://x/y/", "$ref": "z", "$defs": {"z": {"$id": "z", "required": ["a", "b"]}}},
+        {"type": "object", "minProperties": 0, "properties": {"a": True}},
     ],
 )
 def test_names_that_cannot_repeat_need_no_check(schema: dict[str, Any]) -> None:
-    assert supported_source(json.dumps(schema), checks=True)[1] is None
+    source, check = supported_source(json.dumps(schema), checks=True)
+    grammar = Followed(Kind.JSON_SCHEMA, source)
+    validator = Draft202012Validator(schema)
+    assert check is None
+    for text in ('{"a": 1, "b": 2}', '{"a": 1}', '{"a": 1, "a": 1}', '{"a": 1, "\\u0061": 2}', "{}"):
+        assert validator.is_valid(json.loads(text)) or not grammar.takes(text)
+    assert grammar.takes('{"a": 1, "b": 2}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "short", "enough"),
+    [
+        ({"required": ["a"], "minProperties": 2}, '{"a": 1, "\\u0061": 2}', '{"a": 1, "b": 2}'),
+        ({"required": ["\n"], "properties": {"b": True}, "minProperties": 2}, '{"\\n": 1}', '{"b": 2, "\\n": 1}'),
+        ({"properties": {"a": True, "b": True}, "minProperties": 1}, "{}", '{"b": 1}'),
+        (
+            {"properties": {"a": True, "b": True}, "minProperties": 2, "additionalProperties": False},
+            '{"b": 1}',
+            '{"a": 1, "b": 1}',
+        ),
+    ],
+)
+def test_names_that_repeat_or_are_optional_are_checked(schema: dict[str, Any], short: str, enough: str) -> None:
+    source, check = supported_source(json.dumps(schema), checks=True)
+    assert check is not None
+    assert check.of_text(short) == TextVerdict(False, "", "minProperties")
+    assert check.of_text(enough) == TextVerdict(True)
+    assert Followed(Kind.JSON_SCHEMA, source).takes(enough)
+    with pytest.raises(GrammarError, match=r"/minProperties: .* list [12] required properties"):
+        supported(schema)
+
+
+@pytest.mark.parametrize("kind", ["string", "array"])
+def test_keywords_of_objects_do_not_apply_to_other_types(kind: str) -> None:
+    schema = {"type": kind, "minProperties": 3, "required": [[1]], "properties": {"a": True}}
+    source, check = supported_source(json.dumps({"items": schema}), checks=True)
+    assert check is None
+    assert Followed(Kind.JSON_SCHEMA, source).takes_value([[], []] if kind == "array" else ["x"])
 
 
 class Page(BaseModel):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.property_names import rewrite_property_names
 from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, refused
 from specdec.grammar.json_schema.schemas import Schema, both
+from specdec.grammar.json_schema.spelled_names import CONTROL
 from specdec.grammar.json_schema.strings import name_pattern
-from specdec.grammar.json_schema.values import are_objects, are_texts, is_number, list_of, object_of, pointer_part
+from specdec.grammar.json_schema.values import are_objects, are_texts, list_of, object_of, pointer_part
 
 
 def rewrite_object(rewriter: Rewriter, part: Rewrite) -> None:
@@ -38,15 +41,44 @@ def rewrite_object(rewriter: Rewriter, part: Rewrite) -> None:
 
 
 def _check_minimum(rewriter: Rewriter, part: Rewrite) -> None:
-    """Leave `minProperties` to the check if the grammar would count a repeated name twice: if it demands more than the
-    required properties and one other."""
-    source, least = part.source, part.source.get("minProperties", 0)
-    has_others = source.get("additionalProperties") is not False or "patternProperties" in source
-    if not is_number(least) or least <= len(set(list_of(source.get("required")))) + 1 or not has_others:
+    """Leave `minProperties` to the check if the grammar would count a repeated name twice, or if llguidance refuses it:
+    beside optional properties. Drop it if the required properties suffice."""
+    source, place = part.source, part.place
+    if "minProperties" not in source or "object" not in source.get("type", "object"):
+        part.keywords.pop("minProperties", None)
         return
-    if not rewriter.checks:
-        raise refused(part.place, "minProperties", "a name may be repeated; list the required properties")
-    rewriter.unenforced[id(source), "minProperties"] = part.place
+    properties, required, patterns, closed = set[str](), set[str](), False, False
+    for schema in (part.keywords, *_applying(rewriter, source, place)):
+        required |= {name for name in list_of(schema.get("required")) if isinstance(name, str)}
+        properties |= object_of(schema.get("properties")).keys()
+        patterns |= bool(named := object_of(schema.get("patternProperties")))
+        closed |= schema.get("additionalProperties") is False and not named
+    # Further names have one spelling only beside properties or patterns: see `spelled_names`.
+    can_repeat = (required and not (properties or patterns)) or any(map(CONTROL.search, required))
+    least, optional = source["minProperties"], not properties <= required
+    if least <= len(required):
+        del part.keywords["minProperties"]
+    elif optional or not (closed or least <= len(required) + (not can_repeat)):
+        if not rewriter.checks:
+            why = "some properties are optional" if optional else "a name may be repeated"
+            raise refused(place, "minProperties", f"{why}; list {least:g} required properties")
+        rewriter.unenforced[id(source), "minProperties"] = place
+        if optional:
+            del part.keywords["minProperties"]
+
+
+def _applying(rewriter: Rewriter, schema: Schema, place: str) -> Iterator[Schema]:
+    """Yield a schema, and those in it and referred to that always apply to the same value."""
+    seen, ahead = set[int](), [schema]
+    while ahead:
+        rewriter.count(place)
+        found = ahead.pop()
+        if isinstance(found, dict) and id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            ahead += list_of(found.get("allOf"))
+            if "$ref" in found:
+                ahead.append(rewriter.document.resolved(found, place))
 
 
 def _rewrite_dependencies(rewriter: Rewriter, part: Rewrite, key: str) -> None:
@@ -57,7 +89,7 @@ def _rewrite_dependencies(rewriter: Rewriter, part: Rewrite, key: str) -> None:
     for name, wanted in dependencies.items():
         inner = f"{part.place}/{key}/{pointer_part(name)}"
         then = {"required": [name, *wanted]} if are_texts(wanted) else rewriter.schema(wanted, inner)
-        absent = {"properties": {name: False}}  # allows other types alone: the parser follows each alternative
+        absent = {"properties": {name: False}}  # the only alternative for other types: the parser follows all that fit
         part.conditions.append({"anyOf": [absent, both({"type": "object", "required": [name]}, then)]})
 
 
@@ -84,7 +116,7 @@ def _evaluated(
     patterns: dict[str, None],
     seen: set[int],
 ) -> bool:
-    """Add the names and patterns of the properties that a schema evaluates; return True if it evaluates all properties.
+    """Add the names and patterns of the properties that a schema evaluates. Return True if it evaluates all of them.
     `seen`: identities of the schemas on the path to this one."""
     rewriter.count(place)
     if not isinstance(schema, dict) or id(schema) in seen:

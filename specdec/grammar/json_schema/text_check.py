@@ -1,5 +1,5 @@
 """The check of finished texts, for keywords that no grammar enforces: `uniqueItems` of unlisted values, and
-`minProperties` of objects whose names may repeat. A grammar cannot remember all items or names."""
+`minProperties` of objects whose names may repeat or are optional. A grammar cannot remember all items or names."""
 
 from __future__ import annotations
 
