@@ -26,6 +26,10 @@ class PatternTooLargeError(PatternError):
     """An expression is too large to rewrite."""
 
 
+class WorkSpentError(PatternTooLargeError):
+    """The expressions of one request are together too large to rewrite."""
+
+
 class UnreadableError(ValueError):
     """An expression cannot be parsed here: it is not valid in ECMA-262, or uses Unicode classes."""
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from specdec.grammar.grammar import GrammarError
-from specdec.grammar.json_schema.rewriting import supported
+from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError
+from specdec.grammar.json_schema.rewriting import json_text, supported
 from tests.grammar.followed import Followed
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
@@ -117,6 +117,88 @@ def test_a_control_character_has_several_spellings() -> None:
     grammar = Followed.of_schema(schema | {"additionalProperties": False})
     assert grammar.takes('{"a\\n": 1}')
     assert not grammar.takes('{"a\\u000a": "x"}')
+
+
+@pytest.mark.parametrize("pattern", ["^x", "^(?=x)x"])
+def test_a_control_character_in_a_closed_schema(pattern: str) -> None:
+    """It is refused only where a pattern matches the name: the pattern would allow its other spellings."""
+
+    def schema(name: str) -> dict[str, Any]:
+        patterns = {"patternProperties": {pattern: STRING}, "additionalProperties": False}
+        return {"properties": {"b/": {"type": "object", "properties": {name: {"const": "safe"}}, **patterns}}}
+
+    grammar = Followed.of_schema(schema("a\n"))
+    assert grammar.takes('{"b/": {"a\\n": "safe", "x": "y"}}')
+    assert not grammar.takes('{"b/": {"a\\u000a": "evil"}}')
+    with pytest.raises(GrammarError, match=r'^/properties/b~1: the property "x\\n" cannot be .* let no pattern match'):
+        supported(schema("x\n"))
+
+
+def objects(number: int) -> dict[str, Any]:
+    """Return a cycle of definitions, each with two properties."""
+    names = [f"definition_{n}" for n in range(number)]
+    return {
+        name: {
+            "type": "object",
+            "properties": {f"number_of_{name}": INTEGER, f"next_after_{name}": {"$ref": f"#/$defs/{after}"}},
+            "required": [f"number_of_{name}"],
+        }
+        for name, after in zip(names, [*names[1:], names[0]], strict=True)
+    }
+
+
+def chain(number: int) -> dict[str, Any]:
+    """Return definitions of which each extends the next."""
+    first = {"type": "object", "properties": {"end": INTEGER}}
+    return {f"d{number}": first} | {
+        f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}], "properties": {f"p{n}": {"$ref": "#/$defs/d0"}}}
+        for n in range(number)
+    }
+
+
+def variants(number: int) -> dict[str, Any]:
+    """Return a union of definitions that extend one definition."""
+    return {
+        "d0": {"anyOf": [{"allOf": [{"$ref": "#/$defs/base"}, {"required": [f"p{n}"]}]} for n in range(number)]},
+        "base": {"type": "object", "properties": {f"p{n}": {"$ref": "#/$defs/d0"} for n in range(number)}},
+    }
+
+
+@pytest.mark.parametrize("definitions", [objects(620), chain(140), variants(100)], ids=["objects", "chain", "variants"])
+def test_large_schemas_fit(definitions: dict[str, Any]) -> None:
+    first = next(iter(definitions)) if "d0" not in definitions else "d0"
+    schema = {"$defs": definitions, "$ref": f"#/$defs/{first}"}
+    assert len(json_text(supported(schema))) <= MAX_SOURCE_BYTES
+
+
+def test_a_definition_that_is_its_own_alternative() -> None:
+    """Each definition has the names of the other."""
+    definitions = {
+        "A": {"anyOf": [{"$ref": "#/$defs/B"}, {"type": "object", "properties": {"a": INTEGER}}]},
+        "B": {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]},
+    }
+    for name in definitions:
+        grammar = Followed.of_schema({"$defs": definitions, "items": {"$ref": f"#/$defs/{name}"}})
+        assert grammar.takes('[{"a": 1, "b": "x"}, null]')
+        assert not grammar.takes('[{"\\u0061": "x"}]')
+
+
+def test_a_pattern_is_not_narrowed_because_others_spent_the_work() -> None:
+    """Only a pattern that is too large by itself excludes names outside it."""
+
+    def schema(number: int) -> dict[str, Any]:
+        inner = {
+            f"p{n}": {"type": "object", "patternProperties": {f"^(?:[a-z]_{n}){{1,12}}$": INTEGER}}
+            for n in range(number)
+        }
+        return {"type": "object", "properties": inner}
+
+    grammar = Followed.of_schema(schema(3))
+    assert grammar.takes('{"p0": {"a_0": 1, "b": "x"}, "p2": {"a_2": 1, "b": "x"}}')
+    with pytest.raises(
+        GrammarError, match=r"^/properties/p\d+/patternProperties: cannot be enforced: it makes too large"
+    ):
+        supported(schema(300))
 
 
 def test_a_closed_schema_stays_as_it_is() -> None:

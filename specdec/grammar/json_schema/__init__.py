@@ -2,8 +2,8 @@
 
 The rewritten schema is valid for the same values, with four exceptions. A bound that no 64-bit float can represent is
 narrowed. A property that distinguishes the parts of a `oneOf` becomes required. The item that matches `contains` is
-among the first items of its array. If no expression can be written for the names outside `patternProperties`, there are
-no such names.
+among the first items of its array. If an expression for the names outside `patternProperties` is too large, such names
+are not written.
 
 A keyword without an equivalent is refused with its place in the schema, a JSON pointer. Annotations are dropped, as are
 keywords that JSON Schema does not define, and formats that llguidance does not know (they are annotations, too: JSON

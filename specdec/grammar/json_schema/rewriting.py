@@ -61,7 +61,7 @@ def json_text(schema: Mapping[str, Any]) -> str:
     for ascii_alone in (False, True):
         found, size = list[str](), 0
         try:
-            for piece in json.JSONEncoder(ensure_ascii=ascii_alone).iterencode(schema):
+            for piece in json.JSONEncoder(ensure_ascii=ascii_alone, separators=(",", ":")).iterencode(schema):
                 found.append(piece)
                 size += len(piece.encode())
                 if size > MAX_SOURCE_BYTES:
@@ -106,7 +106,7 @@ class _SchemaRewriter(Rewriter):
         definitions = {}
         while self.pending:
             name, target, place = self.pending.pop()
-            definitions[name] = self.schema(target, place)
+            definitions[name] = self.schema(target, place), place
         result = SpelledNames(self, definitions).whole(result)
         return result | {key: self._root[key] for key in ("x-guidance",) if key in self._root}
 
