@@ -40,7 +40,7 @@ the caller may lose the answer."""
 LINGER_BYTES = 256 << 10
 LINGER_PAUSE_SECONDS = 0.03
 """Bytes of such a body read between pauses, and seconds of a pause: reading costs the event loop 4 ms per MiB. The
-longest body takes a second, so its caller gets the answer."""
+longest allowed body takes a second, so its caller gets the answer. The caller of a longer one may lose it."""
 
 SMALL_BODY_BYTES = 64 << 10
 SMALL_BODY_SECONDS = 0.05

@@ -32,6 +32,9 @@ HEADERS = (
     (b"x-accel-buffering", b"no"),  # tells proxies not to buffer
 )
 
+PING = "specdec.ping"
+"""Key of the ASGI messages that are pings, not parts of the answer."""
+
 FAILED = "specdec.failed"
 """ASGI scope key for the HTTP status that a failed stream would have had before its first event."""
 
@@ -127,7 +130,7 @@ class EventStream:
             if left > 0:
                 await asyncio.sleep(left)
                 continue
-            await send({"type": "http.response.body", "body": self._ping, "more_body": True})
+            await send({"type": "http.response.body", "body": self._ping, "more_body": True, PING: True})
             self._last = loop.time()
 
     async def _end_failed(self, error: ApiError, scope: Scope, send: Send) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from prometheus_client.metrics_core import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.openai_api.event_stream import FAILED
+from specdec.openai_api.event_stream import FAILED, PING
 from specdec.openai_api.routes import METRICS, PROBES
 from specdec.serving.histogram import Histogram
 from specdec.serving.metrics.families import Families
@@ -41,7 +41,7 @@ class Counted:
             nonlocal status, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
-            elif not sent:
+            elif not sent and PING not in message:
                 sent = True
                 self._first_byte.observe(time.monotonic() - begin)
             await send(message)
@@ -69,7 +69,13 @@ class Counted:
             self._ended,
         )
         families.histogram(
-            "time_to_first_byte_seconds", "Seconds from the request to the first part of the answer.", self._first_byte
+            "time_to_first_byte_seconds",
+            "Seconds from the request to the first part of the answer, pings aside; without probes and scrapes.",
+            self._first_byte,
         )
-        families.histogram("request_seconds", "Seconds from the request to the end of the answer.", self._seconds)
+        families.histogram(
+            "request_seconds",
+            "Seconds from the request to the end of the answer, without probes and scrapes.",
+            self._seconds,
+        )
         return families.made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import anthropic
@@ -15,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from specdec.openai_api.anthropic_answer import PING
 from specdec.openai_api.event_stream import COMMENT, EventStream, typed_event_of
 from specdec.openai_api.json_text import Json
+from specdec.openai_api.metrics import Counted
 from tests.openai_api.test_http_server import serving
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -61,13 +63,57 @@ async def test_a_quiet_stream_sends_pings(ping: bytes) -> None:
     assert text.index(ping) < text.index(b'{"number":1}') < text.rindex(ping) < text.index(b'{"number":2}')
 
 
-async def test_a_stream_with_events_sends_no_pings() -> None:
-    async def events() -> AsyncGenerator[Json, None]:
-        for number in range(100):
-            yield {"number": number}
+async def test_an_event_postpones_the_ping() -> None:
+    quiet_seconds, loop, pinged = 0.05, asyncio.get_running_loop(), asyncio.Event()
+    sent: list[tuple[float, bytes]] = []
 
-    async with serving(EventStream(events(), quiet_seconds=3600.0)) as server, asyncio.timeout(20):
-        assert COMMENT not in await received(f"127.0.0.1:{server.port}")
+    async def events() -> AsyncGenerator[Json, None]:
+        end = loop.time() + 2 * quiet_seconds
+        while loop.time() < end:
+            yield {}
+            await asyncio.sleep(0)
+        await pinged.wait()
+
+    async def receive() -> Message:
+        return await loop.create_future()
+
+    async def send(message: Message) -> None:
+        sent.append((loop.time(), message.get("body", b"")))
+        if message.get("body") == COMMENT:
+            pinged.set()
+
+    async with asyncio.timeout(20):
+        await EventStream(events(), quiet_seconds=quiet_seconds)({"type": "http", "path": "/"}, receive, send)
+    (before, _), (first, _) = next(pair for pair in pairwise(sent) if pair[1][1] == COMMENT)
+    assert first - before >= quiet_seconds
+
+
+async def test_a_ping_is_not_the_first_byte() -> None:
+    """Time to first byte counts the answer alone."""
+    found = list[float]()
+
+    async def given() -> AsyncGenerator[Json, None]:
+        await pinged.wait()
+        found.append(first_bytes())
+        yield {}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def noting(message: Message) -> None:
+            await send(message)
+            if message.get("body") == COMMENT:
+                pinged.set()
+
+        await EventStream(given(), quiet_seconds=0.01)(scope, receive, noting)
+
+    def first_bytes() -> float:
+        samples = [sample for metric in counted.metrics() for sample in metric.samples]
+        name = "specdec_openai_time_to_first_byte_seconds_count"
+        return next(sample.value for sample in samples if sample.name == name)
+
+    pinged, counted = asyncio.Event(), Counted(app, [])
+    async with serving(counted) as server, asyncio.timeout(20):
+        await received(f"127.0.0.1:{server.port}")
+    assert [*found, first_bytes()] == [0, 1]
 
 
 async def test_the_official_clients_skip_pings() -> None:
