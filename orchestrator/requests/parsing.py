@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -107,7 +108,8 @@ def parse(
     defaults = _defaults(message, model)
     sampling = _sampling(message.sampling, _with_fallback(defaults, message))
     reasoning = _reasoning(message, model, prompt, violations)
-    end_tokens = frozenset(message.stop_tokens) | _unshown_stops(message, model, reasoning)
+    stops = _unshown_stops(message, model, reasoning)
+    end_tokens = frozenset(message.stop_tokens) | stops
     end_tokens |= frozenset() if message.ignore_end_token else model.end_tokens
     if len(end_tokens) > MAX_STOP_TOKENS:  # the request that resumes a text gives all of them as stop tokens
         problem = (
@@ -135,6 +137,7 @@ def parse(
         grammar = reasoning.before(grammar)
     if grammar is not None:
         violations += grammar_violations(grammar, end_tokens, model.vocabulary, grammar_field(message))
+        violations += _ending_marks(message, grammar, end_tokens, stops)
     speculation = _speculation(message, sampling, violations)
     if violations:
         raise InvalidRequestError(violations)
@@ -391,6 +394,31 @@ def grammar_field(message: generation_pb2.GenerateRequest) -> str:
     if message.HasField("grammar"):
         return f"grammar.{message.grammar.WhichOneof('kind')}"
     return "json_schema" if message.json_schema else "chat.tools"
+
+
+def _ending_marks(
+    message: generation_pb2.GenerateRequest,
+    grammar: model_pb2.Grammar,
+    end_tokens: frozenset[int],
+    stops: frozenset[int],
+) -> Iterator[tuple[str, str]]:
+    """Yield violations of a grammar whose marks end the text. Unless the caller set them, they are the marks of
+    reasoning. `stops`: the end tokens from stop strings."""
+    is_own = message.grammar.HasField("after_token") or message.grammar.HasField("opening_token")
+    for name in ("after_token", "opening_token"):
+        closes = name == "after_token"
+        mark = "closing_token" if closes else "opening_token"
+        why = "the grammar would never apply" if closes else "a text that begins with it would end at once"
+        token = getattr(grammar, name)
+        if not grammar.HasField(name) or token not in end_tokens:
+            continue
+        if is_own:
+            yield f"grammar.{name}", f"is {token}, which ends the text (stop, stop_tokens): {why}"
+        elif token in stops or token in message.stop_tokens:
+            field = "stop" if token in stops else "stop_tokens"
+            yield field, f"has the {mark.replace('_', ' ')} of the reasoning ({token}), must not with a grammar: {why}"
+        else:
+            yield f"reasoning.{mark}", f"is {token}, which ends the text: {why}"
 
 
 def _unshown_stops(

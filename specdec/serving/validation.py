@@ -185,11 +185,6 @@ def grammar_violations(
         for name in ("after_token", "opening_token")
         if (token := getattr(message, name)) >= vocabulary
     ]
-    found += [
-        (f"grammar.{name}", f"is {token}, which ends the text (stop, stop_tokens), so that the grammar never applies")
-        for name in ("after_token", "opening_token")
-        if message.HasField(name) and (token := getattr(message, name)) in end_tokens
-    ]
     if message.HasField("opening_token") and not message.HasField("after_token"):
         found.append(("grammar.opening_token", "is set, which requires after_token"))
     return found

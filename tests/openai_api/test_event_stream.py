@@ -75,7 +75,8 @@ async def test_an_event_postpones_the_ping() -> None:
         await pinged.wait()
 
     async def receive() -> Message:
-        return await loop.create_future()
+        message: Message = await loop.create_future()
+        return message
 
     async def send(message: Message) -> None:
         sent.append((loop.time(), message.get("body", b"")))

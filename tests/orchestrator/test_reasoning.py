@@ -15,7 +15,7 @@ from orchestrator.requests.reasoning import Reasoning
 from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.errors import InvalidRequestError
 from specdec.v2 import generation_pb2, model_pb2
-from tests.models import make
+from tests.models import END, make
 from tests.reasoning import CLOSE, OPEN, TEMPLATE, reasoning_model
 
 
@@ -65,11 +65,26 @@ def test_a_grammar_is_about_the_answer(model: ServedModel) -> None:
         parse(request_of(ASKED, {}, grammar=model_pb2.Grammar(regex="a+", opening_token=5)), model)
 
 
-def test_a_grammar_that_a_stop_string_keeps_from_beginning_is_refused(model: ServedModel) -> None:
-    """No token may end the text before the mark, so the mark could never come."""
-    for fields, field in (({"stop": ["</think>"]}, "after_token"), ({"stop_tokens": [OPEN]}, "opening_token")):
-        with pytest.raises(InvalidRequestError, match=rf"grammar\.{field}: is \d+, which ends the text"):
-            parse(request_of(ASKED, {}, grammar=model_pb2.Grammar(regex="a+"), **fields), model)
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"stop": ["x", "</think>"]}, rf"^stop: has the closing token of the reasoning \({CLOSE}\).* never apply$"),
+        ({"stop_tokens": [CLOSE]}, r"^stop_tokens: has the closing token of the reasoning"),
+        ({"stop_tokens": [OPEN]}, r"^stop_tokens: has the opening token .* begins with it would end at once$"),
+        ({"after": 70, "stop_tokens": [70]}, r"^grammar\.after_token: is 70, which ends the text"),
+        ({"closing": END, "stop": ["x"]}, rf"^reasoning\.closing_token: is {END}, which ends the text"),
+    ],
+)
+def test_a_grammar_whose_marks_end_the_text_is_refused(
+    model: ServedModel, fields: dict[str, Any], problem: str
+) -> None:
+    """No token may end the text before the mark, so the mark could never come. The refusal names what the caller
+    set."""
+    grammar = model_pb2.Grammar(regex="a+", after_token=fields.pop("after", None))
+    if closing := fields.pop("closing", None):
+        fields["reasoning"] = generation_pb2.Reasoning(opening_token=OPEN, closing_token=closing)
+    with pytest.raises(InvalidRequestError, match=problem):
+        parse(request_of(ASKED, {}, grammar=grammar, **fields), model)
 
 
 def test_a_request_may_say_where_its_reasoning_is(model: ServedModel) -> None:
