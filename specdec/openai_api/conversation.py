@@ -23,10 +23,10 @@ ROLES = {"developer": "system"}
 """Roles with another name in templates."""
 
 OF_TOOLS = frozenset({"type", "function", "name", "description", "parameters", "strict"})
-OF_CALLS = frozenset({"id", "type", "function", "name", "arguments", "index"})
-"""Fields of tools and of calls, at either level. Others are ignored, and listed in the answer. The client refuses those
-in a `function` that belong outside, and a tool's outside that belong inside. A call's `index` is its place in a
-stream."""
+OF_CALLS = frozenset({"id", "type", "function", "index"})
+OF_CALLED = OF_CALLS | {"name", "arguments"}
+"""Fields of tools (also of their `function`), of calls and of calls' `function`. Others are ignored, and listed in the
+answer. The client refuses a known field at the wrong level. A call's `index` is its place in a stream."""
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
@@ -122,7 +122,7 @@ def _message(message: object, name: str, ignored: list[str], *, last: bool) -> d
     own = {key: message[key] for key in OF_TURN if message.get(key) is not None}
     if isinstance(calls := own.get("tool_calls"), list):
         own["tool_calls"] = [
-            _tool(call, f"{name}.tool_calls[{index}]", ignored, OF_CALLS) for index, call in enumerate(calls)
+            _tool(call, f"{name}.tool_calls[{index}]", ignored, OF_CALLS, OF_CALLED) for index, call in enumerate(calls)
         ]
     return {"role": ROLES.get(role, role), "content": content, **own, **dict(_reasoning(message, name))}
 
@@ -157,13 +157,16 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> Iterator[tuple[str, 
         raise wrong("tool_choice", choice, "auto, none, required, or a function")
 
 
-def _tool(tool: Any, name: str, ignored: list[str], known: frozenset[str] = OF_TOOLS) -> Any:
-    """Return a tool or a call with only `known` fields, without others such as `cache_control`."""
+def _tool(
+    tool: Any, name: str, ignored: list[str], known: frozenset[str] = OF_TOOLS, inner: frozenset[str] = OF_TOOLS
+) -> Any:
+    """Return a tool or a call with only `known` fields, and `inner` fields of its function, without others such as
+    `cache_control`."""
     if not isinstance(tool, dict) or "function" not in tool:
         return tool
     function = tool["function"]
     if isinstance(function, dict):
-        function = _known(function, f"{name}.function", ignored, known)
+        function = _known(function, f"{name}.function", ignored, inner)
     return {**_known(tool, name, ignored, known), "function": function}
 
 

@@ -38,7 +38,7 @@ ECHOED: Json = {
 
 LABELS = ("prompt_cache_key", "safety_identifier", "user")
 MAX_LABEL_CHARACTERS = 4096
-"""Fields for the caller's own use, and their maximum length: a response is kept and sent several times."""
+"""Fields for the caller's own use, and their maximum length."""
 
 MAX_METADATA = 16
 MAX_METADATA_NAME = 64

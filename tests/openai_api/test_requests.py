@@ -424,10 +424,10 @@ def test_unknown_fields_are_ignored_and_named() -> None:
     called: Json = {"id": "i", "type": "function", "function": {"name": "w", "arguments": "{}"}}
     asked = {"tools": [tool], "messages": [*MESSAGES, {"role": "assistant", "tool_calls": [called]}]}
     odd_tool = tool | {"function": {**tool["function"], "title": "W", "cache_control": {}}}  # type: ignore[dict-item]
-    odd = called | {"function": {**called["function"], "parsed_arguments": {}}, "index": 0, "extra": 1}
+    odd = called | {"function": {**called["function"], "parsed_arguments": {}}, "index": 0, "name": "x", "extra": 1}
     found = chat(tools=[odd_tool], messages=[*MESSAGES, {"role": "assistant", "tool_calls": [odd]}])
     call = f"messages[{len(MESSAGES)}].tool_calls[0]"
-    ignored = (f"{call}.function.parsed_arguments", f"{call}.extra", "tools[0].function.title")
+    ignored = (f"{call}.function.parsed_arguments", f"{call}.name", f"{call}.extra", "tools[0].function.title")
     assert found.ignored == (*ignored, "tools[0].function.cache_control")
     assert found.message(0) == chat(**asked).message(0)
     assert chat(**{f"field{number}": number for number in range(100)}).ignored[-1] == "field31"
