@@ -6,7 +6,6 @@ import functools
 import math
 import os
 import signal
-import stat
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -84,16 +83,15 @@ def say(line: str) -> None:
     print(f"specdec: {line}", file=sys.stderr, flush=True)
 
 
-def end_with_parent() -> None:
-    """End this process by SIGTERM when its stdin, a pipe that the parent holds open, is closed."""
+def end_with_stdin() -> None:
+    """End this process by SIGTERM when its stdin, a pipe that the parent holds open, is closed. Reads all of stdin."""
 
     def wait() -> None:
         while os.read(0, 1024):  # not by sys.stdin, whose lock would be held when the interpreter ends
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
-    if stat.S_ISFIFO(os.fstat(0).st_mode):
-        threading.Thread(target=wait, name="stdin", daemon=True).start()
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
 
 
 def described(error: SpecdecError) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from specdec.cli.failure import end_on_sigterm, end_with_parent, fail, say
+from specdec.cli.failure import end_on_sigterm, end_with_stdin, fail, say
 from specdec.exit_status import ExitStatus
 from specdec.extras import check_installed
 
@@ -21,6 +21,7 @@ def import_gguf(
         Literal["auto", "bfloat16", "float16", "float32"],
         typer.Option(help="Data type of the weights; auto: the file's own, bfloat16 if they are quantised."),
     ] = "auto",
+    stop_with_stdin: Annotated[bool, typer.Option("--stop-with-stdin", hidden=True)] = False,
 ) -> None:
     """Convert a GGUF file to a model directory. Services also take the file itself, and convert it into the cache."""
     check_installed("numpy", "structlog", "torch", "transformers", "accelerate", "gguf")  # they take seconds to import
@@ -34,7 +35,8 @@ def import_gguf(
         check_replaceable(out, MARKER)
         say(f"converting {file} ({file.stat().st_size / 1e9:.3g} GB) to {out}")
         end_on_sigterm()
-        end_with_parent()
+        if stop_with_stdin:
+            end_with_stdin()
         from specdec.serving.process import logs
 
         logs.configure("import-gguf", "warning")  # before the import of libraries that write to stderr

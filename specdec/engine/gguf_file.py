@@ -58,7 +58,7 @@ def _converted(file: Path) -> Path:
     if not (target / MARKER).is_file() and (why := _unwritable(target.parent)):
         target = _without_cache(why) / digest.hexdigest()[:24] / file.stem
     if not (target / MARKER).is_file():
-        command = [sys.executable, "-m", "specdec.cli", "import-gguf", str(file), str(target)]
+        command = [sys.executable, "-m", "specdec.cli", "import-gguf", "--stop-with-stdin", str(file), str(target)]
         # If this process dies, the child's stdin closes, and the child removes its partial output.
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
             status = process.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,14 @@ def test_a_file_is_converted_once(file: Path, model: ModelDirectory, tmp_path: P
     second = open_model(file)
     assert second.path == first.path
     assert (second.path / "model.safetensors").stat().st_mtime_ns == written
+
+
+@pytest.mark.verify
+def test_a_conversion_by_command_leaves_stdin_to_the_script(file: Path, tmp_path: Path) -> None:
+    """As in a loop that reads the names of files from its stdin."""
+    convert = f"{sys.executable} -m specdec.cli import-gguf {file} {tmp_path / 'out'}"
+    done = subprocess.run(f"{convert} && cat", shell=True, input="next\n", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'out'}\nnext\n"), done.stderr
 
 
 @pytest.mark.verify
