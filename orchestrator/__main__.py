@@ -170,11 +170,11 @@ def main(
     if workers > 1:
 
         async def start() -> None:
+            logs.configure("orchestrator", server.log_level)
             # Report start errors once, not from every worker.
             if models is None:
                 check_text(await asyncio.to_thread(open_model, Path(model or "")), chat_template)
             else:
-                logs.configure("orchestrator", server.log_level)
                 try:
                     ModelsFile(models).read()
                 except ModelsFileError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Annotated
@@ -47,6 +48,10 @@ def doctor(
     """
     if heads is not None and model is None:
         fail("--heads needs --model", ExitStatus.USAGE)
+    with contextlib.suppress(ModuleNotFoundError):  # the client alone has no logs
+        from specdec.serving.process import logs
+
+        logs.configure("doctor", "warning")  # to stderr: structlog's default is stdout
     from specdec.doctor.report import DoctorOptions, DoctorReport
     from specdec.doctor.table import lines
 

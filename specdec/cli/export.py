@@ -43,16 +43,15 @@ def export(
     from specdec.engine.placement import Placement
     from specdec.engine.preflight.check import Wanted, check_model
     from specdec.engine.start_phases import progress_to
+    from specdec.serving.process import logs
 
+    logs.configure("export", "warning")  # before checks that log, and libraries that write to stderr
     try:
         check_replaceable(out, DESCRIPTION)
         directory = check_model(Wanted(model, Placement("eager")))
         there = ", replacing the export there" if (out / DESCRIPTION).is_file() else ""
         say(f"exporting {model} to {out} in {dtype}{there}; large models take minutes")
         end_on_sigterm()
-        from specdec.serving.process import logs
-
-        logs.configure("export", "warning")  # before the import of libraries that write to stderr
         from specdec.engine.onnx.export import export as run  # takes seconds: report problems first
 
         found = run(directory, out, dtype, BITS[bits], progress_to(say))

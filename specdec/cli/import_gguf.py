@@ -29,7 +29,9 @@ def import_gguf(
     from specdec.engine.model_directory import ModelDirectoryError
     from specdec.engine.model_folder import check_replaceable
     from specdec.engine.start_phases import progress_to
+    from specdec.serving.process import logs
 
+    logs.configure("import-gguf", "warning")  # before the import of libraries that write to stderr
     try:
         check_gguf(file)
         check_replaceable(out, MARKER)
@@ -37,9 +39,6 @@ def import_gguf(
         end_on_sigterm()
         if stop_with_stdin:
             end_with_stdin()
-        from specdec.serving.process import logs
-
-        logs.configure("import-gguf", "warning")  # before the import of libraries that write to stderr
         from specdec.engine.hf.gguf_conversion import convert  # takes seconds: report problems first
 
         convert(file, out, None if dtype == "auto" else dtype, progress_to(say))

@@ -154,7 +154,9 @@ def train_draft(
     check_installed("numpy", "safetensors", "structlog", "torch", "transformers")  # they take seconds to import
     from specdec.engine.placement import Placement
     from specdec.engine.preflight.check import Wanted, check_model
+    from specdec.serving.process import logs
 
+    logs.configure("train-draft", "warning")  # before checks that log, and libraries that write to stderr
     if niced:
         os.nice(NICENESS)  # before other threads start: on Linux each thread inherits its parent's priority
     with failing_in_one_line():
@@ -167,9 +169,6 @@ def train_draft(
                 fail(f"--length: is {length}, must be at most {context}, the {name}'s context", ExitStatus.USAGE)
         take_place(out, resume=resume, texts=[*(text or ()), *(replay or ())])
         end_on_sigterm()
-        from specdec.serving.process import logs
-
-        logs.configure("train-draft", "warning")  # before the import of libraries that write to stderr
         import torch
 
         from specdec.training.draft import DraftPlan

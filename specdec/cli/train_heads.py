@@ -120,16 +120,15 @@ def train_heads(
     check_installed("numpy", "safetensors", "structlog", "torch", "transformers")  # they take seconds to import
     from specdec.engine.placement import Placement
     from specdec.engine.preflight.check import Wanted, check_model
+    from specdec.serving.process import logs
 
+    logs.configure("train-heads", "warning")  # before checks that log, and libraries that write to stderr
     with failing_in_one_line():
         directory = check_model(Wanted(target, Placement("eager", device=device)))
         if length > directory.context:
             fail(f"--length: is {length}, must be at most {directory.context}, the target's context", ExitStatus.USAGE)
         take_place(out, resume=resume, texts=text or ())
         end_on_sigterm()
-        from specdec.serving.process import logs
-
-        logs.configure("train-heads", "warning")  # before the import of libraries that write to stderr
         from specdec.training.block import BlockPlan
         from specdec.training.eagle3 import Eagle3Plan
         from specdec.training.heads_command import HeadsOptions, prepared

@@ -176,10 +176,12 @@ def up(
     from specdec.local import LocalError, ModelPaths, Stack
     from specdec.local.child import DRAIN_SECONDS
     from specdec.local.upkeep import Upkeep
+    from specdec.serving.process import logs
     from specdec.serving.process.listening import ListenError, check_apart, check_free
     from specdec.settings import check_settings
     from specdec.text.check import check_text
 
+    logs.configure("up", "warning")  # a line lost because stderr is gone or its disk full must not stop the services
     stop: list[int] = []
     given = {"dtype": dtype, "device": device, "threads": threads, "kv_tokens": kv_tokens}
     of_verifier: Values = {name: value for name, value in given.items() if value is not None} | passed["verifier"]

@@ -139,10 +139,25 @@ class LossyStream(io.TextIOBase):
 
 
 def guard_stderr() -> LossyStream:
-    """Replace `sys.stderr` by a `LossyStream`, for all writers in this process."""
-    if not isinstance(sys.stderr, LossyStream):
-        sys.stderr = LossyStream(_descriptor(sys.stderr))
-    return sys.stderr
+    """Return a `LossyStream` in place of `sys.stderr`, for all writers in this process. A stream in memory, as of a
+    test's runner, stays in place: it never blocks."""
+    if isinstance(sys.stderr, LossyStream):
+        return sys.stderr
+    guarded = LossyStream(_descriptor(sys.stderr))
+    if not _in_memory(sys.stderr):
+        sys.stderr = guarded
+    return guarded
+
+
+def _in_memory(stream: TextIO | None) -> bool:
+    try:
+        if stream is not None:
+            stream.fileno()
+    except io.UnsupportedOperation:
+        return True
+    except (OSError, ValueError):  # closed
+        pass
+    return False
 
 
 def _descriptor(stream: TextIO | None) -> int:
