@@ -94,6 +94,7 @@ def unprefixed(arguments: Iterable[str], command: Callable[..., None]) -> str | 
     """Return an error message about the first of a command's arguments that is an option of a service without its
     prefix; None if there is none."""
     own = {*inspect.signature(command).parameters, *ALSO_BARE}
+    own |= {f"{role}_{name}" for role in PACKAGES if _installed(role) for name, _ in _parameters(role)}
     for argument in arguments:
         option = argument.partition("=")[0]
         name = option.removeprefix("--").replace("-", "_")
