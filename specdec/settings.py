@@ -8,6 +8,7 @@ secret: options name files that contain secrets.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -98,15 +99,32 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
     return run
 
 
-def check_settings(service: str, command: Callable[..., None]) -> None:
-    """Raise the typer.BadParameter with which a service's command would refuse its environment and file."""
-    app = typer.Typer(add_completion=False)
-    app.command()(configurable(service, command))
-    made = typer.main.get_command(app)
+def check_settings(service: str, command: Callable[..., None]) -> dict[str, Any]:
+    """Return the values that a service's command would take from its environment and file, by parameter name;
+    typer.BadParameter as it would raise for them."""
+    made = _made(configurable(service, command))
     context = typer.Context(made, info_name=f"specdec {service}")
     (config,) = [parameter for parameter in made.params if parameter.name == "config"]
     value, _ = config.consume_value(context, {})
     config.process_value(context, value)
+    texts = context.default_map or {}
+    found: dict[str, Any] = {}
+
+    @functools.wraps(command)
+    def keep(**values: Any) -> None:
+        found.update({name: values[name] for name in texts})
+
+    made = _made(keep)
+    parameters = (parameter for parameter in made.params if parameter.name in texts)
+    made.callback(**{each.name: each.process_value(context, texts[each.name]) for each in parameters})
+    return found
+
+
+def _made(command: Callable[..., None]) -> Any:
+    """Return the command that typer makes of a function."""
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return typer.main.get_command(app)
 
 
 def _environment(prefix: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -147,7 +148,7 @@ def test_wrong_values_and_files_are_named(file: Path) -> None:
 
 
 def test_settings_can_be_checked_before_the_service_starts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_settings("verifier", main)  # --model may come from elsewhere
+    assert check_settings("verifier", main) == {}  # --model may come from elsewhere
     monkeypatch.setenv("SPECDEC_VERIFIER_KV_TOKENS", "lots")
     with pytest.raises(typer.BadParameter, match="valid integer") as refused:
         check_settings("verifier", main)
@@ -159,6 +160,46 @@ def test_settings_can_be_checked_before_the_service_starts(file: Path, monkeypat
     file.write_text("port: often\n")
     with pytest.raises(typer.BadParameter, match="valid integer"):
         check_settings("verifier", main)
+
+
+def test_settings_are_read_as_the_service_reads_them(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("draft: [a:1, b:2]\nwindow: [2, 3]\nkv-tokens: 600\nmodel: /filed\n")
+    for name, value in {"CONFIG": str(file), "KV_TOKENS": "700", "EXACT": "false"}.items():
+        monkeypatch.setenv(f"SPECDEC_VERIFIER_{name}", value)
+    assert check_settings("verifier", main) == {
+        "draft": ["a:1", "b:2"],
+        "window": (2, 3),
+        "kv_tokens": 700,
+        "model": Path("/filed"),
+        "exact": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "problem"),
+    [
+        ({"SPECDEC_VERIFIER_ENGINE": "vllm"}, (), "vLLM is not installed"),
+        ({"SPECDEC_VERIFIER_HEADS": "FOLDER"}, (), "FOLDER"),
+        ({"SPECDEC_VERIFIER_DRAFT_MODEL": "FOLDER"}, (), "FOLDER: no config.json"),
+        ({"SPECDEC_DRAFT_HEADS": "FOLDER"}, ("--local-draft", "m"), "--local-draft: cannot be combined"),
+        ({"SPECDEC_ORCHESTRATOR_CONFIG": "FILE"}, (), "TEMPLATE"),
+    ],
+)
+def test_up_checks_what_it_will_start(
+    variables: dict[str, str], words: tuple[str, ...], problem: str, file: Path
+) -> None:
+    (template := file.with_name("template")).write_text("{% if %}")
+    file.write_text(f"chat-template: {template}\n")
+    names = {"FOLDER": file.parent, "FILE": file, "TEMPLATE": template}
+
+    def spelled(text: str) -> str:
+        return functools.reduce(lambda text, name: text.replace(name, str(names[name])), names, text)
+
+    env = {name: spelled(value) for name, value in variables.items()}
+    refused = CliRunner().invoke(app, ["up", "--port", "0", *words], env=env)
+    assert refused.exit_code in (1, 2)
+    assert spelled(problem) in refused.stderr
+    assert "starts" not in refused.stderr
 
 
 def test_up_refuses_a_wrong_variable_before_it_starts_a_service() -> None:

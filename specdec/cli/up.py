@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ import typer
 
 from specdec import ports
 from specdec.cli.failure import fail, program, say
-from specdec.cli.passed_on import Values, arguments
+from specdec.cli.passed_on import SET_BY_UP, Values, arguments
 from specdec.cli.pod_stats import NoSuchServiceError, ask
 from specdec.command_line import Host, LogLevel
 from specdec.engine.cpu_count import MAX_THREADS
@@ -28,6 +27,9 @@ from specdec.local.stack import Stack
 from specdec.roles import PACKAGES, load
 
 ANSWER_SECONDS = 5.0
+
+ALWAYS_SET = SET_BY_UP | {"log_level", "drain_seconds"}
+"""Options of services that this command always gives: their environment and files have no influence on them."""
 
 
 def description(stack: Stack) -> dict[str, Any]:
@@ -178,16 +180,24 @@ def up(
     from specdec.local.upkeep import Upkeep
     from specdec.serving.process import logs
     from specdec.serving.process.listening import ListenError, check_apart, check_free
-    from specdec.settings import check_settings
     from specdec.text.check import check_text
 
     logs.configure("up", "warning")  # a line lost because stderr is gone or its disk full must not stop the services
     stop: list[int] = []
     given = {"dtype": dtype, "device": device, "threads": threads, "kv_tokens": kv_tokens}
-    of_verifier: Values = {name: value for name, value in given.items() if value is not None} | passed["verifier"]
-    of_draft = passed["draft"]
-    of_orchestrator: Values = {"host": host} | passed["orchestrator"]
-    of_openai: Values = {"host": host} | passed["openai"]
+    own: dict[str, Values] = {  # of this command: they take precedence, also by default
+        "verifier": {name: value for name, value in given.items() if value is not None},
+        "draft": {},
+        "orchestrator": {"host": host},
+        "openai": {"host": host},
+    }
+    not_started = {"draft": draft == "none", "openai": openai_port is None}
+    elsewhere = {role: {} if not_started.get(role) else _elsewhere(role) for role in own}
+    local_draft = local_draft or elsewhere["verifier"].get("draft_model")
+    of_verifier, of_draft, of_orchestrator, of_openai = (
+        {name: value for name, value in elsewhere[role].items() if name not in ALWAYS_SET} | own[role] | passed[role]
+        for role in own
+    )
     draining = (of_verifier, of_draft, of_orchestrator, of_openai)
     drain = max(float(values.get("drain_seconds", DRAIN_SECONDS)) for values in draining)
     for values in draining:  # a text ends when the first service stops, so all get the same drain time
@@ -197,8 +207,8 @@ def up(
         if passed["openai"] and openai_port is None:
             options = ", ".join(f"--openai-{name.replace('_', '-')}" for name in passed["openai"])
             fail(f"{options}: needs --openai-port, which starts the HTTP API", ExitStatus.USAGE)
-        secured = _has("orchestrator", of_orchestrator, "tls_cert")
-        if openai_port is not None and secured and not _has("openai", of_openai, "orchestrator_tls_ca"):
+        secured = "tls_cert" in of_orchestrator
+        if openai_port is not None and secured and "orchestrator_tls_ca" not in of_openai:
             fail(
                 "--openai-port: does not reach an orchestrator with --orchestrator-tls-cert "
                 "(SPECDEC_ORCHESTRATOR_TLS_CERT); give --openai-orchestrator-tls-ca FILE too",
@@ -209,25 +219,23 @@ def up(
         others = {"--draft": draft, "--local-draft": local_draft, "--verifier-heads": of_verifier.get("heads")}
         if runs_heads and (given_too := [option for option, value in others.items() if value is not None]):
             fail(
-                f"{given_too[0]}: cannot be combined with --draft-heads, which proposes in its place", ExitStatus.USAGE
+                f"{given_too[0]}: cannot be combined with --draft-heads (SPECDEC_DRAFT_HEADS), which proposes in its "
+                "place",
+                ExitStatus.USAGE,
             )
         if runs_heads:
             models = models._replace(draft=models.target)
             of_draft.setdefault("engine", "torch")
             of_verifier.setdefault("features", of_draft["heads"])
-        not_started = {"draft": models.draft is None, "openai": openai_port is None}
         for role, values in (("verifier", of_verifier), ("draft", of_draft)):
-            if not_started.get(role):
+            if role == "draft" and models.draft is None:
                 continue
-            if _has(role, values, "tls_cert") and not _has("orchestrator", of_orchestrator, "peer_tls_ca"):
+            if "tls_cert" in values and "peer_tls_ca" not in of_orchestrator:
                 fail(
                     f"--{role}-tls-cert (SPECDEC_{role.upper()}_TLS_CERT): the orchestrator does not reach a {role} "
                     "with TLS; give --orchestrator-peer-tls-ca FILE too",
                     ExitStatus.USAGE,
                 )
-        for role in PACKAGES:
-            if not not_started.get(role):
-                check_settings(role, load(f"{PACKAGES[role]}.__main__").main)
         listening = {
             "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
@@ -257,9 +265,9 @@ def up(
         for values, at in listening.values():
             values["port"] = at
         check_free(addresses)
-        tenants = of_orchestrator.get("tenants") or os.environ.get("SPECDEC_ORCHESTRATOR_TENANTS")
-        if tenants:
-            _check_tenants(Path(tenants))
+        tenants: Path | None = of_orchestrator.get("tenants")
+        if tenants is not None:
+            _check_tenants(tenants)
         for line in memory_lines(memory_of({role: (wanted[role], opened[role]) for role in wanted}, heads=heads)):
             say(line)
 
@@ -284,9 +292,9 @@ def up(
             forced=lambda: len(stop) > 1,
         ) as stack:
             found = description(stack)
-            https = _has("openai", of_openai, "tls_cert")
+            https = "tls_cert" in of_openai
             has_model = any(path is not None for path in (models.draft, models.local_draft, given_heads))
-            shown = lines(found, https=https, by_key=bool(tenants), has_model=has_model)
+            shown = lines(found, https=https, by_key=tenants is not None, has_model=has_model)
             print(json.dumps(found) if json_output else "\n".join(shown), flush=True)
             upkeep = Upkeep(stack, say)
             while not stop:
@@ -301,9 +309,11 @@ def up(
         fail(str(error))
 
 
-def _has(role: str, values: Values, option: str) -> bool:
-    """Return whether a service's option is given, on the command line or as an environment variable."""
-    return option in values or bool(os.environ.get(f"SPECDEC_{role}_{option}".upper()))
+def _elsewhere(role: str) -> Values:
+    """Return the options of a service from its environment and file; typer.BadParameter if it would refuse them."""
+    from specdec.settings import check_settings  # imports YAML, absent in client-only installations
+
+    return check_settings(role, load(f"{PACKAGES[role]}.__main__").main)
 
 
 def _check_tenants(file: Path) -> None:
