@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,20 +23,21 @@ class ResultsFile:
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         """Create the file, or index the existing one of an interrupted run."""
-        self.path = path
+        self.path = path.resolve()  # a link stays one when the file is replaced
         self._places: dict[int, tuple[int, int]] = {}  # prompt's line: (offset, length) in the file
         self._digests: dict[int, tuple[int, str]] = {}  # prompt's line: (line here, prompt's digest)
         self._dropped = False
+        self._failed = 0
         try:
-            if not resume:
-                self._file: BinaryIO = path.open("xb+")
-            else:
-                self._file = path.open("rb+" if path.exists() else "xb+")
-                try:
-                    self._index()
-                except BaseException:
-                    self._file.close()
-                    raise
+            self._file: BinaryIO = self.path.open("rb+" if resume and self.path.exists() else "xb+")
+            try:
+                self._lock(self._file)
+                if not os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):  # sorted in between
+                    raise self._taken()
+                self._index()
+            except BaseException:
+                self._file.close()
+                raise
         except FileExistsError:
             raise ResultsFileError(f"{path}: already exists; --resume continues it") from None
         except OSError as error:
@@ -43,7 +47,8 @@ class ResultsFile:
         return prompt.line in self._places
 
     def __len__(self) -> int:
-        return len(self._places)
+        """Return the number of prompts that are done. A failed one is not: --resume repeats it."""
+        return len(self._places) - self._failed
 
     def check(self, prompts: Iterable[Prompt]) -> None:
         """Raise ResultsFileError if a result has no prompt, or was made with other options."""
@@ -78,17 +83,33 @@ class ResultsFile:
         except OSError as error:
             raise ResultsFileError(f"{self.path}: {error.strerror}") from error
         self._places[prompt.line] = (place, len(line))
+        self._failed += "error" in result
 
     def close(self) -> None:
         """Sort the results by prompt and close the file. After a failed write, the file is left unsorted, with at most
         the last line incomplete."""
         offsets = [self._places[line] for line in sorted(self._places)]
         try:
-            if offsets != sorted(offsets):
-                self._rewrite()
-            self._file.close()
+            try:
+                if offsets != sorted(offsets):
+                    self._rewrite()
+            finally:
+                self._file.close()
         except OSError as error:
             raise ResultsFileError(f"{self.path}: {error.strerror}") from error
+
+    def _lock(self, file: BinaryIO) -> None:
+        """Lock a file until it is closed; ResultsFileError if another process has locked it. A file system without
+        locks counts as unlocked."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._taken() from None
+        except OSError:
+            pass
+
+    def _taken(self) -> ResultsFileError:
+        return ResultsFileError(f"{self.path}: another run is writing to it")
 
     def _index(self) -> None:
         offset = 0
@@ -112,13 +133,21 @@ class ResultsFile:
         beside = self.path.with_name(self.path.name + ".new")
         places: dict[int, tuple[int, int]] = {}
         new = beside.open("wb+")
-        for line in sorted(self._places):
-            offset, length = self._places[line]
-            self._file.seek(offset)
-            places[line] = (new.tell(), length)
-            new.write(self._file.read(length))
-        new.flush()
-        os.fsync(new.fileno())
-        os.replace(beside, self.path)
+        try:
+            self._lock(new)  # before another process can open it by the file's name
+            os.fchmod(new.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
+            for line in sorted(self._places):
+                offset, length = self._places[line]
+                self._file.seek(offset)
+                places[line] = (new.tell(), length)
+                new.write(self._file.read(length))
+            new.flush()
+            os.fsync(new.fileno())
+            os.replace(beside, self.path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it flushes what the full disk has no room for
+                new.close()
+            raise
         self._file.close()
         self._file, self._places, self._dropped = new, places, False

@@ -177,6 +177,49 @@ def test_a_disk_that_is_full_is_told_and_the_run_can_go_on(tmp_path: Path) -> No
     assert [each["text"] for each in results(tmp_path / "out")] == ["x", "y"]
 
 
+def test_a_second_run_may_not_write_to_the_file(tmp_path: Path) -> None:
+    first, second = PromptFile(written(tmp_path / "in", {"text": "a"}, {"text": "b"}), {}).prompts()
+    out = ResultsFile(tmp_path / "out", resume=False)
+    out.append(second, {"error": {}})
+    out.close()
+    out = ResultsFile(tmp_path / "out", resume=True)
+    for _ in range(2):
+        with pytest.raises(ResultsFileError, match="out: another run is writing to it"):
+            ResultsFile(tmp_path / "out", resume=True)
+        out.begin()  # replaces the file, without the error
+    out.append(first, {"error": {}})
+    out.append(second, {"text": "b"})
+    assert len(out) == 1  # the failed one is not done
+    out.close()
+    ResultsFile(tmp_path / "out", resume=True).close()
+
+
+def test_what_replaces_the_file_takes_its_place(tmp_path: Path) -> None:
+    """Links and permissions stay, and a full disk keeps no unfinished copy."""
+    first, second = PromptFile(written(tmp_path / "in", {"text": "a"}, {"text": "b"}), {}).prompts()
+    link, file = tmp_path / "link", tmp_path / "out"
+    file.touch(mode=0o600)
+    link.symlink_to(file)
+    with closing(ResultsFile(link, resume=True)) as out:
+        out.append(second, {"text": "b"})
+        out.append(first, {"text": "a"})
+    assert link.is_symlink()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert [each["line"] for each in results(file)] == [1, 2]
+    out = ResultsFile(link, resume=True)
+    for prompt in (second, first):
+        out.append(prompt, {"text": "c" * 1000})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(ResultsFileError, match="out: File too large"):
+            out.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.glob("*.new"))
+    assert len(file.read_text().splitlines()) == 4
+
+
 async def test_so_many_at_once_and_in_order() -> None:
     running, most, taken = 0, 0, 0
     gate = asyncio.Event()
