@@ -267,7 +267,11 @@ class AsyncStream:
                 raise _seen_as(error) from None
             if pause is None:
                 raise StopAsyncIteration
-            await _pause(pause, self._over)
+            try:
+                await _pause(pause, self._over)
+            except asyncio.CancelledError:
+                self._cancelled = True  # as in a read: the broken call is over
+                raise
             if not self._cancelled:
                 self._call = self._ask()
         raise Cancelled("the stream was cancelled", code=grpc.StatusCode.CANCELLED)

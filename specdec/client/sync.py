@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import EllipsisType, TracebackType
@@ -16,6 +17,7 @@ from specdec.client.endpoint import Endpoint, Metadata
 from specdec.client.errors import Cancelled
 from specdec.client.options import GenerateOptions, Message, takes_options
 from specdec.client.request import build_request
+from specdec.client.retries import Retries
 from specdec.client.tokenized import Tokenized, build_tokenize_request, read_tokenized
 from specdec.client.transcript import Transcript
 from specdec.v2.generation_pb2 import CompleteRequest, GenerateRequest, GenerateResponse, ListModelsRequest
@@ -45,9 +47,10 @@ class Client(Endpoint[grpc.Channel]):
         this call, and replaces the client's entries with the same keys.
         """
         request_id, sent = self._identified(request_id, metadata)
-        transcript = Transcript(build_request(prompt, **options), self._retries(timeout))
+        retries = self._retries(timeout)
+        transcript = Transcript(build_request(prompt, **options), retries)
         over = self._ended_by_closing(threading.Event())
-        return Stream(partial(self._send, metadata=sent), transcript, request_id, over)
+        return Stream(partial(self._send, retries, metadata=sent), transcript, request_id, over)
 
     @takes_options
     def complete(
@@ -117,8 +120,10 @@ class Client(Endpoint[grpc.Channel]):
     ) -> None:
         self.close()
 
-    def _stub(self, address: str) -> GenerationServiceStub:
+    def _stub(self, retries: Retries, address: str) -> GenerationServiceStub:
+        """Return the stub of a server; Cancelled if the client was closed since the call began."""
         with self._lock:
+            retries.check_open()  # another thread may close the client, whose channel would then stay open
             channel = self._channels.get(address)
             if channel is None:
                 if self._credentials is None:
@@ -128,8 +133,12 @@ class Client(Endpoint[grpc.Channel]):
                 self._channels[address] = channel
             return GenerationServiceStub(channel)
 
-    def _send(self, address: str, request: GenerateRequest, *, timeout: float | None, metadata: Metadata) -> _Call:
-        return self._stub(address).Generate(request, timeout=timeout, metadata=metadata)
+    def _send(
+        self, retries: Retries, address: str, request: GenerateRequest, *, timeout: float | None, metadata: Metadata
+    ) -> _Call:
+        stub = self._stub(retries, address)
+        with _open(retries):
+            return stub.Generate(request, timeout=timeout, metadata=metadata)
 
     def _ask(
         self,
@@ -141,15 +150,25 @@ class Client(Endpoint[grpc.Channel]):
         retries = self._retries(timeout)
         over = self._ended_by_closing(threading.Event())
         while True:
-            retries.check_open()
-            ask = method(self._stub(retries.address))
+            ask = method(self._stub(retries, retries.address))
             try:
-                answer = ask(request, timeout=retries.seconds_left, metadata=metadata)
+                with _open(retries):
+                    answer = ask(request, timeout=retries.seconds_left, metadata=metadata)
             except grpc.RpcError as error:
                 over.wait(retries.pause(error))
             else:
                 retries.progressed()
                 return answer
+
+
+@contextmanager
+def _open(retries: Retries) -> Iterator[None]:
+    """Raise Cancelled in place of the ValueError of a channel that another thread has closed."""
+    try:
+        yield
+    except ValueError:
+        retries.check_open()
+        raise
 
 
 class _Call(Protocol):

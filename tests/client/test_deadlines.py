@@ -196,3 +196,36 @@ async def test_closing_the_client_ends_calls_that_wait_for_their_next_try(connec
             with pytest.raises(Cancelled):
                 await call
     assert len(server.calls) == len(calls)
+
+
+class ClosedInBetween(Client):
+    """A client that another thread closes between the choice of a channel and the call on it."""
+
+    def _stub(self, *of: Any) -> Any:
+        stub = super()._stub(*of)
+        self.close()
+        return stub
+
+
+@pytest.mark.parametrize("call", [lambda client: client.models(), lambda client: client.generate("hi")])
+async def test_a_call_that_begins_while_the_client_is_closed_is_cancelled(call: Callable[[Client], object]) -> None:
+    with pytest.raises(Cancelled, match="the client was closed"):
+        call(ClosedInBetween("127.0.0.1:1", max_retries=0))
+
+
+async def test_cancelling_the_task_during_a_pause_cancels_the_stream() -> None:
+    refusal = rich(code_pb2.UNAVAILABLE, retry_info(3600))
+    async with FakeServer(refusal) as server, AsyncClient(server.address, timeout=None) as client:
+        stream = client.generate("hi")
+        reading = asyncio.create_task(stream.__anext__())
+        async with asyncio.timeout(EVENTUALLY):
+            while not server.calls:
+                await asyncio.sleep(0.01)
+        for _ in range(2):  # the refusal has arrived by then
+            await client.models()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        with pytest.raises(Cancelled):
+            await anext(stream)
+    assert len(server.calls) == 1
