@@ -10,7 +10,8 @@ class ExitStatus(IntEnum):
     """How a command or a service ended."""
 
     FAILED = 1
-    """The command or service cannot run here: a package is missing, a port is taken, a model cannot be served."""
+    """The command or service cannot run here: a package is missing, a port is taken, a model cannot be served,
+    a disk is full."""
     USAGE = 2
     """An invalid option, value or file of prompts; no request was sent."""
     REFUSED = 65

@@ -22,7 +22,7 @@ from specdec.cli.bench import bench
 from specdec.cli.chat import chat
 from specdec.cli.doctor import doctor
 from specdec.cli.export import export
-from specdec.cli.failure import ending, say
+from specdec.cli.failure import ending, open_missing_streams, say
 from specdec.cli.forget import forget
 from specdec.cli.generate import generate
 from specdec.cli.import_gguf import import_gguf
@@ -40,6 +40,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 
 def main() -> None:
+    open_missing_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters missing from the terminal's encoding
     with needed_by("specdec", needed_extra(sys.argv[1:])):

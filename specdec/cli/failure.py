@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import os
@@ -53,6 +54,9 @@ KEY_HINT = " (give it with --api-key-file, or in SPECDEC_API_KEY)"
 
 TRACEBACK = "SPECDEC_TRACEBACK"
 """Environment variable that makes an internal error raise its traceback instead of printing one line."""
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of writing that mean no room: a full disk, a quota, a limit on the size of files."""
 
 Arguments = ParamSpec("Arguments")
 
@@ -108,24 +112,44 @@ def status_of(code: grpc.StatusCode) -> ExitStatus:
     return STATUS[ERRORS[code]]
 
 
+def open_missing_streams() -> None:
+    """Open /dev/null in place of the standard streams that the parent has closed, which are None."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers, 0 to 2
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 (stays open)
+            os.set_inheritable(stream.fileno(), True)  # to child processes, like any standard stream
+            setattr(sys, name, stream)
+
+
+def _discard_output() -> None:
+    """Discard what is buffered for stdout, since flushing it at exit would make the interpreter print an error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def ending(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
     """Wrap a command so that no failure ends it with a traceback."""
 
     @functools.wraps(command)
     def run(*args: Arguments.args, **options: Arguments.kwargs) -> None:
         try:
-            command(*args, **options)
+            try:
+                command(*args, **options)
+            finally:
+                if sys.stdout is not None:
+                    sys.stdout.flush()  # a failure at the interpreter's end would have another status
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except KeyboardInterrupt:
             raise SystemExit(ExitStatus.INTERRUPTED) from None
         except BrokenPipeError:
-            # Discard the rest of the buffer, since flushing it at exit would make the interpreter print an error.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
             raise SystemExit(ExitStatus.BROKEN_PIPE) from None
         except SpecdecError as error:
             fail(described(error), STATUS[type(error)])
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                _discard_output()
+                fail(f"{error.filename or 'output'}: {error.strerror}", ExitStatus.FAILED)
             missing = isinstance(error, ModuleNotFoundError) and hint(error)
             if missing or os.environ.get(TRACEBACK):
                 raise  # `needed_by` reports a missing package: it knows the program's name

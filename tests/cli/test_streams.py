@@ -61,3 +61,21 @@ def test_a_warning_does_not_mix_with_results(
         assert "was not converted" in json.loads(done.stdout)["problem"]
     else:
         assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("api-key | true", 141, ""),
+        ("api-key > /dev/full", 1, "specdec: output: No space left on device\n"),
+        ("chat --address 127.0.0.1:1 <&-", 0, ""),
+        ("api-key >&-", 0, ""),
+        ("stats nowhere:1 2>&-", 69, ""),
+        ("generate x --address 127.0.0.1:1 <&- >&- 2>&-", 69, ""),
+    ],
+)
+def test_streams_may_be_gone_or_full(command: str, status: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # output that fits the buffer is written at the end
+    script = f"set -o pipefail; {sys.executable} -m specdec.cli {command}"
+    done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (status, said)
