@@ -127,6 +127,12 @@ class OnVirtualTime(Worker):
         self._turns = Turns(self._thread.name, self._run)
         self._thread = self._turns  # type: ignore[assignment]
 
+    def _run(self) -> None:
+        try:
+            self._take_turns()
+        except Exception as error:  # not KeyboardInterrupt, which the main thread may get here: the loop takes it
+            self._end_process(error)
+
     async def end(self) -> None:
         """Stop after the current forward pass."""
         self.stop()

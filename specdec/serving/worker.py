@@ -9,7 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import structlog
 
@@ -82,22 +82,28 @@ class Worker(ABC):
         indefinitely."""
 
     def _run(self) -> None:
-        wait: float | None = 0.0
         try:
-            while self._receive(wait):
-                wait = self.turn()
+            self._take_turns()
         except BaseException as error:
-            # Without its worker, the process would answer health checks and nothing else. Peers of a dead process fail
-            # over immediately, so the process exits, even if logging fails.
-            status = ExitStatus.INTERNAL
-            try:
-                if is_shortage(error):
-                    status = ExitStatus.SHORT_OF_MEMORY
-                    log.critical("memory_short", worker=self._thread.name, ends=True, error=in_one_line(error))
-                else:
-                    log.critical("worker_died", worker=self._thread.name, exc_info=error)
-            finally:
-                os._exit(status)
+            self._end_process(error)
+
+    def _take_turns(self) -> None:
+        wait: float | None = 0.0
+        while self._receive(wait):
+            wait = self.turn()
+
+    def _end_process(self, error: BaseException) -> NoReturn:
+        """Log the error and exit. Without its worker, the process would answer health checks and nothing else. Peers of
+        a dead process fail over immediately, so the process exits, even if logging fails."""
+        status = ExitStatus.INTERNAL
+        try:
+            if is_shortage(error):
+                status = ExitStatus.SHORT_OF_MEMORY
+                log.critical("memory_short", worker=self._thread.name, ends=True, error=in_one_line(error))
+            else:
+                log.critical("worker_died", worker=self._thread.name, exc_info=error)
+        finally:
+            os._exit(status)
 
     def _receive(self, wait: float | None) -> bool:
         """Run the actions in the inbox, waiting for the first; return False to stop.

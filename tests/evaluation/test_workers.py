@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import signal
 import time
 
 import pytest
@@ -51,3 +52,20 @@ def test_what_a_worker_raises_is_the_callers() -> None:
         await worker.end()
 
     virtual_time.run(main())
+
+
+def test_an_interrupt_during_a_turn_ends_the_loop() -> None:
+    """asyncio cancels the main task on the first Ctrl-C, and raises KeyboardInterrupt on the second, in the turn."""
+
+    class Interrupted(Ticker):
+        def turn(self) -> float | None:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+            return None
+
+    async def main() -> None:
+        Interrupted().start()
+        await asyncio.sleep(1.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        virtual_time.run(main())
