@@ -161,7 +161,10 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         elif name == "time":
             if not isinstance(value, datetime) or value.tzinfo is None:
                 raise ValueError(f"time = {_shown(value)}: not a datetime with a time zone")
-            request.chat.time.FromDatetime(value)
+            try:
+                request.chat.time.FromDatetime(value)
+            except OverflowError:
+                raise ValueError(f"time = {_shown(value)}: not in the years 1 to 9999 in UTC") from None
         elif name == "template_arguments":
             _put_arguments(request.chat, value)
         elif name in _ENDS:

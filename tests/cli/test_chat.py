@@ -198,6 +198,14 @@ async def test_a_script_hears_of_an_error_by_the_exit_status() -> None:
     assert b"no server answers" in complained
 
 
+async def test_a_file_of_questions_may_come_from_windows() -> None:
+    async with FakeServer() as server:
+        command = (sys.executable, "-m", "specdec.cli", "chat", "--address", server.address)
+        process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, stderr=-1)
+        await asyncio.wait_for(process.communicate(b"\xef\xbb\xbfhello\r\n\r\nand then?\r\n"), PATIENCE)
+    assert [content for role, content in turns(server) if role == "user"] == ["hello", "and then?"]
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -249,6 +249,12 @@ def test_the_time_of_a_conversation() -> None:
     assert build_request(messages=messages, time=time).chat.time.ToDatetime(UTC) == time
     with pytest.raises(ValueError, match=r"^time = .* time zone$"):
         build_request(messages=messages, time=datetime(2024, 2, 29))
+    for time in (
+        datetime.min.replace(tzinfo=timezone(timedelta(hours=1))),
+        datetime.fromisoformat("9999-12-31T23:00-02:00"),
+    ):
+        with pytest.raises(ValueError, match=r"^time = .* in UTC$"):
+            build_request(messages=messages, time=time)
     with pytest.raises(ValueError, match="no messages"):
         build_request("hi", time=time)
 
