@@ -71,7 +71,8 @@ export class Client {
       } catch (error) {
         if (typeof error.code !== "number") throw error; // not a status
         const seen = new SpecdecError(error);
-        const waits = begun && seen.code === "RESOURCE_EXHAUSTED"; // a text already begun waits for room
+        // A text already begun waits for room, and for a server that knows its model's revision.
+        const waits = begun && (seen.code === "RESOURCE_EXHAUSTED" || seen.reason === "UNKNOWN_MODEL");
         failures += 1;
         if (!(seen.isLoss || waits) || failures > this.maxFailures) throw seen;
         this.turn += 1;

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.rpc import code_pb2, error_details_pb2
 
 from orchestrator.models.catalog import Catalog
 from orchestrator.servicer import GenerationServicer
 from specdec.client import AsyncClient
 from specdec.v2 import generation_pb2
-from tests.client.fake_server import REASONING, TEXT, Act, FakeServer
+from tests.client.fake_server import REASONING, TEXT, Act, FakeServer, rich
 from tests.services.conftest import Directories
 from tests.stack import long_steps, served, stack
 
@@ -116,6 +117,15 @@ async def test_it_goes_on_in_the_middle_of_a_character() -> None:
     assert (status, said) == (0, TEXT), told
     requests = [call.request for call in (*one.calls, *other.calls)]
     assert {request.sampling.seed for request in requests if request.generated_tokens} == {1001}
+
+
+async def test_a_begun_text_leaves_a_server_without_its_revision() -> None:
+    unknown = rich(code_pb2.NOT_FOUND, error_details_pb2.ErrorInfo(reason="UNKNOWN_MODEL"))
+    async with FakeServer(Act(tokens=4, then="abort"), Act()) as one, FakeServer(unknown) as other:
+        status, said, told = await run(f"{one.address},{other.address}")
+        assert (status, said, len(other.calls)) == (0, TEXT, 1), told
+    async with FakeServer(unknown) as server:
+        assert (await run(server.address))[0] == 1
 
 
 async def test_a_killed_orchestrator_changes_no_token(directories: Directories) -> None:
