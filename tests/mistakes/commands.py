@@ -202,7 +202,7 @@ MISTAKES = (
     Mistake(
         "specdec up --target target --draft draft --draft-heads draft",
         USAGE,
-        "--draft: cannot be combined with --draft-heads, which proposes in its place",
+        "--draft: cannot be combined with --draft-heads (SPECDEC_DRAFT_HEADS), which proposes in its place",
     ),
     Mistake("specdec up --target target --worker 2", USAGE, "No such option: --worker"),
     Mistake(
