@@ -43,6 +43,7 @@ from specdec.serving.timeline import Timeline, Timelines
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
+from specdec.wire.prompt_count import prompts_in
 
 SHORT_BYTES = 1 << 14
 """Size in bytes below which a request with token ids is parsed on the event loop: checking it takes less than a
@@ -122,7 +123,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> None:
         account = self._accounts.of(context.invocation_metadata() or ())
-        with self._request(request, account, streamed=True) as (revision, peers, timeline):
+        prompts = prompts_in(context.invocation_metadata() or ())
+        with self._request(request, account, prompts, streamed=True) as (revision, peers, timeline):
             valid = await self._parse(request, revision, peers, account, timeline)
             account.spend_tokens(valid.given_tokens)
             first = True
@@ -264,7 +266,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     @contextmanager
     def _request(
-        self, request: generation_pb2.GenerateRequest, account: Account, *, streamed: bool
+        self, request: generation_pb2.GenerateRequest, account: Account, prompts: int = 1, *, streamed: bool
     ) -> Iterator[tuple[Revision, Peers, Timeline]]:
         """Choose the revision for a request, count the request, and record its timeline unless it is refused for lack
         of room. The peers of a revision may change later; the request keeps the current ones."""
@@ -276,7 +278,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise
         peers = revision.peers
         samples = max(1, min(request.n, MAX_SAMPLES))  # a larger n is refused later, with the request's other faults
-        with revision.request(account.tenant_class), account.request(samples):
+        with revision.request(account.tenant_class), account.request(samples, prompts):
             peers.check_room(request.tenant if account.tenant is None else account.tenant.name)
             with recorded(model=revision.asked_as or revision.model.name) as timeline:
                 yield revision, peers, timeline

@@ -41,9 +41,10 @@ class Account:
                 self._rates[name] = TokenBucket(limit / 60.0, limit, clock=self._clock)  # burst: one minute's worth
 
     @contextmanager
-    def request(self, samples: int = 1) -> Iterator[None]:
-        """Count a request for `samples` texts while the context lasts. Raise TenantLimitError if a limit is reached
-        now, InvalidRequestError if `samples` alone exceeds max_concurrent_requests."""
+    def request(self, samples: int = 1, prompts: int = 1) -> Iterator[None]:
+        """Count a request for `samples` texts while the context lasts; its caller asks for `prompts` requests together.
+        Raise TenantLimitError if a limit is reached now, InvalidRequestError if `samples` alone exceeds
+        max_concurrent_requests, or `prompts` exceeds requests_per_minute."""
         tenant = self.tenant
         if tenant is not None:
             most = tenant.max_concurrent_requests
@@ -53,6 +54,10 @@ class Account:
             if most is not None and self.running + samples > most:
                 problem = f"max_concurrent_requests is {most}, {self.running} are running, n is {samples}"
                 raise TenantLimitError(tenant.name, problem, RETRY_SECONDS)
+            rate_limit = tenant.requests_per_minute
+            if rate_limit is not None and prompts > rate_limit:
+                problem = f"has {prompts} prompts, must have at most {rate_limit}, requests_per_minute of tenant"
+                raise InvalidRequestError([("prompt", f"{problem} {tenant.name!r}")])
             for name, rate in self._rates.items():
                 if seconds := rate.seconds_until(1):
                     raise TenantLimitError(tenant.name, f"{name} is {rate.burst:.0f}, used up", seconds)

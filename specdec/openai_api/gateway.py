@@ -21,11 +21,16 @@ from specdec.openai_api.requests import ParsedRequest
 from specdec.serving.interleaved import interleaved
 from specdec.v2.generation_pb2 import GenerationServiceGetStatsRequest, TokenizeRequest
 from specdec.wire.message_values import values_of
+from specdec.wire.prompt_count import PROMPTS
 from specdec.wire.request_id import REQUEST_ID_CHARACTERS, new_request_id
 from specdec.wire.tool_formats import FORMATS, ToolFormat
 
 PROMPTS_AT_ONCE = 8
 """Maximum concurrent prompts of one request. Each counts toward the tenant's limits, which may allow fewer."""
+
+LIMIT_SECONDS = 90.0
+"""Maximum seconds that the prompts of a request wait in all for a tenant's limits, once one prompt is answered. A limit
+of requests per minute permits all of them within a minute, if the tenant has no other requests."""
 
 STATS_SECONDS = 5.0
 """Timeout in seconds for statistics."""
@@ -178,27 +183,34 @@ class Gateway:
         several: bool,
     ) -> Chunks:
         """Yield the chunks of one prompt. A prompt refused at a tenant limit is retried after another one of the
-        request has ended."""
-        request_id = _numbered(caller.request_id, number) if several else caller.request_id
+        request has ended; the last one after the limit's delay."""
+        if several:
+            metadata = (*caller.metadata, (PROMPTS, str(len(request.prompts))))
+            caller = replace(caller, request_id=_numbered(caller.request_id, number), metadata=metadata)
         begun = False
+        await places.acquire()
         while True:
-            await places.acquire()
             try:
-                async with aclosing(self._sent(request, request_id, caller, prompts, number)) as chunks:
+                async with aclosing(self._sent(request, caller, prompts, number)) as chunks:
                     async for chunk in chunks:
                         begun = True
                         yield number, chunk
             except Overloaded as error:
-                if begun or error.reason != "TENANT_LIMIT" or not places.give_up():
+                if begun or error.reason != "TENANT_LIMIT":
+                    raise
+                if places.give_up():
+                    await places.acquire()
+                elif (seconds := places.delay(error)) is not None:
+                    await asyncio.sleep(seconds)
+                else:
                     raise
             else:
-                places.release()
+                places.answered()
                 return
 
     async def _sent(
         self,
         request: ParsedRequest,
-        request_id: str,
         caller: Caller,
         prompts: Sequence[AnsweredPrompt],
         number: int,
@@ -208,7 +220,7 @@ class Gateway:
                 prompts[number].begin(await _text(client, request, number, caller))
             message = request.message(number)
             async with (
-                client.send(message, request_id=request_id, metadata=caller.metadata) as stream,
+                client.send(message, request_id=caller.request_id, metadata=caller.metadata) as stream,
                 aclosing(prompt_first(stream)) as chunks,
             ):
                 async for chunk in chunks if request.scores_prompts else stream:
@@ -220,7 +232,23 @@ class _Places(asyncio.Semaphore):
 
     def __init__(self, prompts: int) -> None:
         self._left = min(prompts, PROMPTS_AT_ONCE)
+        self._patience: float | None = None  # seconds that prompts may still wait; None: none is answered yet
         super().__init__(self._left)
+
+    def answered(self) -> None:
+        """Release the place of a prompt that is answered."""
+        if self._patience is None:
+            self._patience = LIMIT_SECONDS
+        self.release()
+
+    def delay(self, limit: Overloaded) -> float | None:
+        """Return the seconds after which the prompt with the last place is sent again; None if the request ends with
+        this limit."""
+        seconds = max(1.0, limit.retry_after or 0.0)
+        if self._patience is None or seconds > self._patience:
+            return None
+        self._patience -= seconds
+        return seconds
 
     def give_up(self) -> bool:
         """Give up an acquired place for good, since the tenant has no room for it; return False for the last place."""

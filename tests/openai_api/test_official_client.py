@@ -20,6 +20,7 @@ from google.rpc.code_pb2 import (
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 
 from specdec.openai_api.gateway import PROMPTS_AT_ONCE
+from specdec.wire.prompt_count import PROMPTS
 from tests.client.fake_server import DIGEST, TEXT, TOKENS, Act, FakeServer, rich
 from tests.openai_api.front import front
 from tests.stack import until
@@ -361,6 +362,16 @@ async def test_a_tenants_limit_makes_prompts_wait_for_each_other(stream: bool) -
         finished = [choice for piece in pieces for choice in piece.choices if choice.finish_reason]
     assert sorted(choice.index for choice in finished) == list(range(20))
     assert len(server.calls) == 20 + PROMPTS_AT_ONCE - 1
+
+
+async def test_the_last_prompts_wait_for_a_limit_per_minute() -> None:
+    """What the others have cost would be lost otherwise."""
+    limited = rich(RESOURCE_EXHAUSTED, ErrorInfo(reason="TENANT_LIMIT"))
+    async with FakeServer(Act(), limited, limited, Act(), Act()) as server, front(server.address) as http:
+        answer = await http.client.completions.create(model="fake", prompt=["a"] * 3)
+    assert [choice.finish_reason for choice in answer.choices] == ["length"] * 3
+    assert len(server.calls) == 5
+    assert {call.metadata[PROMPTS] for call in server.calls} == {"3"}
 
 
 async def test_each_prompt_tells_its_seed() -> None:

@@ -10,6 +10,7 @@ import pytest
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.file import Tenant
 from specdec.serving.errors import InvalidRequestError, TenantLimitError
+from specdec.wire.prompt_count import PROMPTS, prompts_in
 
 
 class Clock:
@@ -94,3 +95,20 @@ def test_anybody_has_no_limits() -> None:
         for _ in range(1000):
             running.enter_context(account.request())
             account.spend_tokens(1000)
+
+
+def test_more_prompts_than_a_minute_allows_are_refused_at_no_cost() -> None:
+    """No retry helps, and each would use up the minute's budget."""
+    account = Account(Tenant("acme", requests_per_minute=6))
+    with pytest.raises(InvalidRequestError, match="prompt: has 7 prompts, must have at most 6, requests_per_minute of"):
+        account.request(prompts=7).__enter__()
+    for _ in range(6):
+        with account.request(prompts=6):
+            pass
+    with pytest.raises(TenantLimitError):
+        account.request().__enter__()
+
+
+@pytest.mark.parametrize(("given", "prompts"), [("7", 7), ("-1", 1), ("seven", 1), ("1" * 9, 1), (b"7", 1)])
+def test_the_number_of_prompts_may_be_anything_a_caller_sends(given: str | bytes, prompts: int) -> None:
+    assert prompts_in([(PROMPTS, given)]) == prompts
