@@ -31,6 +31,9 @@ def put(message: Message, field: str, option: str, value: object) -> None:
         raise TypeError(f"{option} = {_shown(value)}: {_wanted(descriptor)}")  # protobuf would take its keys
     try:
         message.MergeFrom(type(message)(**{field: value}))
+    except UnicodeEncodeError as error:
+        place = f"character {error.start + 1} cannot be encoded"
+        raise ValueError(f"{option} = {_shown(value)}: is not valid UTF-8: {place}") from error
     except (ValueError, TypeError, OverflowError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{option} = {_shown(value)}: {_wanted(descriptor) or error}") from error

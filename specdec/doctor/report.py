@@ -91,13 +91,17 @@ class DoctorReport:
 
     @property
     def problem(self) -> str:
-        """Why the requested models cannot run here; "" if they can, or if there are none."""
-        return "" if self.models is None else self.models.problem
+        """Why the requested models, or models on the requested device, cannot run here; "" if they can."""
+        if self.models is not None:
+            return self.models.problem
+        if self.options.device != "cpu" and not isinstance(self.machine.cuda, int):
+            return f"--device is {self.options.device}, and {self.machine.cuda}"
+        return ""
 
     @property
     def lacking(self) -> str:
         """Why `specdec up` cannot start here; "" if it can. With models: why they cannot be served."""
-        if self.models is not None:
+        if self.models is not None or self.problem:
             return self.problem
         if not self.packages:
             return ""  # not an installed distribution: its requirements are unknown
@@ -110,7 +114,9 @@ class DoctorReport:
     def verdict(self) -> str:
         """The verdict in one sentence: the models can run here, or the first problem."""
         if self.lacking:
-            what = "these models cannot be served here" if self.models else "only part of specdec can run here"
+            what = "only part of specdec can run here"
+            if self.problem:
+                what = "these models cannot be served here" if self.models else "no model can be served there"
             return f"Not ready: {what}, because {self.lacking.removesuffix('.')}"
         parts = ["`specdec up` can start here"]
         if self.models is not None:

@@ -63,6 +63,9 @@ class Bodies:
     async def read(self, request: Request, caller: str) -> bytes:
         """Return the body. ApiError if it is too long, too slow or too complex, or if there is no room for it. A
         declared length is checked before any byte is read."""
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise ApiError(415, f"content-encoding {encoding[:64]!r}: bodies are read uncompressed only")
         declared = int(request.headers.get("content-length", 0))  # validated by h11
         _check_length(declared)
         loop = asyncio.get_running_loop()

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from specdec import cli
 from specdec.doctor.report import DoctorOptions, DoctorReport
 from specdec.doctor.table import lines
+from specdec.engine.preflight.device import cuda_devices
 from specdec.extras import EXTRAS, install_command
 from tests.draft_service.renumbered import renumbered
 from tests.vllm.pod import PYTHON, needs_vllm
@@ -135,6 +136,14 @@ def test_a_model_that_cannot_be_served_is_a_status_and_a_line(tmp_path: Path, js
         verdict = f"Not ready: these models cannot be served here, because {tmp_path}: no config.json"
         assert done.stdout.splitlines()[-1] == verdict
         assert f"! cannot be served         {tmp_path}: no config.json\n" in done.stdout
+
+
+@pytest.mark.skipif(not isinstance(cuda_devices(), str), reason="there is a CUDA driver")
+def test_no_model_can_be_served_on_a_device_that_is_not_there() -> None:
+    done = doctor_here("--device", "cuda")
+    assert done.exit_code == 1
+    why = "no model can be served there, because --device is cuda, and there is no CUDA driver here"
+    assert done.stdout.splitlines()[-1].startswith(f"Not ready: {why}")
 
 
 def test_a_device_that_is_not_there_is_told() -> None:

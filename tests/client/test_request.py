@@ -201,6 +201,7 @@ WHOLE = "a whole number from 0 to 4294967295"
         ({"max_tokens": 2**32}, f"max_tokens = 4294967296: must be {WHOLE}"),
         ({"max_tokens": -1}, f"max_tokens = -1: must be {WHOLE}"),
         ({"temperature": "hot"}, 'temperature = "hot": must be a number'),
+        ({"tenant": "caf\udce9"}, 'tenant = "caf\\udce9": is not valid UTF-8: character 4 cannot be encoded'),
         ({"stop_tokens": 5}, f"stop_tokens = 5: must be a list, each item {WHOLE}"),
         ({"stop_tokens": ["a"]}, f'stop_tokens = ["a"]: must be a list, each item {WHOLE}'),
         ({"bad_words": [5]}, "bad_words = [5]: must be a list, each item text (str)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import socket
@@ -222,6 +223,13 @@ async def test_a_stream_that_a_drain_cuts_off_ends_with_an_error_event(
     for event in events:
         assert event in answer
     assert answer.endswith(b"\r\n0\r\n\r\n")  # the last chunk: the answer is complete
+
+
+async def test_a_compressed_body_is_refused_as_such() -> None:
+    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
+        answer = await answered(http.address, post(gzip.compress(ASKED), headers=b"content-encoding: gzip\r\n"))
+    assert answer.startswith(b"HTTP/1.1 415")
+    assert b"content-encoding 'gzip': bodies are read uncompressed only" in answer
 
 
 @pytest.mark.parametrize(
