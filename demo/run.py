@@ -1,6 +1,7 @@
 """The demo, `make demo`: one completion, drafted and then plain, by three real services.
 
-Both give the same tokens; the drafted run takes fewer steps of the target.
+Both give the same tokens; the drafted run takes fewer steps of the target. Each way runs twice, and its faster run
+counts, since another program may disturb one of them.
 """
 
 from __future__ import annotations
@@ -81,18 +82,23 @@ def main() -> None:
             drafted = run(client, console, args.prompt, speculation="auto", show=True, **options)
             console.print("[bold]The same, with drafting off:[/bold]\n")
             plain = run(client, console, args.prompt, speculation="off", show=True, **options)
+            runs = {"drafted": [drafted], "plain": [plain]}
+            for name, speculation in (("plain", "off"), ("drafted", "auto")):
+                runs[name].append(run(client, console, args.prompt, speculation=speculation, show=False, **options))
     except (LocalError, SpecdecError) as error:
         sys.exit(f"demo: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    for name, result in (("drafted", drafted), ("plain", plain)):
+    fastest = {name: max(made, key=lambda each: each.rate) for name, made in runs.items()}
+    for name, result in fastest.items():
         console.print(
             f"{name:8} {result.rate:6.0f} tokens/s   {len(result.tokens)} tokens in {result.steps} steps, "
             f"{result.seconds:.2f} s"
         )
-    if drafted.tokens != plain.tokens:
+    if any(each.tokens != plain.tokens for made in runs.values() for each in made):
         sys.exit("The tokens differ: this is a bug.")
-    console.print(f"The same tokens, [bold]{drafted.rate / plain.rate:.2f} times[/bold] as fast.")
+    ratio = fastest["drafted"].rate / fastest["plain"].rate
+    console.print(f"The same tokens, [bold]{ratio:.2f} times[/bold] as fast (the faster of two runs each).")
 
 
 if __name__ == "__main__":
