@@ -60,7 +60,9 @@ class HttpServer:
     ) -> None:
         """Serve at the listener's address. At `most_connections`, idle connections are evicted for new ones. Without an
         idle one, a new connection is answered with 503 and closed; a health check is still answered."""
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # no warnings about callers' mistakes
+        logger = logging.getLogger("uvicorn.error")
+        logger.setLevel(logging.ERROR)  # no warnings about callers' mistakes
+        logger.addFilter(_is_no_cut_off)
         self.port: int = listener.getsockname()[1]
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))  # inherited
         self._listener = listener
@@ -113,6 +115,11 @@ def _protocol(header_seconds: float, connections: Connections) -> type[HttpConne
             super().__init__(*args, header_seconds=header_seconds, connections=connections, **options)
 
     return Limited
+
+
+def _is_no_cut_off(record: logging.LogRecord) -> bool:
+    """Return False for uvicorn's error about requests that outlast a drain: `cut_off` tells of each."""
+    return "graceful shutdown exceeded" not in record.getMessage()
 
 
 class _Server(uvicorn.Server):
