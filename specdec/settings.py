@@ -116,7 +116,7 @@ def check_settings(service: str, command: Callable[..., None]) -> dict[str, Any]
 
     made = _made(keep)
     parameters = (parameter for parameter in made.params if parameter.name in texts)
-    made.callback(**{each.name: each.process_value(context, texts[each.name]) for each in parameters})
+    made.callback(**{option.name: option.process_value(context, texts[option.name]) for option in parameters})
     return found
 
 
