@@ -26,7 +26,7 @@ MAX_KEPT_TOKENS = 1 << 28
 """Limit on the tokens kept: with the places where the draft was overruled, they take 2 GB."""
 
 
-SEARCHED = 1024
+MAX_SEARCHED_TEXTS = 1024
 """Maximum texts searched for the beginning of another, in the draft loop's thread."""
 
 
@@ -143,7 +143,7 @@ class Traffic:
     def _joined(self, text: KeptText, begun: int) -> KeptText:
         """Return a text, opened with `begun` tokens, with the labels of its beginning, if this is one of the last texts
         kept, and no longer keep the beginning alone."""
-        recent = enumerate(islice(reversed(self._texts), SEARCHED), 1)
+        recent = enumerate(islice(reversed(self._texts), MAX_SEARCHED_TEXTS), 1)
         back, begin = next(((back, kept) for back, kept in recent if text.continues(kept, begun)), (0, None))
         if begin is None:
             return text

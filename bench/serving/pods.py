@@ -36,7 +36,7 @@ class Pod:
 def running(
     verifiers: int = 2, drafts: int = 2, orchestrators: int = 2, kv_tokens: int = 32768
 ) -> Iterator[dict[str, list[Pod]]]:
-    """Run so many pods of the demo pair, in float32; yield them by role. LocalError if one does not start."""
+    """Run pods of the demo pair, in float32; yield them by role. LocalError if one does not start."""
     pods: dict[str, list[Pod]] = {}
 
     def start(role: str, count: int, *options: str) -> None:

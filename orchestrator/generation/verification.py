@@ -97,10 +97,10 @@ class VerifierChoice:
         pods = self._pods.willing if too_long and not begun else self._pods
         if unfit and all(pod in unfit for pod in pods):
             raise next(reversed(unfit.values())).with_traceback(None)  # other texts may raise the same object
-        # At another orchestrator too, these verifiers could not take the text.
-        for_good = [why for why in self._unfit.values() if isinstance(why, PromptTooLongError | PeerLostError)]
-        if for_good and self._backoff.exhausted:
-            raise for_good[-1]
+        # These verifiers would refuse the text to another orchestrator, too.
+        permanent = [why for why in self._unfit.values() if isinstance(why, PromptTooLongError | PeerLostError)]
+        if permanent and self._backoff.exhausted:
+            raise permanent[-1]
         full = [error for error in self._tried.values() if isinstance(error, OverloadedError)]
         soon = any(isinstance(error, GrammarPendingError) for error in full) and not self._backoff.exhausted
         if full and not resumed and not soon:

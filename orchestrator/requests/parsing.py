@@ -416,7 +416,7 @@ def _ending_marks(
             yield f"grammar.{name}", f"is {token}, which ends the text (stop, stop_tokens): {why}"
         elif token in stops or token in message.stop_tokens:
             field = "stop" if token in stops else "stop_tokens"
-            yield field, f"has the {mark.replace('_', ' ')} of the reasoning ({token}), must not with a grammar: {why}"
+            yield field, f"contains the {mark.replace('_', ' ')} of the reasoning ({token}), which ends the text: {why}"
         else:
             yield f"reasoning.{mark}", f"is {token}, which ends the text: {why}"
 

@@ -192,10 +192,10 @@ def up(
         "openai": {"host": host},
     }
     not_started = {"draft": draft == "none", "openai": openai_port is None}
-    elsewhere = {role: {} if not_started.get(role) else _elsewhere(role) for role in own}
-    local_draft = local_draft or elsewhere["verifier"].get("draft_model")
+    configured = {role: {} if not_started.get(role) else _configured(role) for role in own}
+    local_draft = local_draft or configured["verifier"].get("draft_model")
     of_verifier, of_draft, of_orchestrator, of_openai = (
-        {name: value for name, value in elsewhere[role].items() if name not in ALWAYS_SET} | own[role] | passed[role]
+        {name: value for name, value in configured[role].items() if name not in ALWAYS_SET} | own[role] | passed[role]
         for role in own
     )
     draining = (of_verifier, of_draft, of_orchestrator, of_openai)
@@ -309,7 +309,7 @@ def up(
         fail(str(error))
 
 
-def _elsewhere(role: str) -> Values:
+def _configured(role: str) -> Values:
     """Return the options of a service from its environment and file; typer.BadParameter if it would refuse them."""
     from specdec.settings import check_settings  # imports YAML, absent in client-only installations
 

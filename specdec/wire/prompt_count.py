@@ -9,6 +9,7 @@ PROMPTS = "specdec-prompts"
 """Metadata key of the number."""
 
 MAX_DIGITS = 6
+"""Maximum digits of the number; longer ones are ignored."""
 
 
 def prompts_in(metadata: Iterable[tuple[str, Any]]) -> int:

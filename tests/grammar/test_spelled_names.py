@@ -148,7 +148,7 @@ def objects(number: int) -> dict[str, Any]:
 
 
 def chain(number: int) -> dict[str, Any]:
-    """Return definitions of which each extends the next."""
+    """Return a chain of definitions: each one extends the next."""
     first = {"type": "object", "properties": {"end": INTEGER}}
     return {f"d{number}": first} | {
         f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}], "properties": {f"p{n}": {"$ref": "#/$defs/d0"}}}

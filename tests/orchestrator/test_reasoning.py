@@ -68,9 +68,12 @@ def test_a_grammar_is_about_the_answer(model: ServedModel) -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"stop": ["x", "</think>"]}, rf"^stop: has the closing token of the reasoning \({CLOSE}\).* never apply$"),
-        ({"stop_tokens": [CLOSE]}, r"^stop_tokens: has the closing token of the reasoning"),
-        ({"stop_tokens": [OPEN]}, r"^stop_tokens: has the opening token .* begins with it would end at once$"),
+        (
+            {"stop": ["x", "</think>"]},
+            rf"^stop: contains the closing token of the reasoning \({CLOSE}\).* never apply$",
+        ),
+        ({"stop_tokens": [CLOSE]}, r"^stop_tokens: contains the closing token of the reasoning"),
+        ({"stop_tokens": [OPEN]}, r"^stop_tokens: contains the opening token .* begins with it would end at once$"),
         ({"after": 70, "stop_tokens": [70]}, r"^grammar\.after_token: is 70, which ends the text"),
         ({"closing": END, "stop": ["x"]}, rf"^reasoning\.closing_token: is {END}, which ends the text"),
     ],

@@ -80,7 +80,7 @@ class Full:
         self.queue.add(self.large)
 
     def tries(self, turns: int) -> int:
-        """Return how often the large session is tried in so many steps."""
+        """Return the number of tries of the large session in `turns` steps."""
         before = self.pool.opened
         for _ in range(turns):
             self.queue.admit()

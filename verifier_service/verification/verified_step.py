@@ -106,7 +106,8 @@ class VerifiedStep:
             verification.result.overruled.append(TargetLogprobs.of(place.position, logprobs))
 
     def hide_grammars(self, seconds: float) -> None:
-        """Take off the grammars' time what an asynchronous engine hid: its pass took `seconds`."""
+        """Subtract from the grammars' time what passed while an asynchronous engine computed: at most `seconds`, the
+        time of its pass."""
         if beside := sum(taken for _, taken in self._grammars):
             for session, taken in self._grammars:
                 session.grammar_seconds -= taken * min(1.0, seconds / beside)

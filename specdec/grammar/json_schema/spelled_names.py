@@ -1,5 +1,5 @@
-"""Names of additional properties, which llguidance lets spell any character as \\uXXXX: `"\\u0061"` would escape what a
-schema says about `a`.
+"""Other spellings of the names of properties. llguidance permits \\uXXXX for any character in the name of an additional
+property, so that `"\\u0061"` would escape the schema of `a`.
 
 A name that matches a pattern has only one spelling. So the schema of a value with named properties gets a condition:
 every further name matches a pattern. Each condition is a definition, written once. Schemas that apply beside others (in
@@ -34,7 +34,7 @@ MANY_NAMES = 64
 
 @dataclass(frozen=True)
 class Names:
-    """What the schemas that apply to one value say about the names of its properties."""
+    """The names and patterns of properties in all schemas that apply to one value."""
 
     properties: frozenset[str] = frozenset()
     required: frozenset[str] = frozenset()
