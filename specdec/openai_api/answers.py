@@ -1,6 +1,6 @@
 """Answers in OpenAI's format, for chats and completions, complete or streamed.
 
-Results that OpenAI's API has no field for are in the field `specdec` of each choice: the resolved request and the
+The field `specdec` of each choice has the results without a field in OpenAI's API: the resolved request and the
 speculation statistics.
 """
 
@@ -96,7 +96,7 @@ class Choice:
 
     @property
     def first_sample(self) -> bool:
-        """True for the first sample of its prompt, for which usage counts the prompt's tokens."""
+        """True for the first sample of its prompt. Usage counts the prompt's tokens with this sample only."""
         return self.index % self._request.samples == 0
 
     def opening(self) -> Json:

@@ -28,7 +28,7 @@ PING: Json = {"type": "ping"}
 """The event that keeps a quiet stream open."""
 
 SIGNATURE = "specdec"
-"""The signature of thoughts: clients drop thoughts without one. It proves nothing."""
+"""The signature of every thinking block: clients drop blocks without one. It proves nothing."""
 
 
 def error_body(error: ApiError, request_id: str) -> Json:

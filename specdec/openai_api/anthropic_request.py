@@ -61,7 +61,7 @@ NAMES = {
 """Chat field names, mapped to names in this API."""
 
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
-"""Thinking modes. The chat template decides when a model thinks; "disabled" only omits the thoughts."""
+"""Thinking modes. The chat template decides when a model thinks; "disabled" only omits the reasoning."""
 
 SCHEMAS = ("function.parameters", "parameters")
 """Names of a tool's schema in errors about a chat."""

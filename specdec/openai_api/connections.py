@@ -47,7 +47,7 @@ GRACE_SECONDS = 1.0
 """Seconds during which a connection without complete headers is not evicted."""
 
 SHORT_GRACE_SECONDS = 0.1
-"""The same for a network with more than half of all connections."""
+"""The same for a network that has more than half of the maximum number of connections."""
 
 FLUSH_SECONDS = 10.0
 """Seconds for a caller to read the rest of an answer before its connection may be evicted."""
@@ -281,7 +281,7 @@ class HttpConnection(H11Protocol):
         return 0
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer an invalid request, and close the connection after its caller had time to read the answer."""
+        """Answer an invalid request, give its caller time to read the answer, then close the connection."""
         self._refused = True
         self._ahead.clear()
         self._wait(over=True)

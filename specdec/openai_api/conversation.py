@@ -160,8 +160,8 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> Iterator[tuple[str, 
 def _tool(
     tool: Any, name: str, ignored: list[str], known: frozenset[str] = OF_TOOLS, inner: frozenset[str] = OF_TOOLS
 ) -> Any:
-    """Return a tool or a call with only `known` fields, and `inner` fields of its function, without others such as
-    `cache_control`."""
+    """Return a tool or a call with only its `known` fields, and with only the `inner` fields of its function. The names
+    of others, such as `cache_control`, are appended to `ignored`."""
     if not isinstance(tool, dict) or "function" not in tool:
         return tool
     function = tool["function"]

@@ -264,7 +264,7 @@ def _no_item(index: int, item_id: object) -> ApiError:
 
 
 def _listed(items: str, response_id: str, asked: Mapping[str, str]) -> bytes:
-    """Return the list of a response's input items, given as JSON, that a request asks for."""
+    """Return the page of a response's input items that the query `asked` selects; `items` and the page are JSON."""
     found = [_list_entry(item, f"in_{response_id}_{number}") for number, item in enumerate(json.loads(items))]
     if (order := asked.get("order", "desc")) not in ("asc", "desc"):
         raise wrong("order", order, "asc or desc")

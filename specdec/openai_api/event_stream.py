@@ -23,8 +23,8 @@ DONE = b"data: [DONE]\n\n"
 
 COMMENT = b":\n\n"
 QUIET_SECONDS = 15.0
-"""Seconds without an event after which a comment is sent: a held-back tool call or hidden reasoning takes minutes, and
-proxies cut silent connections after 60 s."""
+"""Seconds without an event after which a comment is sent: a held-back tool call or hidden reasoning may take minutes,
+and proxies cut silent connections after 60 s."""
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -29,8 +29,8 @@ PROMPTS_AT_ONCE = 8
 """Maximum concurrent prompts of one request. Each counts toward the tenant's limits, which may allow fewer."""
 
 LIMIT_SECONDS = 90.0
-"""Maximum seconds that the prompts of a request wait in all for a tenant's limits, once one prompt is answered. A limit
-of requests per minute permits all of them within a minute, if the tenant has no other requests."""
+"""Maximum total seconds that the prompts of a request wait for the tenant's limits, after one of them is answered. A
+limit of requests per minute admits all of them within a minute, if the tenant has no other requests."""
 
 STATS_SECONDS = 5.0
 """Timeout in seconds for statistics."""
@@ -138,7 +138,7 @@ class Gateway:
     async def _begun(
         self, request: ParsedRequest, caller: Caller, prompts: Sequence[AnsweredPrompt] = ()
     ) -> tuple[ToolFormat | None, Chunks]:
-        """Wait for the first chunk of `_chunks`; return the format of the tool calls in the text and all chunks."""
+        """Start generation and wait for the first chunk; return the format of the text's tool calls, and all chunks."""
         chunks = self._chunks(request, caller, prompts)
         try:
             first = await anext(chunks)
@@ -160,7 +160,8 @@ class Gateway:
         return FORMATS.get(name)
 
     async def _chunks(self, request: ParsedRequest, caller: Caller, prompts: Sequence[AnsweredPrompt] = ()) -> Chunks:
-        """Yield the chunks of all prompts in order of arrival. Echoed `prompts` get their texts before the chunks."""
+        """Yield the chunks of all prompts in order of arrival. With `echo`, each of `prompts` gets its text before its
+        first chunk."""
         places = _Places(len(request.prompts))
         several = len(request.prompts) > 1
         stream = partial(self._stream, request, caller, places, prompts, several=several)
@@ -182,8 +183,8 @@ class Gateway:
         *,
         several: bool,
     ) -> Chunks:
-        """Yield the chunks of one prompt. A prompt refused at a tenant limit is retried after another one of the
-        request has ended; the last one after the limit's delay."""
+        """Yield the chunks of one prompt. A prompt refused at a tenant limit is retried when another prompt of the
+        request ends. If no other one is running, it is retried after the limit's delay."""
         if several:
             metadata = (*caller.metadata, (PROMPTS, str(len(request.prompts))))
             caller = replace(caller, request_id=_numbered(caller.request_id, number), metadata=metadata)
@@ -242,8 +243,8 @@ class _Places(asyncio.Semaphore):
         self.release()
 
     def delay(self, limit: Overloaded) -> float | None:
-        """Return the seconds after which the prompt with the last place is sent again; None if the request ends with
-        this limit."""
+        """Return the seconds to wait before the prompt with the last place is sent again; None if the request fails
+        instead."""
         seconds = max(1.0, limit.retry_after or 0.0)
         if self._patience is None or seconds > self._patience:
             return None

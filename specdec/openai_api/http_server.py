@@ -118,7 +118,7 @@ def _protocol(header_seconds: float, connections: Connections) -> type[HttpConne
 
 
 def _is_no_cut_off(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's error about requests that outlast a drain: `cut_off` tells of each."""
+    """Return False for uvicorn's error about requests that outlast a drain: the event `cut_off` reports each one."""
     return "graceful shutdown exceeded" not in record.getMessage()
 
 

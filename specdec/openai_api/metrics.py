@@ -15,7 +15,7 @@ from specdec.serving.histogram import Histogram
 from specdec.serving.metrics.families import Families
 
 UNTIMED = frozenset({*PROBES, METRICS})
-"""Routes whose latency is not counted: they are asked every few seconds and answered at once."""
+"""Routes whose latency is not measured: they are requested every few seconds and answered immediately."""
 
 OTHER = "other"
 """The route label of unknown paths."""

@@ -37,7 +37,7 @@ CHECKS = 4
 
 OWN_CONNECTIONS = (("grpc.use_local_subchannel_pool", 1),)
 """Channel options that prevent channels of this process from sharing connections. An orchestrator limits the calls per
-connection, and gRPC limits the connections: on shared ones, completions would delay control calls."""
+connection: on a shared one, completions would delay control calls."""
 
 SILENCE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 """Statuses that mean no answer from an orchestrator."""

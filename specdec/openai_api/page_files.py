@@ -1,6 +1,6 @@
 """The page at `/`: static files, read once at start and served to everyone from memory.
 
-The page holds no secrets: it gets its data from the API, with the key of the person using it.
+The page holds no secrets: it gets its data from the API, with the user's key.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""From a request to its parsed body. Short bodies are parsed inline, longer and slower ones, which may take seconds, in
-threads."""
+"""Reads and parses the bodies of requests: short ones inline, others, which may take seconds, in threads."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ SHORT_BODY = 4 << 10
 """Maximum bytes of a body parsed inline, which takes a few milliseconds at most."""
 
 SLOW = (*(keyword.encode() for keyword in KEYWORDS), rb"\u")
-"""Texts of a body that is never parsed inline: rewriting a strict schema with such a keyword may take 150 ms, however
-short it is, and escapes may spell the keyword."""
+"""A body with one of these texts is never parsed inline: rewriting even a short strict schema with such a keyword may
+take 150 ms, and escapes may spell the keyword."""
 
 LONG_BODY = 64 << 10
 """Minimum bytes of a long body. Long bodies have a separate queue and thread, so that they do not delay others."""

@@ -40,8 +40,8 @@ class AnsweredPrompt:
     """One prompt in an answer. Its tokens are passed as they arrive, to `gather` or, in a stream, to `echo`."""
 
     def __init__(self, top: int | None = None, entries: int | None = None) -> None:
-        """`top`: top log-probabilities per prompt token, placed before those of the completions; None: no prompt
-        log-probabilities there. `entries`: the same for vLLM's field `prompt_logprobs`; None: no such field."""
+        """`top`: number of top log-probabilities per prompt token in the completions' field `logprobs`; None: the field
+        does not cover the prompt. `entries`: the same for vLLM's field `prompt_logprobs`; None: no such field."""
         self.text = ""  # in front of completions
         self.logprobs = EncodedLogprobs(self._logprobs_of)
         self._offset: Offset = TextOffset()

@@ -98,7 +98,7 @@ class ParsedRequest:
     chat: bool
     model: str
     prompts: list[GenerateRequest]
-    """The prompts without options, built while parsing, which may take seconds."""
+    """The prompts without options. They are built while parsing, since this may take seconds."""
     options: GenerateRequest
     """Options common to all prompts. They are merged in when a prompt is sent (`message`): they may be megabytes in
     size, and there may be many prompts."""

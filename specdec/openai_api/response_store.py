@@ -60,8 +60,8 @@ CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
 END;
 COMMIT;
 """
-"""`held` has the bytes of each caller and `total` of all: a sum over the responses takes 0.2 us per response. Triggers
-keep them true while a server of an earlier version uses the same file."""
+"""`held` has the bytes of each caller, `total` those of all callers: summing them up from `responses` would take 0.2 us
+per response. Triggers keep both correct even if a server of an earlier version uses the same file."""
 
 _CHAIN = """
 WITH RECURSIVE chain(id, previous, bytes, number) AS (
@@ -108,8 +108,8 @@ class ResponseStore:
             raise ResponseStoreError(f"{file}: {error}") from error
 
     async def put(self, caller: str, items: Sequence[Json], response: Json) -> bool:
-        """Store a response; `items` are the input items of its request. Return False if it is larger than its caller's
-        room, or if storing fails, which is logged."""
+        """Store a response; `items` are the input items of its request. Return False if there is no room for it,
+        or if storing fails, which is logged."""
         try:
             return await self._thread.run(lambda: self._put(caller, items, response), caller, WAIT_SECONDS)
         except (sqlite3.Error, OverloadedError) as error:  # e.g. a full disk, or a long lock by another server

@@ -147,7 +147,7 @@ class ResponsesRequest:
     includes: frozenset[str]
     items: Sequence[Json]
     """The input items of this request, without those of earlier responses."""
-    tools: Mapping[str, OfferedTool]  # by their names for the model, without their functions
+    tools: Mapping[str, OfferedTool]  # by function name; `function` is empty
     ignored: Sequence[str]  # names of unknown fields, for the answer
 
     @property

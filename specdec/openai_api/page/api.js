@@ -1,4 +1,4 @@
-// The HTTP API: requests with the key of the person in front of the page, and streams of server-sent events.
+// The HTTP API: requests with the user's key, and streams of server-sent events.
 
 const KEY = "specdec.key"; // of sessionStorage: the key lives as long as the tab
 

@@ -1,4 +1,4 @@
-// The page: asks for a text, streams it, and shows who proposed its tokens and what that brought.
+// The page: asks for a text, streams it, and shows who proposed its tokens and how much faster that made it.
 
 import { ApiError, events, get, key } from "./api.js";
 import { Figures } from "./figures.js";

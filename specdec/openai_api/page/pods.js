@@ -1,11 +1,11 @@
-// Pods, queues, KV memory and breakers, as the orchestrator tells operators.
+// Pods, queues, KV memory and breakers, as the orchestrator reports them to operators.
 
 import { ApiError, get } from "./api.js";
 import { at, event, make } from "./view.js";
 import { mode } from "./why.js";
 
 const LOOK_MS = 1000;
-const MIN_STEPS = 5; // with a draft, between two looks, to judge whether it is in time
+const MIN_STEPS = 5; // with a draft, between two answers, to judge whether drafts are in time
 
 let before = null; // the last answer
 let refused = false; // this key may not see them

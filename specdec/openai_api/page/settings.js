@@ -24,8 +24,7 @@ export function link() {
   return `#${found}`;
 }
 
-// Show the names of the models; keep the chosen one, or choose that of the link. The first one replaces one that is not
-// served.
+// Show the names of the models; keep the chosen one, or choose the link's. If it is not served, choose the first one.
 export function offer(names) {
   const before = wanted ?? model.value;
   wanted = null;
