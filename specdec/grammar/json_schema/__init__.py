@@ -11,5 +11,5 @@ Schema 2020-12, 7.2.1).
 
 `rewriting` has the entry points and iterates over a schema's keywords. `numbers`, `strings`, `arrays`, `objects`,
 `property_names` and `combinations` have the rules for the keywords, and `negation` has each keyword's opposite.
-`spelled_names` finally keeps names of properties from having a second spelling.
+`spelled_names` runs last and excludes second spellings of property names.
 """

@@ -94,8 +94,8 @@ def _rewrite_unique(rewriter: Rewriter, part: Rewrite, values: Sequence[Any] | N
 
 
 def _require_one(part: Rewrite, ways: Sequence[dict[str, Any]]) -> None:
-    """Add the condition that an array fits one of these schemas. They get their type: without it, the parser would
-    follow a value of any other type once for each."""
+    """Add the condition that an array fits one of these schemas. Each of them gets the type array: otherwise the parser
+    would follow a value of another type once per schema."""
     types = part.source.get("type", NO_ARRAYS)
     others = [kind for kind in ([types] if isinstance(types, str) else types) if kind != "array"]
     part.conditions.append(any_of([{"type": others} if others else False, *({"type": "array", **way} for way in ways)]))

@@ -84,8 +84,8 @@ def _cases(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> tuple[l
 
 
 def _asked_value(asked: Any, required: Any) -> tuple[str, list[Any]] | None:
-    """Return the only property that an `if` tests, and the tested values, in objects with these `required` properties;
-    None if it tests anything else."""
+    """Return the property that an `if` tests, and the values that it tests for; None if it tests anything else, too.
+    `required`: properties that every tested object has."""
     if not isinstance(asked, dict) or not asked.keys() <= {"properties", "required", "type"}:
         return None
     properties = object_of(asked.get("properties"))

@@ -53,8 +53,8 @@ def rewritten_bound(rewriter: Rewriter, key: str, value: Any, place: str) -> Any
     bound = _nearest(value, away)
     if not key.startswith("exclusive") or bound * away < 0 or not float(bound).is_integer():
         return bound
-    # llguidance allows an excluded integer if less than 1 lies between it and the other bound. That bound may be in
-    # another schema: any number of the document counts.
+    # llguidance allows an excluded integer if the other bound is less than 1 away. The other bound may be in another
+    # schema, so every fractional number of the document counts.
     if int(bound) - (away < 0) not in rewriter.floors:
         return bound
     return math.nextafter(bound, math.inf * away) if bound else away * LEAST

@@ -41,8 +41,8 @@ def rewrite_object(rewriter: Rewriter, part: Rewrite) -> None:
 
 
 def _check_minimum(rewriter: Rewriter, part: Rewrite) -> None:
-    """Leave `minProperties` to the check if the grammar would count a repeated name twice, or if llguidance refuses it:
-    beside optional properties. Drop it if the required properties suffice."""
+    """Leave `minProperties` to the check where the grammar would count a repeated name twice, and beside optional
+    properties, where llguidance refuses it. Drop it if the required properties suffice."""
     source, place = part.source, part.place
     if "minProperties" not in source or "object" not in source.get("type", "object"):
         part.keywords.pop("minProperties", None)
@@ -68,7 +68,7 @@ def _check_minimum(rewriter: Rewriter, part: Rewrite) -> None:
 
 
 def _applying(rewriter: Rewriter, schema: Schema, place: str) -> Iterator[Schema]:
-    """Yield a schema, and those in it and referred to that always apply to the same value."""
+    """Yield a schema and the schemas that always apply with it: parts of `allOf`, and targets of `$ref`."""
     seen, ahead = set[int](), [schema]
     while ahead:
         rewriter.count(place)
@@ -89,7 +89,8 @@ def _rewrite_dependencies(rewriter: Rewriter, part: Rewrite, key: str) -> None:
     for name, wanted in dependencies.items():
         inner = f"{part.place}/{key}/{pointer_part(name)}"
         then = {"required": [name, *wanted]} if are_texts(wanted) else rewriter.schema(wanted, inner)
-        absent = {"properties": {name: False}}  # the only alternative for other types: the parser follows all that fit
+        # Only `absent` fits other types: the parser would follow them once per fitting alternative.
+        absent = {"properties": {name: False}}
         part.conditions.append({"anyOf": [absent, both({"type": "object", "required": [name]}, then)]})
 
 

@@ -65,7 +65,7 @@ class Rewriter(ABC):
         self.languages = work.languages
         self.count = work.count
         self.checks = checks
-        self.unenforced: dict[tuple[int, str], str] = {}  # keywords left to a check: schema's identity, keyword; place
+        self.unenforced: dict[tuple[int, str], str] = {}  # places of keywords left to a check, by (schema id, keyword)
         self.pending: list[tuple[str, Schema, str]] = []  # definitions still to be rewritten: name, schema, place
         self._names: dict[int, str] = {}  # names of the result's definitions, by the identity of their schema
         self._levels = 0

@@ -29,7 +29,7 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 ALTERNATIVES = ("anyOf", "oneOf")
 
 MANY_NAMES = 64
-"""Names of a definition beyond which each reference to it is charged for."""
+"""Number of names in a definition above which each reference to it is charged to the work budget."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class SpelledNames:
         """`definitions`: rewritten schemas with their places, by name."""
         self._count, self._languages = rewriter.count, rewriter.languages
         self._definitions = definitions
-        self._new: dict[tuple[str, bool], str] = {}  # new names of definitions: old name, whether of a whole value
+        self._new: dict[tuple[str, bool], str] = {}  # new names of definitions, by (old name, of a whole value)
         self._known: dict[str, Names] = {}  # of definitions
         self._others: dict[frozenset[str], str | None] = {}  # results of `_besides`
         self._conditions: dict[tuple[frozenset[str], frozenset[str]], tuple[str, Schema]] = {}
@@ -92,7 +92,7 @@ class SpelledNames:
         return result | ({"$defs": definitions} if definitions else {})
 
     def _of_value(self, schema: Schema, place: str, around: Names) -> Schema:
-        """Return the schema of a value. `around`: names of schemas that apply beside it."""
+        """Return the schema of a value, with the condition. `around`: names of properties in the schemas beside it."""
         if not isinstance(schema, dict):
             return self._of_value({}, place, around) if schema is True and around else schema
         if schema.keys() == {"$ref"} and around == NONE:
@@ -110,7 +110,7 @@ class SpelledNames:
         return found
 
     def _beside(self, schema: Schema, place: str) -> Schema:
-        """Return a schema that applies beside others."""
+        """Return a schema that applies beside others: only the schemas of values in it get the condition."""
         if not isinstance(schema, dict):
             return schema
         found = dict(schema)

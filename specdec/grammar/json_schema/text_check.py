@@ -47,8 +47,8 @@ class TextCheck:
     hold."""
 
     def __init__(self, root: Mapping[str, Any], document: Document, unenforced: Mapping[tuple[int, str], str]) -> None:
-        """`unenforced`: places of the schemas of `document` with a keyword that is left to the check, by their identity
-        and the keyword. GrammarError unless the types of values alone decide whether each of these schemas applies."""
+        """`unenforced`: places of the keywords that are left to the check, by the identity of their schema in
+        `document` and the keyword. GrammarError if more than types decides whether one of these schemas applies."""
         self._root = root
         self._document = document
         self._unenforced = frozenset(unenforced)
