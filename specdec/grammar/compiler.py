@@ -64,8 +64,8 @@ leave few forced tokens."""
 
 STEP_ITEMS, ROW_ITEMS, STEP_FUEL = 5_000, 250, 50_000
 """Limits on the parser's work per token and per position, and on the lexer's work, in the library's units. At its
-documented speeds they amount to only a few milliseconds, since other texts share the step. The schemas of
-`test_a_thousand_schemas` never reach them."""
+documented speeds they amount to a few milliseconds, so that one text hardly delays the others in its step. The schemas
+of `test_a_thousand_schemas` never reach them."""
 
 
 class GrammarRoomError(Exception):

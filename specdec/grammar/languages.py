@@ -1,5 +1,5 @@
-"""Regular languages: JSON Schema's regular expressions, rewritten in Rust's syntax to match whole strings, without
-look-around.
+"""Regular languages: rewrites JSON Schema's regular expressions in Rust's syntax. The results match whole strings and
+have no look-around.
 
 An expression is read as a language: the possible contents of a string from some place to its end. Look-ahead is then an
 intersection or a complement. Derivatives (Brzozowski, 1964) turn this into an automaton, which becomes a plain
@@ -37,7 +37,7 @@ from specdec.grammar.patterns import (
 )
 
 MAX_WORK = 20_000
-"""Maximum expressions built for one schema: some 50 ms."""
+"""Maximum expressions built for one request: some 50 ms."""
 
 MAX_STATES = 64
 """Maximum states of an automaton that is turned into an expression."""
@@ -70,7 +70,7 @@ class Expression(NamedTuple):
 
 
 class Place(Enum):
-    """A place in a string, as far as it is known."""
+    """What is known about a position in a string: it is the beginning, a later one, or either."""
 
     BEGIN = 0
     LATER = 1
@@ -255,7 +255,7 @@ class Languages:
         return self.union((at_begin, self.concatenation(some, later)))
 
     def of_key(self, pattern: str) -> int:
-        """Return the language of an expression, which `pattern` may have returned. Errors as `of_pattern`."""
+        """Return the result of `of_pattern`, without parsing an expression that `pattern` has returned."""
         found = self._written.get(pattern)
         return self.of_pattern(pattern) if found is None else found
 
@@ -275,7 +275,7 @@ class Languages:
         return found
 
     def _language(self, syntax: Syntax, rest: int, place: Place) -> int:
-        """Return the language of the strings, from a place to their end, that consist of a match and then `rest`."""
+        """Return the language of a match followed by `rest`: possible contents of a string from `place` to its end."""
         if not asserts(syntax):
             return self.concatenation(self._plain(syntax), rest)
         match syntax:

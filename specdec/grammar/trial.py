@@ -68,7 +68,7 @@ def answer_of(question: dict[str, Any], compiler: GrammarCompiler) -> TrialAnswe
         try:
             if tokens:
                 follow(compiled.begin([], ends), tokens)
-            free = Grammar(grammar.kind, grammar.source)  # from the beginning
+            free = Grammar(grammar.kind, grammar.source)  # applies from the text's beginning
             walk(compiler.compile(free).begin([], ends))
         except GrammarError:
             pass  # a problem of the text, not of the grammar

@@ -41,7 +41,7 @@ _RANGE = re.compile(r"~\s*(\d+)(?:\s*\.\.\s*(\d+))?")
 """Another form of repetition in Lark: ~n or ~n..m."""
 
 _KEYWORD = re.compile(rf'"(?:{"|".join(_COUNTED)})"\s*:\s*([\d.]+)')
-"""One of these keywords in a schema embedded in Lark, with its value."""
+"""A keyword of `_COUNTED` in a schema embedded in Lark, with its value."""
 
 
 def lexer_states(grammar: Grammar) -> int:
