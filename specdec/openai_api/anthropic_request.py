@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.openai_api.errors import ApiError, refused, renamed, unsupported, wrong
-from specdec.openai_api.fields import READ as CHAT_READ
-from specdec.openai_api.fields import RENAMED, SAMPLING, Unsupported, check_names, listed
-from specdec.openai_api.fields import SAME as CHAT_SAME
+from specdec.openai_api.fields import CHAT_FIELDS, SAMPLING, Unsupported, check_names, listed
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
 from specdec.v2.generation_pb2 import TokenizeRequest
@@ -40,13 +38,6 @@ OWN_UNSUPPORTED: Mapping[str, Unsupported] = {
 }
 """Unsupported fields, in addition to those of chats."""
 
-HINTS = {
-    **dict.fromkeys(CHAT_SAME | CHAT_READ | RENAMED.keys(), "is a field of OpenAI's chats"),
-    "stop": "is stop_sequences here",
-    "response_format": "is output_config.format here",
-}
-"""Chat fields with another name here, or without a counterpart."""
-
 OF_A_TOOL = ("allowed_callers", "defer_loading", "eager_input_streaming", "input_examples")
 """Fields of a tool that are ignored, and listed in the answer."""
 
@@ -56,9 +47,14 @@ NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
-    "parallel_tool_calls": "tool_choice",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 """Chat field names, mapped to names in this API."""
+
+HINTS = dict.fromkeys(CHAT_FIELDS, "is a field of OpenAI's chats") | {
+    name: f"is {NAMES[name]} here" for name in NAMES.keys() & CHAT_FIELDS
+}
+"""Chat fields with another name here, or without a counterpart."""
 
 THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 """Thinking modes. The chat template decides when a model thinks; "disabled" only omits the reasoning."""

@@ -97,6 +97,10 @@ OF_CHAT = frozenset(
 )
 OF_COMPLETIONS = frozenset({"echo", "prompt"})
 
+CHAT_FIELDS = (SAME | READ | RENAMED.keys()) - OF_COMPLETIONS
+COMPLETION_FIELDS = (SAME | READ | RENAMED.keys()) - OF_CHAT
+"""All honoured fields of either API."""
+
 WITHOUT_EFFECT = frozenset(
     {
         # about OpenAI's own accounts and caches

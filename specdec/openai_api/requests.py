@@ -18,11 +18,12 @@ from specdec.openai_api.constraints import GRAMMARS, constraint
 from specdec.openai_api.conversation import conversation, tool_schemas
 from specdec.openai_api.errors import ApiError, refused, unknown, unsupported, wrong
 from specdec.openai_api.fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
     FLAGS,
     LEAST,
     OF_CHAT,
     OF_COMPLETIONS,
-    READ,
     RENAMED,
     SAME,
     alike,
@@ -264,11 +265,11 @@ def _no_number(name: str) -> None:
 
 def _check_names(given: Mapping[str, Any], *, chat: bool) -> list[str]:
     """Refuse unsupported fields; return the names of unknown ones."""
-    other = OF_COMPLETIONS if chat else OF_CHAT
+    known, other = (CHAT_FIELDS, OF_COMPLETIONS) if chat else (COMPLETION_FIELDS, OF_CHAT)
     hints = dict.fromkeys(other, f"is a field of {'completions' if chat else 'chats'}")
     defaults = {"best_of": given.get("n", 1), "add_special_tokens": not chat, "echo": False}
     given = {name: value for name, value in given.items() if not alike(value, defaults.get(name))}
-    ignored = check_names(given, (SAME | READ | RENAMED.keys()) - other, hints=hints)
+    ignored = check_names(given, known, hints=hints)
     for name, option in RENAMED.items():
         for alias in [other for other in given if other != name and RENAMED.get(other, other) == option]:
             if name in given and not alike(given[name], given[alias]):

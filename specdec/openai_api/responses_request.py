@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec.openai_api.errors import ApiError, refused, renamed, unsupported, wrong
-from specdec.openai_api.fields import READ as CHAT_READ
 from specdec.openai_api.fields import (
-    RENAMED,
+    CHAT_FIELDS,
     SAMPLING,
     WITHOUT_EFFECT,
     Unsupported,
@@ -22,7 +21,6 @@ from specdec.openai_api.fields import (
     flag,
     listed,
 )
-from specdec.openai_api.fields import SAME as CHAT_SAME
 from specdec.openai_api.json_text import Json
 from specdec.openai_api.requests import ParsedRequest, parse_fields
 from specdec.openai_api.responses_echo import NESTED, check_labels, echoed
@@ -101,16 +99,6 @@ OWN_UNSUPPORTED: Mapping[str, Unsupported] = {
 }
 """Unsupported fields, in addition to those of chats."""
 
-HINTS: Mapping[str, str] = {
-    **dict.fromkeys(CHAT_SAME | CHAT_READ | RENAMED.keys(), "is a field of chats"),
-    "max_tokens": "is max_output_tokens here",
-    "max_completion_tokens": "is max_output_tokens here",
-    "messages": "is input here",
-    "reasoning_effort": "is reasoning.effort here",
-    "response_format": "is text.format here",
-}
-"""Chat fields with another name here, or without a counterpart."""
-
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 INCLUDED = (LOGPROBS, ENCRYPTED)
 """Accepted values of `include`."""
@@ -133,6 +121,11 @@ NAMES = {
     "tool_required": "tool_choice",
 }
 """Chat field names, mapped to names in this API."""
+
+HINTS = dict.fromkeys(CHAT_FIELDS, "is a field of chats") | {
+    name: f"is {NAMES[name]} here" for name in NAMES.keys() & CHAT_FIELDS
+}
+"""Chat fields with another name here, or without a counterpart."""
 
 TRUNCATIONS = ["auto", "disabled"]
 

@@ -10,7 +10,7 @@ from html import escape
 
 from specdec import __version__
 from specdec.openai_api import anthropic_request, responses_request
-from specdec.openai_api.fields import OF_CHAT, OF_COMPLETIONS, READ, RENAMED, SAME
+from specdec.openai_api.fields import CHAT_FIELDS, COMPLETION_FIELDS
 from specdec.openai_api.json_text import Json
 
 COMPLETIONS, CHAT, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
@@ -60,13 +60,12 @@ class Described:
     fields: Collection[str] = ()
 
 
-_GENERATED = SAME | READ | RENAMED.keys()
 _OF_RESPONSES = responses_request.SAME | responses_request.READ
 _OF_MESSAGES = anthropic_request.SAME | anthropic_request.READ
 
 DESCRIBED = (
-    Described(COMPLETIONS, "post", "Completions of prompts, whole or as events.", _GENERATED - OF_CHAT),
-    Described(CHAT, "post", "The next message of a conversation, whole or as events.", _GENERATED - OF_COMPLETIONS),
+    Described(COMPLETIONS, "post", "Completions of prompts, whole or as events.", COMPLETION_FIELDS),
+    Described(CHAT, "post", "The next message of a conversation, whole or as events.", CHAT_FIELDS),
     Described(RESPONSES, "post", "A response, whole or as typed events.", _OF_RESPONSES),
     Described(RESPONSE_TOKENS, "post", "The number of input tokens of such a request.", _OF_RESPONSES),
     Described(ITEM, "get", "A stored response."),

@@ -217,10 +217,25 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
     assert caught.value.message.startswith(param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 9}, "max_tokens: is max_output_tokens here"),
+        ({"n": 1}, "n: is a field of chats"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt: is not supported"),
+    ],
+)
+def test_fields_of_chats_are_named_as_such(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        ResponsesReader({"model": "m", "input": "hi", **fields})
+    assert caught.value.message == message
+
+
 def test_unknown_fields_are_ignored_and_named() -> None:
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}
-    fields = {"input": [thought, {"role": "user", "content": "a"}], "nonsense": 1, "reasoning": {"tone": 1}}
-    assert list(ResponsesReader(fields).request().ignored) == ["nonsense", "reasoning.tone", "input[0]"]
+    fields = {"input": [thought, {"role": "user", "content": "a"}], "nonsense": 1, "echo": True}
+    fields["reasoning"] = {"tone": 1}
+    assert list(ResponsesReader(fields).request().ignored) == ["nonsense", "echo", "reasoning.tone", "input[0]"]
     with pytest.raises(ApiError, match="nonsense: unknown parameter"):
         ResponsesReader(fields, strict=True).request()
     odd = {"role": "user", "content": [{"type": "input_text", "text": "a", "cache_control": {}}], "foo": 1}
