@@ -70,9 +70,8 @@ def in_lark(source: str) -> str:
     rules = _Reader(source).rules()
     if (expression := _whole_expression(rules)) is not None:
         return f"start: ROOT\nROOT: /{expression}/" if expression else 'start: ""'
-    numbers = {name: f"rule_{number}" for number, name in enumerate(rules)}
-    lines = [f"{numbers[name]}: {_in_rule(part, numbers)}" for name, part in rules.items()]
-    return "\n".join([f"start: {numbers['root']}", *lines])
+    names = {name: f"rule_{number}" for number, name in enumerate(rules)} | {"root": "start"}
+    return "\n".join(f"{names[name]}: {_in_rule(part, names)}" for name, part in rules.items())
 
 
 class _Token(NamedTuple):
@@ -285,15 +284,15 @@ def _in_expression(part: Part, done: Mapping[str, str]) -> str:
             return f"(?:{_in_expression(inner, done)}){part.suffix}"
 
 
-def _in_rule(part: Part, numbers: Mapping[str, str]) -> str:
+def _in_rule(part: Part, names: Mapping[str, str]) -> str:
     match part:
         case CharacterSet(ranges):
             return f"/{spelt(ranges)}/"
         case Reference(name):
-            return numbers[name]
+            return names[name]
         case Sequence(parts):
-            return f"({' '.join(_in_rule(inner, numbers) for inner in parts)})" if parts else '""'
+            return f"({' '.join(_in_rule(inner, names) for inner in parts)})" if parts else '""'
         case Alternatives(parts):
-            return f"({' | '.join(_in_rule(inner, numbers) for inner in parts)})"
+            return f"({' | '.join(_in_rule(inner, names) for inner in parts)})"
         case Repeated(inner):
-            return f"({_in_rule(inner, numbers)}){part.suffix}"
+            return f"({_in_rule(inner, names)}){part.suffix}"

@@ -10,7 +10,8 @@ from specdec.grammar.grammar import MAX_RULES, lark_string
 from specdec.openai_api.errors import refused, unknown, wrong
 
 MAX_TAGS = MAX_RULES // 2
-"""Maximum triggers, and maximum structures: each structure is two rules of a grammar."""
+"""Maximum triggers, and maximum structures. Fewer structures fit if they begin with different triggers: a structure is
+two rules of a grammar, a used trigger is one, and three are common to all."""
 
 MAX_CHARACTERS = 1024
 """Maximum characters of a trigger, and of the beginning and end of a structure."""
@@ -37,7 +38,12 @@ def tags_in_lark(given: Mapping[str, Any], field: str) -> str:
     begun: dict[str, list[int]] = {trigger: [] for trigger in triggers}
     for number, structure in enumerate(structures):
         begun[_trigger(structure, triggers, f"{field}.structures[{number}]")].append(number)
-    return "\n".join(_rules(structures, {trigger: numbers for trigger, numbers in begun.items() if numbers}))
+    used = {trigger: numbers for trigger, numbers in begun.items() if numbers}
+    if len(structures) > (most := (MAX_RULES - 3 - len(used)) // 2):
+        raise refused(
+            f"{field}.structures", f"has {len(structures)} entries, must have at most {most} with {len(used)} triggers"
+        )
+    return "\n".join(_rules(structures, used))
 
 
 def _trigger(structure: Any, triggers: list[str], field: str) -> str:

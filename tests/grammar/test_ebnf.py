@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.grammar.ebnf import in_lark, is_ebnf
-from specdec.grammar.grammar import GrammarError, Kind
+from specdec.grammar.grammar import MAX_RULES, GrammarError, Kind, source_violation
 from tests.grammar.followed import Followed
 
 SQL = """
@@ -87,12 +87,18 @@ def test_what_is_not_valid_is_refused_with_its_place(source: str, problem: str) 
     assert problem in str(raised.value)
 
 
+def test_the_most_rules_fit_into_lark() -> None:
+    rules = [f'r{number} ::= "a" r{number + 1}?' for number in range(MAX_RULES - 1)]
+    source = "\n".join(["root ::= r0", *rules[:-1], f"r{MAX_RULES - 2} ::= root"])
+    assert source_violation(Kind.LARK, (in_lark(source),)) is None
+
+
 def test_lark_is_not_taken_for_ebnf() -> None:
     assert not is_ebnf('start: "a ::= b" | x\nx: /b/')
 
 
 def test_large_grammars_end_in_time() -> None:
     doubling = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(200))
-    assert in_lark(f'root ::= r0\n{doubling}\nr200 ::= "a"').startswith("start: rule_0")
+    assert in_lark(f'root ::= r0\n{doubling}\nr200 ::= "a"').startswith("start: rule_1")
     wide = " ".join(["x"] * 20_000)
     assert in_lark(f"root ::= {wide}\nx ::= [a-z]{{1,500}}")

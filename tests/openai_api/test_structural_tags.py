@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specdec.grammar.grammar import Kind
+from specdec.grammar.grammar import Kind, source_violation
 from specdec.openai_api.errors import ApiError
 from specdec.openai_api.requests import parse_fields
 from specdec.openai_api.structural_tags import tags_in_lark
@@ -63,6 +63,7 @@ def test_they_are_one_grammar_under_every_name() -> None:
         ({"triggers": ["<"] * 513}, "tags.triggers", "has 513 entries, must have at most 512"),
         ({"triggers": ["<" * 1025]}, "tags.triggers", "at most 1024 characters"),
         ({"structures": TAGS["structures"] * 171}, "tags.structures", "has 513 entries"),
+        ({"structures": TAGS["structures"] * 170}, "tags.structures", "at most 509 with 2 triggers"),
         (
             {"structures": [{"begin": "[[" + "x" * 1023, "schema": {}, "end": ""}]},
             "tags.structures[0].begin",
@@ -74,3 +75,15 @@ def test_their_number_and_length_are_bounded(tags: dict[str, Any], field: str, p
     with pytest.raises(ApiError, match=re.escape(problem)) as raised:
         tags_in_lark({**TAGS, **tags}, "tags")
     assert raised.value.param == field
+
+
+@pytest.mark.parametrize(("triggers", "most"), [(1, 510), (340, 340)])
+def test_as_many_structures_as_a_grammar_has_room_for(triggers: int, most: int) -> None:
+    def in_lark(number: int) -> str:
+        begun = [f"<{index % triggers}>" for index in range(number)]
+        structures = [{"begin": begin, "schema": {}, "end": ""} for begin in begun]
+        return tags_in_lark({"structures": structures, "triggers": begun[:triggers]}, "tags")
+
+    assert source_violation(Kind.LARK, (in_lark(most),)) is None
+    with pytest.raises(ApiError, match=f"has {most + 1} entries"):
+        in_lark(most + 1)
