@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -10,8 +13,8 @@ from starlette.requests import Request
 
 from specdec.grammar.json_schema.text_check import KEYWORDS
 from specdec.openai_api.bodies import Bodies
+from specdec.openai_api.errors import ApiError
 from specdec.openai_api.gateway import Caller
-from specdec.openai_api.requests import fields_of
 from specdec.serving.bounded_threads import BoundedThreads
 
 Parsed = TypeVar("Parsed")
@@ -85,3 +88,31 @@ class Intake:
         size = max(len(body), SHORT_BODY + 1) if any(text in body for text in SLOW) else len(body)
         request = await self.parser.parse(size, lambda: parse(fields_of(body), strict=self.strict), owner)
         return TakenRequest(request, size, caller, owner)
+
+
+def fields_of(body: bytes) -> dict[str, Any]:
+    """Return the fields of a body; ApiError if it is not a JSON object."""
+    try:  # only UTF-8, since `structure.py` cannot count other encodings
+        found = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number, parse_float=_finite)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _invalid_json(f"is not JSON: {error}") from None
+    except ValueError:  # of int(); a function of our own in its place would double the time for token ids
+        raise _invalid_json(f"has a number of more than {sys.get_int_max_str_digits()} digits") from None
+    if not isinstance(found, dict):
+        raise _invalid_json("is not a JSON object")
+    return found
+
+
+def _invalid_json(problem: str) -> ApiError:
+    return ApiError(400, f"the body {problem}", code="invalid_json")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):  # an answer may contain it, and JSON has no infinity
+        raise _invalid_json(f"has a number that is too large: {text[:20]}")
+    return number
+
+
+def _no_number(name: str) -> None:
+    raise _invalid_json(f"is not JSON: {name} is not a number")

@@ -6,8 +6,6 @@ limited here, since messages are built from them.
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -239,28 +237,6 @@ def _check_entries(name: str, value: object) -> None:
             if number > MAX_ENTRIES:
                 raise refused(name, f"has {number} values or more, must have at most {MAX_ENTRIES}")
             open_values += found.values() if isinstance(found, dict) else found
-
-
-def fields_of(body: bytes) -> dict[str, Any]:
-    """Return the fields of a body; ApiError if it is not a JSON object."""
-    try:  # only UTF-8, since `structure.py` cannot count other encodings
-        found = json.loads(body.decode("utf-8-sig"), parse_constant=_no_number, parse_float=_finite)
-    except (ValueError, RecursionError) as error:  # covers JSONDecodeError and UnicodeDecodeError
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(found, dict):
-        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
-    return found
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):  # an answer may contain it, and JSON has no infinity
-        raise ValueError(f"{text[:20]} is too large a number")
-    return number
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_names(given: Mapping[str, Any], *, chat: bool) -> list[str]:

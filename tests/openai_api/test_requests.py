@@ -15,7 +15,8 @@ from specdec.client import InvalidRequest
 from specdec.openai_api.errors import ApiError, from_specdec
 from specdec.openai_api.fields import OF_CHAT, OF_COMPLETIONS, READ, RENAMED, SAME, UNSUPPORTED, WITHOUT_EFFECT
 from specdec.openai_api.json_text import Json
-from specdec.openai_api.requests import ParsedRequest, fields_of, parse_fields
+from specdec.openai_api.parsing import fields_of
+from specdec.openai_api.requests import ParsedRequest, parse_fields
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 TOOL_F = {"type": "function", "function": {"name": "f"}}
@@ -290,6 +291,7 @@ def test_what_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         fields_of(body)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+    assert "sys." not in caught.value.message
 
 
 def test_every_field_that_openai_has_is_known() -> None:
