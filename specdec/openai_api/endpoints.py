@@ -99,7 +99,7 @@ class Responses:
         reader, caller, owner = taken.request, taken.caller, taken.owner
         async with self._continued(taken) as (earlier, size):
             request = await self._intake.parser.parse(size, partial(reader.request, earlier), owner)
-            chat = await self._gateway.named(request.chat, caller)
+            chat = request.chat
             message = TokenizeRequest(model=chat.model, chat=chat.message(0).chat)
             tokenized = self._gateway.tokenized(message, chat.names, caller, chat.places)
             count = (await while_present(http.receive, tokenized)).count
@@ -113,11 +113,8 @@ class Responses:
         return StoredAnswer(as_bytes(text), self._intake.bodies, self._intake.who(http)[1])
 
     async def delete(self, http: Request) -> JSONResponse:
-        found, owner = http.path_params["response"], self._intake.who(http)[1]
-        if self._store is None:
-            raise not_found(found)
-        await self._store.delete(owner, found)
-        return JSONResponse({"id": found, "object": "response", "deleted": True})
+        await self._stored(http, ResponseStore.delete)
+        return JSONResponse({"id": http.path_params["response"], "object": "response", "deleted": True})
 
     async def input_items(self, http: Request) -> StoredAnswer:
         items, owner = await self._stored(http, ResponseStore.items), self._intake.who(http)[1]
@@ -201,9 +198,9 @@ class Responses:
         refusal: ApiError | None = None
         for cut in chain_of((0,), reader.cuts(earlier)):
             request = await self._intake.parser.parse(size, partial(reader.request, earlier, cut), owner)
-            request = replace(request, chat=await self._gateway.named(request.chat, caller))
             try:
-                return request, await self._gateway.parts(request.chat, caller)
+                chat, parts = await self._gateway.parts(request.chat, caller)
+                return replace(request, chat=chat), parts
             except ApiError as error:
                 if error.code != "context_length_exceeded":
                     raise
@@ -245,8 +242,8 @@ class Messages:
     async def create(self, http: Request) -> Response | EventStream:
         taken = await self._intake.take(http, parse_messages)
         request, caller = taken.request, taken.caller
-        request = replace(request, chat=await self._gateway.named(request.chat, caller))
-        parts = await while_present(http.receive, self._gateway.parts(request.chat, caller))
+        chat, parts = await while_present(http.receive, self._gateway.parts(request.chat, caller))
+        request = replace(request, chat=chat)
         answer = MessageAnswer(request, caller.request_id)
         return await _sent(http, request, answer, _events_of(answer, parts), ping=typed_event_of(PING))
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from specdec.client import AsyncClient, Chunk, Model, Overloaded, SpecdecError
 from specdec.client.endpoint import Metadata
@@ -80,19 +81,9 @@ class Gateway:
         metadata: Metadata = (("authorization", authorization),) if authorization else ()
         await _models(self._key_client, Caller(new_request_id(), metadata))
 
-    async def named(self, request: ParsedRequest, caller: Caller) -> ParsedRequest:
-        """Return the request. If it names no model, set the only served one."""
-        if request.model:
-            return request
-        served = await self.models(caller)
-        if len(served) != 1:
-            problem = f"is missing, and {len(served)} models are served: GET /v1/models lists them"
-            raise refused("model", problem)
-        return replace(request, model=served[0].name)
-
     async def answer(self, request: ParsedRequest, caller: Caller) -> bytes:
         """Generate all samples of all prompts; return the complete answer as JSON."""
-        request = await self.named(request, caller)
+        request = await self._named(request, caller)
         prompts = _prompts(request)
         tool_format, chunks = await self._begun(request, caller, prompts)
         answer = _Answer(request, caller, tool_format, prompts)
@@ -106,23 +97,21 @@ class Gateway:
     async def events(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Json, None]:
         """Generate all samples of all prompts; return the events of their stream. Errors before the first chunk are
         raised by this call."""
-        request = await self.named(request, caller)
+        request = await self._named(request, caller)
         prompts = _prompts(request)
         tool_format, chunks = await self._begun(request, caller, prompts)
         return _events(_Answer(request, caller, tool_format, prompts), chunks)
 
-    async def parts(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Part, None]:
-        """Generate the single sample of the single prompt; return its parts. Errors before the first chunk are raised
-        by this call."""
+    async def parts(self, request: ParsedRequest, caller: Caller) -> tuple[ParsedRequest, AsyncGenerator[Part, None]]:
+        """Generate the single sample of the single prompt; return the request with its model, and its parts. Errors
+        before the first chunk are raised by this call."""
         if request.chunks:
             raise unsupported("specdec.chunks", "is for /v1/completions and /v1/chat/completions")
+        request = await self._named(request, caller)
         tool_format, chunks = await self._begun(request, caller)
-        calls = (
-            None
-            if tool_format is None
-            else Calls(tool_format, new_request_id(), request.schemas, forced=request.forces_calls)
-        )
-        return parts_of(_of_one_prompt(chunks), calls, reasoning=request.reasoning, with_end=request.tells_end)
+        calls = _calls(request, tool_format, new_request_id())
+        of_one = _of_one_prompt(chunks)
+        return request, parts_of(of_one, calls, reasoning=request.reasoning, with_end=request.tells_end)
 
     async def tokenized(
         self, request: TokenizeRequest, names: Names, caller: Caller, places: Sequence[str] = ()
@@ -134,6 +123,16 @@ class Gateway:
                 return await client.send_tokenize(request, metadata=caller.metadata)
         except SpecdecError as error:
             raise from_specdec(error, names, places) from error
+
+    async def _named(self, request: ParsedRequest, caller: Caller) -> ParsedRequest:
+        """Return the request. If it names no model, set the only served one."""
+        if request.model:
+            return request
+        served = await self.models(caller)
+        if len(served) != 1:
+            problem = f"is missing, and {len(served)} models are served: GET /v1/models lists them"
+            raise refused("model", problem)
+        return replace(request, model=served[0].name)
 
     async def _begun(
         self, request: ParsedRequest, caller: Caller, prompts: Sequence[AnsweredPrompt] = ()
@@ -324,17 +323,12 @@ class _Answer:
             Choice(
                 index,
                 request,
-                calls=self._calls(index),
+                # Salted: callers match results to calls by call id, and may use one request id for several requests.
+                calls=_calls(request, self.tool_format, f"{self.salt}-{index}"),
                 prompt=self.prompts[index // request.samples] if self.prompts and not request.chat else None,
             )
             for index in range(request.samples * len(request.prompts))
         ]
-
-    def _calls(self, index: int) -> Calls | None:
-        # Salted: callers match results to calls by call id, and may use one request id for several requests.
-        if self.tool_format is None:
-            return None
-        return Calls(self.tool_format, f"{self.salt}-{index}", self.request.schemas, forced=self.request.forces_calls)
 
     def choice(self, number: int, chunk: Chunk) -> Choice:
         """Return the choice that a prompt's chunk belongs to."""
@@ -371,38 +365,40 @@ class _Answer:
             choice.prompt_token_ids, choice.encoded_prompt = ids, encoded
 
 
+def _calls(request: ParsedRequest, tool_format: ToolFormat | None, name: str) -> Calls | None:
+    """Return the reader of a text's calls; None if it has none. `name` is unique to the sample."""
+    return None if tool_format is None else Calls(tool_format, name, request.schemas, forced=request.forces_calls)
+
+
 async def _events(answer: _Answer, chunks: Chunks) -> AsyncGenerator[Json, None]:
     """Yield the events of a stream."""
     request, frame = answer.request, answer.frame
-    usage: Json = {"usage": None} if request.usage_in_stream else {}
-    extra = frame.ignored_json
+    extra = frame.ignored_json  # of the first event
+
+    def event(choices: Sequence[Json], choice: Choice, **others: Any) -> Json:
+        nonlocal extra
+        if request.usage_in_pieces or request.usage_in_stream:
+            others["usage"] = choice.usage if request.usage_in_pieces else None
+        others, extra = {**others, **extra}, {}
+        return frame.piece(choices, **others)
+
     async with aclosing(chunks):
         first = await anext(chunks)
         answer.note(*first)
         if request.chat:
             if (prompt := answer.choices[0].prompt_token_ids) is not None:
                 extra = {**extra, "prompt_token_ids": prompt}
-            if request.usage_in_pieces:
-                usage = {"usage": answer.choices[0].usage}
-            yield frame.piece([choice.opening() for choice in answer.choices], **usage, **extra)
-            extra = {}
+            yield event([choice.opening() for choice in answer.choices], answer.choices[0])
         found: tuple[int, Chunk] | None = first
         while found is not None:
             number, chunk = found
             answer.note(number, chunk)
-            if request.usage_in_pieces:
-                usage = {"usage": answer.choice(number, chunk).usage}
+            choice = answer.choice(number, chunk)
             if echo := answer.echo(number, chunk):
-                yield frame.piece(echo, **usage, **extra)
-                extra = {}
+                yield event(echo, choice)
             if not chunk.prompt or chunk.tokens or chunk.finish or chunk.resolved:
-                choice = answer.choice(number, chunk)
-                piece = choice.piece(chunk, answer.seeds[number])
-                if request.usage_in_pieces:
-                    usage = {"usage": choice.usage}
                 ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
-                yield frame.piece([piece], **usage, **ended, **extra)
-                extra = {}
+                yield event([choice.piece(chunk, answer.seeds[number])], choice, **ended)
             found = await anext(chunks, None)
     if request.usage_in_stream:
         yield frame.piece([], usage=usage_of(answer.choices))

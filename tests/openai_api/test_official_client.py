@@ -304,6 +304,19 @@ async def test_a_caller_who_leaves_ends_the_request(stream: bool, tokens: int) -
         await until(lambda: http.app.running == 0)
 
 
+@pytest.mark.parametrize("api", ["completions", "messages", "responses"])
+async def test_a_caller_who_leaves_ends_the_lookup_of_the_model(api: str) -> None:
+    listing = [Act(), Act(then="hold")]  # one to admit the caller, one for the request's model
+    fields: dict[str, Any] = {"prompt": "hi", "input": "hi", "messages": CHAT, "max_tokens": 9}
+    names = {"completions": ["prompt"], "messages": ["messages", "max_tokens"], "responses": ["input"]}[api]
+    async with FakeServer(listing=listing) as server, front(server.address) as http:
+        body = {name: fields[name] for name in names}
+        asking = asyncio.create_task(http.client.post(f"/{api}", body=body, cast_to=object))
+        await asyncio.wait_for(server.held.wait(), 10)
+        asking.cancel()
+        await until(lambda: http.app.running == 0, 10)
+
+
 async def test_a_stream_goes_on_at_another_orchestrator() -> None:
     """The first orchestrator fails in the middle of a character."""
     breaking = Act(tokens=4, then="abort")
