@@ -31,6 +31,24 @@ from tests.grammar.followed import Followed
         ({"not": {"items": {"type": "string"}}}, "/not/items: cannot be enforced within not or if"),
         ({"not": {"type": "integer"}}, "/not/type: cannot be enforced within not or if: integer has no opposite"),
         ({"if": {"oneOf": []}, "then": {}}, "/if/oneOf: cannot be enforced within not or if"),
+        ({"not": {"if": {}, "then": {"oneOf": []}}}, "/not/then/oneOf: cannot be enforced within not or if"),
+        (
+            {"not": {"prefixItems": [{}, {"oneOf": []}]}},
+            "/not/prefixItems/1/oneOf: cannot be enforced",
+        ),
+        (
+            {
+                "type": "object",
+                "required": ["a"],
+                "allOf": [
+                    {"if": {"properties": {"a": {"const": "x"}}}, "then": {"not": {"oneOf": []}}},
+                    {"if": {"properties": {"a": {"const": "y"}}}, "then": {}},
+                ],
+            },
+            "/allOf/0/then/not/oneOf: cannot be enforced within not or if",
+        ),
+        ({"oneOf": [{"type": "object"}, {"$ref": "#/x"}]}, "/oneOf/1/$ref: #/x is not in the schema"),
+        ({"minProperties": 2, "allOf": [{"$ref": "#/x"}]}, "/allOf/0/$ref: #/x is not in the schema"),
         ({"$ref": "https://example.com/x.json"}, "/$ref: https://example.com/x.json is not in the schema"),
         ({"$dynamicRef": "#node"}, "/$dynamicRef: cannot be enforced: use $ref"),
         ({"const": 2**53 + 1}, "/const: cannot be enforced: 9007199254740993 has more digits than a 64-bit float"),

@@ -53,27 +53,27 @@ def _conditional(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> S
 def _cases(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> tuple[list[Schema], set[int]]:
     """For each group of ifs that test the same property, return one condition, a list of cases; also return the
     identities of the schemas with these ifs. Rewritten one by one, the ifs would make too many combinations."""
-    groups: dict[str, list[tuple[list[Any], Mapping[str, Any]]]] = {}
+    groups: dict[str, list[tuple[list[Any], Mapping[str, Any], str]]] = {}
     if schema.get("type") == "object":
-        parts = [part for part in map(object_of, list_of(schema.get("allOf"))) if part.keys() <= IF_ALONE]
-        for part in (schema, *parts):
+        parts = [(object_of(part), f"{place}/allOf/{n}") for n, part in enumerate(list_of(schema.get("allOf")))]
+        for part, at in ((schema, place), *(part for part in parts if part[0].keys() <= IF_ALONE)):
             if "if" in part and (found := _asked_value(part["if"], schema.get("required"))) is not None:
-                groups.setdefault(found[0], []).append((found[1], part))
+                groups.setdefault(found[0], []).append((found[1], part, at))
     conditions, grouped = list[Schema](), set[int]()
     for name, members in groups.items():
         if len(members) == 1:
             continue
-        grouped |= {id(part) for _, part in members}
-        values = list({json.dumps(value): value for asked, _ in members for value in asked}.values())
+        grouped |= {id(part) for _, part, _ in members}
+        values = list({json.dumps(value): value for asked, *_ in members for value in asked}.values())
         inner = [
-            {key: rewriter.schema(part[key], f"{place}/{key}") for key in ("then", "else") if key in part}
-            for _, part in members
+            {key: rewriter.schema(part[key], f"{at}/{key}") for key in ("then", "else") if key in part}
+            for _, part, at in members
         ]
         rewriter.count(place, 8 * len(values) * len(members))
         cases: list[Schema] = []
         for value in values:
             case: Schema = {"properties": {name: {"const": value}}, "required": [name]}
-            for (asked, _), then in zip(members, inner, strict=True):
+            for (asked, *_), then in zip(members, inner, strict=True):
                 case = both(case, then.get("then" if value in asked else "else", True))
             cases.append(case)
         other = negation(rewriter, {"properties": {name: {"enum": values}}, "required": [name]}, f"{place}/if")
@@ -106,9 +106,9 @@ def _discriminator(rewriter: Rewriter, parts: Any, place: str) -> str | None:
     parts; None if there is none. Schema generators do not list it as required if it has a default, although it is
     always serialised."""
     found: dict[str, list[set[str]]] = {}
-    for part in list_of(parts):
+    for n, part in enumerate(list_of(parts)):
         rewriter.count(place)
-        *_, part = rewriter.document.chain(part, place)
+        *_, part = rewriter.document.chain(part, f"{place}/oneOf/{n}/$ref")
         if not isinstance(part, dict) or part.get("type") != "object":
             return None
         for name, inner in object_of(part.get("properties")).items():

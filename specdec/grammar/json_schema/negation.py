@@ -98,14 +98,15 @@ def _ways_out(rewriter: Rewriter, key: str, value: Any, schema: Mapping[str, Any
         case "prefixItems" if isinstance(value, list):
             rewriter.count(place, len(value) ** 2)
             return [
-                {"type": "array", "prefixItems": [True] * at + [opposite(item)], "minItems": at + 1}
+                {"type": "array", "prefixItems": [True] * at + [opposite(item, f"{place}/{at}")], "minItems": at + 1}
                 for at, item in enumerate(value)
             ]
         case "dependentRequired" | "dependentSchemas" | "dependencies" if isinstance(value, dict):
             return [_unmet(rewriter, name, needed, place) for name, needed in value.items()]
         case "if":
-            then = opposite(schema.get("then", True), f"{place}/then")
-            other = opposite(schema.get("else", True), f"{place}/else")
+            around = place.removesuffix("/if")
+            then = opposite(schema.get("then", True), f"{around}/then")
+            other = opposite(schema.get("else", True), f"{around}/else")
             return [both(rewriter.schema(value, place), then), both(opposite(value), other)]
         case "contains" if not {"minContains", "maxContains"} & set(schema):
             return [{"type": "array", "items": opposite(value)}]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.property_names import rewrite_property_names
-from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, refused
+from specdec.grammar.json_schema.rewriter import Rewrite, Rewriter, place_of_target, refused
 from specdec.grammar.json_schema.schemas import Schema, both
 from specdec.grammar.json_schema.spelled_names import CONTROL
 from specdec.grammar.json_schema.strings import name_pattern
@@ -69,16 +69,16 @@ def _check_minimum(rewriter: Rewriter, part: Rewrite) -> None:
 
 def _applying(rewriter: Rewriter, schema: Schema, place: str) -> Iterator[Schema]:
     """Yield a schema and the schemas that always apply with it: parts of `allOf`, and targets of `$ref`."""
-    seen, ahead = set[int](), [schema]
+    seen, ahead = set[int](), [(schema, place)]
     while ahead:
         rewriter.count(place)
-        found = ahead.pop()
+        found, at = ahead.pop()
         if isinstance(found, dict) and id(found) not in seen:
             seen.add(id(found))
             yield found
-            ahead += list_of(found.get("allOf"))
+            ahead += [(inner, f"{at}/allOf/{n}") for n, inner in enumerate(list_of(found.get("allOf")))]
             if "$ref" in found:
-                ahead.append(rewriter.document.resolved(found, place))
+                ahead.append((rewriter.document.resolved(found, f"{at}/$ref"), place_of_target(found)))
 
 
 def _rewrite_dependencies(rewriter: Rewriter, part: Rewrite, key: str) -> None:

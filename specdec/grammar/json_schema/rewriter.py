@@ -31,6 +31,12 @@ def refused(place: str, key: str, why: str) -> GrammarError:
     return GrammarError(f"{place}/{pointer_part(key)}: cannot be enforced: {why}")
 
 
+def place_of_target(schema: Mapping[str, Any]) -> str:
+    """Return the place of the target of a schema's reference."""
+    reference = str(schema["$ref"])[:80]
+    return reference[1:] if reference.startswith("#/") else reference
+
+
 class Work:
     """The budget of work for the schemas of one request."""
 
@@ -80,8 +86,7 @@ class Rewriter(ABC):
         name = self._names.get(id(target))
         if name is None:
             name = self._names[id(target)] = f"d{len(self._names)}"
-            reference = str(schema["$ref"])[:80]
-            self.pending.append((name, target, reference[1:] if reference.startswith("#/") else reference))
+            self.pending.append((name, target, place_of_target(schema)))
         return f"#/$defs/{name}"
 
     def entered(self, made: Callable[[Schema, str], Made], schema: Mapping[str, Any], place: str) -> Made:
