@@ -9,13 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from specdec.grammar.grammar import MAX_RULES, MAX_SOURCE_BYTES, GrammarError
-from specdec.grammar.patterns import EVERY, Ranges, complement, spelt, union
-
-MAX_GROUPS = 50
-"""Maximum nesting of groups."""
+from specdec.grammar.patterns import (
+    EVERY,
+    MAX_GROUPS,
+    Alternation,
+    CharacterClass,
+    Concatenation,
+    Quantified,
+    Ranges,
+    complement,
+    spelt,
+    union,
+)
 
 MAX_EXPRESSION = 8192
 """Maximum characters of a regular expression that replaces a whole grammar."""
@@ -29,38 +37,12 @@ def is_ebnf(source: str) -> bool:
 
 
 @dataclass(frozen=True)
-class CharacterSet:
-    ranges: Ranges
-
-
-@dataclass(frozen=True)
 class Reference:
     name: str
     at: int
 
 
-@dataclass(frozen=True)
-class Sequence:
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True)
-class Alternatives:
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True)
-class Repeated:
-    part: Part
-    least: int
-    most: int | None
-
-    @property
-    def suffix(self) -> str:
-        return f"{{{self.least},{'' if self.most is None else self.most}}}"
-
-
-Part = CharacterSet | Reference | Sequence | Alternatives | Repeated
+Part: TypeAlias = "CharacterClass | Reference | Concatenation[Part] | Alternation[Part] | Quantified[Part]"
 
 
 def in_lark(source: str) -> str:
@@ -154,14 +136,14 @@ class _Reader:
         while self._peek().text == "|" and self._peek().kind == "sign":
             self._at += 1
             parts.append(self._sequence())
-        return parts[0] if len(parts) == 1 else Alternatives(tuple(parts))
+        return parts[0] if len(parts) == 1 else Alternation(tuple(parts))
 
     def _sequence(self) -> Part:
         parts: list[Part] = []
         while True:
             token = self._peek()
             if token.kind in ("head", "end") or (token.kind == "sign" and token.text in "|)"):
-                return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+                return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
             self._at += 1
             part = self._part(token)
             if self._peek().kind == "times":
@@ -172,14 +154,14 @@ class _Reader:
         match token.kind:
             case "literal":
                 codes = [ord(character) for character in self._characters(token)]
-                parts = tuple(CharacterSet(((code, code),)) for code in codes)
-                return parts[0] if len(parts) == 1 else Sequence(parts)
+                parts = tuple(CharacterClass(((code, code),)) for code in codes)
+                return parts[0] if len(parts) == 1 else Concatenation(parts)
             case "set":
-                return CharacterSet(self._set(token))
+                return CharacterClass(self._set(token))
             case "name":
                 return Reference(token.text, token.at)
             case "sign" if token.text == ".":
-                return CharacterSet(EVERY)
+                return CharacterClass(EVERY)
             case "sign":
                 self._depth += 1
                 if self._depth > MAX_GROUPS:
@@ -195,13 +177,13 @@ class _Reader:
     def _repeated(self, part: Part) -> Part:
         token = self._next("times", "")
         if token.text in "*+?":
-            return Repeated(part, *{"*": (0, None), "+": (1, None), "?": (0, 1)}[token.text])
+            return Quantified(part, *{"*": (0, None), "+": (1, None), "?": (0, 1)}[token.text])
         least, comma, most = token.text.strip("{}").partition(",")
         first = int(least) if least.strip() else 0
         last = first if not comma else int(most) if most.strip() else None
         if last is not None and last < first:
             raise self._wrong(token.at, f"{token.text} has a maximum below its minimum")
-        return Sequence(()) if last == 0 else Repeated(part, first, last)
+        return Concatenation(()) if last == 0 else Quantified(part, first, last)
 
     def _characters(self, token: _Token) -> list[str]:
         """Return the characters of a literal or a set."""
@@ -241,9 +223,9 @@ def _references(part: Part) -> list[Reference]:
     match part:
         case Reference():
             return [part]
-        case Sequence(parts) | Alternatives(parts):
+        case Concatenation(parts) | Alternation(parts):
             return [reference for inner in parts for reference in _references(inner)]
-        case Repeated(inner):
+        case Quantified(inner):
             return _references(inner)
     return []
 
@@ -272,27 +254,31 @@ def _whole_expression(rules: Mapping[str, Part]) -> str | None:
 
 def _in_expression(part: Part, done: Mapping[str, str]) -> str:
     match part:
-        case CharacterSet(ranges):
+        case CharacterClass(ranges):
             return spelt(ranges)
         case Reference(name):
             return f"(?:{done[name]})"
-        case Sequence(parts):
+        case Concatenation(parts):
             return "".join(_in_expression(inner, done) for inner in parts)
-        case Alternatives(parts):
+        case Alternation(parts):
             return f"(?:{'|'.join(_in_expression(inner, done) for inner in parts)})"
-        case Repeated(inner):
-            return f"(?:{_in_expression(inner, done)}){part.suffix}"
+        case Quantified(inner):
+            return f"(?:{_in_expression(inner, done)}){_suffix(part)}"
 
 
 def _in_rule(part: Part, names: Mapping[str, str]) -> str:
     match part:
-        case CharacterSet(ranges):
+        case CharacterClass(ranges):
             return f"/{spelt(ranges)}/"
         case Reference(name):
             return names[name]
-        case Sequence(parts):
+        case Concatenation(parts):
             return f"({' '.join(_in_rule(inner, names) for inner in parts)})" if parts else '""'
-        case Alternatives(parts):
+        case Alternation(parts):
             return f"({' | '.join(_in_rule(inner, names) for inner in parts)})"
-        case Repeated(inner):
-            return f"({_in_rule(inner, names)}){part.suffix}"
+        case Quantified(inner):
+            return f"({_in_rule(inner, names)}){_suffix(part)}"
+
+
+def _suffix(part: Quantified[Part]) -> str:
+    return f"{{{part.least},{'' if part.most is None else part.most}}}"

@@ -301,7 +301,7 @@ class Languages:
                 return self._repeated(syntax, rest, place)
         raise AssertionError(syntax)
 
-    def _repeated(self, syntax: Quantified, rest: int, place: Place) -> int:
+    def _repeated(self, syntax: Quantified[Syntax], rest: int, place: Place) -> int:
         """Return the language as `_language` does, for a repetition that contains assertions."""
         part, least, most = syntax.part, syntax.least, syntax.most
         match part:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Generic, TypeAlias, TypeVar
 
 Ranges = tuple[tuple[int, int], ...]
 """A set of characters: ascending ranges of code points, neither overlapping nor adjacent."""
@@ -71,7 +72,9 @@ CLASSES = {"d": DIGIT, "w": WORD, "s": SPACE} | {
 CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 
 
-# The syntax of an expression, before it is read as a language.
+# The syntax of an expression, before it is read as a language. `ebnf.py` reads its rules into the same classes.
+
+Node = TypeVar("Node")
 
 
 @dataclass(frozen=True)
@@ -80,18 +83,18 @@ class CharacterClass:
 
 
 @dataclass(frozen=True)
-class Concatenation:
-    parts: tuple[Syntax, ...]
+class Concatenation(Generic[Node]):
+    parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Alternation:
-    parts: tuple[Syntax, ...]
+class Alternation(Generic[Node]):
+    parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Quantified:
-    part: Syntax
+class Quantified(Generic[Node]):
+    part: Node
     least: int
     most: int | None
 
@@ -107,7 +110,9 @@ class Anchor(Enum):
     END = "$"
 
 
-Syntax = CharacterClass | Concatenation | Alternation | Quantified | LookAhead | Anchor
+Syntax: TypeAlias = (
+    "CharacterClass | Concatenation[Syntax] | Alternation[Syntax] | Quantified[Syntax] | LookAhead | Anchor"
+)
 
 _QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d{1,6})(?:(,)(\d{1,6})?)?\})\??")
 _GROUP = re.compile(r"\((\?:|\?=|\?!|\?<=|\?<!|\?<[A-Za-z_]\w*>|\?)?")
