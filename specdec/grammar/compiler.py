@@ -167,7 +167,7 @@ class GrammarCompiler:
         mine = False
         with self._lock:
             found = self._kept.pop(key, None)
-            if found is None or _is_spent(found):
+            if found is None or ((ready := _ready(found)) is not None and ready.spent):
                 self._make_room(owner, size)
                 self._bytes[owner] += size
                 found, mine = Future(), True
@@ -195,10 +195,11 @@ class GrammarCompiler:
         key = owner, grammar.kind, grammar.source
         with self._lock:
             found = self._kept.get(key)
-            if found is None or not found.done() or found.exception() is not None or found.result().spent:
+            shared = None if found is None else _ready(found)
+            if shared is None or shared.spent:
                 return None
             self._kept.move_to_end(key)
-            return self._used(found.result(), grammar)
+            return self._used(shared, grammar)
 
     def forget(self) -> None:
         """Evict all unused grammars."""
@@ -318,18 +319,21 @@ class GrammarCompiler:
         return LLTokenizer(TokenizerWrapper(View()))
 
 
-def _is_spent(found: Future[SharedMatcher]) -> bool:
-    return found.done() and found.exception() is None and found.result().spent
+def _ready(found: Future[SharedMatcher]) -> SharedMatcher | None:
+    """Return a compiled matcher; None until its compilation has ended, or if it failed."""
+    return found.result() if found.done() and found.exception() is None else None
 
 
 def _is_used(found: Future[SharedMatcher]) -> bool:
     """Return True if a text uses a grammar, or waits for its compilation."""
-    return not found.done() or (found.exception() is None and bool(found.result().users))
+    shared = _ready(found)
+    return not found.done() if shared is None else bool(shared.users)
 
 
 def _is_old(found: Future[SharedMatcher], before: float) -> bool:
     """Return True if a grammar was last requested before this time."""
-    return found.done() and found.exception() is None and found.result().used < before
+    shared = _ready(found)
+    return shared is not None and shared.used < before
 
 
 def _in_library_form(grammar: Grammar) -> str:
