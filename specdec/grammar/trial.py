@@ -8,7 +8,9 @@ them ends the process.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import random
 import resource
 import signal
@@ -24,7 +26,6 @@ from specdec.engine.memory import give_freed_memory_back, set_memory_policy
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, GrammarError, Kind
-from specdec.grammar.heap import allocated_bytes, resident_bytes
 from specdec.grammar.stacks import TRIAL_STACK_BYTES, stack_of
 from specdec.grammar.text_grammar import TextGrammar
 
@@ -125,7 +126,7 @@ def main(model: Path, seconds: float) -> None:
 
 
 def _answer(compiler: GrammarCompiler, seconds: float) -> None:
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    size = _statm_bytes(0) + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     ready = resident_bytes()
     _say(TrialAnswer(problem="", bytes=0, worn=False))
@@ -143,6 +144,40 @@ def _answer(compiler: GrammarCompiler, seconds: float) -> None:
 def _say(answer: TrialAnswer) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated_bytes() -> int:
+    """Return the bytes currently allocated by malloc, in its main arena and in separate mappings. Without glibc 2.33,
+    return the process's resident bytes."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return resident_bytes()
+    mallinfo.restype = _Mallinfo
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
+def resident_bytes() -> int:
+    """Return the resident bytes of this process."""
+    return _statm_bytes(1)
+
+
+def _statm_bytes(column: int) -> int:
+    """Return a size of this process from /proc: 0 for its address space, 1 for its resident memory."""
+    return int(Path("/proc/self/statm").read_text().split()[column]) * mmap.PAGESIZE
 
 
 if __name__ == "__main__":

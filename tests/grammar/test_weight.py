@@ -15,7 +15,7 @@ import pytest
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler, GrammarRoomError
 from specdec.grammar.grammar import Grammar, GrammarError, GrammarTooComplexError, Kind
-from specdec.grammar.heap import allocated_bytes
+from specdec.grammar.trial import allocated_bytes
 from specdec.grammar.weight import MAX_STATES, MIN_STATES, growth_bytes, lexer_states
 
 ROOT = Path(__file__).parent.parent.parent
@@ -171,7 +171,7 @@ from pathlib import Path
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
-from specdec.grammar.heap import resident_bytes
+from specdec.grammar.trial import resident_bytes
 
 directory = ModelDirectory(Path(sys.argv[1]))
 file, limits = directory.path / "tokenizer.json", {"kept_bytes": 96 << 20, "owner_bytes": 48 << 20}

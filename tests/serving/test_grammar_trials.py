@@ -15,8 +15,7 @@ import pytest
 
 from specdec.engine.model_directory import ModelDirectory
 from specdec.grammar.grammar import Grammar, Kind
-from specdec.grammar.heap import resident_bytes
-from specdec.grammar.trial import TrialAnswer
+from specdec.grammar.trial import TrialAnswer, resident_bytes
 from specdec.local import DEMO
 from specdec.serving import grammar_trials as module
 from specdec.serving.errors import InternalError, OverloadedError, TenantLimitError
