@@ -101,10 +101,7 @@ class Bodies:
         try:
             yield
         finally:
-            self._free += size
-            self._held[caller] -= size
-            if not self._held[caller]:
-                del self._held[caller]
+            self._release(caller, size)
 
     @contextmanager
     def _reception(self, caller: str) -> Iterator[_Reception]:
@@ -115,11 +112,10 @@ class Bodies:
         try:
             yield reception
         finally:
-            self._free += reception.held
-            for counter, number in ((self._receiving, 1), (self._held, reception.held)):
-                counter[caller] -= number
-                if not counter[caller]:
-                    del counter[caller]
+            self._release(caller, reception.held)
+            self._receiving[caller] -= 1
+            if not self._receiving[caller]:
+                del self._receiving[caller]
 
     def take(self, caller: str, size: int) -> None:
         """Reserve bytes for a caller; ApiError if there is no room. The thresholds are dynamic (Choudhury and Hahne
@@ -133,6 +129,12 @@ class Bodies:
             raise overloaded("the limit of concurrent requests is reached")
         self._free -= size
         self._held[caller] += size
+
+    def _release(self, caller: str, size: int) -> None:
+        self._free += size
+        self._held[caller] -= size
+        if not self._held[caller]:
+            del self._held[caller]
 
 
 class _Reception:

@@ -57,8 +57,8 @@ MAX_DELAYED = 256
 REQUEST_RATE, REQUEST_BURST = 500.0, 1024.0
 """Rate and burst of one caller's requests: half of the capacity of this process."""
 
-CANCEL = "/cancel"
-"""Path suffix of the only POST that is answered without an orchestrator."""
+CANCEL_SUFFIX = "/cancel"
+"""Suffix of the only POST that is answered without an orchestrator."""
 
 MAX_NETWORKS = 4096
 """Maximum networks, and maximum callers, whose rates are tracked."""
@@ -188,7 +188,7 @@ class Callers:
         """Return the caller of a request; ApiError if its key is refused."""
         if await self._keys.refusal("", network) is None:
             return network
-        calls = scope["method"] == "POST" and not scope["path"].endswith(CANCEL)
+        calls = scope["method"] == "POST" and not scope["path"].endswith(CANCEL_SUFFIX)
         refusal = await self._keys.refusal(authorization, network, calls=calls)
         if refusal is None:
             return hashlib.sha256(authorization.encode()).hexdigest()

@@ -16,6 +16,7 @@ from typing import Any
 
 import h11
 from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -333,10 +334,6 @@ def health_alone(app: ASGIApp) -> ASGIApp:
         if scope["method"] in ("GET", "HEAD") and scope["path"] in PROBES:
             await app(scope, receive, closing)
         else:
-            body = json.dumps(NO_ROOM.body).encode()
-            headers = {"content-type": "application/json", "content-length": str(len(body)), **NO_ROOM.headers}
-            encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-            await closing({"type": "http.response.start", "status": NO_ROOM.status, "headers": encoded})
-            await closing({"type": "http.response.body", "body": body})
+            await JSONResponse(NO_ROOM.body, NO_ROOM.status, NO_ROOM.headers)(scope, receive, closing)
 
     return answer

@@ -218,7 +218,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
         stream=flag(given, "stream"),
         chunks=_chunks(given),
         **_stream_options(given),
-        places=(),
+        places=(),  # mypy would take it from the options above
         reasoning=flag(given, "include_reasoning", default=True),
         schemas=tool_schemas(given) if prompts[0].chat.tools else {},  # kept for the text's life, so only if needed
         ignored=listed(ignored, strict=strict),

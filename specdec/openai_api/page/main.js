@@ -180,15 +180,15 @@ function working(value) {
   pods.generating(value);
 }
 
-function kindShown() {
+function shown() {
   at("#prompt-label").textContent = settings.kind() === "chat" ? "Message" : "Prompt";
+  at("#texts").classList.toggle("clean", !settings.wants("rejected"));
 }
 
 function saved() {
   history.replaceState(null, "", settings.link());
   plainFigures = null;
-  at("#texts").classList.toggle("clean", !settings.wants("rejected"));
-  kindShown();
+  shown();
 }
 
 function clear() {
@@ -197,8 +197,7 @@ function clear() {
 }
 
 settings.load(location.hash);
-at("#texts").classList.toggle("clean", !settings.wants("rejected"));
-kindShown();
+shown();
 makeLegend();
 speed(null, null);
 at("#key").value = key.get();
