@@ -111,7 +111,7 @@ class _Reader:
         while at < len(self._source):
             match = _TOKENS.match(self._source, at)
             if match is None:
-                raise self._wrong(at, f"{self._source[at]!r} is not understood here")
+                raise self._wrong(at, f"unexpected character {self._source[at]!r}")
             if match.lastgroup != "space":
                 found.append(_Token(match.lastgroup or "", match[0], at))
             at = match.end()
@@ -172,7 +172,7 @@ class _Reader:
                     raise self._wrong(token.at, "the parenthesis is not closed")
                 self._at += 1
                 return inner
-        raise self._wrong(token.at, f"{token.text} cannot stand here")
+        raise self._wrong(token.at, f"unexpected {token.text}")
 
     def _repeated(self, part: Part) -> Part:
         token = self._next("times", "")

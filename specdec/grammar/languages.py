@@ -96,7 +96,7 @@ class Languages:
         found = self._numbers.get(node)
         if found is None:
             if len(self._nodes) >= MAX_WORK:
-                raise WorkSpentError("makes too large an expression, together with the others")
+                raise WorkSpentError("makes the request's expressions too large in total")
             found = self._numbers[node] = len(self._nodes)
             self._nodes.append(node)
         return found
@@ -205,7 +205,7 @@ class Languages:
         if found is None:
             found = self._derived[number, character] = self._derive(number, character)
             if len(self._derived) > MAX_WORK:
-                raise WorkSpentError("makes too large an expression, together with the others")
+                raise WorkSpentError("makes the request's expressions too large in total")
         return found
 
     def _derive(self, number: int, character: int) -> int:

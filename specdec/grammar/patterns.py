@@ -132,7 +132,7 @@ class PatternReader:
         no grammar can follow."""
         found = self._choice()
         if self._at < len(self._text):
-            raise UnreadableError("has a closing parenthesis too many")
+            raise UnreadableError("has an unmatched closing parenthesis")
         return found
 
     def _peek(self) -> str:
@@ -182,7 +182,7 @@ class PatternReader:
         if kind in ("?<=", "?<!"):
             raise PatternError("looks behind, which has no equivalent here")
         if kind == "?":
-            raise UnreadableError("has a group that ECMA-262 does not know")
+            raise UnreadableError("has a group that is not valid in ECMA-262")
         self._at = found.end()
         self._depth += 1
         if self._depth > MAX_GROUPS:
@@ -242,7 +242,7 @@ class PatternReader:
             self._at += 1
             return ((ord(letter) % 32, ord(letter) % 32),)
         if not character or (character.isalnum() and character not in CONTROLS):
-            raise UnreadableError("has an escape that is not read here")
+            raise UnreadableError("has an unsupported escape")
         code = CONTROLS.get(character, ord(character))
         return ((code, code),)
 
