@@ -77,8 +77,8 @@ def main(
         str,
         typer.Option(
             metavar="off|memory|FILE",
-            help="Where to store responses of /v1/responses, to be continued by id: nowhere, in memory, or in a "
-            "SQLite file, which servers of one machine may share.",
+            help="Where to store responses of /v1/responses, so that later requests can continue them by id: nowhere, "
+            "in memory, or in a SQLite file, which servers of one machine may share.",
         ),
     ] = "memory",
     response_store_mib: Annotated[

@@ -189,10 +189,12 @@ def _text(given: object, place: str, joint: str = "") -> str:
 
 def _block(block: object, place: str) -> str:
     """Return the text of a block."""
-    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(block, dict):
+        raise wrong(place, block, "an object")
+    if (kind := block.get("type")) is None:
+        raise wrong(f"{place}.type", None, "text")
     if kind != "text":
         raise unsupported(f"{place}.type", f"{kind!r} is not supported: models are text-only here")
-    assert isinstance(block, dict)
     _check_fields(block, place, "text", "citations")
     if block.get("citations"):
         raise unsupported(f"{place}.citations")
@@ -220,8 +222,9 @@ def _tools(given: Mapping[str, Any], ignored: list[str]) -> Json:
         raise wrong("tools", tools, "a list")
     for index, tool in enumerate(tools):
         place = f"tools[{index}]"
-        kind = tool.get("type", "custom") if isinstance(tool, dict) else None
-        if not isinstance(tool, dict) or kind not in ("custom", None):
+        if not isinstance(tool, dict):
+            raise wrong(place, tool, "an object")
+        if (kind := tool.get("type")) not in ("custom", None):
             raise unsupported(f"{place}.type", f"{kind!r} is not supported: tools are the caller's own here")
         _check_fields(tool, place, "name", "description", "input_schema", "strict", *OF_A_TOOL)
         ignored += [f"{place}.{field}" for field in OF_A_TOOL if tool.get(field) not in (None, False, [], ["direct"])]

@@ -65,7 +65,7 @@ class Bodies:
         declared length is checked before any byte is read."""
         encoding = request.headers.get("content-encoding", "identity")
         if encoding != "identity":
-            raise ApiError(415, f"content-encoding {encoding[:64]!r}: bodies are read uncompressed only")
+            raise ApiError(415, f"content-encoding {encoding[:64]!r}: compressed bodies are not supported")
         declared = int(request.headers.get("content-length", 0))  # validated by h11
         _check_length(declared)
         loop = asyncio.get_running_loop()
@@ -106,7 +106,7 @@ class Bodies:
     @contextmanager
     def _reception(self, caller: str) -> Iterator[_Reception]:
         if self._receiving[caller] >= MAX_RECEIVING:
-            raise too_many(f"{MAX_RECEIVING} bodies of your requests are being received, the limit is reached")
+            raise too_many(f"the limit on concurrent bodies is reached: {MAX_RECEIVING} of yours are being received")
         self._receiving[caller] += 1
         reception = _Reception(self, caller)
         try:
@@ -125,8 +125,8 @@ class Bodies:
         # After the reservation the caller must hold no more than is left free.
         if own + size > self._free - size:
             if own:
-                raise too_many(f"{own} bytes of your requests and stored responses are in flight, the limit is reached")
-            raise overloaded("the limit of concurrent requests is reached")
+                raise too_many(f"the limit on bytes in flight is reached: your requests and responses have {own}")
+            raise overloaded("the limit on concurrent requests is reached")
         self._free -= size
         self._held[caller] += size
 

@@ -171,7 +171,7 @@ class Callers:
             raise too_many(f"the rate limit is {REQUEST_RATE:g} requests per second", wait)
         own, total = self._running[caller], self._running.total()
         if own and own >= self._most - total:  # dynamic threshold, as in `Bodies.take`
-            raise too_many(f"{own} of your requests are in progress, the limit is reached")
+            raise too_many(f"the limit on concurrent requests is reached: {own} of yours are in progress")
         self._running[caller] += 1
         try:
             yield caller

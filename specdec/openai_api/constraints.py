@@ -152,8 +152,8 @@ def _check_enforced(schema: dict[str, Any]) -> None:
     except GrammarError as error:
         for keyword in KEYWORDS:
             if f"/{keyword}: " in str(error):
-                instead = f"leave out {keyword}, or strict: the finished text is then checked for it"
-                raise refused("response_format", f"{error}, as strict demands: {instead}") from None
+                instead = f"remove {keyword} or strict; without strict, the finished text is checked for it"
+                raise refused("response_format", f"{error}: {instead}") from None
 
 
 def _check_format(given: Mapping[str, Any], name: str, *known: str) -> None:

@@ -256,7 +256,7 @@ class Messages:
 
 
 def _no_item(index: int, item_id: object) -> ApiError:
-    problem = f"input[{index}].id: {str(item_id)[:100]!r} is no item that is stored here"
+    problem = f"input[{index}].id: {str(item_id)[:100]!r} is not a stored item"
     return ApiError(404, problem, param=f"input[{index}].id", code="item_not_found")
 
 
@@ -270,7 +270,7 @@ def _listed(items: str, response_id: str, asked: Mapping[str, str]) -> bytes:
     ids = [item["id"] for item in found]
     if (after := asked.get("after")) is not None:
         if after not in ids:
-            raise refused("after", "is no item of this response")
+            raise refused("after", "is not an item of this response")
         found = found[ids.index(after) + 1 :]
     limit = asked.get("limit", "20")
     if len(limit) > 3 or not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:

@@ -233,5 +233,5 @@ class ResponseStore:
 
 
 def not_found(response_id: str, relation: str = "") -> ApiError:
-    message = f"response {response_id[:100]!r}{relation} is not stored here, or no longer"
+    message = f"response {response_id[:100]!r}{relation} is not stored here; it may have expired or been evicted"
     return ApiError(404, message, param="response_id", code="response_not_found")

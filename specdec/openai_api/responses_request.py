@@ -320,11 +320,13 @@ class _Turns:
 
 
 def _part(part: object, place: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict):
+        raise wrong(place, part, "an object")
+    if (kind := part.get("type")) is None:
+        raise wrong(f"{place}.type", None, "input_text, output_text or refusal")
     field = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}.get(str(kind))
     if field is None:
         raise unsupported(f"{place}.type", f"{kind!r} is not supported: models are text-only here")
-    assert isinstance(part, dict)
     if not isinstance(part.get(field), str):
         raise wrong(f"{place}.{field}", part.get(field), "text")
     return str(part[field])

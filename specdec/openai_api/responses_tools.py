@@ -57,7 +57,8 @@ def offered(given: object, choice: object, ignored: list[str]) -> list[OfferedTo
         raise wrong("tools", given, "a list")
     found, searches = list[OfferedTool](), list[tuple[str, str]]()
     for index, tool in enumerate(given):
-        place, kind = f"tools[{index}]", _kind(tool)
+        place = f"tools[{index}]"
+        kind = _kind(tool, place)
         if kind.startswith(WEB_SEARCH):
             searches.append((place, kind))
         elif kind == "namespace":
@@ -91,14 +92,17 @@ def places_of(tools: Sequence[OfferedTool]) -> Mapping[str, str]:
     return {f"tools[{index}]{part}": tool.place for index, tool in enumerate(tools) for part in ("", ".function")}
 
 
-def _kind(tool: object) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return kind if isinstance(kind, str) else repr(kind)
+def _kind(tool: object, place: str) -> str:
+    """Return the type of a tool; "" if it is missing."""
+    if not isinstance(tool, dict):
+        raise wrong(place, tool, "an object")
+    kind = tool.get("type")
+    return kind if isinstance(kind, str) else "" if kind is None else repr(kind)
 
 
 def _unknown_kind(place: str, kind: str) -> ApiError:
-    problem = f"{kind!r} is not supported: tools are functions, custom ones or namespaces of them here"
-    return unsupported(f"{place}.type", problem)
+    given = f"{kind!r} is not supported" if kind else "is missing"
+    return unsupported(f"{place}.type", f"{given}, must be function, custom or namespace")
 
 
 def _of_namespace(tool: Json, place: str) -> Iterator[OfferedTool]:
@@ -127,7 +131,7 @@ def _of_namespace(tool: Json, place: str) -> Iterator[OfferedTool]:
 
 def _of_caller(tool: Any, place: str, namespace: str = "") -> OfferedTool:
     """Return a function or a custom tool."""
-    kind = _kind(tool)
+    kind = _kind(tool, place)
     if kind not in ("function", "custom"):
         raise _unknown_kind(place, kind)
     _check_fields(tool, place, kind)

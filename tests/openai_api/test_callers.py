@@ -145,7 +145,7 @@ async def test_a_tenant_has_half_of_the_places_at_most() -> None:
     async with two_in_progress() as (_, http):
         answer = await told(http.address, post(ASKED, headers=KEY + CLOSE))
         assert status_of(answer) == 429
-        assert b"2 of your requests are in progress" in answer
+        assert b"2 of yours are in progress" in answer
         assert status_of(await told(http.address, post(ASKED, headers=OTHER + CLOSE))) == 200
 
 
@@ -158,7 +158,7 @@ async def test_too_many_bodies_of_a_caller_are_refused(monkeypatch: pytest.Monke
             await until(lambda: http.app.running == 2)
             answer = await told(http.address, post(ASKED, headers=CLOSE))
     assert status_of(answer) == 429
-    assert b"2 bodies of your requests are being received" in answer
+    assert b"2 of yours are being received" in answer
 
 
 async def test_a_body_that_comes_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def completion(**fields: Any) -> ParsedRequest:
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": TAGS}, "strict": True}}},
             "response_format",
-            "maxItems at most 1, as strict demands: leave out uniqueItems, or strict",
+            "maxItems at most 1: remove uniqueItems or strict; without strict",
         ),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "must have one constraint"),
         (
