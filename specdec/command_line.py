@@ -14,7 +14,7 @@ import typer
 from specdec.wire.address import Address, parse_addresses
 
 HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
-"""Settings of a command, and of its subcommands."""
+"""Context settings that add `-h` to a command and its subcommands."""
 
 DAY = 86_400.0
 """Seconds in a day, the default maximum of a duration."""

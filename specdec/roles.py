@@ -1,6 +1,7 @@
 """The location of the three services' code: folders next to this package in a checkout, inside it in a wheel.
 
-A client-only installation has one top-level package. Only a service's own process has the service's code on its path.
+A wheel installs one top-level package, `specdec`. The services' code is on the path only of processes that call `load`
+or were started with `environment`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ def environment() -> dict[str, str]:
 
 
 def load(module: str) -> ModuleType:
-    """Import a module from the folder. This makes the process a service's own: the folder stays on its path and its
-    children's."""
+    """Import a module from the folder, which stays on the path of this process and its children."""
     sys.path.insert(0, str(FOLDER))
     os.environ.update(environment())
     return importlib.import_module(module)

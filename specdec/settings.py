@@ -38,7 +38,7 @@ def settings() -> Settings | None:
 
 
 def configurable(service: str, command: Callable[..., None]) -> Callable[..., None]:
-    """Extend a service's command by `--config`, and by options read from that file and from the environment."""
+    """Add `--config` to a service's command, and read its options also from that file and the environment."""
     prefix = variables.prefix(service)
 
     def read(context: typer.Context, path: Path | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""YAML files, read strictly: duplicate keys are refused, where YAML would use the last one."""
+"""YAML files, read strictly: duplicate keys are refused, where PyYAML would use the last one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load(path: Path) -> Any:
         return yaml.load(path.read_text(), _Loader)
     except OSError as error:
         raise YamlFileError(error.strerror or str(error)) from None
-    except yaml.MarkedYAMLError as error:  # its own text has the line, perhaps with a key
+    except yaml.MarkedYAMLError as error:  # its str quotes the line, perhaps with an API key
         mark = error.problem_mark or error.context_mark
         place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
         problem = ", ".join(filter(None, (error.context, error.problem)))

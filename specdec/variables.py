@@ -1,4 +1,4 @@
-"""Environment variables whose names begin with SPECDEC_, and those that nothing reads.
+"""Environment variables whose names begin with SPECDEC_: known and unknown ones.
 
 A service's options are variables too (`settings.py`), with the service's prefix; the service reports unknown ones.
 """
@@ -50,12 +50,12 @@ PREFIXES = tuple(map(prefix, PACKAGES))
 
 
 def is_service_link(suffix: str, value: str) -> bool:
-    """Return True if Kubernetes sets such a variable; `suffix` is a part of its name up to the end."""
+    """Return True if Kubernetes sets a variable of this kind for a Service; `suffix` is the end of its name."""
     return bool(SERVICE_LINK.fullmatch(suffix) or (suffix.endswith("PORT") and SCHEME.match(value)))
 
 
 def unread(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables that have a value and that nothing reads, except those with a service's prefix."""
+    """Return the SPECDEC_ variables that have a value but are not read, except those with a service's prefix."""
     return sorted(
         name
         for name, value in environment.items()
