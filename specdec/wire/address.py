@@ -29,8 +29,8 @@ _OTHER_SCHEMES = ("google-c2p", "passthrough", "unix-abstract", "vsock", "xds")
 class Address:
     """The address of one server or several.
 
-    `servers` lists them if the address names each. Otherwise it is a DNS name, with one server per record, and `name`
-    is (name, port).
+    If the address names its servers, `servers` lists them. Otherwise it is a DNS name with one server per record, and
+    `name` is (name, port).
     """
 
     target: str

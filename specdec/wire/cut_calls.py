@@ -99,7 +99,7 @@ def _tagged_call(text: str, style: TaggedCall, schemas: Schemas, *, whole: bool)
 
 
 def _behind(text: str, mark: str, at: int) -> int:
-    """Return the end of the first mark from `at`; -1 if there is none."""
+    """Return the index after the first `mark` at or after `at`; -1 if there is none."""
     found = text.find(mark, at)
     return found if found < 0 else found + len(mark)
 

@@ -71,8 +71,8 @@ _MAX_FIGURE = 1e12
 
 
 def add_decisions(total: SpeculationDecisions, part: SpeculationDecisions) -> None:
-    """Add a part's decisions to a total: counts saturate, figures are means weighted by their steps, and rates come
-    from the later part."""
+    """Add a part's decisions to a total: counts saturate, figures are means weighted by their steps, and the part's
+    rates, if any, replace the total's."""
     before, added = total.without.get(ROW_COST, 0), part.without.get(ROW_COST, 0)
     if added:
         share = added / (before + added)
@@ -96,7 +96,7 @@ def _figure(value: float) -> float:
 
 
 def main_mode(decisions: SpeculationDecisions) -> str:
-    """Return the mode of most steps; empty if a server does not report modes."""
+    """Return the most frequent mode; empty if the server reports no modes."""
     return max(decisions.modes, key=lambda mode: decisions.modes[mode], default="")
 
 

@@ -1,4 +1,4 @@
-"""Marks that a piece of a text may have begun."""
+"""The overlap of a text's end with the beginning of a mark, which more text may complete."""
 
 from __future__ import annotations
 

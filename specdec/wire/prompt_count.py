@@ -13,6 +13,6 @@ MAX_DIGITS = 6
 
 
 def prompts_in(metadata: Iterable[tuple[str, Any]]) -> int:
-    """Return the number of prompts that the request's caller asks for together; 1 if the metadata has no number."""
+    """Return the number of prompts in the HTTP request that a call belongs to; 1 if the metadata has no number."""
     given = dict(metadata).get(PROMPTS, "1")
     return int(given) if isinstance(given, str) and given.isdecimal() and len(given) <= MAX_DIGITS else 1

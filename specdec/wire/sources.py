@@ -1,5 +1,4 @@
-"""Token sources: the drafter that each of a text's tokens comes from, and the acceptance statistics derived from
-them."""
+"""Token sources: the drafter or target that each token of a text comes from, and acceptance statistics."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ DrafterName = Literal["remote", "ngram", "lookahead", "local_model", "heads"]
 SpeculationName = Literal[
     "auto", "off", "always", "draft", "local", "ngram", "lookahead", "local_model", "heads", "jacobi"
 ]
-"""Named sets of drafters. `local` means all except draft services; `draft` and `always` mean only draft services,
-`always` even at a loss. The other names mean a single drafter; `jacobi` is the lookahead drafter with n-grams of 2
-tokens."""
+"""Named sets of drafters. `auto` is the verifier's default; `off` means none; `local` means all except draft services;
+`draft` and `always` mean only draft services, `always` even at a loss. The other names mean a single drafter; `jacobi`
+is the lookahead drafter with n-grams of 2 tokens."""
 
 ScorerName = Literal["calibrated", "probability"]
 

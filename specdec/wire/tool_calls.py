@@ -37,9 +37,9 @@ class ToolCallReader:
             yield from self._read(text)
 
     def finish(self, *, cut: bool = False) -> Iterator[str | ToolCall]:
-        """Yield the rest at the end of the text. With `cut`, for a text that was cut off, an unfinished call is yielded
-        with its partial arguments, which are not valid JSON. An unfinished marker after a call is dropped; if
-        the text has only calls, so is an unfinished call without a complete function name."""
+        """Yield the rest at the end of the text. `cut`: the text was cut off, so an unfinished call is yielded with its
+        partial arguments, which are not valid JSON. An unfinished marker after a call is then dropped. With
+        `only_calls`, an unfinished call is also dropped if its function's name is incomplete."""
         held = "".join(self._held)
         of_marker = self._scan is None and self._behind_call and self._format.marker.startswith(held.strip())
         begun: list[str | ToolCall] = []

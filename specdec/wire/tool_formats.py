@@ -18,8 +18,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class JsonCall:
-    """A JSON object with two keys, `name` and the string in `arguments`, or a list of such objects if calls are
-    `listed`."""
+    """A JSON object with two keys: "name", and the one given as `arguments`. If calls are `listed`, a list of such
+    objects."""
 
     arguments: str = "arguments"
     listed: bool = False

@@ -2,8 +2,8 @@
 
 Scanners are generators: they yield when they need more text, and return the calls, or None if the text is not a call.
 The text after the marker of a failed call is read again, but total time stays linear: a tagged value ends at the next
-marker at the latest, and a JSON scanner passes a marker only inside a string. Two JSON scanners started at different
-markers disagree about which parts are inside a string, so at most two of them pass the same marker.
+marker at the latest, and a JSON scanner passes a marker only inside a string. Of two JSON scanners started at different
+markers, only one is inside a string at a third marker, so at most two read the same text.
 """
 
 from __future__ import annotations
