@@ -68,8 +68,8 @@ class Calibration:
                 calibration._learn(depth, taken, odds)
 
     def _learn(self, depth: int, taken: int | None, odds: Sequence[float]) -> None:
-        """Learn from siblings with these uncorrected log-odds. A tenant's error is that of its own estimate: with its
-        texts' errors, n concurrent texts would move it n times as far as each of them moves."""
+        """Learn from siblings with these uncorrected log-odds, by the errors of this calibration's own estimates. With
+        the errors of its texts, a tenant's calibration would move n times as far as each of n concurrent texts."""
         shifts = self.shifts(depth)
         errors = [
             (rank == taken) - 1.0 / (1.0 + math.exp(-odd - shifts[min(rank, RANKS - 1)]))

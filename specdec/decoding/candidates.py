@@ -24,7 +24,7 @@ first, which is faster."""
 
 
 MIN_CONFIDENCE = 1e-6
-"""Minimum distance of a probability from 0 and 1: keeps the logarithms of it and its complement finite."""
+"""Minimum distance of a probability from 0 and 1: the logarithms of the probability and its complement stay finite."""
 
 
 class AskedRow(NamedTuple):
@@ -46,10 +46,10 @@ class Candidates(NamedTuple):
 def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) -> Candidates:
     """Return, for each row, the `width` most likely choices of *another* model with the same noise.
 
-    The other model's logits are assumed to differ from these by noise of a fixed scale (measured before the division by
-    T), so its choice follows the softmax, at that scale, of the perturbed logits (those with the shared noise added).
-    Only the shortlist of a row is searched; a candidate missing from it costs acceptance, not correctness. The other
-    rows of the call change a row's logprobs only in the last bits.
+    The other model's logits, before the division by T, are assumed to differ from these by noise of AGREEMENT_SCALE.
+    Its choice then follows the softmax, at that scale, of the perturbed logits: those with the shared noise added. Only
+    the shortlist of a row is searched; a candidate missing from it costs acceptance, not correctness. The other rows of
+    the call change a row's logprobs only in the last bits.
     """
     known, sound = _processed_shortlists(logits, rows)
     found = Candidates(np.zeros((len(rows), width), dtype=np.int64), np.full((len(rows), width), -np.inf), sound)

@@ -19,7 +19,7 @@ MAX_DRAFT_LOGITS = 256
 """Number of a row's largest logits that are searched for candidates."""
 
 COLUMNS, MIN_HEIGHT = 16 * MAX_DRAFT_LOGITS, 4
-"""Number of columns in which a long row is searched, and the fewest logits per column for which this pays."""
+"""Number of columns in which a long row is searched, and the minimum number of logits per column at which this pays."""
 
 
 class Shortlists(NamedTuple):

@@ -9,7 +9,7 @@ column. Every step adds one level. Level 0 starts with W - 1 arbitrary tokens, p
 the window is full, every step drops the first token of level 0.
 
 With N = 2 there is only level 0, and the window is Jacobi decoding (Santilli et al. 2023, "Accelerating transformer
-inference for translation via parallel decoding"): level 0 proposes the next tokens, each step recomputes all of it and
+inference for translation via parallel decoding"): level 0 proposes the next tokens; each step recomputes the level and
 advances it by the committed tokens.
 """
 

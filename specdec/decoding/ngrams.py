@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_KEYS = 2048
-"""Maximum number of first tokens with n-grams in the pool; the least recently used one is evicted first."""
+"""Maximum number of first tokens with n-grams in the pool. The one that has gained no n-gram for longest is evicted."""
 
 
 class NgramPool:

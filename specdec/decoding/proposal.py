@@ -65,7 +65,7 @@ class DraftDistribution:
         return len(self.values) if self.vocabulary is None else self.vocabulary
 
     def values_of(self, ids: NDArray[np.int64]) -> NDArray[np.float16] | None:
-        """Return the values of these tokens, ascending and below `size`; None if one of them is missing."""
+        """Return the values of `ids`, which ascend and are below `size`; None if one is missing."""
         if self.ids is None:
             return self.values[ids]
         places = np.searchsorted(self.ids, ids)

@@ -37,7 +37,7 @@ class Scorer(IntEnum):
 
 @dataclass(frozen=True)
 class SpeculationOptions:
-    """A request's speculation: its drafters and its limits on candidates. 0 lets the services choose a limit."""
+    """A request's speculation: its drafters and its limits on candidates. For a limit of 0, the services choose one."""
 
     drafters: frozenset[CandidateSource] = ALL_DRAFTERS
     forced: bool = False  # in every step, even at a loss

@@ -37,8 +37,8 @@ class StepLogits(Protocol):
     """The step logits: n rows over one vocabulary."""
 
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
-        """Return the tokens chosen by these rows, as `choice.choose` does, and which rows are sound (the token's logit
-        is finite, or the choice is `contrastive.UNDECIDED`). The others are broken."""
+        """Return the tokens chosen by these rows, as `choice.choose` does, and which rows are sound, as `choice.sound`
+        does."""
 
     def plausible(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> list[NDArray[np.int64]]:
         """Return the plausible tokens of these undecided rows, as `choice.plausible` does."""

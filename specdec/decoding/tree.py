@@ -305,7 +305,7 @@ NO_NODES = BestNodes([], [], 1.0, 1.0)
 
 
 def spell(nodes: Sequence[Node], rows: Sequence[tuple[Node, DraftDistribution]] = ()) -> Paths:
-    """Return as paths: these nodes, the nodes with `rows`, and all their ancestors.
+    """Return these nodes, the nodes of `rows` and all their ancestors as paths.
 
     `rows`: distributions to send, each with the node (possibly the root) whose children it covers.
     """
