@@ -69,5 +69,5 @@ class BoundedThreads:
         return await asyncio.shield(work)  # a cancelled caller leaves its thread running
 
     def close(self, *, wait: bool = False) -> None:
-        """Start no more work. To `wait` until running work has ended blocks the event loop."""
+        """Start no more work. With `wait`, block the event loop until running work has ended."""
         self._executor.shutdown(wait=wait, cancel_futures=True)

@@ -19,8 +19,8 @@ Opening = TypeVar("Opening", verifier_pb2.VerifyOpen, verifier_pb2.VerifyOpened)
 
 
 def of_opening(message: Opening) -> int:
-    """Return the checksum of a session's opening, where the running checksum starts, or of the answer to it. It covers
-    all fields except `checksum`."""
+    """Return the checksum of a session's opening or of the answer to it, over all fields except `checksum`. The running
+    checksum starts with the opening's."""
     if message.HasField("checksum"):
         bare = type(message)()
         bare.CopyFrom(message)

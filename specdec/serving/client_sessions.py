@@ -1,7 +1,7 @@
 """Per-client limits on sessions and connections, so that one client cannot starve the rest.
 
-Across all its connections, a client is identified by its certificate, or if it has none by its IPv4 address or the /64
-of its IPv6 address.
+A client is identified by the names in its certificate; without one, by its IPv4 address or the /64 of its IPv6 address.
+All its connections count together.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ Session = TypeVar("Session")
 
 SHORTAGE_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8)
 """Pauses in seconds after consecutive steps that got no memory: another process may need the memory only briefly.
-One more failure after these ends the process; or a session, if steps with it alone fail and others succeed."""
+One more failure ends the process, or only a session if steps with it alone fail and others succeed."""
 
 
 class StepRetry(Generic[Session]):
@@ -60,8 +60,8 @@ class StepRetry(Generic[Session]):
         return session
 
     def got_no_memory(self, sessions: Sequence[Session]) -> Session | None:
-        """Record a step that got no memory. If its only session has got none in too many steps alone, return it: this
-        session must end. Otherwise return None; the other sessions on trial are stepped before these."""
+        """Record a step that got no memory. If it had one session, and too many steps with that session alone got none,
+        return the session: it must end. Otherwise return None; the other sessions on trial are stepped before these."""
         for session in sessions:  # no failure: a shortage is no session's fault
             self._failures[session] = self._failures.pop(session, 0)
         (session, *others) = sessions

@@ -183,9 +183,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if message is None:
                 raise _NoRequestError
             if isinstance(reader := aiter(requests), AsyncGenerator):
-                await (
-                    reader.aclose()
-                )  # until its next call, gRPC's server keeps the last one, and with it the reader's message
+                # gRPC's server keeps a call, and thus the reader and its message, until the next call.
+                await reader.aclose()
             if len(message) > (most := self._max_request_bytes()):
                 problem = f"has {len(message)} bytes, must have at most {most}"
                 raise InvalidRequestError([("request", problem)])

@@ -11,8 +11,8 @@ log = structlog.get_logger()
 
 
 class Periodic:
-    """Work done every `seconds`, from `start` until `close`. A failure is logged as `event`, and the work is repeated
-    next time: if the task died, its service would never be updated again."""
+    """Work done every `seconds`, from `start` until `close`. A failure is logged as `event` and does not end the
+    repetition."""
 
     def __init__(self, work: Callable[[], Awaitable[object]], seconds: float, event: str) -> None:
         self._work = work

@@ -111,7 +111,7 @@ class PackedPlaces:
         return PackedPlaces(self.positions[kept] - np.uint32(cut), self.tokens[kept], self.logprobs[kept])
 
     def before(self, later: PackedPlaces) -> PackedPlaces:
-        """Return the places of a text given these and later ones; those of the later ones' range count."""
+        """Return these places up to the first of `later`, then `later`."""
         if not len(later):
             return self
         kept = self.positions < later.positions[0]

@@ -86,7 +86,7 @@ class CallerConnection:
     calls: dict[GuardedCall, None] = field(default_factory=dict)  # running calls, oldest first
 
     def is_trusted(self, now: float) -> bool:
-        """Return True while a call has run for EARLY_SECONDS, or if one was served recently."""
+        """Return True if a running call is at least EARLY_SECONDS old, or if a call was served recently."""
         oldest = next(iter(self.calls), None)
         if oldest is not None and now - oldest.begun_at >= EARLY_SECONDS:
             return True

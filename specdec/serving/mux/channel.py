@@ -20,8 +20,8 @@ from specdec.v2 import mux_pb2, mux_pb2_grpc
 CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 PLAIN_SECONDS = 60.0
-"""Seconds of plain streams to a service that supports no connections. By then another may have its address, and each
-plain stream takes one of the few that a gRPC connection may have."""
+"""Seconds before a connection is tried again with a service that did not support them: another service may have taken
+its address, and plain streams count against the limit of streams on a gRPC connection."""
 
 
 class MuxChannel:

@@ -57,7 +57,8 @@ class Breaker:
         self._failures, self._pause, self._on_trial = 0, 0.0, False
 
     def answered(self) -> None:
-        """Record that the pod has refused a session: enough for a trial, though no success of its steps."""
+        """Record that the pod has refused a session. This passes a trial; outside one, earlier failures still count,
+        since no step has succeeded."""
         if self._on_trial:
             self.succeeded()
 

@@ -63,7 +63,8 @@ class SecureConnections:
         return cast("grpc.aio.Channel", MuxChannel(channel(), renewed))
 
     def _contents(self) -> Contents:
-        """Return the contents of the files. Each call to a pod asks for them, so only some look at the files."""
+        """Return the contents of the files. Each call to a pod asks for them, so changes are looked for at most once in
+        CHECK_SECONDS."""
         now = self._clock()
         if now - self._checked_at >= CHECK_SECONDS:
             self._checked_at = now

@@ -1,6 +1,6 @@
 """Discovery: finds the pods of a role, at given addresses and by DNS names (`dns:`) with one record per pod.
 
-A headless service has such a name. Pods come and go, so names are resolved periodically.
+A headless Service of Kubernetes has such a name. Pods come and go, so names are resolved periodically.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Discovery:
         return [server for address in self._addresses for server in self._known.get(address, ())]
 
     def _drop_former(self) -> None:
-        """Drop former pods that current addresses list, and so decide on; drop all once every name is resolved."""
+        """Drop former pods that current addresses list too; drop all once every name is resolved."""
         listed = set(self._listed())
         unresolved = any(address not in self._known for address in self._addresses)
         self._former = [pod for pod in self._former if unresolved and pod not in listed]

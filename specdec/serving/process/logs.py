@@ -230,7 +230,8 @@ def _renderer(stream: LossyStream) -> structlog.typing.Processor:
 
 
 class _Lines:
-    """A logger that writes lines unbuffered. With a lock, a thread that logs while logging would deadlock."""
+    """A logger that writes lines unbuffered. structlog's own loggers lock, so a thread that logs while logging would
+    deadlock."""
 
     def __init__(self, stream: LossyStream) -> None:
         self._stream = stream

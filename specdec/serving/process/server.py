@@ -327,7 +327,8 @@ async def in_temporary_thread(load: Callable[[], Service]) -> Service:
     """Load a model in a thread that ends afterwards.
 
     OpenMP keeps a team of threads for every thread that has computed, as long as that thread lives. Once these threads
-    outnumber the cores, none of them spins. So the stepping thread must be the only one with a team.
+    outnumber the cores, they no longer spin between matrix products, which slows every step. So the stepping thread
+    must be the only one with a team.
     """
     with ThreadPoolExecutor(1, "load") as thread:
         return await asyncio.wrap_future(thread.submit(load))
