@@ -33,7 +33,7 @@ class ExitStatus(IntEnum):
 
 
 def how_it_ended(status: int) -> str:
-    """Describe to the user how a process ended, from its status as seen by its parent: negative for a signal."""
+    """Describe to the user how a process ended. `status` is what its parent sees: -N for signal N."""
     if status >= 0:
         short = ": memory was short" if status == ExitStatus.SHORT_OF_MEMORY else ""
         return f"exit status {status}{short}"
