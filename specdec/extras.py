@@ -98,19 +98,24 @@ def install_command(extra: str) -> str:
 
 
 def command_from(origin: str | None, extra: str) -> str:
-    """Return the command for an installation with this `origin`, in PEP 610's JSON: a checkout, a file, or None for a
-    package index."""
+    """Return the command for an installation with this `origin`, in PEP 610's JSON: a checkout, a file, a repository, or
+    None for a package index."""
     try:
         direct_url = {} if origin is None else json.loads(origin)
         url = urllib.parse.urlsplit(direct_url.get("url", ""))
         editable, folder = direct_url.get("dir_info", {}).get("editable", False), "dir_info" in direct_url
-    except (ValueError, AttributeError):
+        source = url.geturl()
+        if "vcs_info" in direct_url:
+            source = f"{direct_url['vcs_info']['vcs']}+{source}@{direct_url['vcs_info']['commit_id']}"
+        if "subdirectory" in direct_url:
+            source += f"#subdirectory={direct_url['subdirectory']}"
+    except (ValueError, AttributeError, TypeError, KeyError):
         return f"pip install '{DISTRIBUTION}[{extra}]'"
     path = urllib.parse.unquote(url.path)
     if folder and url.scheme == "file":
         return f"pip install {'-e ' if editable else ''}'{path}[{extra}]'"
     if url.scheme:
-        return f"pip install '{DISTRIBUTION}[{extra}] @ {url.geturl()}'"
+        return f"pip install '{DISTRIBUTION}[{extra}] @ {source}'"
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 

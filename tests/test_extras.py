@@ -149,6 +149,15 @@ def test_a_missing_module_is_one_line(module: str, arguments: tuple[str, ...], e
             '{"url": "file:///w/specdec_serve-1-py3-none-any.whl", "archive_info": {}}',
             "pip install 'specdec-serve[draft] @ file:///w/specdec_serve-1-py3-none-any.whl'",
         ),
+        (
+            '{"url": "https://h/u/specdec", "vcs_info": {"vcs": "git", "commit_id": "abc"}}',
+            "pip install 'specdec-serve[draft] @ git+https://h/u/specdec@abc'",
+        ),
+        (
+            '{"url": "https://h/u/all", "vcs_info": {"vcs": "git", "commit_id": "abc"}, "subdirectory": "a/b"}',
+            "pip install 'specdec-serve[draft] @ git+https://h/u/all@abc#subdirectory=a/b'",
+        ),
+        ('{"url": "https://h/u/specdec", "vcs_info": {}}', "pip install 'specdec-serve[draft]'"),
     ],
 )
 def test_the_command_fits_how_this_was_installed(origin: str | None, command: str) -> None:
