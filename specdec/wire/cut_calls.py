@@ -10,7 +10,7 @@ from typing import Any
 from specdec.wire.overlap import overlap
 from specdec.wire.tool_arguments import is_text, property_schemas, types_of, value_of
 from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolCall, ToolFormat
-from specdec.wire.tool_scanner import Schemas
+from specdec.wire.tool_scanner import Schemas, json_call, tool_call
 
 _NAME = r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*'
 _BETWEEN = re.compile(r"[, \n;]*")
@@ -19,7 +19,7 @@ _NAMED = re.compile(r"\s*([a-zA-Z0-9_.\-]+)")
 
 def cut_calls(text: str, tool_format: ToolFormat, schemas: Schemas) -> list[ToolCall]:
     """Return the calls in the text after a marker: complete ones, and a last one with only the start of its arguments.
-    Empty if the text is no call, or ends before a function's name is complete."""
+    Empty if the text is no call, has an invalid complete call, or ends before a function's name is complete."""
     match tool_format.call:
         case JsonCall() as style:
             calls = _json_calls(text, style)
@@ -41,10 +41,9 @@ def _json_calls(text: str, style: JsonCall) -> list[ToolCall]:
             entry, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             break
-        arguments = entry.get(style.arguments, {}) if isinstance(entry, dict) else None
-        if not isinstance(arguments, dict) or not isinstance(entry.get("name"), str):
+        if (call := json_call(entry, style)) is None:
             return []
-        calls.append(ToolCall(entry["name"], json.dumps(arguments, ensure_ascii=False)))
+        calls.append(call)
         at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text too
     found = re.compile(rf'{_NAME}(?:,\s*(?:"{style.arguments}"\s*(?::\s*(.*))?)?)?', re.DOTALL).match(text, at)
     name = None if found is None else _text(found[1])
@@ -62,18 +61,18 @@ def _tagged_calls(text: str, style: TaggedCall, schemas: Schemas) -> list[ToolCa
     calls = []
     parts = text.split(style.end) if style.end else [text]
     for number, part in enumerate(parts):
-        call = _tagged_call(part, style, schemas, whole=number < len(parts) - 1)
+        whole = number < len(parts) - 1
+        call = _tagged_call(part, style, schemas, whole=whole)
         if call is None:
-            break
+            return [] if whole else calls
         calls.append(call)
     return calls
 
 
 def _tagged_call(text: str, style: TaggedCall, schemas: Schemas, *, whole: bool) -> ToolCall | None:
-    """Return the call in a text; None if its name is incomplete."""
-    behind = style.name[1] or r"(?=[\s<])"
-    head = re.compile(rf'\s*{re.escape(style.name[0])}([^\s<>"]+){re.escape(behind) if style.name[1] else behind}')
-    found = head.match(text)
+    """Return the call in a text; None if its name is incomplete, or JSON cannot represent its complete arguments."""
+    behind = re.escape(style.name[1]) or r"(?=[\s<])"
+    found = re.compile(rf'\s*{re.escape(style.name[0])}([^\s<>"]+){behind}').match(text)
     if found is None:
         return None
     name, at = found[1], found.end()
@@ -90,12 +89,14 @@ def _tagged_call(text: str, style: TaggedCall, schemas: Schemas, *, whole: bool)
         inner = properties.get(key, {})
         if end < 0:
             value = text[begin : len(text) - overlap(text, style.pad + style.value[1], begin)]
-            return ToolCall(name, _with_last(arguments, key, value.removeprefix(style.pad), inner, schema))
+            begun = tool_call(name, {**arguments, key: 0})
+            last = _begun_value(value.removeprefix(style.pad), inner, schema)
+            return None if begun is None else ToolCall(name, begun.arguments.removesuffix("0}") + last)
         value = text[begin:end].removeprefix(style.pad).removesuffix(style.pad)
         arguments[key] = value_of(value, inner, schema)
         at = end + len(style.value[1])
-    written = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(name, written if whole else written[:-1])
+    call = tool_call(name, arguments)
+    return call if call is None or whole else ToolCall(name, call.arguments.removesuffix("}"))
 
 
 def _behind(text: str, mark: str, at: int) -> int:
@@ -104,14 +105,9 @@ def _behind(text: str, mark: str, at: int) -> int:
     return found if found < 0 else found + len(mark)
 
 
-def _with_last(
-    arguments: Mapping[str, object], key: str, value: str, inner: Mapping[str, Any], schema: Mapping[str, Any]
-) -> str:
-    """Return the start of a JSON object whose last value was cut off."""
-    head = json.dumps({**arguments, key: 0}, ensure_ascii=False)[:-2]
-    if not is_text(types_of(inner, schema)):
-        return head + value
-    return head + json.dumps(value, ensure_ascii=False)[:-1]
+def _begun_value(text: str, inner: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """Return the JSON of a value that was cut off."""
+    return json.dumps(text, ensure_ascii=False)[:-1] if is_text(types_of(inner, schema)) else text
 
 
 def _arguments(text: str) -> str:
@@ -125,7 +121,8 @@ def _arguments(text: str) -> str:
 
 def _text(written: str) -> str | None:
     try:
-        found = json.loads(written)
-    except ValueError:
+        text: str = json.loads(written)
+        text.encode()
+    except ValueError:  # no JSON, or a lone surrogate
         return None
-    return found if isinstance(found, str) else None
+    return text

@@ -172,7 +172,7 @@ def _named_call(cursor: Cursor, style: NamedCall) -> Scan:
         return None
     text = yield from cursor.json()
     arguments = None if text is None else _object(text)
-    call = None if arguments is None else _call(name, arguments)
+    call = None if arguments is None else tool_call(name, arguments)
     return None if call is None else [call]
 
 
@@ -188,7 +188,7 @@ def _tagged_calls(cursor: Cursor, style: TaggedCall, marker: str, schemas: Schem
         if not name or (style.name[1] and not (yield from cursor.one_of(style.name[1]))):
             return None
         arguments = yield from _tagged_arguments(cursor, style, marker, schemas.get(name, {}))
-        call = None if arguments is None else _call(name, arguments)
+        call = None if arguments is None else tool_call(name, arguments)
         if call is None:
             return None
         calls.append(call)
@@ -236,13 +236,17 @@ def _decoded(written: str, style: JsonCall) -> list[ToolCall] | None:
         return None
     calls = []
     for entry in found if isinstance(found, list) else [found]:
-        name = entry.get("name") if isinstance(entry, dict) else None
-        arguments = entry.get(style.arguments, {}) if isinstance(entry, dict) else None
-        call = _call(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
-        if call is None:
+        if (call := json_call(entry, style)) is None:
             return None
         calls.append(call)
     return calls or None
+
+
+def json_call(entry: object, style: JsonCall) -> ToolCall | None:
+    """Return the call in a JSON value; None if it is no valid call."""
+    name = entry.get("name") if isinstance(entry, dict) else None
+    arguments = entry.get(style.arguments, {}) if isinstance(entry, dict) else None
+    return tool_call(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
 def _object(text: str) -> dict[str, object] | None:
@@ -253,7 +257,7 @@ def _object(text: str) -> dict[str, object] | None:
     return found if isinstance(found, dict) else None
 
 
-def _call(name: str, arguments: Mapping[str, object]) -> ToolCall | None:
+def tool_call(name: str, arguments: Mapping[str, object]) -> ToolCall | None:
     """Return a call; None if JSON in UTF-8 cannot represent its name or arguments. A lone surrogate in an argument
     stays escaped."""
     try:

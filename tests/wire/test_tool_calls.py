@@ -301,6 +301,40 @@ def test_calls_before_one_that_was_cut_short_are_complete(tool_format: ToolForma
     assert (second.name, second.arguments) == ("weather", '{"city": "Bo')
 
 
+INVOKED = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">{}</parameter>\n'
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"x": NaN}}, {"name": "g"'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "\\ud83d", "arguments": {}}, {"name": "g"'),
+        (MISTRAL, '[TOOL_CALLS][{"name": "\\ud83d"'),
+        (MINIMAX, INVOKED.format("1e999") + '</invoke>\n<invoke name="g">'),
+        (MINIMAX, INVOKED.format("1e999")),
+        (MINIMAX, INVOKED.format("1e999") + '<parameter name="y">1'),
+    ],
+)
+def test_an_invalid_call_in_a_cut_text_is_no_call(tool_format: ToolFormat, text: str) -> None:
+    reader = ToolCallReader(tool_format)
+    assert "".join(str(item) for item in [*reader.push(text), *reader.finish(cut=True)]) == text
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "arguments"),
+    [
+        (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"x": "\\ud83d"}}, {"name": "g"', r'{"x": "\ud83d"}'),
+        (MINIMAX, INVOKED.format(r'"\ud83d"') + '</invoke>\n<invoke name="g">', r'{"x": "\ud83d"}'),
+        (MINIMAX, INVOKED.format(r'"\ud83d"'), r'{"x": "\ud83d"'),
+        (MINIMAX, INVOKED.format(r'"\ud83d"') + '<parameter name="y">1', r'{"x": "\ud83d", "y": 1'),
+    ],
+)
+def test_a_lone_surrogate_in_a_cut_text_stays_escaped(tool_format: ToolFormat, text: str, arguments: str) -> None:
+    reader = ToolCallReader(tool_format)
+    first, *_ = [*reader.push(text), *reader.finish(cut=True)]
+    assert first == ToolCall("f", arguments)
+
+
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=lambda tool_format: tool_format.name)
 @pytest.mark.parametrize("size", [1, 1000])
 def test_forced_calls_that_were_cut_short_leave_no_text(tool_format: ToolFormat, size: int) -> None:
