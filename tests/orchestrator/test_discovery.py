@@ -99,6 +99,20 @@ async def test_while_a_new_name_is_not_known_the_pods_of_before_stay() -> None:
     await pods.close()
 
 
+async def test_the_pods_of_before_stay_until_a_name_of_long_ago_is_resolved_again() -> None:
+    names, pods = Names(), Pods()
+    names.records = [(socket.AF_INET, "10.0.0.2")]
+    blue, green = [Address.parse("dns:blue:50051")], [Address.parse("10.0.0.1:1")]
+    discovery = Discovery(blue, pods, resolve=names, again_seconds=0.01)
+    await discovery.start()
+    await discovery.look(green)
+    names.records = []
+    await discovery.look(blue)
+    assert [pod.address for pod in pods] == ["10.0.0.1:1"]
+    await discovery.close()
+    await pods.close()
+
+
 async def test_pods_that_their_name_lists_no_more_go_while_another_name_is_unknown() -> None:
     """One pool of two has no pods; the other's are replaced by a rollout."""
     names, pods = Names(), Pods()

@@ -138,7 +138,9 @@ class Discovery:
         return [server for address in self._addresses for server in self._known.get(address, ())]
 
     def _drop_former(self) -> None:
-        """Drop former pods that current addresses list too; drop all once every name is resolved."""
+        """Forget the pods of addresses that are no longer current. Drop former pods that current addresses list too;
+        drop all once every name is resolved."""
+        self._known = {address: self._known[address] for address in self._addresses if address in self._known}
         listed = set(self._listed())
         unresolved = any(address not in self._known for address in self._addresses)
         self._former = [pod for pod in self._former if unresolved and pod not in listed]
