@@ -56,13 +56,14 @@ async def test_a_renewed_channel_takes_new_streams_and_the_old_one_keeps_its_own
             await channel.close()
 
 
-async def test_a_renewed_channel_that_was_only_polled_is_closed_at_the_next_renewal() -> None:
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
+async def test_a_renewed_channel_that_was_only_polled_is_closed_at_the_next_renewal(kind: str) -> None:
     """A pod without sessions is only asked for its health and its capacity."""
     channels = [grpc.aio.insecure_channel("127.0.0.1:1") for _ in range(4)]
     renewals = iter(channels)
     channel = MuxChannel(next(renewals), lambda: next(renewals, None))
     for _ in range(5):
-        channel.unary_unary(f"/{SERVICE}/none")
+        getattr(channel, kind)(f"/{SERVICE}/none")
     await until(lambda: not channel._closing)
     closed = [each.get_state() is grpc.ChannelConnectivity.SHUTDOWN for each in channels]
     assert closed == [True, True, False, False]

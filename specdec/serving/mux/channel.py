@@ -48,6 +48,7 @@ class MuxChannel:
         return self._current.channel.unary_unary(*args, **more)
 
     def unary_stream(self, *args: Any, **more: Any) -> Any:
+        self._renew()
         return self._current.channel.unary_stream(*args, **more)
 
     def stream_stream(
