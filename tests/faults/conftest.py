@@ -43,4 +43,4 @@ def oracle(models: Models) -> Oracle:
 def client_of(cluster: Cluster, address: str = "") -> AsyncClient:
     """Return a client of one orchestrator, or of all. It waits for minutes if necessary: the machine may be slow."""
     own = {} if cluster.security is None else cluster.security.client_options
-    return AsyncClient(address or cluster.address, timeout=120.0, max_retries=12, **own)
+    return AsyncClient(address or cluster.address, timeout=400.0, max_retries=12, **own)
