@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 import structlog
@@ -17,6 +15,7 @@ from specdec.engine.model_file import in_one_line
 from specdec.engine.shortage import is_shortage
 from specdec.exit_status import ExitStatus
 from specdec.grammar.stacks import SERVICE_STACK_BYTES, stack_of
+from specdec.serving.futures import for_other_thread
 
 log = structlog.get_logger()
 
@@ -49,28 +48,9 @@ class Worker(ABC):
 
     async def call(self, action: Callable[[], T]) -> T:
         """Run an action in the worker's thread and await its result or exception."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(result: T | None, error: Exception | None) -> None:
-            if future.cancelled():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)  # type: ignore[arg-type]
-
-        def run() -> None:
-            result, failure = None, None
-            try:
-                result = action()
-            except Exception as error:  # any exception belongs to the caller
-                failure = error
-            with suppress(RuntimeError):  # its loop is closed: the caller is gone
-                loop.call_soon_threadsafe(settle, result, failure)
-
+        outcome, run = for_other_thread(action)
         self.submit(run)
-        return await future
+        return await outcome
 
     async def caught_up(self) -> None:
         """Wait until all actions submitted so far have run."""

@@ -6,14 +6,15 @@ A headless Service of Kubernetes has such a name. Pods come and go, so names are
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
 
+from specdec.serving.futures import for_other_thread
 from specdec.serving.periodic import Periodic
 from specdec.wire.address import Address
 
@@ -33,27 +34,7 @@ class Resolve(Protocol):
 async def resolved(host: str, port: int, *, type: int) -> Sequence[tuple[Any, ...]]:
     """Resolve like the event loop's `getaddrinfo`, in a thread of its own. A silent name server may take a thread for a
     minute; in the loop's thread pool that would delay everything else, and the end of the process."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Sequence[tuple[Any, ...]]] = loop.create_future()
-
-    def settle(records: Sequence[tuple[Any, ...]], error: Exception | None) -> None:
-        if answer.done():  # cancelled
-            return
-        if error is None:
-            answer.set_result(records)
-        else:
-            answer.set_exception(error)
-
-    def look_up() -> None:
-        records: Sequence[tuple[Any, ...]] = ()
-        failure: Exception | None = None
-        try:
-            records = socket.getaddrinfo(host, port, type=type)
-        except Exception as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, records, failure)
-
+    answer, look_up = for_other_thread(partial(socket.getaddrinfo, host, port, type=type))
     threading.Thread(target=look_up, name="name-lookup", daemon=True).start()
     return await answer
 
