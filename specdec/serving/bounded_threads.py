@@ -9,10 +9,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from specdec.serving.errors import OverloadedError, TenantLimitError
 from specdec.serving.fair_turns import FairTurns
+from specdec.serving.futures import retrieve
 
 Result = TypeVar("Result")
 
@@ -55,17 +56,13 @@ class BoundedThreads:
             if not self._owners[owner]:
                 del self._owners[owner]
 
-        def done(work: asyncio.Future[Any]) -> None:
-            self._turns.release(owner)
-            if not work.cancelled():
-                work.exception()  # mark as retrieved: the caller may be gone
-
         try:
             work = asyncio.get_running_loop().run_in_executor(self._executor, action)
         except BaseException:  # no thread could be started
             self._turns.release(owner)
             raise
-        work.add_done_callback(done)
+        work.add_done_callback(lambda _: self._turns.release(owner))
+        work.add_done_callback(retrieve)
         return await asyncio.shield(work)  # a cancelled caller leaves its thread running
 
     def close(self, *, wait: bool = False) -> None:

@@ -28,6 +28,7 @@ from specdec.grammar.stacks import TRIAL_STACK_BYTES
 from specdec.serving.echo import cut
 from specdec.serving.errors import PROBLEM_BYTES, InternalError, OverloadedError, TenantLimitError
 from specdec.serving.fair_turns import FairTurns
+from specdec.serving.futures import retrieve
 
 if TYPE_CHECKING:
     from specdec.grammar.trial import TrialAnswer
@@ -124,7 +125,8 @@ class GrammarTrials:
                     return outdated
                 raise
             self._under_way[key] = trial = asyncio.create_task(self._try(key, _question(grammar)))
-            trial.add_done_callback(lambda done: self._tried(key, done))
+            trial.add_done_callback(lambda _: self._under_way.pop(key))
+            trial.add_done_callback(retrieve)
         if outdated is not None:  # it has passed before: texts need not wait for its retrial
             return outdated
         return await asyncio.shield(self._under_way[key])
@@ -148,7 +150,8 @@ class GrammarTrials:
         self._known.pop(key, None)
         replay = asyncio.create_task(self._try(key, _question(grammar, tokens, end_tokens)))
         self._replays[replay] = owner
-        replay.add_done_callback(self._replayed)
+        replay.add_done_callback(self._replays.pop)
+        replay.add_done_callback(retrieve)
         return await asyncio.shield(replay)
 
     async def close(self) -> None:
@@ -168,16 +171,6 @@ class GrammarTrials:
         if owner and own >= max(1, MAX_WAITING // TENANT_SHARE):
             problem = f"{own} of its grammars are waiting, the limit is reached"
             raise TenantLimitError(owner, problem, retry_after=1.0)
-
-    def _tried(self, key: Key, trial: asyncio.Task[TrialResult]) -> None:
-        del self._under_way[key]
-        if not trial.cancelled():
-            trial.exception()  # mark as retrieved: all its waiters may be gone
-
-    def _replayed(self, replay: asyncio.Task[TrialResult]) -> None:
-        del self._replays[replay]
-        if not replay.cancelled():
-            replay.exception()
 
     async def _try(self, key: Key, question: dict[str, Any]) -> TrialResult:
         """Try a grammar and cache the verdict."""

@@ -17,6 +17,7 @@ from specdec.serving.errors import (
     OverloadedError,
     TenantLimitError,
 )
+from specdec.serving.futures import retrieve
 from specdec.serving.grammar_trials import GrammarTrials, TrialResult
 from specdec.serving.messages import grammar_from
 from specdec.serving.validation import MAX_TENANT_CHARACTERS
@@ -69,7 +70,8 @@ class Grammars:
         if key not in self._under_way:
             compiling = asyncio.create_task(self._compile(grammar, owner))
             self._under_way[key] = compiling
-            compiling.add_done_callback(lambda done: self._done(key, done))
+            compiling.add_done_callback(lambda _: self._under_way.pop(key))
+            compiling.add_done_callback(retrieve)
         try:
             async with asyncio.timeout(SILENCE_SECONDS):
                 return await asyncio.shield(self._under_way[key])  # other sessions may wait for the same task
@@ -94,11 +96,6 @@ class Grammars:
                 raise GrammarError(verdict.problem)
         work = partial(self._compiler.compile, grammar, owner, verdict.bytes)
         return await self._threads.run(work, owner, PATIENCE_SECONDS)
-
-    def _done(self, key: tuple[Grammar, str], compiling: asyncio.Task[CompiledGrammar]) -> None:
-        del self._under_way[key]
-        if not compiling.cancelled():
-            compiling.exception()  # mark as retrieved: all its waiters may be gone
 
     def compiled(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
         """Return the compiled grammar of a prepared message; None if the message has none. Raise InvalidRequestError if
