@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import structlog
 
 from specdec.serving.futures import for_other_thread
 from specdec.serving.periodic import Periodic
+from specdec.serving.pods.replicas import Replicas
 from specdec.wire.address import Address
 
 log = structlog.get_logger()
@@ -39,31 +40,13 @@ async def resolved(host: str, port: int, *, type: int) -> Sequence[tuple[Any, ..
     return await answer
 
 
-class FoundPod(Protocol):
-    """A pod of a role."""
-
-    address: str
-
-
-class FoundPods(Protocol):
-    """The pods of a role; their addresses may change while sessions run."""
-
-    def __iter__(self) -> Iterator[FoundPod]: ...
-
-    def become(self, addresses: Iterable[str]) -> None:
-        """Replace the set of pods by those at these addresses."""
-
-    async def close_idle(self) -> None:
-        """Close the channels of removed pods that are no longer in use."""
-
-
 class Discovery:
     """Keeps the pods of a role in sync with its addresses."""
 
     def __init__(
         self,
         addresses: Sequence[Address],
-        pods: FoundPods,
+        pods: Replicas[Any],
         *,
         resolve: Resolve | None = None,
         again_seconds: float = AGAIN_SECONDS,

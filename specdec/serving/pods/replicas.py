@@ -14,6 +14,8 @@ log = structlog.get_logger()
 class Replica(Protocol):
     """A pod and the channel to it."""
 
+    address: str
+
     @property
     def channel(self) -> grpc.aio.Channel: ...
 
