@@ -1,11 +1,20 @@
-"""TLS of servers, with certificates and keys reloaded when their files change."""
+"""TLS of servers: certificates and keys, reloaded when their files change, and which clients are admitted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import grpc
 
+from specdec.serving.callers.certificate import Name, names_of
+from specdec.serving.echo import echo
+from specdec.serving.errors import PermissionDeniedError
+from specdec.serving.interceptor import Context
 from specdec.serving.watched import Watched
 from specdec.wire.tls_files import TlsError, TlsFiles
+
+MAX_ECHOED = 4
+"""Maximum number of certificate names in a refusal."""
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
@@ -30,3 +39,20 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
         fetch,  # type: ignore[arg-type]  # None keeps the current configuration
         require_client_authentication=mutual,
     )
+
+
+class CertificateNames:
+    """Admits clients whose certificate has any of these names. A valid signature is not enough: the authority may
+    also sign certificates of pods that may not call."""
+
+    def __init__(self, names: Iterable[Name]) -> None:
+        self._names = frozenset(names)
+
+    def __call__(self, context: Context) -> None:
+        names = names_of(context.auth_context())
+        if self._names.isdisjoint(names):
+            found = ", ".join(echo(str(name)) for name in sorted(names)[:MAX_ECHOED])
+            raise PermissionDeniedError(
+                f"the client's certificate names {found or 'no host, address or URI'}: not allowed to call",
+                "WRONG_CERTIFICATE",
+            )

@@ -14,11 +14,10 @@ import pytest
 from cryptography import x509
 
 from specdec.serving.callers.certificate import Name, names_of, parse_name
-from specdec.serving.certificate_names import CertificateNames
 from specdec.serving.interceptor import CallInterceptor
 from specdec.serving.mux.channel import MuxChannel
 from specdec.serving.process.server import registered
-from specdec.serving.tls import server_credentials
+from specdec.serving.tls import CertificateNames, server_credentials
 from specdec.wire.tls_files import TlsFiles, channel_credentials
 from tests.certificates import Authority
 

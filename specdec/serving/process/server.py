@@ -25,7 +25,6 @@ from prometheus_client.metrics_core import Metric
 from specdec.extras import NEEDED, needed_by
 from specdec.serving.callers.certificate import Name
 from specdec.serving.callers.guard import ConnectionGuard
-from specdec.serving.certificate_names import CertificateNames
 from specdec.serving.interceptor import CallInterceptor, Gate
 from specdec.serving.metrics.endpoint import MetricsEndpoint
 from specdec.serving.metrics.families import Families
@@ -35,7 +34,7 @@ from specdec.serving.process.health import HealthServicer, report_health
 from specdec.serving.process.listening import ListenError, bound, joined
 from specdec.serving.process.logs import guard_stderr
 from specdec.serving.timeline import Timelines
-from specdec.serving.tls import server_credentials
+from specdec.serving.tls import CertificateNames, server_credentials
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from specdec.settings import settings as started_with
