@@ -44,11 +44,12 @@ class Judged(Protocol):
 
     @property
     def works(self) -> bool:
-        """True while it can serve requests."""
+        """True while it can serve requests; otherwise the process is NOT_SERVING."""
 
     @property
     def needs(self) -> Mapping[str, bool]:
-        """Full names of the other services it needs, and whether it currently reaches any instance of each."""
+        """Full names of the other services it needs, and whether it currently reaches any instance of each. Health
+        checks report them under these names."""
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]

@@ -11,7 +11,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
@@ -30,7 +30,7 @@ from specdec.serving.metrics.endpoint import MetricsEndpoint
 from specdec.serving.metrics.families import Families
 from specdec.serving.mux.servicer import MuxServicer
 from specdec.serving.process import logs
-from specdec.serving.process.health import HealthServicer, report_health
+from specdec.serving.process.health import HealthServicer, Judged, report_health
 from specdec.serving.process.listening import ListenError, bound, joined
 from specdec.serving.process.logs import guard_stderr
 from specdec.serving.timeline import Timelines
@@ -111,7 +111,7 @@ class Servicer(Protocol):
         """Free its resources; called after the last call has ended."""
 
 
-class Service(Servicer, Protocol):
+class Service(Servicer, Judged, Protocol):
     """The servicer that a process serves."""
 
     @property
@@ -132,15 +132,6 @@ class Service(Servicer, Protocol):
 
     timelines: Timelines
     """Its recorded timelines of requests."""
-
-    @property
-    def works(self) -> bool:
-        """True while it can serve requests; otherwise the process is NOT_SERVING."""
-
-    @property
-    def needs(self) -> Mapping[str, bool]:
-        """Full names of the other services it needs, and whether it currently reaches any instance of each. Health
-        checks report them under these names."""
 
 
 @dataclass(frozen=True)
