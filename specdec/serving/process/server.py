@@ -162,11 +162,7 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     stop = stop_asked_for(settings)
 
     # 1. Check ports and certificates first, before spending time on a model.
-    bound(settings.host, settings.port, shared=settings.share_port).close()
-    if settings.health_port:
-        bound(settings.host, settings.health_port, shared=settings.share_port, option="--health-port").close()
-    if settings.metrics_port:
-        bound(settings.host, settings.metrics_port, option="--metrics-port").close()
+    _check_ports(settings)
     credentials = None if settings.tls is None else server_credentials(settings.tls)
     exporter = span_exporter(settings, service_name)
 
@@ -181,58 +177,79 @@ async def serve(settings: ServerSettings, load: Callable[[], Awaitable[Service]]
     if exporter is not None:
         service.timelines.exporter = exporter
     log_settings()  # not earlier: a failed start prints only its reason
-    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
-    if service.connection_seconds is not None:  # running calls continue without limit
-        options.append(("grpc.max_connection_age_ms", int(1e3 * service.connection_seconds)))
-    guard = ConnectionGuard()
-    interceptor = CallInterceptor(
-        lambda: service.max_request_bytes,
-        service.gates,
-        [CertificateNames(settings.tls_client_names)] if settings.tls_client_names else (),
-        OPEN_SERVICES,
-        guard,
-    )
-    server = grpc.aio.server(interceptors=[interceptor], options=options)
-    servers = [server]
-    mux = registered(service, server)
     checks = HealthServicer()
+    servers, mux, port = _servers(settings, service, checks, credentials)
     reporting = asyncio.create_task(report_health(service, checks))
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    if settings.reflection:
-        reflected = (service.name, TraceServicer.name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(reflected, server)
-    port = listen(server, settings.host, settings.port, credentials)
-    if settings.health_port is not None:
-        servers.append(
-            probed := grpc.aio.server(interceptors=[CallInterceptor(open_services=OPEN_SERVICES)], options=options)
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(checks, probed)
-        health_port = listen(probed, settings.host, settings.health_port, None, "--health-port")
-        log.info("answering_health_checks", address=joined(settings.host, health_port))
     endpoint = serve_metrics(settings, lambda: all_metrics(service, mux, service_name))
     gc.freeze()  # loaded objects stay: scanning them would cost each collection a tenth of a second
-    for grpc_server in servers:
-        await grpc_server.start()
+    for server in servers:
+        await server.start()
     announce(joined(settings.host, port))
     log.info("serving", address=joined(settings.host, port))
     await stopping
 
     # 3. Drain: refuse new calls, let running ones finish until the deadline, cancel the rest.
-    for number in STOP_SIGNALS:
-        asyncio.get_running_loop().remove_signal_handler(number)  # a second signal kills the process immediately
     reporting.cancel()
-    checks.drain()
-    log.info("draining", seconds=settings.drain_seconds)
-    mux.drain()
-    await server.stop(settings.drain_seconds)
-    for grpc_server in servers[1:]:  # probes are answered until the drain ends
-        await grpc_server.stop(None)
+    await _drain(settings.drain_seconds, servers, mux, checks)
     if endpoint is not None:
         await endpoint.close()
     await service.close()
     if exporter is not None:
         await exporter.close()
     log.info("stopped")
+
+
+def _check_ports(settings: ServerSettings) -> None:
+    """Raise ListenError if a configured port is unavailable."""
+    bound(settings.host, settings.port, shared=settings.share_port).close()
+    if settings.health_port:
+        bound(settings.host, settings.health_port, shared=settings.share_port, option="--health-port").close()
+    if settings.metrics_port:
+        bound(settings.host, settings.metrics_port, option="--metrics-port").close()
+
+
+def _servers(
+    settings: ServerSettings, service: Service, checks: HealthServicer, credentials: grpc.ServerCredentials | None
+) -> tuple[list[grpc.aio.Server], MuxServicer, int]:
+    """Return the service's server and, if it has a port, the server for health checks only, with their ports open; the
+    servicer of multiplexed connections; and the service's port."""
+    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(settings.share_port))]
+    if service.connection_seconds is not None:  # running calls continue without limit
+        options.append(("grpc.max_connection_age_ms", int(1e3 * service.connection_seconds)))
+    interceptor = CallInterceptor(
+        lambda: service.max_request_bytes,
+        service.gates,
+        [CertificateNames(settings.tls_client_names)] if settings.tls_client_names else (),
+        OPEN_SERVICES,
+        ConnectionGuard(),
+    )
+    server = grpc.aio.server(interceptors=[interceptor], options=options)
+    mux = registered(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    if settings.reflection:
+        reflected = (service.name, TraceServicer.name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(reflected, server)
+    port = listen(server, settings.host, settings.port, credentials)
+    if settings.health_port is None:
+        return [server], mux, port
+    probed = grpc.aio.server(interceptors=[CallInterceptor(open_services=OPEN_SERVICES)], options=options)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, probed)
+    health_port = listen(probed, settings.host, settings.health_port, None, "--health-port")
+    log.info("answering_health_checks", address=joined(settings.host, health_port))
+    return [server, probed], mux, port
+
+
+async def _drain(
+    seconds: float, servers: Sequence[grpc.aio.Server], mux: MuxServicer, checks: HealthServicer
+) -> None:
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)  # a second signal kills the process immediately
+    checks.drain()
+    log.info("draining", seconds=seconds)
+    mux.drain()
+    await servers[0].stop(seconds)
+    for server in servers[1:]:  # probes are answered until the drain ends
+        await server.stop(None)
 
 
 def listen(
