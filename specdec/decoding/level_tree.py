@@ -48,10 +48,7 @@ def likeliest(logprobs: NDArray[np.float64], count: int) -> LevelTrees:
         scores.append(beam)
         offset += 1 if level == 0 else parents[-2].shape[1]
     path_logprobs = np.concatenate(scores, axis=1)
-    # A path is never likelier than its parent, and a stable sort keeps equal paths in the order of levels.
-    order = (-path_logprobs).argsort(axis=1, kind="stable")[:, :count]
-    numbers = np.zeros((texts, path_logprobs.shape[1] + 1), dtype=np.int64)  # by old number; the root keeps 0
-    numbers[every, order + 1] = np.arange(1, order.shape[1] + 1)
+    order, numbers = _best(path_logprobs, count)
     of_levels = np.repeat(np.arange(levels), [score.shape[1] for score in scores])
     return LevelTrees(
         numbers[every, np.concatenate(parents, axis=1)[every, order]],
@@ -59,6 +56,16 @@ def likeliest(logprobs: NDArray[np.float64], count: int) -> LevelTrees:
         np.concatenate(ranks, axis=1)[every, order],
         path_logprobs[every, order],
     )
+
+
+def _best(path_logprobs: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the indices of the `count` likeliest nodes, likeliest first, and by old number (0: the root, i: node i - 1)
+    the new numbers of these nodes."""
+    # A path is never likelier than its parent, and a stable sort keeps equal paths in the order of levels.
+    order = (-path_logprobs).argsort(axis=1, kind="stable")[:, :count]
+    numbers = np.zeros((len(path_logprobs), path_logprobs.shape[1] + 1), dtype=np.int64)
+    np.put_along_axis(numbers, order + 1, np.arange(1, order.shape[1] + 1)[None], axis=1)
+    return order, numbers
 
 
 class FixedTree:
@@ -151,10 +158,7 @@ class GrowingTrees:
     def best(self, count: int) -> GrownTrees:
         """Return the `count` likeliest nodes of each tree."""
         tokens, parents, logprobs, paths = self.nodes
-        # A path is never likelier than its parent, and a stable sort keeps equal paths in the order of levels.
-        order = (-paths).argsort(axis=1, kind="stable")[:, :count]
-        numbers = np.zeros((len(paths), paths.shape[1] + 1), dtype=np.int64)  # by old number; the root keeps 0
-        numbers[self._every, order + 1] = np.arange(1, order.shape[1] + 1)
+        order, numbers = _best(paths, count)
         of_parents = numbers[self._every, parents[self._every, order]]
         return GrownTrees(
             tokens[self._every, order], of_parents, logprobs[self._every, order], paths[self._every, order]
