@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.processing import Logits
 from specdec.decoding.truncation import largest
-
-Logits = NDArray[np.float32]
 
 
 class TokenLogprobs(NamedTuple):

@@ -33,9 +33,8 @@ from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, adjusted, tempere
 from specdec.decoding.proposal import WIDTH, DraftDistribution, Proposal
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.sampling import Sampling
-from specdec.decoding.truncation import largest, survivors
+from specdec.decoding.truncation import Ids, largest, survivors
 
-Ids = NDArray[np.int64]
 Weights = NDArray[np.float64]
 
 

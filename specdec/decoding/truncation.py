@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.processing import Logits
 from specdec.decoding.sampling import Sampling
 
-Logits = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 

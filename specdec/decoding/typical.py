@@ -24,8 +24,9 @@ import numpy as np
 
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, adjusted
 from specdec.decoding.query import SamplingQuery
-from specdec.decoding.rejection import Ids, Weights, target_probabilities
+from specdec.decoding.rejection import Weights, target_probabilities
 from specdec.decoding.sampling import Typicality
+from specdec.decoding.truncation import Ids
 
 
 class TypicalCandidate(NamedTuple):

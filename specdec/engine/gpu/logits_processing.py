@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdec.decoding.processing import LIMIT
 from specdec.decoding.query import PenaltyState, SamplingQuery
+from specdec.decoding.truncation import Ids
 from specdec.engine.gpu.staging import upload
 
 
@@ -83,7 +84,6 @@ def _penalise(z: Tensor, queries: Sequence[SamplingQuery]) -> None:
     z[rows, ids] = values - of_each([s.presence_penalty for s in samplings]) * (counts > 0).float()
 
 
-Ids = NDArray[np.int64]
 _NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
 

@@ -17,6 +17,7 @@ import stat
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -66,16 +67,16 @@ class LimitRate:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._allowances: dict[str, _Allowance] = {}
+        self._allowances = defaultdict[str, _Allowance](
+            lambda: _Allowance(TokenBucket(LINES_A_SECOND, BURST, clock=clock))
+        )
         self._lock = threading.RLock()  # reentrant: garbage collection may log while it is held
 
     def __call__(self, _: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if method == "critical":
             return event
         with self._lock:
-            full = TokenBucket(LINES_A_SECOND, BURST, clock=self._clock)
-            allowance = self._allowances.setdefault(str(event.get("event")), _Allowance(full))
+            allowance = self._allowances[str(event.get("event"))]
             if allowance.lines.seconds_until():
                 allowance.suppressed += 1
                 raise structlog.DropEvent
