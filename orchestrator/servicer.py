@@ -43,7 +43,7 @@ from specdec.serving.timeline import Timeline, Timelines
 from specdec.serving.tracing.servicer import TraceServicer
 from specdec.serving.validation import MAX_MESSAGE_BYTES
 from specdec.v2 import generation_pb2, generation_pb2_grpc
-from specdec.wire.prompt_count import prompts_in
+from specdec.wire.request_metadata import prompts_in
 
 SHORT_BYTES = 1 << 14
 """Size in bytes below which a request with token ids is parsed on the event loop: checking it takes less than a

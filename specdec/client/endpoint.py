@@ -13,7 +13,7 @@ import grpc
 
 from specdec.client.retries import Retries, Rotation
 from specdec.wire.address import parse_addresses
-from specdec.wire.request_id import REQUEST_ID, is_request_id, new_request_id
+from specdec.wire.request_metadata import REQUEST_ID, is_request_id, new_request_id
 
 ROUND_ROBIN = (
     "grpc.service_config",

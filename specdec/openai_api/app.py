@@ -64,7 +64,7 @@ from specdec.openai_api.routes import (
 )
 from specdec.openai_api.tokens import Tokens
 from specdec.serving.errors import OverloadedError, TenantLimitError
-from specdec.wire.request_id import REQUEST_ID, is_request_id, new_request_id
+from specdec.wire.request_metadata import REQUEST_ID, is_request_id, new_request_id
 
 log = structlog.get_logger()
 

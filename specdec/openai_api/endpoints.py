@@ -30,7 +30,7 @@ from specdec.openai_api.response_store import ResponseStore, not_found
 from specdec.openai_api.responses_answer import ResponseAnswer
 from specdec.openai_api.responses_request import ResponsesReader, ResponsesRequest
 from specdec.v2.generation_pb2 import TokenizeRequest
-from specdec.wire.request_id import new_request_id
+from specdec.wire.request_metadata import new_request_id
 
 Parts = AsyncGenerator[Part, None]
 Found = TypeVar("Found")

@@ -22,8 +22,7 @@ from specdec.openai_api.requests import ParsedRequest
 from specdec.serving.interleaved import interleaved
 from specdec.v2.generation_pb2 import GenerationServiceGetStatsRequest, TokenizeRequest
 from specdec.wire.message_values import values_of
-from specdec.wire.prompt_count import PROMPTS
-from specdec.wire.request_id import REQUEST_ID_CHARACTERS, new_request_id
+from specdec.wire.request_metadata import PROMPTS, REQUEST_ID_CHARACTERS, new_request_id
 from specdec.wire.tool_formats import FORMATS, ToolFormat
 
 PROMPTS_AT_ONCE = 8

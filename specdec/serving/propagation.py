@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from specdec.wire.request_id import REQUEST_ID, is_request_id, new_request_id
+from specdec.wire.request_metadata import REQUEST_ID, is_request_id, new_request_id
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 

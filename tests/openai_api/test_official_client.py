@@ -20,7 +20,7 @@ from google.rpc.code_pb2 import (
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 
 from specdec.openai_api.gateway import PROMPTS_AT_ONCE
-from specdec.wire.prompt_count import PROMPTS
+from specdec.wire.request_metadata import PROMPTS
 from tests.client.fake_server import DIGEST, TEXT, TOKENS, Act, FakeServer, rich
 from tests.openai_api.front import front
 from tests.stack import until

@@ -12,7 +12,7 @@ import pytest
 from specdec.serving.errors import OverloadedError, from_rpc
 from specdec.serving.mux.stream import MAX_BYTES, OVERHEAD, WINDOW, ByteCounters
 from specdec.v2 import mux_pb2, mux_pb2_grpc
-from specdec.wire.request_id import REQUEST_ID
+from specdec.wire.request_metadata import REQUEST_ID
 from tests.serving.mux_link import SERVICE, link, readable
 from tests.stack import until
 

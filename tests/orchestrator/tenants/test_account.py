@@ -10,7 +10,7 @@ import pytest
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.file import Tenant
 from specdec.serving.errors import InvalidRequestError, TenantLimitError
-from specdec.wire.prompt_count import PROMPTS, prompts_in
+from specdec.wire.request_metadata import PROMPTS, prompts_in
 
 
 class Clock:
