@@ -162,7 +162,7 @@ def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         if name not in options:
             near = difflib.get_close_matches(name, options, 1)
-            meant = f"; {_spelled(near[0])} is" if near else ""
+            meant = f" (did you mean {_spelled(near[0])}?)" if near else ""
             raise typer.BadParameter(f"{key} is not an option of this service{meant}", param_hint=hint)
         takes_several = _takes_several(options[name])
         if isinstance(value, str) and options[name].nargs > 1:  # split as in the environment

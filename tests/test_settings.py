@@ -122,7 +122,7 @@ def test_a_variable_of_no_service_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     ("content", "says"),
     [
         ("kv-tokens: 3", "'kv-tokens in FILE': Input should be greater than or equal to 512, is '3'"),
-        ("kvtokens: 600", "'--config' FILE: kvtokens is not an option of this service; kv-tokens is"),
+        ("kvtokens: 600", "'--config' FILE: kvtokens is not an option of this service (did you mean kv-tokens?)"),
         ("share-port: true", "'--config' FILE: share-port is not an option of this service"),
         ("config: other.yaml", "'--config' FILE: config is not an option of this service"),
         ("kv-tokens: 600\nkv-tokens: 700", "kv-tokens is given twice"),

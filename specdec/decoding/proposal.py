@@ -46,7 +46,7 @@ class DraftDistribution:
     def received(cls, ids: list[int], values: bytes) -> DraftDistribution:
         """Return the distribution in a message; ValueError if it is malformed."""
         if len(values) % 2 or not values:
-            raise ValueError(f"values: has {len(values)} bytes, must have 2 for each of at least one number")
+            raise ValueError(f"values: has {len(values)} bytes, must be a non-empty float16 array (2 bytes per number)")
         numbers = np.frombuffer(values, dtype="<f2")
         if not np.isfinite(numbers).all():
             raise ValueError("values: has numbers that are not finite")
@@ -56,7 +56,7 @@ class DraftDistribution:
         if len(tokens) != len(numbers):
             raise ValueError(f"values: has {len(numbers)} numbers for {len(tokens)} token ids")
         if (np.diff(tokens) <= 0).any():
-            raise ValueError("token ids: do not ascend")
+            raise ValueError("token ids: must ascend")
         return cls(tokens, numbers)
 
     @property

@@ -235,7 +235,7 @@ def query_from(message: model_pb2.DraftQuery, vocabulary: int) -> DraftQuery:
         return DraftQuery(message.base, None)
     ids = _ids(message.id_gaps)
     if (np.diff(ids) <= 0).any():
-        raise ValueError("query.id_gaps: is 0 after the first, the ids must ascend")
+        raise ValueError("query.id_gaps: has a gap of 0 after the first; ids must ascend")
     if ids[-1] >= vocabulary:
         raise ValueError(f"query.id_gaps: names token {ids[-1]}, the vocabulary has {vocabulary} tokens")
     return DraftQuery(message.base, ids)

@@ -55,7 +55,7 @@ def places_of(
 ) -> list[TargetLogprobs]:
     """Return the places in messages about the tokens `begin` to `end` of a text; ValueError if a place is invalid."""
     if len(messages) > end - begin:
-        raise ValueError(f"overruled: has {len(messages)} places, must have at most {end - begin}, one a token")
+        raise ValueError(f"overruled: has {len(messages)} places, must have at most {end - begin}, one per token")
     found = []
     for message in messages:
         if not begin <= message.position < end:

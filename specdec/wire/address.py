@@ -78,7 +78,7 @@ def parse_addresses(given: str | Sequence[str]) -> list[Address]:
     are none."""
     texts = [text.strip() for text in (given.split(",") if isinstance(given, str) else given)]
     if not texts:
-        raise ValueError(f"there is none; an address is {FORMS}")
+        raise ValueError(f"no address is given; an address is {FORMS}")
     return list(dict.fromkeys(Address.parse(text) for text in texts))
 
 

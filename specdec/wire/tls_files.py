@@ -55,7 +55,7 @@ class TlsFiles:
                 context.load_cert_chain(self.certificate, self.key, password=_no_password)
         except (ssl.SSLError, ValueError) as error:
             raise TlsError(
-                f"{cert} {self.certificate}, {key} {self.key}: not a certificate and its key, unencrypted, in PEM "
+                f"{cert} {self.certificate}, {key} {self.key}: must be a certificate and its unencrypted key, in PEM "
                 f"({_reason(error)})"
             ) from None
         if self.authorities is not None:
@@ -63,7 +63,7 @@ class TlsFiles:
             try:
                 context.load_verify_locations(self.authorities)
             except ssl.SSLError as error:
-                raise TlsError(f"{ca} {self.authorities}: holds no certificate in PEM ({_reason(error)})") from None
+                raise TlsError(f"{ca} {self.authorities}: contains no PEM certificate ({_reason(error)})") from None
         return Contents(*(None if file is None else file.read_bytes() for file in self.all))
 
     @property

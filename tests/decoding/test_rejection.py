@@ -396,8 +396,8 @@ def test_a_row_travels() -> None:
     ("ids", "values", "why"),
     [
         ([1], np.ones(2, np.float16).tobytes(), "values: has 2 numbers for 1 token ids"),
-        ([2, 1], np.ones(2, np.float16).tobytes(), "token ids: do not ascend"),
-        ([1, 1], np.ones(2, np.float16).tobytes(), "token ids: do not ascend"),
+        ([2, 1], np.ones(2, np.float16).tobytes(), "token ids: must ascend"),
+        ([1, 1], np.ones(2, np.float16).tobytes(), "token ids: must ascend"),
         ([1], np.array([np.nan], np.float16).tobytes(), "values: has numbers that are not finite"),
         ([1], np.array([np.inf], np.float16).tobytes(), "values: has numbers that are not finite"),
         ([1], b"abc", "values: has 3 bytes"),

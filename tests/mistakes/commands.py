@@ -143,7 +143,11 @@ MISTAKES = (
         "--features: cannot be combined with --heads: draft services run the heads",
     ),
     Mistake("specdec verifier --config none.yaml", USAGE, "file 'none.yaml' does not exist"),
-    Mistake("specdec verifier --config typo.yaml", USAGE, "kv-token is not an option of this service; kv-tokens is"),
+    Mistake(
+        "specdec verifier --config typo.yaml",
+        USAGE,
+        "kv-token is not an option of this service (did you mean kv-tokens?)",
+    ),
     Mistake("specdec verifier --config few.yaml", USAGE, "'kv-tokens in few.yaml': Input should be greater than or"),
     Mistake("specdec verifier --model target --tls-key key.pem", CANNOT, "--tls-key is given, --tls-cert is missing"),
     Mistake(

@@ -330,7 +330,7 @@ def test_a_query_is_about_the_text_and_the_vocabulary() -> None:
         assert check.query_violation(taken, text) == ""
     assert check.query_violation(query(7), text) == "its base is 7, the text has 8 tokens"
     assert "names token 50, the vocabulary has 50 tokens" in check.query_violation(query(gaps=[VOCABULARY]), text)
-    assert "is 0 after the first" in check.query_violation(query(gaps=[3, 0]), text)
+    assert "has a gap of 0 after the first" in check.query_violation(query(gaps=[3, 0]), text)
 
 
 def test_queries_about_one_text_end() -> None:

@@ -259,7 +259,7 @@ def test_a_draft_with_a_smaller_vocabulary_answers_as_far_as_it_goes() -> None:
         (partial([3, 9, 10]), "it answers with 3 tokens from 3 to 10"),
         (partial([3, VOCABULARY]), f"it has token {VOCABULARY}, its vocabulary has {VOCABULARY} tokens"),
         (partial([3, 9], vocabulary=9999), "it is over a vocabulary of 9999 tokens"),
-        (partial([3, 3], answer=False), "token ids: do not ascend"),
+        (partial([3, 3], answer=False), "token ids: must ascend"),
         (partial(range(1, MAX_PARTIAL_IDS + 2), answer=False), f"id_gaps: has {MAX_PARTIAL_IDS + 1} tokens"),
     ],
 )

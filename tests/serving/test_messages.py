@@ -102,7 +102,7 @@ def test_a_partial_distribution_and_a_query_travel(ids: list[int], answer: bool,
 @pytest.mark.parametrize(
     ("gaps", "why"),
     [
-        ([5, 0], "query.id_gaps: is 0 after the first, the ids must ascend"),
+        ([5, 0], "query.id_gaps: has a gap of 0 after the first; ids must ascend"),
         ([5, 995], "query.id_gaps: names token 1000, the vocabulary has 1000 tokens"),
         ([2**32 - 1] * 2, "query.id_gaps: names token 8589934590"),
         (

@@ -82,7 +82,7 @@ class Families:
         """Add the metrics of watched files."""
         self.gauges(
             "files_refused",
-            "Kinds of watched files whose current contents are unusable: TLS files, tenants, models, versions.",
+            "Watched file sets whose current contents are unusable, by kind: TLS files, tenants, models, versions.",
             ("what",),
             {(what,): count for what, count in watched.refused().items()},
         )

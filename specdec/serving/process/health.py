@@ -98,7 +98,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """Send the status of a service now and after each change; SERVICE_UNKNOWN for an unknown service."""
         peer = context.peer()
         if self._watches.total() >= MAX_WATCHES or self._watches[peer] >= MAX_WATCHES_OF_CONNECTION:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "there are too many watchers: check the health instead")
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "too many watchers: call Check instead")
         self._watches[peer] += 1
         sent = None
         try:
