@@ -236,7 +236,7 @@ class Languages:
                 number = self.derivative(number, ord(character))
             return self.nullable(number)
         except RecursionError:
-            raise PatternTooLargeError("nests too deep") from None
+            raise PatternTooLargeError("is nested too deeply") from None
 
     # From expressions, and back.
 
@@ -248,7 +248,7 @@ class Languages:
             at_begin = self._language(syntax, self.all, Place.BEGIN)
             later = self._language(syntax, self.all, Place.LATER)
         except RecursionError:
-            raise PatternTooLargeError("nests too deep") from None
+            raise PatternTooLargeError("is nested too deeply") from None
         if at_begin == later:  # without an anchor
             return self.concatenation(self.all, later)
         some = self.repetition(self.characters(EVERY), 1, None)
@@ -270,7 +270,7 @@ class Languages:
             plain = number if self._is_plain(number) else self._automaton(number)
             found = f"^(?:{self._spelt(plain, {})})$"
         except RecursionError:
-            raise PatternTooLargeError("nests too deep") from None
+            raise PatternTooLargeError("is nested too deeply") from None
         self._written[found] = number
         return found
 

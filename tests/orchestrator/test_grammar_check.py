@@ -131,11 +131,11 @@ async def end_of(
 
 
 async def test_a_grammar_that_does_not_pass_again_ends_its_text_and_kills_no_other_pod() -> None:
-    check, trials = checking("nests too deep")
+    check, trials = checking("is nested too deeply")
     verifier = Dying(None)
     error = await end_of([verifier], check, [5, 6])
     assert isinstance(error, InvalidRequestError)
-    assert str(error) == "chat.tools: nests too deep"
+    assert str(error) == "chat.tools: is nested too deeply"
     assert trials.replayed == [[5, 6]]  # and no other pod has died of it
 
 
@@ -165,7 +165,7 @@ async def test_a_quarantine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_pod_that_says_why_it_goes_is_no_death_under_a_grammar() -> None:
-    check, trials = checking("nests too deep")
+    check, trials = checking("is nested too deeply")
     verifier = Dying(EngineLostError())
     assert isinstance(await end_of([verifier], check, failover_seconds=1.0), PeerLostError)
     assert verifier.asked > 1
@@ -173,7 +173,7 @@ async def test_a_pod_that_says_why_it_goes_is_no_death_under_a_grammar() -> None
 
 
 async def test_a_verifier_that_was_never_there_is_no_death_under_a_grammar() -> None:
-    check, trials = checking("nests too deep")
+    check, trials = checking("is nested too deeply")
     assert isinstance(await end_of([Refusing("failed to connect")], check, failover_seconds=0.1), PeerLostError)
     assert not trials.replayed
 

@@ -152,7 +152,7 @@ async def test_what_takes_too_much_of_a_processor_is_ended() -> None:
 
 async def test_what_nests_too_deep_is_ended() -> None:
     async with trying() as trials:
-        assert "nests too deep" in (await trials.verdict(DEEP)).problem
+        assert "is nested too deeply" in (await trials.verdict(DEEP)).problem
         assert (await trials.verdict(GOOD)).problem == ""
 
 
@@ -302,8 +302,8 @@ async def test_a_text_is_followed_again_whatever_is_known_of_its_grammar() -> No
         await until(lambda: trials._turns.taken == 1)
         process.send_signal(signal.SIGSEGV)
         process.send_signal(signal.SIGCONT)
-        assert "nests too deep" in (await again).problem
-        assert "nests too deep" in (await trials.verdict(GOOD)).problem  # refused from now on
+        assert "is nested too deeply" in (await again).problem
+        assert "is nested too deeply" in (await trials.verdict(GOOD)).problem  # refused from now on
 
 
 async def test_an_owners_texts_do_not_all_wait_to_be_followed_again(monkeypatch: pytest.MonkeyPatch) -> None:

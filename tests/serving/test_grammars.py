@@ -134,8 +134,8 @@ def tried(*results: TrialResult | Exception) -> tuple[Grammars, Any, Trials]:
 
 
 async def test_what_does_not_pass_its_trial_is_not_compiled() -> None:
-    grammars, compiler, _ = tried(TrialResult("nests too deep"))
-    with pytest.raises(InvalidRequestError, match=r"grammar\.regex: nests too deep"):
+    grammars, compiler, _ = tried(TrialResult("is nested too deeply"))
+    with pytest.raises(InvalidRequestError, match=r"grammar\.regex: is nested too deeply"):
         await grammars.prepare(regex("a"))
     assert compiler.begun == []
     await grammars.close()

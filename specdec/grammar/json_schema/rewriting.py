@@ -71,7 +71,7 @@ def json_text(schema: Mapping[str, Any]) -> str:
         except RecursionError:
             break
         return "".join(found)
-    raise GrammarError("nests too deep")
+    raise GrammarError("is nested too deeply")
 
 
 def _rewritten(schema: Mapping[str, Any], work: Work, *, checks: bool) -> tuple[Mapping[str, Any], TextCheck | None]:
@@ -88,7 +88,7 @@ def _rewritten(schema: Mapping[str, Any], work: Work, *, checks: bool) -> tuple[
         half = MAX_TOLD_CHARACTERS // 2
         raise GrammarError(f"{message[:half]} ... {message[-half:]}") from None
     except RecursionError:
-        raise GrammarError("nests too deep") from None
+        raise GrammarError("is nested too deeply") from None
     except PatternError as error:  # the work budget of the whole request is spent
         raise GrammarError(f"cannot be enforced: an expression {error}") from None
 
