@@ -36,6 +36,9 @@ RETIRED = {
     # log events
     "way_changed": "mode_changed",
     "own_draft_failed": "local_draft_failed",
+    "pod_left_alone": "breaker_opened",
+    "pod_back": "breaker_closed",
+    "trial_process_does_not_start": "trial_process_start_failed",
     # in code
     "Attached": "RunningSession",
     "Chooser": "RequestSampler",

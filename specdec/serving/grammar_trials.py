@@ -286,7 +286,7 @@ class TrialProcess:
         try:
             self.process = process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
         except OSError as error:  # too many processes or open files, or no memory
-            log.error("trial_process_does_not_start", why=str(error))
+            log.error("trial_process_start_failed", why=str(error))
             raise InternalError from error
         assert process.stdout is not None
         ready = b""
@@ -294,7 +294,7 @@ class TrialProcess:
             async with asyncio.timeout(START_SECONDS):
                 ready = await process.stdout.readline()
         if not ready:
-            log.error("trial_process_does_not_start")
+            log.error("trial_process_start_failed")
             raise InternalError
         return process
 

@@ -128,4 +128,4 @@ def test_it_is_told_once_that_a_pod_is_left_alone_and_once_that_it_is_back(
         breaker.attempt()
     breaker.succeeded()
     breaker.succeeded()
-    assert [(each["event"], each["pod"]) for each in told] == [("pod_left_alone", "pod:1"), ("pod_back", "pod:1")]
+    assert [(each["event"], each["pod"]) for each in told] == [("breaker_opened", "pod:1"), ("breaker_closed", "pod:1")]

@@ -53,7 +53,7 @@ class Breaker:
 
     def succeeded(self) -> None:
         if self._pause:
-            log.info("pod_back", pod=self._pod)
+            log.info("breaker_closed", pod=self._pod)
         self._failures, self._pause, self._on_trial = 0, 0.0, False
 
     def answered(self) -> None:
@@ -73,5 +73,5 @@ class Breaker:
 
     def _open(self, pause: float) -> None:
         if not self._pause:
-            log.warning("pod_left_alone", pod=self._pod)
+            log.warning("breaker_opened", pod=self._pod)
         self._pause, self._open_until, self._on_trial = pause, self._clock() + pause, False
