@@ -2,7 +2,7 @@
 
 A step of T seconds started now, w seconds after the last one ended, yields E tokens: a rate of E / (T + w). A session's
 next draft message, expected in r seconds, adds d levels of candidates below the best leaf. With path probability q of
-that leaf, acceptance A and break-even probability p, level i yields about A^i * q tokens and costs a row worth p tokens.
+that leaf, acceptance A and break-even probability p, level i yields about A^i * q tokens, and its row costs p tokens.
 All sessions of a step wait together, so waiting pays while
 
     sum over sessions of (sum over i <= d of max(0, A^i * q - p)) / r  >  E / (T + w)
