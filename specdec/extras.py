@@ -98,8 +98,8 @@ def install_command(extra: str) -> str:
 
 
 def command_from(origin: str | None, extra: str) -> str:
-    """Return the command for an installation with this `origin`, in PEP 610's JSON: a checkout, a file, a repository, or
-    None for a package index."""
+    """Return the command for an installation with this `origin`, in PEP 610's JSON: a checkout, a file or a repository.
+    None: a package index."""
     try:
         direct_url = {} if origin is None else json.loads(origin)
         url = urllib.parse.urlsplit(direct_url.get("url", ""))

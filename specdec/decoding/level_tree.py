@@ -59,8 +59,8 @@ def likeliest(logprobs: NDArray[np.float64], count: int) -> LevelTrees:
 
 
 def _best(path_logprobs: NDArray[np.float64], count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the indices of the `count` likeliest nodes, likeliest first, and by old number (0: the root, i: node i - 1)
-    the new numbers of these nodes."""
+    """Return the indices of the `count` likeliest nodes, likeliest first, and their new numbers, by old number (0: the
+    root, i: node i - 1)."""
     # A path is never likelier than its parent, and a stable sort keeps equal paths in the order of levels.
     order = (-path_logprobs).argsort(axis=1, kind="stable")[:, :count]
     numbers = np.zeros((len(path_logprobs), path_logprobs.shape[1] + 1), dtype=np.int64)

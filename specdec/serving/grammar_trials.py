@@ -198,7 +198,8 @@ class GrammarTrials:
     def _problem(self, status: int) -> str:
         """Return the problem of a grammar whose trial process exited with this status."""
         if -status in (signal.SIGSEGV, signal.SIGBUS):
-            return f"is nested too deeply: compiling or following it needs more than {TRIAL_STACK_BYTES >> 20} MiB of stack"
+            limit = TRIAL_STACK_BYTES >> 20
+            return f"is nested too deeply: compiling or following it needs more than {limit} MiB of stack"
         return f"needs more than {self._seconds:g} s of CPU time to compile, or too much memory"
 
     def _remember(self, key: Key, verdict: TrialResult, until: float) -> None:

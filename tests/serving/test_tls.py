@@ -92,7 +92,9 @@ def test_wrong_files_are_named(authority: Authority, tmp_path: Path) -> None:
     assert refusal(None, None, authority.file) == "--tls-client-ca is given, --tls-cert and --tls-key are missing"
     assert refusal(none, key, None) == f"--tls-cert {none}: No such file or directory"
     assert refusal(certificate, tmp_path, None) == f"--tls-key {tmp_path}: Is a directory"
-    assert f"--tls-cert {other}, --tls-key {key}: must be a certificate and its unencrypted key" in refusal(other, key, None)
+    assert f"--tls-cert {other}, --tls-key {key}: must be a certificate and its unencrypted key" in refusal(
+        other, key, None
+    )
     assert f"--tls-cert {certificate}, --tls-key {text}: must" in refusal(certificate, text, None)
     assert refusal(certificate, key, text).startswith(f"--tls-client-ca {text}: contains no PEM certificate")
 

@@ -239,9 +239,7 @@ def _servers(
     return [server, probed], mux, port
 
 
-async def _drain(
-    seconds: float, servers: Sequence[grpc.aio.Server], mux: MuxServicer, checks: HealthServicer
-) -> None:
+async def _drain(seconds: float, servers: Sequence[grpc.aio.Server], mux: MuxServicer, checks: HealthServicer) -> None:
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().remove_signal_handler(number)  # a second signal kills the process immediately
     checks.drain()
