@@ -68,8 +68,8 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         request_id: str | None = None,
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> AsyncStream:
-        """Request a completion with a message from `build_request`. Building a large one takes seconds, and may be done
-        in a thread. The stream takes ownership of the message. Other parameters are as in `generate`."""
+        """Request a completion with a message from `build_request`. Building a large one takes seconds; do it in a
+        thread. The stream takes ownership of the message. Other parameters are as in `generate`."""
         request_id, sent = self._identified(request_id, metadata)
         transcript = Transcript(request, self._retries(timeout))
         over = self._ended_by_closing(asyncio.Event())
@@ -211,7 +211,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
 
 
 async def _pause(seconds: float, over: asyncio.Event) -> None:
-    """Wait before the next try of a call, unless the call is `over` before."""
+    """Wait before the next try of a call; return early once `over` is set."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await over.wait()
@@ -233,7 +233,7 @@ class AsyncStream:
     """A stream of the chunks of a completion. Leaving its context cancels an unfinished completion."""
 
     def __init__(self, send: _Send, transcript: Transcript, request_id: str, over: asyncio.Event) -> None:
-        """Send the request; called by `AsyncClient.generate`. `over` ends a pause before the next try."""
+        """Send the request; called by `AsyncClient.send`. `over` ends a pause before the next try."""
         self.request_id = request_id
         """Id of the request in logs and traces of the services."""
         self._send = send

@@ -65,12 +65,12 @@ class SpeculationDecisions:
     """The decisions on the number of candidates per step of a completion. Empty if the server reports none."""
 
     mode: str  # adaptive speculation's mode in most steps: "off", "ngram", "local_draft", "heads", ..., or "forced"
-    why: str  # a readable line: modes, steps with candidates, and why others had none, with figures
+    why: str  # one line for people: modes, steps with candidates, and why the others had none
     modes: dict[str, int]  # steps by mode
     without: dict[str, int]  # steps without candidates by reason: "row_cost", "plain_faster", "nothing_proposed", ...
-    row_seconds: float  # mean over the steps of "row_cost": extra time of a step with one more row
-    break_even: float  # mean over the same steps: tokens that the row must yield to pay
-    best_candidate: float  # mean over the same steps: expected tokens from the best candidate
+    row_seconds: float  # mean over the "row_cost" steps: seconds that one more row adds to a step
+    break_even: float  # mean over the same steps: tokens that this row must yield to pay
+    best_candidate: float  # mean over the same steps: expected tokens of the best candidate
     mode_rates: dict[str, float]  # tokens a second by mode, as last measured by the verifier
 
 
@@ -98,7 +98,7 @@ class Speculation:
 
 @dataclass(frozen=True)
 class SchemaCheck:
-    """The outcome of checking the finished text for the parts of its JSON schema that no grammar enforces."""
+    """The outcome of checking the finished text against the parts of its JSON schema that no grammar enforces."""
 
     ok: bool | None  # whether the text is valid; None: no complete JSON value, or too large to check
     path: str  # JSON pointer to the invalid part of the value
@@ -151,7 +151,7 @@ class Resolved:
     time: datetime | None  # current time passed to the chat template; None without one
     model: str = ""  # the revision serving the request, as NAME@REVISION; empty if the model has no named revisions
     prompt_tokens: int = 0  # tokens of the prompt; 0 from an older server
-    # of the tool calls in the text, in `specdec.wire.tool_formats`; empty without tools, and from an older server
+    # name in `specdec.wire.tool_formats` of the format of tool calls; empty without tools, or from an older server
     tool_format: str = ""
     reasoning: ReasoningPosition | None = None  # None: the whole text is the answer
 
@@ -223,7 +223,7 @@ class Model:
     vocabulary_size: int
     chat: bool  # True: accepts `messages`
     text_fingerprint: str  # models with equal ones tokenize requests identically
-    tool_format: str = ""  # its format in `specdec.wire.tool_formats`; empty: no tools
+    tool_format: str = ""  # name in `specdec.wire.tool_formats`; empty: the model takes no tools
     reasons: bool = False  # True: chats may contain reasoning
     revisions: tuple[str, ...] = ()  # selectable as NAME@REVISION; the fields above describe the main one
     aliases: tuple[str, ...] = ()  # further names, equivalent to `name` in requests

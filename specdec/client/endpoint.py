@@ -84,8 +84,8 @@ class Endpoint(Generic[Channel]):
         self._options = list((_OPTIONS | dict(options)).items())
         self._channels: dict[str, Channel] = {}  # by address
         self._closed = 0  # how many times
-        self._pausing: WeakSet[threading.Event | asyncio.Event] = WeakSet()  # set when the client is closed
-        self._lock = threading.Lock()  # of the three: threads may share a synchronous client
+        self._pausing: WeakSet[threading.Event | asyncio.Event] = WeakSet()  # of open calls; set by closing the client
+        self._lock = threading.Lock()  # guards the three above: threads may share a synchronous client
 
     def _ended_by_closing(self, pause: Event) -> Event:
         """Return the event that ends the pauses of a call; closing the client sets it."""
@@ -94,7 +94,7 @@ class Endpoint(Generic[Channel]):
         return pause
 
     def _end(self) -> list[Channel]:
-        """Note that the client is closed, and end the pauses of its calls; return the channels to close."""
+        """Mark the client as closed and end the pauses of its calls; return the channels to close."""
         with self._lock:
             self._closed += 1
             for pause in self._pausing:

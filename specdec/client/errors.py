@@ -6,7 +6,7 @@
     ├── AccessDenied        the credentials are missing or not sufficient
     ├── Overloaded          the server is full: try again after `retry_after`
     ├── Unavailable         no server answers, even after retries
-    ├── PromptChanged       the text cannot be resumed: no server that answers tokenizes its prompt as before
+    ├── PromptChanged       the text cannot be resumed: all reachable servers tokenize its prompt differently
     ├── DeadlineExceeded    the timeout passed
     ├── Cancelled           the stream was cancelled, here or by the server
     ├── Unimplemented       the server does not implement this
@@ -81,7 +81,7 @@ class Unavailable(SpecdecError):
 
 
 class PromptChanged(SpecdecError):
-    """The text cannot be resumed: the servers that answer tokenize its prompt differently."""
+    """The text cannot be resumed: all reachable servers tokenize its prompt differently."""
 
 
 class DeadlineExceeded(SpecdecError):
@@ -128,8 +128,8 @@ REASONS: Mapping[str, type[SpecdecError]] = MappingProxyType({"PROMPT_CHANGED": 
 
 
 _BROKEN = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-"""Our servers send these statuses with details. Without details they come from the transport: the connection broke
-during sending."""
+"""Statuses that our servers send only with details. Without details they come from gRPC itself: the connection broke
+while sending."""
 
 _REFUSED = re.compile(r"status: 4\d\d|^Exception ")
 """gRPC's messages for a call refused by an HTTP proxy, or for a message that it cannot serialise or parse. A retry
@@ -207,7 +207,7 @@ _MISMATCHES = (
 
 
 def mismatch(why: str) -> str | None:
-    """Return the remedy for a connection that failed with this message from gRPC; None if client and server match."""
+    """Return the remedy for a connection that failed with this gRPC message; None for an unknown message."""
     return next((remedy for words, remedy in _MISMATCHES if words in why), None)
 
 

@@ -80,13 +80,13 @@ _RETURN_SECONDS = 10.0
 """Minimum seconds to wait for the return of a server that has answered before: restarting an orchestrator, as in
 `specdec up`, takes several seconds."""
 _SETTLED_TRIES_OF_A_NAME = 3
-"""Settled refusals after which a name is given up. A name may resolve to several servers, and each try reaches the next
-one."""
+"""Permanent refusals (`_SETTLED`) after which a name is given up. A name may resolve to several servers, and each try
+reaches the next one."""
 _WAITED = ("DRAFT_REQUIRED", "VERIFIER_LOST")
 _SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
-"""Reasons for a settled refusal: the server has another model or chat template, or has waited in vain for a draft or a
-verifier. Another server may serve the text; this one will not soon. After such a wait (`_WAITED`), no other server with
-the same name is tried, because the wait has taken too long."""
+"""Reasons for a permanent refusal: the server has another model or chat template, or has waited in vain for a draft or
+a verifier. Another server may serve the text; this one will not soon. After such a wait (`_WAITED`), which has taken
+long, no other server with the same name is tried."""
 _SETTLED_ONCE_BEGUN = (*_SETTLED, "UNKNOWN_MODEL")
 """The same for a text in progress: a server may not yet, or no longer, know the text's revision."""
 
@@ -108,7 +108,7 @@ class Retries:
         self._is_closed = is_closed
         self._most = most
         self._failures: Counter[str] = Counter()  # consecutive ones, by address
-        self._settled: Counter[str] = Counter()  # settled refusals among these
+        self._settled: Counter[str] = Counter()  # permanent refusals among these
         self._left_out: set[str] = set()  # addresses given up
         self._refusal: SpecdecError | None = None  # the last refusal after which an address was given up
         self._failing_since = 0.0  # time of the first of the consecutive failures
@@ -136,15 +136,15 @@ class Retries:
         self._rotation.answered(self.address)
 
     def check_open(self) -> None:
-        """Raise Cancelled if the client was closed since the call began, since another try would reconnect it."""
+        """Raise Cancelled if the client was closed after the call began: another try would reconnect it."""
         if self._is_closed():
             raise Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED)
 
     def pause(self, error: grpc.RpcError, *, begun: bool = False) -> float:
         """Return the seconds to wait before the next try, at the new `address`; raise the error if no try is left.
 
-        If the server is full the error is raised, unless the text has `begun`: then the call waits for room. After a
-        settled refusal the address is given up; the other addresses are still tried and waited for.
+        If the server is full, the error is raised, unless the text has `begun`: then the call waits for room. After
+        permanent refusals the address is given up; the other addresses are still tried and waited for.
         """
         seen = from_rpc(error)
         if seen.reason:  # only servers give reasons

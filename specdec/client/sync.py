@@ -123,7 +123,7 @@ class Client(Endpoint[grpc.Channel]):
     def _stub(self, retries: Retries, address: str) -> GenerationServiceStub:
         """Return the stub of a server; Cancelled if the client was closed since the call began."""
         with self._lock:
-            retries.check_open()  # another thread may close the client, whose channel would then stay open
+            retries.check_open()  # a channel opened after another thread's `close` would never be closed
             channel = self._channels.get(address)
             if channel is None:
                 if self._credentials is None:

@@ -20,7 +20,7 @@ class Tally:
         self._begun = False  # the current part has responses
 
     def take(self, response: GenerateResponse) -> None:
-        """Count a response. The statistics of the interrupted parts are added to those in the last response, which then
+        """Count a response. The last one is changed: its statistics get those of the interrupted parts added, and then
         cover the whole stream."""
         if response.HasField("finish"):
             _add(response.finish.speculation, self._broken)

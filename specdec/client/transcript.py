@@ -78,7 +78,7 @@ class Transcript:
         Raise the error if the stream cannot be resumed.
         """
         if self._unfinished <= 0:
-            return None  # complete: the end of the connection does not matter
+            return None  # complete: a broken connection does not matter
         if self._empty:
             return self._retries.pause(error)
         if self._samples > 1:
@@ -117,7 +117,7 @@ def _make_explicit(request: GenerateRequest, resolved: ResolvedRequest) -> None:
 
 
 def _not_resumed(why: str, error: grpc.RpcError) -> SpecdecError:
-    """Return the error that ended the stream; if a stream could survive it, add the reason why this one cannot."""
+    """Return the error that ended the stream; after a lost server, add why this stream cannot be resumed."""
     seen = from_rpc(error)
     if is_loss(seen):
         return Unavailable(f"{why}: {seen}", code=seen.code, reason=seen.reason, retry_after=seen.retry_after)
