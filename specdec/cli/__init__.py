@@ -14,7 +14,7 @@ with needed_by("specdec", needed_extra(sys.argv[1:])):  # perhaps only the clien
     LOGGING = {"draft", "verifier", "orchestrator", "openai", "up", "serve"}  # commands of services, which have a log
     if LOGGING.isdisjoint(sys.argv[1:2]):
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read when gRPC is loaded; commands report its errors
-    import rich  # noqa: F401 (as the commands want it)
+    import rich  # noqa: F401 (commands need it: report here that it is missing)
     import typer
 
 from specdec.cli.api_key import api_key

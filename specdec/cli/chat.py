@@ -114,7 +114,7 @@ def _greet(client: Client, waiting: WaitReporter, wanted: str | None, address: s
 
 def _turn(client: Client, waiting: WaitReporter, conversation: Conversation, asks: str) -> None:
     """Read a line at the prompt `asks`, and run its command or answer its question."""
-    line = input(asks).removeprefix("\ufeff").removesuffix("\r")  # of files as editors on Windows write them
+    line = input(asks).removeprefix("\ufeff").removesuffix("\r")  # stdin may be a file from a Windows editor: BOM, CR
     if not line.strip():
         return
     if line.startswith("/") and not line.startswith("//"):

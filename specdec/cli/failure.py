@@ -56,13 +56,13 @@ TRACEBACK = "SPECDEC_TRACEBACK"
 """Environment variable that makes an internal error raise its traceback instead of printing one line."""
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Errors of writing that mean no room: a full disk, a quota, a limit on the size of files."""
+"""Write errors for lack of room: a full disk, a quota, a limit on the size of files."""
 
 Arguments = ParamSpec("Arguments")
 
 
 def program() -> str:
-    """Return the command that runs this program, for hints: its name if it was started by name."""
+    """Return the command to show in hints: `specdec`, or `python -m specdec.cli` if it was started that way."""
     return "specdec" if Path(sys.argv[0]).name == "specdec" else "python -m specdec.cli"
 
 
@@ -113,7 +113,7 @@ def status_of(code: grpc.StatusCode) -> ExitStatus:
 
 
 def open_missing_streams() -> None:
-    """Open /dev/null in place of the standard streams that the parent has closed, which are None."""
+    """Replace standard streams that the parent has closed, and that are therefore None, by /dev/null."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers, 0 to 2
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 (stays open)
@@ -122,7 +122,7 @@ def open_missing_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Discard what is buffered for stdout, since flushing it at exit would make the interpreter print an error."""
+    """Discard the buffer of stdout, since flushing it at exit would make the interpreter print an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -136,7 +136,7 @@ def ending(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
                 command(*args, **options)
             finally:
                 if sys.stdout is not None:
-                    sys.stdout.flush()  # a failure at the interpreter's end would have another status
+                    sys.stdout.flush()  # now: a failing flush at the interpreter's exit would have another exit status
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except KeyboardInterrupt:

@@ -29,7 +29,7 @@ from specdec.client import AsyncClient, Overloaded, SpecdecError
 from specdec.exit_status import ExitStatus
 
 WAITING = 4
-"""Maximum results, per concurrent prompt, that wait in memory for an earlier one."""
+"""Maximum results per concurrent prompt that are held in memory until earlier ones are printed."""
 
 OVERLOADED_SECONDS = 600.0
 """Seconds during which a prompt is retried while the servers are full, unless its timeout is shorter."""
@@ -50,8 +50,8 @@ class PromptResult:
 async def in_order(
     action: Callable[[Given], Awaitable[Made]], given: Iterable[Given], at_once: int
 ) -> AsyncGenerator[Made, None]:
-    """Run an action on the items of `given`, at most `at_once` concurrently, and yield the results in order. Items are
-    taken when there is room; an exception, or closing the generator, cancels the rest."""
+    """Run an action on the items of `given`, at most `at_once` concurrently, and yield the results in order. At most
+    (1 + WAITING) * at_once items are taken ahead; an exception, or closing the generator, cancels the rest."""
     room = asyncio.Semaphore(at_once)
     tasks: deque[asyncio.Task[Made]] = deque()
 

@@ -64,7 +64,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 def other_option(arguments: Iterable[str]) -> str | None:
-    """Return the first of a command's arguments that is an option of another server only. Like vLLM, it takes `_` for
-    `-`."""
+    """Return the first argument of a command that is an option of another server only. As in vLLM, `_` equals `-`."""
     names = (argument.partition("=")[0] for argument in arguments if argument.startswith("-"))
     return next((name for name in names if name.replace("_", "-") in INSTEAD), None)

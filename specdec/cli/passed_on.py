@@ -91,8 +91,8 @@ def _parameters(role: str) -> Iterator[tuple[str, inspect.Parameter]]:
 
 
 def unprefixed(arguments: Iterable[str], command: Callable[..., None]) -> str | None:
-    """Return an error message about the first of a command's arguments that is an option of a service without its
-    prefix; None if there is none."""
+    """Return an error message for the first argument that is a service's option without its prefix; None if there is
+    none."""
     own = {*inspect.signature(command).parameters, *ALSO_BARE}
     own |= {f"{role}_{name}" for role in PACKAGES if _installed(role) for name, _ in _parameters(role)}
     for argument in arguments:

@@ -37,7 +37,7 @@ class Prompt:
 
     @property
     def digest(self) -> str:
-        """Half a SHA-256, in hex, of this prompt and its options; `--resume` matches results by it."""
+        """First half of the SHA-256, in hex, of this prompt and its options; `--resume` matches results by it."""
         content = json.dumps([self.text, dict(self.options)], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 

@@ -23,7 +23,7 @@ class ResultsFile:
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         """Create the file, or index the existing one of an interrupted run."""
-        self.path = path.resolve()  # a link stays one when the file is replaced
+        self.path = path.resolve()  # replacing the file must not replace a link to it
         self._places: dict[int, tuple[int, int]] = {}  # prompt's line: (offset, length) in the file
         self._digests: dict[int, tuple[int, str]] = {}  # prompt's line: (line here, prompt's digest)
         self._dropped = False
@@ -32,7 +32,7 @@ class ResultsFile:
             self._file: BinaryIO = self.path.open("rb+" if resume and self.path.exists() else "xb+")
             try:
                 self._lock(self._file)
-                if not os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):  # sorted in between
+                if not os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):  # replaced since
                     raise self._taken()
                 self._index()
             except BaseException:
@@ -99,8 +99,8 @@ class ResultsFile:
             raise ResultsFileError(f"{self.path}: {error.strerror}") from error
 
     def _lock(self, file: BinaryIO) -> None:
-        """Lock a file until it is closed; ResultsFileError if another process has locked it. A file system without
-        locks counts as unlocked."""
+        """Lock a file until it is closed; ResultsFileError if another process has locked it. On a file system without
+        locks, do nothing."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -146,7 +146,7 @@ class ResultsFile:
             os.replace(beside, self.path)
         except BaseException:
             beside.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # it flushes what the full disk has no room for
+            with contextlib.suppress(OSError):  # closing flushes, which fails on a full disk
                 new.close()
             raise
         self._file.close()

@@ -78,7 +78,7 @@ def tokenize(
 
 
 def _shown(piece: Piece) -> str:
-    """Return a token's text as a Python literal; its bytes, if they are no complete characters."""
+    """Return a token's text as a Python literal, or its bytes if they do not form whole characters."""
     try:
         return repr(piece.bytes.decode())
     except UnicodeDecodeError:

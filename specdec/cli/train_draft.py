@@ -207,7 +207,7 @@ def train_draft(
 
 
 def tell_gain(training: DraftTraining) -> None:
-    """Say what the steps have changed on held-out text."""
+    """Print the acceptance on held-out text before and after training."""
     if not training.done:
         say("there was no time to train: the draft is as before")
         return

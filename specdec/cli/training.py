@@ -92,8 +92,8 @@ class ResumableWork(Protocol):
 
 
 class Stops:
-    """Records Ctrl-C and SIGTERM, so that the process completes its step before it ends: half a step could not be
-    resumed. A second signal of the same kind ends the process immediately and loses unsaved work."""
+    """Records Ctrl-C and SIGTERM, so that the process ends only after a whole step: half a step could not be resumed.
+    A second signal of the same kind ends the process immediately and loses unsaved work."""
 
     def __init__(self) -> None:
         self.heard: list[int] = []
@@ -136,7 +136,7 @@ class TimeLimit:
 
     @contextmanager
     def running(self) -> Iterator[float]:
-        """Let the clock run within this context, which gets the clock's time when the limit is reached."""
+        """Run the clock within this context; yield its time at which the limit is reached."""
         until = self._clock() + self._left
         try:
             yield until

@@ -29,7 +29,7 @@ from specdec.roles import PACKAGES, load
 ANSWER_SECONDS = 5.0
 
 ALWAYS_SET = SET_BY_UP | {"log_level", "drain_seconds"}
-"""Options of services that this command always gives: their environment and files have no influence on them."""
+"""Options that this command always passes to services, which overrides their environment and files."""
 
 
 def description(stack: Stack) -> dict[str, Any]:
@@ -182,10 +182,10 @@ def up(
     from specdec.serving.process.listening import ListenError, check_apart, check_free
     from specdec.text.check import check_text
 
-    logs.configure("up", "warning")  # a line lost because stderr is gone or its disk full must not stop the services
+    logs.configure("up", "warning")  # so that a closed stderr or a full disk under it does not stop the services
     stop: list[int] = []
     given = {"dtype": dtype, "device": device, "threads": threads, "kv_tokens": kv_tokens}
-    own: dict[str, Values] = {  # of this command: they take precedence, also by default
+    own: dict[str, Values] = {  # this command's options and defaults: they override a service's environment and file
         "verifier": {name: value for name, value in given.items() if value is not None},
         "draft": {},
         "orchestrator": {"host": host},
@@ -317,7 +317,7 @@ def _configured(role: str) -> Values:
 
 
 def _check_tenants(file: Path) -> None:
-    """End the process if the orchestrator cannot use this file. It would notice only after the models are loaded."""
+    """End the process if the orchestrator cannot use this file, which it would report only after loading models."""
     tenants = load("orchestrator.tenants.file")
     try:
         tenants.TenantsFile(file).read()
