@@ -66,8 +66,8 @@ class Child:
         return Child.start(self.name, *self.command, "--port", address.rpartition(":")[2])
 
     def ready_at(self, phase_begins: Callable[[str], None] = lambda name: None) -> str | None:
-        """Return the address from the service's `ready` line; None if there is no new one since the last call.
-        `phase_begins` is called with the names of the start's phases."""
+        """Return the address from the service's `ready` line; None if no such line came since the last call.
+        `phase_begins` is called with the name of each start-up phase that began."""
         with contextlib.suppress(queue.Empty):
             while (line := self.lines.get_nowait()) is not None:
                 what, _, name = line.strip().partition(" ")

@@ -33,7 +33,7 @@ START_SECONDS = 1800.0
 
 MIN_FAILOVER_SECONDS = 30.0
 """Minimum seconds that requests wait for a verifier. They wait for twice the duration of its first start if that is
-longer, because the only verifier must restart and load its model."""
+longer: a stack has one verifier, which must load its model again after a crash."""
 
 PROGRAMS = {role: (package,) for role, package in PACKAGES.items()}
 """Arguments of `python -m` for each role."""

@@ -20,8 +20,7 @@ from specdec.serving.process.restarts import Restarts
 
 
 def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes this machine has killed because it, or a container, was short of memory; 0 if
-    unknown."""
+    """Return the number of OOM kills on this machine, those in containers included; 0 if unknown."""
     with contextlib.suppress(OSError):
         lines = (line.split() for line in statistics.read_text().splitlines())
         return next((int(value) for name, value in lines if name == "oom_kill"), 0)
@@ -29,8 +28,8 @@ def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
 
 
 RECENT_SECONDS = 5.0
-"""Seconds after a kill for memory, anywhere on the machine, in which a service that dies by SIGKILL counts as killed
-for memory."""
+"""A service that dies by SIGKILL within this many seconds of an OOM kill, anywhere on the machine, counts as
+OOM-killed."""
 
 
 @dataclass
@@ -45,8 +44,8 @@ class _Life:
 class Upkeep:
     """Restarts the services of a stack. `say` receives a line for the user about each death and each return.
 
-    A service killed for memory is restarted only if it sizes its KV cache by the memory free at its start; with a fixed
-    size, it would be killed again. `memory_kills` counts the processes killed for memory on this machine.
+    An OOM-killed service is restarted only if it sizes its KV cache by the memory free at its start; with a fixed size,
+    it would be killed again. `memory_kills` returns the number of OOM kills on this machine.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Upkeep:
             life.died_at = None
 
     def _killed_for_memory(self, child: Child) -> bool:
-        """Return whether a service was killed within seconds of a kill for memory on this machine."""
+        """Return whether a service died by SIGKILL within RECENT_SECONDS of an OOM kill on this machine."""
         return child.process.poll() == -signal.SIGKILL and time.monotonic() - self._killed_at < RECENT_SECONDS
 
 
