@@ -1,4 +1,4 @@
-"""Models to be served here: the checks that services make before a start."""
+"""Checks whether models can be served here: the same checks as at a service's start."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ BESIDE = 16
 
 
 INSTEAD = {"draft-gpu": "draft"}
-"""Extras that exclude another one."""
+"""By extra, the one that it excludes."""
 
 
 def lines(report: DoctorReport) -> Iterator[str]:
