@@ -12,8 +12,8 @@ from specdec.engine.model_directory import MAX_CONTEXT, MAX_VOCABULARY, ModelDir
 from specdec.engine.model_file import Fields
 
 FIELDS = tuple(name for name in NUMBERS if name not in ("frequency_penalty", "presence_penalty"))
-"""Sampling parameters read from the file: all that transformers has. The file's `eos_token_id` is read with the model
-(`ModelDirectory`)."""
+"""Sampling parameters read from the file: all that transformers knows. `ModelDirectory` reads the file's
+`eos_token_id`."""
 
 NOT_TAKEN: dict[str, object] = {
     "bad_words_ids": None,

@@ -9,7 +9,7 @@ STANDARD = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 """Fields of every tokenizer. The names of a model's own fields end in `_token` too."""
 
 MAP_FILE = "special_tokens_map.json"
-"""Read only beside a tokenizer_config.json that predates `added_tokens_decoder`; it then takes precedence."""
+"""Read only if tokenizer_config.json has no `added_tokens_decoder`, as in older models; it then takes precedence."""
 
 _END_OF_TEXT = "<|endoftext|>"
 
@@ -34,7 +34,7 @@ OF_CLASS = {
     },
     "Qwen2Tokenizer": {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},
 }
-"""For each tokenizer class, the tokens for fields that are in no file. A null in a file means no token."""
+"""For each tokenizer class, the tokens for fields missing from all files. A null in a file means no token."""
 
 OF_ARCHITECTURE = {
     "gemma2": "GemmaTokenizer",

@@ -1,4 +1,4 @@
-"""The bytes of tokens, from the vocabulary and the tokenizer's decoder, and the places where they form whole
+"""The bytes of tokens, from the vocabulary and the tokenizer's decoder; and whether the bytes of a text form whole
 characters."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TokenBytes:
         self._spaced = "Metaspace" in self._kinds or {"String": SPACE} in [step.get("pattern") for step in steps]
 
     def of(self, token: int) -> bytes:
-        """Return the bytes of a token; empty for an unknown id. A special token's are its name, since decoding skips
-        it; any other added token passes through the decoder as a piece of text does."""
+        """Return the bytes of a token; empty for an unknown id. The bytes of a special token are its name, since
+        decoding skips it; any other added token passes through the decoder as a piece of text does."""
         if token in self._special:
             return self._special[token].encode()
         piece: str | None = self._tokenizer.id_to_token(token)
@@ -53,8 +53,8 @@ class Characters:
 
     A byte-level decoder reads the bytes of all tokens as one string, so only an incomplete character at its end can
     still change. A decoder with byte fallback (`<0xE2>`) forms characters from a run of byte tokens only if the whole
-    run is valid UTF-8; otherwise each byte becomes a U+FFFD. So nothing in a run is final before the next token that is
-    no byte.
+    run is valid UTF-8; otherwise each byte becomes a U+FFFD. So no byte is final until a token that is not a byte ends
+    the run.
     """
 
     def __init__(self, tokenizer: FastTokenizer, kinds: set[str]) -> None:

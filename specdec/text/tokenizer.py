@@ -44,7 +44,7 @@ class ChatTemplateError(Exception):
 
 
 SPARSE = 8
-"""Characters per allowed token above which a text's tokens are first counted in pieces; prose has four per token."""
+"""A text with more characters than this per allowed token is first counted in pieces; prose has four per token."""
 
 PIECE = 1 << 16
 """Characters of such a piece."""
@@ -159,7 +159,7 @@ class Tokenizer:
 
     @staticmethod
     def _library(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
-        """Call the library; RuntimeError if it panics, since a panic is no Exception, and no handler would catch it."""
+        """Call the library; RuntimeError if it panics: a panic is not an Exception, and no handler would catch it."""
         try:
             return function(*values, **options)
         except BaseException as error:
@@ -180,7 +180,7 @@ class Tokenizer:
         """Render a conversation as the prompt text of the assistant's next turn, or of the rest of the last message if
         the text `continues` it. `generation_prompt`: end with the template's start of that turn. `messages` have a
         `role`, a `content`, and optional fields for calls. `time` is the only clock that the template sees. `arguments`
-        are further variables. ChatTemplateError if one has the name of a built-in variable, or if the template
+        are further variables. ChatTemplateError if an argument has the name of a built-in variable, or if the template
         fails."""
         if self.chat_templates is None:
             raise ChatTemplateError("the model has no chat template")
