@@ -1,4 +1,4 @@
-"""An answer as its client saw it, with its latencies; and the times of an open loop's requests."""
+"""An answer as seen by its client, with its latencies; and Poisson arrival times for an open loop."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def completed(answers: Iterable[Answer]) -> list[Answer]:
 
 
 async def at_poisson_times(rate: float, seconds: float, seed: int) -> AsyncIterator[float]:
-    """Yield at Poisson times, `rate` a second, for `seconds`, without waiting for answers; each value is the due time
-    in seconds."""
+    """Sleep until each arrival of a Poisson process of `rate` per second, for `seconds`; yield its due time in seconds
+    since the start."""
     dice, begin, due = random.Random(seed), time.perf_counter(), 0.0
     while (due := due + dice.expovariate(rate)) <= seconds:
         await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))

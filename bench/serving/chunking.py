@@ -41,7 +41,7 @@ class Seen:
 
 
 async def stream(client: AsyncClient, prompt: list[int], tokens: int) -> list[float]:
-    """Return the times at which pieces came; the first entry is when the request was sent."""
+    """Return the time at which the request was sent, followed by the arrival times of its pieces."""
     times = [time.perf_counter()]
     async with client.generate(
         tokens=prompt, max_tokens=tokens, temperature=0.8, seed=1, ignore_end_token=True, speculation="off"
@@ -55,7 +55,7 @@ async def one_round(client: AsyncClient, seen: Seen, number: int, disturbed: boo
     long = [token for text in held_out(LONG // 100, tokens=100, seed=100 + number) for token in text]
     short = held_out(1, tokens=SHORT, seed=number)[0]
     running = [asyncio.create_task(stream(client, p, STREAM_TOKENS)) for p in prompts]
-    await asyncio.sleep(0.5)  # all of them decode by now
+    await asyncio.sleep(0.5)  # until all of them decode
     begin, end = time.perf_counter(), None
     if disturbed:
         arriving = asyncio.create_task(stream(client, long, 2))

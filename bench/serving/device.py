@@ -4,10 +4,10 @@
 
 The three services and their messages are real, and so is all of the host's work for a step; the devices of target and
 draft are simulated (`bench.systems.simulated_gpu`). A draft's first guess is right at three of four positions, and side
-branches hold the right token at half of the others. With a temperature, top-p is 0.95. Each cell has `--settle` seconds
-of load, then `--seconds` that are measured. `busy` is the fraction of the time that the target's device computes,
-`in time` the fraction of drafted steps that began with candidates of the draft. Stages are parts of the processor time
-of a loop's thread (`bench.systems.stages`).
+branches hold the right token at half of the others. Above temperature 0, top-p is 0.95. Each cell has `--settle`
+seconds of load, then `--seconds` that are measured. `busy` is the fraction of the time that the target's device
+computes, `in time` the fraction of drafted steps that began with candidates of the draft. Stages are parts of the
+processor time of a loop's thread (`bench.systems.stages`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ COLUMNS = (
 
 @dataclass
 class Load:
-    """Streams that request text after text, and their output since the last `reset`."""
+    """Streams that each request one text after another, and their output since the last `reset`."""
 
     streams: int
     way: str

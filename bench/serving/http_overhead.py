@@ -91,7 +91,7 @@ async def by_http(address: str, prompt: list[int]) -> Answer:
 
 
 async def costs(ask: Ask, processes: set[int], prompts: Sequence[list[int]]) -> Costs:
-    """Send all prompts concurrently."""
+    """Send all prompts concurrently; return the mean cost of a token and the median time to the first one."""
     before = processor_seconds(processes)
     answers = await asyncio.gather(*map(ask, prompts))
     spent = processor_seconds(processes) - before
@@ -100,7 +100,7 @@ async def costs(ask: Ask, processes: set[int], prompts: Sequence[list[int]]) -> 
 
 
 async def measure(stack: Stack, streams: int, rounds: int) -> tuple[list[Costs], list[Costs]]:
-    """Return the costs by gRPC and by HTTP, each a round's."""
+    """Return the costs by gRPC and by HTTP, one entry per round."""
     processes = {child.process.pid for child in stack.children.values()}
     async with AsyncClient(stack.address, timeout=300) as client:
         by: list[Ask] = [partial(by_grpc, client), partial(by_http, stack.addresses["openai"])]

@@ -198,7 +198,7 @@ class Trainer:
         options = ("--traffic", self._service, "--api-key-file", str(self._key_file), "--served-labels", "--niced")
         command = train_command(self._plan, base, hidden, self._plan.steps, *options, "--threads", "1")
         with (
-            tempfile.TemporaryFile("w+") as log,  # nobody reads a pipe before the end
+            tempfile.TemporaryFile("w+") as log,  # a pipe would fill up: it is read only at the end
             subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log) as process,
         ):
             while process.poll() is None:

@@ -23,7 +23,7 @@ LIMITS = ("ttft", "tpot", "e2e")
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 COLUMNS = ("mean", *QUANTILES, "most")
 MANY_CORES = 0.8
-"""Cores used by a client that is near its maximum of one core."""
+"""Cores above which the client, a single process, may be the bottleneck."""
 
 
 def _known(value: float | None) -> list[float]:
@@ -58,7 +58,7 @@ def report_of(answers: Sequence[Answer], limits: Mapping[str, float], now: float
 
 
 def _within(answer: Answer, limits: Mapping[str, float]) -> bool:
-    """Return whether an answer's latencies, as far as it has them (one token has no TPOT), are within their limits."""
+    """Return whether an answer's latencies are within their limits; one that it lacks (TPOT of one token) passes."""
     return all(value <= limit for name, limit in limits.items() for value in LATENCIES[name][1](answer))
 
 

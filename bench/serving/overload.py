@@ -67,7 +67,7 @@ async def measure(stack: Stack, requests: int, bursts: int, within: float) -> No
                 asyncio.create_task(query(call, prompt, within * number / requests))
                 for number, prompt in enumerate(prompts)
             ]
-            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)  # the first refusal: the verifier is full
+            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)  # a refusal: the verifier is full now
             during = await health(stack)
             report(await asyncio.gather(*asking))
             print(f"  health meanwhile: {during}")

@@ -121,7 +121,8 @@ def samples(pair: Pair, prompts: Sequence[list[int]], tokens: int, temperature: 
 
 
 def given_devices(pair: Pair, file: Path, slower: float) -> None:
-    """Make a pair's models compute on devices slower than this machine by a factor; write the devices to a file."""
+    """Make a pair's models compute on devices that are slower than this machine by the factor `slower`, and write the
+    devices to a file."""
     loaded = {"target": pair.target, "draft": pair.draft, "local draft": pair.local_draft}
     write_devices(file, {name: each.latency for name, each in loaded.items()}, slower)
     for name, each in loaded.items():

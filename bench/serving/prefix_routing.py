@@ -41,7 +41,8 @@ class Turns:
 
 @dataclass
 class Found:
-    """Results of a run. Committed tokens are counted for each surviving verifier, at the end and half way."""
+    """Results of a run, with the tokens committed by each surviving verifier, half way (`committed_before`) and at the
+    end."""
 
     turns: list[Turns]
     committed: list[int] = field(default_factory=list)

@@ -144,7 +144,7 @@ def _fetch(url: str) -> bytes:
 async def measure(
     plain: Deployment, featured: Deployment, streams: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Return milliseconds a token without the feature and with it, each a round's."""
+    """Return milliseconds per token without the feature and with it, one entry per round."""
     found = await in_turns([plain, featured], rounds, lambda each, number: each.milliseconds_a_token(streams, number))
     return found[plain], found[featured]
 

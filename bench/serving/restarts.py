@@ -56,8 +56,8 @@ PATIENCE_SECONDS = 60.0
 
 AT_ONCE = 8
 LOAD = 0.4
-"""Load as a fraction of the slowest system's throughput with AT_ONCE requests in flight. It is low because a starting
-process takes cores from the others; on separate machines it would not."""
+"""Load as a fraction of the slowest system's throughput with AT_ONCE requests in flight. It is low because, unlike on
+separate machines, a starting process takes cores from the others."""
 
 ROUND = ("verifier", "draft", "orchestrator")
 """Roles of specdec in the order of kills, one pod each time."""

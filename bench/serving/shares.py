@@ -67,7 +67,7 @@ async def ask(client: AsyncClient, prompt: list[int]) -> Taken:
 
 
 def crowd(address: str, kind: str, seed: int, running: Event, over: Event) -> None:
-    """Keep the other tenant's requests in flight until `over` is set, in a separate process."""
+    """Keep the other tenant's requests in flight until `over` is set; runs in a separate process."""
     outcomes: Counter[str] = Counter()
 
     async def texts(client: AsyncClient, prompts: list[list[int]]) -> None:

@@ -79,7 +79,7 @@ async def figures(client: AsyncClient, way: str, asked: Sequence[dict[str, Any]]
 
 async def measure(address: str, streams: int, rounds: int) -> dict[str, list[Figures]]:
     """Return the figures of each way, one entry per round."""
-    # 8 grammars of a tenant may wait for their trial, and streams may bring more.
+    # At most 8 grammars of a tenant may wait for their trial; `streams` requests may bring more.
     async with AsyncClient(address, timeout=600, max_retries=20) as client:
         return await in_turns(list(WAYS), rounds, lambda way, number: figures(client, way, requests(number), streams))
 
