@@ -57,8 +57,8 @@ class LongSteps:
         self._inner.copy(source, target)
 
     def _lengthened(self, batch: PackedBatch, run: Callable[[], T]) -> T:
-        """Run a pass over this batch, and return its result once it has lasted long enough in real time: under virtual
-        time `time.monotonic` is another clock."""
+        """Run a pass over this batch, and return its result once it has lasted long enough in real time, by
+        `time.perf_counter`: virtual time replaces `time.monotonic`."""
         end = time.perf_counter() + self._lasting(len(batch.tokens))
         result = run()
         sleep_until(end)
@@ -86,7 +86,7 @@ def with_long_steps(engine: Engine, lasting: Lasting) -> Engine:
 
 
 def write_devices(file: Path, latencies: Mapping[str, StepLatency], slower: float) -> None:
-    """Write devices by name, each slower than measured by the factor `slower`."""
+    """Write devices by name, with the measured latencies times `slower`."""
     times = {name: [slower * latency.of(rows) for rows in MEASURED_ROWS] for name, latency in latencies.items()}
     file.write_text(json.dumps(times))
 

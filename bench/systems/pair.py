@@ -16,8 +16,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Path, Path | None]:
-    """Return the directories of target and draft, both checked; the demo's draft is the default of the demo's target
-    only."""
+    """Return the directories of target and draft, both checked. The demo's draft is the default only for the demo's
+    target."""
     usual = DEMO / "draft" if args.target == DEMO / "target" else None
     draft = None if args.draft == "none" else Path(args.draft) if args.draft else usual
     for name, path in (("target", args.target), ("draft", draft)):
@@ -30,7 +30,7 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[P
 
 
 def both(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[Path, Path]:
-    """Return the directories of target and draft, for a benchmark that cannot do without a draft."""
+    """Return the directories of target and draft, for a benchmark that needs a draft."""
     target, draft = chosen(parser, args)
     if draft is None:
         parser.error("--draft: must be a model's directory")

@@ -1,4 +1,4 @@
-"""A system under test in its own program: it gets loads as lines of JSON (`protocol.py`).
+"""A system under test in its own program, which receives loads as lines of JSON (`protocol.py`).
 
 The system is called directly, inside the program's process, so it needs no network protocol. The program may run under
 another interpreter than the benchmark.

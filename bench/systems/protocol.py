@@ -51,7 +51,7 @@ class Record:
 
 
 Generate = Callable[[Request, Record], None]
-"""Handles a request, with all its tokens recorded on return."""
+"""Handles a request; on return all its tokens are recorded."""
 Start = Callable[[contextlib.ExitStack], tuple[dict[str, Any], Generate]]
 """Loads the model and returns (hello, function). Resources to close at the end go on the stack."""
 

@@ -40,7 +40,7 @@ KEPT = (1, 1, 1, 1, 1, 2, 3, 4, 6, 10, 15, 23, 34, 60, 117, 258)
 TOP_P, TEMPERATURE = 0.95, 0.8
 
 NOISE = 0.35
-"""Deviation of a logit from the logarithm of its rank, before rows are scaled."""
+"""Standard deviation of the noise in logits, which fall with the logarithm of their rank, before rows are scaled."""
 
 SHARED_HEADS = 4
 """Query heads per key head, for the packer."""
@@ -52,7 +52,8 @@ NEVER = -50.0
 class SimulatedGpu:
     """An engine (`Engine`, `GpuSampling`, `Shortlisting`) whose passes over n rows take seconds(n).
 
-    `ranks`: the rank of the target's best token by position, repeated cyclically; 0: the best. A target has (0,).
+    `ranks`: by position, the rank of the target's best token in this engine's logits, from 0; repeated cyclically. A
+    target has (0,).
     """
 
     exact = True
@@ -138,7 +139,7 @@ class SimulatedPass:
 
 class SimulatedLogits:
     """Step logits of a simulated GPU, with the interface of `GpuLogits`. While the device computes, until `end`, rows
-    are sorted by kind of shortlist."""
+    are grouped by kind of shortlist."""
 
     def __init__(
         self, engine: SimulatedGpu, places: NDArray[np.int64], asked: Mapping[int, SamplingQuery], end: float

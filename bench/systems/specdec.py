@@ -1,4 +1,4 @@
-"""specdec as a system under test: its services, used over gRPC by the streaming client, whose work is measured, too.
+"""specdec as a system under test: its services, used over gRPC by the streaming client, whose work is timed as well.
 
 `bench/speed/speed.py` describes its configurations.
 """

@@ -41,7 +41,7 @@ class Stages:
         self._since = 0.0
 
     def time(self, owner: Any, name: str, stage: str) -> None:
-        """Count the time in this method or function of `owner` towards the stage."""
+        """Replace this method or function of `owner` by one whose time counts towards the stage."""
         setattr(owner, name, self.timed(getattr(owner, name), stage))
 
     def timed(self, run: Callable[..., Any], stage: str) -> Callable[..., Any]:
@@ -80,7 +80,8 @@ class Stages:
 
 
 def of_verifier(loop: StepLoop) -> Stages:
-    """Return the stages of a step loop that has not started. Stages named `beside` run while a device computes."""
+    """Time the stages of a step loop that has not started, and return them. Those with "(beside)" in their name run
+    while a device computes."""
     stages, queue, speculation = Stages(), loop._queue, loop._speculation
     for owner, name, stage in (
         (loop, "_receive", "messages"),
@@ -126,7 +127,7 @@ class StagedPass:
 
 
 def of_draft(loop: DraftLoop) -> Stages:
-    """Return the stages of a draft loop that has not started."""
+    """Time the stages of a draft loop that has not started, and return them."""
     stages, drafter = Stages(), loop.drafter
     assert isinstance(drafter, LanguageModelDrafter)
     for owner, name, stage in (

