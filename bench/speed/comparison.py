@@ -1,5 +1,4 @@
-"""A comparison: the systems to start, the cells in which all configurations are measured, and the rounds in which they
-take turns at the same loads."""
+"""A comparison: the systems to start, and the rounds in which all their configurations take turns at the same loads."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def cells(config: SpeedConfig) -> list[Cell]:
 
 
 class Comparison:
-    """All rounds of a comparison. A system that fails is left out afterwards, with all of its configurations, and the
+    """All rounds of a comparison. A system that fails is left out of the rest with all its configurations, and the
     reason is recorded."""
 
     def __init__(self, config: SpeedConfig, running: dict[Launch, SystemUnderTest], step_times: StepTimes) -> None:

@@ -61,7 +61,7 @@ class SpeedConfig:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """Return the settings as a report names them."""
+        """The settings in a report, by name."""
         told = ("dtype", "device", "threads", "prompt_tokens", "tokens", "rounds", "learning_seconds", "seed", "over")
         return {name: getattr(self, name) for name in (*told, "kinds", "streams", "temperatures")}
 

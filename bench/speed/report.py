@@ -203,7 +203,7 @@ def plot(report: Report, file: Path) -> None:
 
 
 def _in_words(name: str) -> str:
-    """Return a configuration's name for the plot, understandable without the page."""
+    """Return a configuration's name for the plot, which is also shown without the page that explains the names."""
     return WORDS.get(name, name)
 
 

@@ -34,7 +34,7 @@ Times = dict[str, float]
 
 
 class StepTimes:
-    """Step times of two engines in this process, which sleep between measurements."""
+    """Step times of two engines in this process. Between measurements the engines are idle."""
 
     def __init__(
         self,
