@@ -1,5 +1,5 @@
-"""Conditions of a measurement: the machine, the versions and the models, for its report, and the environment of
-processes whose start is timed."""
+"""The conditions of a measurement for its report (machine, versions, models), and the environment of processes whose
+start is timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways of doing the same, measured side by side: they take turns, and are compared within a round."""
+"""Ways of doing the same work, measured side by side: they take turns, and are compared within a round."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Spread(NamedTuple):
 async def in_turns(
     ways: Sequence[Way], rounds: int, run: Callable[[Way, int], Awaitable[Result]]
 ) -> dict[Way, list[Result]]:
-    """Run all ways in each round, every other round in reverse; return a result for each round by way. Round -1 warms
-    up, and its results are dropped."""
+    """Run all ways in each round, every other round in reverse; return each way's results, one per round. Round -1
+    warms up, and its results are dropped."""
     found: dict[Way, list[Result]] = {way: [] for way in ways}
     for number in range(-1, rounds):
         for way in ways if number % 2 else reversed(ways):
