@@ -64,7 +64,7 @@ class SpecdecEngine:
 
 
 def median_step(system: SteppedSystem, what: Combination, seconds: float, repeats: int) -> dict[str, float]:
-    """Return the median times of 3 to `repeats` steps, in about `seconds`, after two warm-up steps."""
+    """Return the median times of 3 to `repeats` steps, limited to about `seconds`, after two warm-up steps."""
     if system.repeated:
         system.step(what)
         system.step(what)

@@ -39,7 +39,7 @@ class _Transformers(ABC):
 
     def step(self, what: Combination) -> tuple[float, float]:
         if what != self._for:
-            self._cache, self._for = None, what  # free the old one before the new one is made
+            self._cache, self._for = None, what  # both caches might not fit into memory
             with torch.inference_mode():
                 self._cache = self._filled(what)
         tokens = torch.ones(what.sessions, what.tokens, dtype=torch.int64, device=self._device.name)

@@ -48,7 +48,7 @@ def modules(names: Iterable[str]) -> Need:
 
 
 def gpu(facts: Facts, device: str) -> list[str]:
-    """A GPU visible to torch, with bfloat16 tensor cores."""
+    """Need a GPU visible to torch, with bfloat16 tensor cores."""
     if device == "cpu":
         return []
     if facts["gpu"] is None:
@@ -62,7 +62,7 @@ def gpu(facts: Facts, device: str) -> list[str]:
 
 
 def compiler(facts: Facts, device: str) -> list[str]:
-    """The compiler used by Triton for its launchers."""
+    """Need the compiler and the headers with which Triton builds its launchers."""
     if device == "cpu":
         return []
     lines = [] if facts["c_compiler"] else ["a C compiler: Triton needs gcc or clang, or a path in CC"]

@@ -28,7 +28,7 @@ SAMPLINGS = {
 }
 
 SLOPE, NOISE = 2.0, 0.3
-"""Decrease of logits with the logarithm of their rank, and the deviation of their noise."""
+"""Slope of logits over the logarithm of their rank, and the standard deviation of their noise."""
 
 
 def logits(rows: int, vocabulary: int, device: str) -> torch.Tensor:
