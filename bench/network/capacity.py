@@ -107,8 +107,8 @@ async def direct_round(address: str) -> float:
 
 
 async def relayed_round(address: str) -> float:
-    """Return the median seconds of a round of a single session through the orchestrator: over messages, the mean of
-    each one's steps."""
+    """Return the median seconds of a round of a single session through the orchestrator. A message with several steps
+    counts once, with their mean."""
     async with grpc.aio.insecure_channel(address) as channel:
         request = REQUEST.SerializeToString()
         call: Any = channel.unary_stream(GENERATE)(request)  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ class Group(NamedTuple):
     """Questions that are asked concurrently."""
 
     questions: list[Question]
-    counted: int  # how many of the first questions count; the others only fill up the streams
+    counted: int  # number of leading questions that count; the others only fill up the streams
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def median_ratio(mine: Mapping[Key, float], plain: Mapping[Key, float]) -> float
 
 
 def spread(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean over runs and their standard deviation (with n - 1); None as the deviation of a single run."""
+    """Return the mean over runs and their sample standard deviation; for a single run the deviation is None."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 

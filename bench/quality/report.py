@@ -38,7 +38,7 @@ class Text:
 @dataclass(frozen=True)
 class Mean:
     value: float
-    error: float | None  # standard error, from the texts of one prompt; None with one text per prompt
+    error: float | None  # standard error, from the variance within prompts; None if a prompt has a single text
 
 
 def measured(prompt: int, completion: Completion) -> Text:

@@ -51,7 +51,7 @@ class LockstepLoop(VirtualStepLoop):
     it."""
 
     def turn(self) -> float | None:
-        self._queue.admit()  # so that later sessions are not refused by a full queue
+        self._queue.admit()  # a full queue would refuse later sessions
         if all(entry.session.computable for entry in self._queue.running):
             return super().turn()
         return None  # a draft's answer wakes the loop

@@ -10,8 +10,8 @@ Each row is one deployment after its warm-up. Tokens a second are of all session
 rates of the target alone (plain), of drafts that wait for each verify result (synchronous), of an idealised schedule of
 the same deployment (`ideal.py`), and the upper bound (`bound.py`).
 
-Synchronous drafting is the best of several variants, picked by short trials: chains and trees of up to 64 nodes, each
-with steps over the ready sessions, which then split into alternating groups, and with steps that wait for all sessions.
+Synchronous drafting is the best of several variants, picked by short trials: chains and trees of up to 64 nodes. Each
+is tried with steps that wait for all sessions, and with steps over the ready ones, so that groups of them alternate.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TREES = tuple((nodes, 0) for nodes in (4, 8, 16, 32, 64))
 """(nodes, branches) of a synchronous draft's answer."""
 
 TOO_MANY = 16 * MAX_STEP_CANDIDATES
-"""Limit on candidates of all sessions, sixteen times a step's maximum: longer synchronous answers are not tried."""
+"""Maximum candidates of all sessions together: sixteen times a step's. Longer synchronous answers are not tried."""
 
 TRIAL, FINALISTS = 1 / 4, 3
 """Length of a trial as a fraction of the measured time; number of variants measured after trials."""
