@@ -44,7 +44,7 @@ def at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, least: i
 
 
 def not_negative(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
-    """Refuse these options if they are negative or no number."""
+    """Refuse these options if they are negative or NaN."""
     for name in names:
         if not getattr(args, name) >= 0:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name):g}, must not be negative")

@@ -43,7 +43,7 @@ class Method:
     options: Mapping[str, object]
     needs: Part | None = None
     temperatures: Temperatures = "any"  # at which it is measured
-    adaptive: bool = False  # it learns from what it serves
+    adaptive: bool = False  # it adapts to its load
     exact: bool = True  # its tokens are plain decoding's
     samples: bool = True  # the request has a temperature
     drafted: int | None = None  # length of its chain

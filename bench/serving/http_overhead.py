@@ -29,10 +29,10 @@ SEED = 7
 
 
 class Answer(NamedTuple):
-    """Tokens of one request, and the time to the first."""
+    """Number of tokens of one request, and the time to the first."""
 
     tokens: int
-    first_seconds: float  # until the first of them
+    first_seconds: float
 
 
 class Costs(NamedTuple):

@@ -52,7 +52,7 @@ TOKENS = 128
 TEMPERATURE = 0.8
 PROMPTS = 64
 PATIENCE_SECONDS = 60.0
-"""Seconds for which a request is retried while no server answers."""
+"""Maximum seconds of retries of a request while no server answers."""
 
 AT_ONCE = 8
 LOAD = 0.4

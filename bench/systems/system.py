@@ -86,7 +86,7 @@ class SystemUnderTest(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """The setup for which all systems are started: the models, and the maximum load."""
+    """The setup of all systems: the models, and the maximum load."""
 
     target: Path
     draft: Path | None

@@ -432,7 +432,7 @@ def _complete(
 
 
 def _summarise(report: CompletionReport, options: Mapping[str, Any], *, in_colours: bool) -> None:
-    """Print what a completion took, on stderr."""
+    """Print the speed of a completion and the sources of its tokens on stderr."""
     seconds, finish = report.seconds, report.finish
     s, count = finish.speculation, len(report.tokens)
     err = Console(stderr=True, highlight=False, soft_wrap=True)

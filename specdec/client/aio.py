@@ -92,7 +92,7 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         metadata: Sequence[tuple[str, str | bytes]] = (),
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """Request a completion and wait for all of it. The parameters are as in `generate`."""
+        """Request a completion and wait until it is complete. The parameters are as in `generate`."""
         request = CompleteRequest(request=build_request(prompt, **options))
         request_id, sent = self._identified(request_id, metadata)
         answer = await self._ask(lambda stub: stub.Complete, request, timeout, sent)

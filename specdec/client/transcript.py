@@ -1,4 +1,4 @@
-"""The transcript: what a stream has delivered and, after a failure, what is missing. It makes no calls itself."""
+"""The transcript: the delivered part of a stream and, after a failure, the missing one. It makes no calls itself."""
 
 from __future__ import annotations
 
