@@ -22,13 +22,15 @@ from typing import Any, NamedTuple
 from bench.arguments import parser_of
 from bench.paired import in_turns, ratios
 from demo.prompts import held_out
-from specdec.client import AsyncClient
+from specdec.client import AsyncClient, Overloaded
 from specdec.local import DEMO, Stack
 from testing.schemas import random_schema
 
 MAX_TOKENS = 64
 REQUESTS = 48
 """Requests of a round, sequential or concurrent."""
+FULL_SECONDS = 0.05
+"""Pause before a refused request is sent again: shorter than the server suggests, since it is measured too."""
 
 
 class Figures(NamedTuple):
@@ -62,14 +64,18 @@ async def figures(client: AsyncClient, way: str, asked: Sequence[dict[str, Any]]
     async def one(request: dict[str, Any]) -> tuple[int, int]:
         own = {name: value for name, value in request.items() if name != "json_schema" or way.startswith("schema")}
         async with places:
-            result = await client.complete(
-                **own,
-                **WAYS[way],
-                max_tokens=MAX_TOKENS,
-                temperature=0.8,
-                tenant=way,  # no way reuses another's cached prompts
-            )
-        return len(result.completions[0].tokens), result.completions[0].finish.speculation.steps
+            while True:
+                try:
+                    result = await client.complete(
+                        **own,
+                        **WAYS[way],
+                        max_tokens=MAX_TOKENS,
+                        temperature=0.8,
+                        tenant=way,  # no way reuses another's cached prompts or tried grammars
+                    )
+                    return len(result.completions[0].tokens), result.completions[0].finish.speculation.steps
+                except Overloaded:  # at most 8 new grammars of a tenant may wait for their trial
+                    await asyncio.sleep(FULL_SECONDS)
 
     begin = time.monotonic()
     found = await asyncio.gather(*map(one, asked))
@@ -79,8 +85,7 @@ async def figures(client: AsyncClient, way: str, asked: Sequence[dict[str, Any]]
 
 async def measure(address: str, streams: int, rounds: int) -> dict[str, list[Figures]]:
     """Return the figures of each way, one entry per round."""
-    # At most 8 grammars of a tenant may wait for their trial; `streams` requests may bring more.
-    async with AsyncClient(address, timeout=600, max_retries=20) as client:
+    async with AsyncClient(address, timeout=600) as client:
         return await in_turns(list(WAYS), rounds, lambda way, number: figures(client, way, requests(number), streams))
 
 
