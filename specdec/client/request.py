@@ -309,8 +309,8 @@ def put_tool_calls(turn: pb.ChatMessage, option: str, calls: object) -> None:
         message = turn.tool_calls.add()
         put(message, "id", f"{name}.id", call.get("id"))
         put(message, "name", f"{name}.function.name", function.get("name"))
-        given = function.get("arguments", "{}")
-        put(message, "arguments", f"{name}.function.arguments", given if isinstance(given, str) else _json(given, name))
+        given, where = function.get("arguments", "{}"), f"{name}.function.arguments"
+        put(message, "arguments", where, given if isinstance(given, str) else _json(given, where))
 
 
 def _function(given: object, option: str, *fields: str) -> Mapping[str, Any]:

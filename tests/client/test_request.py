@@ -421,6 +421,10 @@ def test_tools() -> None:
         ({"messages": [FINE], "tools": [{"function": {"name": "f", "parameters": 5}}]}, "must be an object"),
         ({"messages": [{**FINE, "tool_calls": "x"}]}, "must be a list of calls"),
         ({"messages": [{**FINE, "tool_calls": [{"function": {}}]}]}, "must have a name"),
+        (
+            {"messages": [{**FINE, "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
+            "messages[0].tool_calls[0].function.arguments = [1]: must be an object",
+        ),
     ],
 )
 def test_what_is_no_tool(options: dict[str, Any], problem: str) -> None:

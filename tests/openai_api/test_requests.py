@@ -215,8 +215,8 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"messages": [{"role": "function", "content": "4"}]}, "messages[0].role", "to an older API"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
-            "messages[0].tool_calls[0]",
-            "messages[0].tool_calls[0] = 5: must be an object",
+            "messages[0].tool_calls[0].function.arguments",
+            "messages[0].tool_calls[0].function.arguments = 5: must be an object",
         ),
         ({"messages": [{"role": "user", "content": "a", "audio": {"id": "b"}}]}, "messages[0].audio", "not supported"),
         (
