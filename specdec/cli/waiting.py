@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.cli.access import OPEN, Access
+from specdec.cli.failure import say
 from specdec.client.errors import mismatch
 from specdec.v2 import verifier_pb2
 from specdec.wire.address import parse_addresses
@@ -27,10 +27,6 @@ VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 """The name under which an orchestrator answers health checks for its verifiers."""
 
 
-def _on_stderr(line: str) -> None:
-    print(f"specdec: {line}", file=sys.stderr, flush=True)
-
-
 class WaitReporter:
     """A context manager around a call that waits for tokens from orchestrators. `heard` is called for every response.
     The reason for waiting is reported once, and again when it changes."""
@@ -38,7 +34,7 @@ class WaitReporter:
     def __init__(
         self,
         address: str,
-        say: Callable[[str], None] = _on_stderr,
+        say: Callable[[str], None] = say,
         *,
         access: Access = OPEN,
     ) -> None:
