@@ -266,13 +266,13 @@ def _connect(args: argparse.Namespace) -> Callable[[], AbstractAsyncContextManag
             parse_addresses(args.address)
         except ValueError as error:
             raise ValueError(f"ADDRESS {error}, or a URL that begins with http:// or https://") from None
-        allowed = access(args.tls, args.tls_ca, None, None, None, args.api_key_file)
+        allowed = access(args.tls, args.tls_ca, api_key_file=args.api_key_file)
         return partial(Orchestrators.connect, args.address, allowed)
     if not rest.strip("/"):
         raise ValueError(f"ADDRESS {args.address} has no host")
     if scheme == "http" and (args.tls or args.tls_ca is not None):
         raise ValueError("--tls and --tls-ca are not for http://: write https://")
-    key = access(False, None, None, None, None, args.api_key_file).api_key
+    key = access(api_key_file=args.api_key_file).api_key
     try:
         authorities = None if args.tls_ca is None else ssl.create_default_context(cafile=args.tls_ca)
     except OSError as error:

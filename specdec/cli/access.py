@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 import typer
@@ -26,33 +29,6 @@ Orchestrators = Annotated[
 ]
 ModelName = Annotated[
     str | None, typer.Option("--model", help="Model to use, if several are served: NAME or NAME@REVISION.")
-]
-Tls = Annotated[bool, typer.Option("--tls", envvar="SPECDEC_TLS", help="Use TLS with gRPC's default root CAs.")]
-TlsCa = Annotated[
-    Path | None,
-    typer.Option(envvar="SPECDEC_TLS_CA", help="Use TLS with only the CAs in this PEM file."),
-]
-TlsCert = Annotated[
-    Path | None,
-    typer.Option(envvar="SPECDEC_TLS_CERT", help="PEM file of the client certificate, for servers that require one."),
-]
-TlsKey = Annotated[
-    Path | None, typer.Option(envvar="SPECDEC_TLS_KEY", help="PEM file of that certificate's key, unencrypted.")
-]
-TlsName = Annotated[
-    str | None,
-    typer.Option(
-        envvar="SPECDEC_TLS_NAME",
-        help="Name to expect in the server's certificate, if it is not the host of its address, as with a pod's "
-        "IP address or a forwarded port.",
-    ),
-]
-ApiKeyFile = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="SPECDEC_API_KEY_FILE",
-        help="File with the API key, for servers that require one. Default: the key in SPECDEC_API_KEY, if set.",
-    ),
 ]
 
 
@@ -80,18 +56,74 @@ class Access:
         """Metadata of each call."""
         return () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
 
+    @property
+    def for_client(self) -> dict[str, Any]:
+        """Arguments of a `Client` or an `AsyncClient`."""
+        return {"credentials": self.credentials, "api_key": self.api_key, "options": self.options}
+
 
 OPEN = Access(None)
 """Access to servers without TLS and authentication."""
 
 
 def access(
-    tls: bool, ca: Path | None, cert: Path | None, key: Path | None, name: str | None, api_key_file: Path | None
+    tls: Annotated[
+        bool, typer.Option("--tls", envvar="SPECDEC_TLS", help="Use TLS with gRPC's default root CAs.")
+    ] = False,
+    tls_ca: Annotated[
+        Path | None, typer.Option(envvar="SPECDEC_TLS_CA", help="Use TLS with only the CAs in this PEM file.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="SPECDEC_TLS_CERT", help="PEM file of the client certificate, for servers that require one."
+        ),
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(envvar="SPECDEC_TLS_KEY", help="PEM file of that certificate's key, unencrypted.")
+    ] = None,
+    tls_name: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SPECDEC_TLS_NAME",
+            help="Name to expect in the server's certificate, if it is not the host of its address, as with a pod's "
+            "IP address or a forwarded port.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="SPECDEC_API_KEY_FILE",
+            help="File with the API key, for servers that require one. Default: the key in SPECDEC_API_KEY, if set.",
+        ),
+    ] = None,
 ) -> Access:
     """Return the access given by these options and the environment."""
-    if name is not None and not tls and ca is None:
+    if tls_name is not None and not tls and tls_ca is None:
         raise typer.BadParameter("needs TLS: give --tls-ca or --tls too", param_hint="'--tls-name'")
-    return Access(_credentials(tls, ca, cert, key), _api_key(api_key_file), name)
+    return Access(_credentials(tls, tls_ca, tls_cert, tls_key), _api_key(api_key_file), tls_name)
+
+
+def with_access(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command with the options of `access` in place of the parameter `allowed`, which receives their
+    `Access`."""
+    options = inspect.signature(access, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        allowed = access(**{name: given.pop(name) for name in options})
+        command(**given, allowed=allowed)
+
+    own = inspect.signature(command, eval_str=True).parameters
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
+        [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name in own
+            for parameter in (options.values() if name == "allowed" else [own[name]])
+        ]
+    )
+    run.__annotations__ = {}
+    return run
 
 
 def api_key_in(file: Path, option: str) -> str:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, ModelName, Orchestrators, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
+from specdec.cli.access import OPEN, Access, ModelName, Orchestrators, with_access
 from specdec.cli.conversation import Conversation, LeaveError
 from specdec.cli.failure import described, fail
 from specdec.cli.report import CompletionReport
@@ -26,6 +26,7 @@ from specdec.wire.speculation import SpeculationName
 ASKS = "> "
 
 
+@with_access
 def chat(
     address: Orchestrators = f"127.0.0.1:{ports.ORCHESTRATOR}",
     model: ModelName = None,
@@ -46,12 +47,7 @@ def chat(
     colours: Annotated[
         bool, typer.Option("--colours", help="Colour each token by its source, as `generate` does.")
     ] = False,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    api_key_file: ApiKeyFile = None,
+    allowed: Access = OPEN,
 ) -> None:
     """Chat with the model. Ctrl-C stops an answer, Ctrl-D leaves; /help lists further commands."""
     options = {
@@ -62,13 +58,12 @@ def chat(
         "speculation": speculation,
     }
     conversation = Conversation(options, system, colours)
-    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     at_terminal = sys.stdin.isatty()
     asks = ASKS if at_terminal and sys.stdout.isatty() else ""
     if at_terminal:
         with contextlib.suppress(ImportError):  # some Python builds lack it: no line editing
             import readline  # noqa: F401
-    with Client(address, credentials=allowed.credentials, api_key=allowed.api_key, options=allowed.options) as client:
+    with Client(address, **allowed.for_client) as client:
         if at_terminal:
             _greet(client, WaitReporter(address, access=allowed), model, address)
         while True:

@@ -8,7 +8,7 @@ import grpc
 import typer
 
 from specdec import ports
-from specdec.cli.access import ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
+from specdec.cli.access import OPEN, Access, with_access
 from specdec.cli.failure import STATUS, fail, say
 from specdec.client.errors import from_rpc
 from specdec.command_line import addresses, duration
@@ -20,6 +20,7 @@ NOT_REMEMBERED = "NOT_REMEMBERED"
 """Error reason: the draft has forgotten the tenant, but could not record this for the next start."""
 
 
+@with_access
 def forget(
     tenant: Annotated[str, typer.Argument(metavar="TENANT", help='Name of the tenant; "" for texts without one.')],
     draft: Annotated[
@@ -30,16 +31,10 @@ def forget(
         ),
     ] = f"127.0.0.1:{ports.DRAFT}",
     timeout: Annotated[float, duration("Timeout in seconds, for each service.", min=0.001)] = 5.0,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    api_key_file: ApiKeyFile = None,
+    allowed: Access = OPEN,
 ) -> None:
     """Delete a tenant's texts that draft services keep for learning, and refuse the versions of their models that have
     learned from these texts. --api-key-file names a file with the key from the services' --learn-key-file."""
-    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     request, failed = learning_pb2.ForgetRequest(tenant=tenant), list[tuple[str, ExitStatus]]()
     for at in parse_addresses(draft):
         with allowed.channel(at.target) as channel:

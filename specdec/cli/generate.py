@@ -14,18 +14,7 @@ import typer
 from rich.console import Console
 
 from specdec import ports
-from specdec.cli.access import (
-    Access,
-    ApiKeyFile,
-    ModelName,
-    Orchestrators,
-    Tls,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    TlsName,
-    access,
-)
+from specdec.cli.access import OPEN, Access, ModelName, Orchestrators, with_access
 from specdec.cli.failure import fail, say
 from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile, PromptFileError
@@ -39,6 +28,7 @@ from specdec.exit_status import ExitStatus
 from specdec.wire.speculation import ScorerName, SpeculationName
 
 
+@with_access
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="Text to continue; `-` reads it from stdin.")
@@ -226,12 +216,7 @@ def generate(
     timeout: Annotated[
         float | None, duration("Deadline of a prompt in seconds, retries included. Default: none.", min=0.001)
     ] = None,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    api_key_file: ApiKeyFile = None,
+    allowed: Access = OPEN,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt, or per sample.")
     ] = False,
@@ -303,7 +288,6 @@ def generate(
         "typical_epsilon": typical_epsilon,
         "typical_delta": typical_delta,
     }
-    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     if prompt_file is not None:
         _complete_file(
             PromptFile(prompt_file, options),
@@ -322,9 +306,7 @@ def generate(
         build_request(text, **options)
     except (ValueError, TypeError) as error:  # a value that does not fit into a message
         fail(str(error), ExitStatus.USAGE)
-    with Client(
-        address, timeout=timeout, credentials=allowed.credentials, api_key=allowed.api_key, options=allowed.options
-    ) as client:
+    with Client(address, timeout=timeout, **allowed.for_client) as client:
         _complete(client, WaitReporter(address, access=allowed), text, options, json_output)
 
 

@@ -149,9 +149,7 @@ async def generate_many(
     drawn = console.is_terminal and (out is not None or not sys.stdout.isatty())  # never mixed with results
     bar = Progress(*columns, console=console, disable=not drawn, redirect_stdout=False)
     waiting = WaitReporter(address, lambda line: console.print(f"specdec: {line}"), access=access)
-    async with AsyncClient(
-        address, credentials=access.credentials, api_key=access.api_key, options=access.options
-    ) as client:
+    async with AsyncClient(address, **access.for_client) as client:
 
         async def one(prompt: Prompt) -> PromptResult:
             answer = await ask(client, prompt, timeout, waiting.heard)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec import ports
-from specdec.cli.access import ADDRESS, ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
+from specdec.cli.access import ADDRESS, OPEN, Access, with_access
 from specdec.cli.failure import fail, status_of
 from specdec.cli.pod_stats import NoSuchServiceError, PodStats, ask
 from specdec.cli.stats_table import grid, printable, table
@@ -27,6 +27,7 @@ from specdec.exit_status import ExitStatus
 from specdec.wire.address import Address
 
 
+@with_access
 def stats(
     at: Annotated[
         Address,
@@ -50,19 +51,13 @@ def stats(
         bool, typer.Option("--json", help="Print one JSON object per refresh, one per line.")
     ] = False,
     timeout: Annotated[float, duration("Timeout in seconds.", min=0.001)] = 5.0,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    api_key_file: ApiKeyFile = None,
+    allowed: Access = OPEN,
 ) -> None:
     """Show a service's identity and load; for an orchestrator also its pods.
 
     On a terminal, --watch redraws in place; elsewhere it prints one block per refresh.
     """
     at = instead or at
-    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     show = _Json(at.target) if json_output else _Lines(at.target)
     with allowed.channel(at.target) as opened, contextlib.ExitStack() as exits:
         if watch is not None and not json_output and sys.stdout.isatty():

@@ -9,20 +9,18 @@ from typing import Annotated
 import typer
 
 from specdec import ports
-from specdec.cli.access import ADDRESS, ApiKeyFile, ModelName, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
+from specdec.cli.access import OPEN, Access, ModelName, Orchestrators, with_access
 from specdec.cli.failure import fail
 from specdec.cli.waiting import WaitReporter
 from specdec.client import Client, Piece
-from specdec.command_line import addresses, duration
+from specdec.command_line import duration
 from specdec.exit_status import ExitStatus
 
 
+@with_access
 def tokenize(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to tokenize; `-` reads it from stdin.")],
-    address: Annotated[
-        str,
-        typer.Option(callback=addresses, envvar=ADDRESS, help="Address of the orchestrator; several, comma-separated."),
-    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",
+    address: Orchestrators = f"127.0.0.1:{ports.ORCHESTRATOR}",
     model: ModelName = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Treat PROMPT as a user message, rendered by the model's chat template.")
@@ -33,12 +31,7 @@ def tokenize(
     count: Annotated[bool, typer.Option("--count", help="Print only the number of tokens.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeout: Annotated[float, duration("Timeout of the call in seconds, retries included.", min=0.001)] = 30.0,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    api_key_file: ApiKeyFile = None,
+    allowed: Access = OPEN,
 ) -> None:
     """Print the tokens of a prompt, a line each: id and text. Nothing is generated."""
     try:
@@ -47,16 +40,9 @@ def tokenize(
         fail(f"stdin: {error}", ExitStatus.USAGE)
     if chat and not special:
         fail("--no-special is for plain text: a chat template adds special tokens itself", ExitStatus.USAGE)
-    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     try:
         with (
-            Client(
-                address,
-                timeout=timeout,
-                credentials=allowed.credentials,
-                api_key=allowed.api_key,
-                options=allowed.options,
-            ) as client,
+            Client(address, timeout=timeout, **allowed.for_client) as client,
             WaitReporter(address, access=allowed),
         ):
             if chat:

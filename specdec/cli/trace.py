@@ -10,7 +10,7 @@ import grpc
 import typer
 
 from specdec import ports
-from specdec.cli.access import ADDRESS, ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
+from specdec.cli.access import ADDRESS, OPEN, Access, with_access
 from specdec.cli.failure import fail, status_of
 from specdec.cli.stats_table import printable
 from specdec.cli.trace_table import TraceTable
@@ -24,6 +24,7 @@ _OF_HTTP = re.compile("^(cmpl-|chatcmpl-|msg_)")
 """Prefixes of a request id in HTTP answers."""
 
 
+@with_access
 def trace(
     request_id: Annotated[
         str,
@@ -45,19 +46,13 @@ def trace(
     ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # parsed like a given value
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeout: Annotated[float, duration("Timeout in seconds.", min=0.001)] = 5.0,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    api_key_file: ApiKeyFile = None,
+    allowed: Access = OPEN,
 ) -> None:
     """Show the timeline of a request, in all services.
 
     Services keep timelines of running requests and of the last few hundred completed ones.
     """
     request_id = _OF_HTTP.sub("", request_id)
-    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     with allowed.channel(at.target) as opened:
         stub: Any = TraceServiceStub(opened)
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from specdec.cli.access import Access, ApiKeyFile, Tls, TlsCa, TlsCert, TlsKey, TlsName, access
+from specdec.cli.access import OPEN, Access, with_access
 from specdec.cli.failure import end_on_sigterm, fail, say
 from specdec.cli.training import (
     Device,
@@ -52,6 +52,7 @@ NICENESS = 19
 CPU time."""
 
 
+@with_access
 def train_draft(
     target: Target,
     draft: Annotated[
@@ -94,12 +95,7 @@ def train_draft(
             "combined with --text, --own-tokens or --replay; needs --loss forward.",
         ),
     ] = False,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_name: TlsName = None,
-    api_key_file: ApiKeyFile = None,
+    allowed: Access = OPEN,
     untrained: Annotated[
         bool, typer.Option("--untrained", help="Begin with random weights: only DRAFT's configuration is used.")
     ] = False,
@@ -148,7 +144,6 @@ def train_draft(
         fail("--resume: cannot be combined with --traffic, which stays in memory", ExitStatus.USAGE)
     if served_labels:
         _check_served_labels(traffic, loss, {"--text": text, "--own-tokens": own_tokens, "--replay": replay})
-    allowed = access(tls, tls_ca, tls_cert, tls_key, tls_name, api_key_file)
     if replay_share is not None and not replay and not resume:
         fail("--replay-share: needs --replay", ExitStatus.USAGE)
     check_installed("numpy", "safetensors", "structlog", "torch", "transformers")  # they take seconds to import

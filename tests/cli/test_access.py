@@ -35,7 +35,7 @@ async def test_the_name_that_is_given_is_looked_for(tmp_path: Path, name: str | 
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(Models(), server)  # type: ignore[abstract]
     port = server.add_secure_port("127.0.0.1:0", server_credentials(TlsFiles(certificate, key, None)))
     await server.start()
-    allowed = access(False, authority.file, None, None, name, None)
+    allowed = access(tls_ca=authority.file, tls_name=name)
     client = AsyncClient(
         f"127.0.0.1:{port}", credentials=allowed.credentials, options=allowed.options, max_retries=0, timeout=20
     )
@@ -52,4 +52,4 @@ async def test_the_name_that_is_given_is_looked_for(tmp_path: Path, name: str | 
 
 def test_without_tls_there_is_no_name() -> None:
     with pytest.raises(typer.BadParameter, match="needs TLS"):
-        access(False, None, None, None, NAME, None)
+        access(tls_name=NAME)
