@@ -79,15 +79,15 @@ _MAX_RETRY_AFTER = 60.0  # cap on a server's `retry_after`
 _RETURN_SECONDS = 10.0
 """Minimum seconds to wait for the return of a server that has answered before: restarting an orchestrator, as in
 `specdec up`, takes several seconds."""
-_SETTLED_TRIES_OF_A_NAME = 3
-"""Permanent refusals (`_SETTLED`) after which a name is given up. A name may resolve to several servers, and each try
+_PERMANENT_TRIES_OF_A_NAME = 3
+"""Permanent refusals (`_PERMANENT`) after which a name is given up. A name may resolve to several servers, and each try
 reaches the next one."""
 _WAITED = ("DRAFT_REQUIRED", "VERIFIER_LOST")
-_SETTLED = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
+_PERMANENT = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
 """Reasons for a permanent refusal: the server has another model or chat template, or has waited in vain for a draft or
 a verifier. Another server may serve the text; this one will not soon. After such a wait (`_WAITED`), which has taken
 long, no other server with the same name is tried."""
-_SETTLED_ONCE_BEGUN = (*_SETTLED, "UNKNOWN_MODEL")
+_PERMANENT_ONCE_BEGUN = (*_PERMANENT, "UNKNOWN_MODEL")
 """The same for a text in progress: a server may not yet, or no longer, know the text's revision."""
 
 
@@ -108,7 +108,7 @@ class Retries:
         self._is_closed = is_closed
         self._most = most
         self._failures: Counter[str] = Counter()  # consecutive ones, by address
-        self._settled: Counter[str] = Counter()  # permanent refusals among these
+        self._permanent: Counter[str] = Counter()  # permanent refusals among these
         self._left_out: set[str] = set()  # addresses given up
         self._refusal: SpecdecError | None = None  # the last refusal after which an address was given up
         self._failing_since = 0.0  # time of the first of the consecutive failures
@@ -130,7 +130,7 @@ class Retries:
     def progressed(self) -> None:
         """Reset the failure counts after a response."""
         self._failures.clear()
-        self._settled.clear()
+        self._permanent.clear()
         self._left_out.clear()
         self._refusal = None
         self._rotation.answered(self.address)
@@ -150,15 +150,15 @@ class Retries:
         if seen.reason:  # only servers give reasons
             self._rotation.refused(self.address)
         full, lost = isinstance(seen, Overloaded), is_loss(seen)
-        settled = seen.reason in (_SETTLED_ONCE_BEGUN if begun else _SETTLED)
-        if not (lost or settled or (full and begun)) or (isinstance(seen, Cancelled) and self._is_closed()):
+        permanent = seen.reason in (_PERMANENT_ONCE_BEGUN if begun else _PERMANENT)
+        if not (lost or permanent or (full and begun)) or (isinstance(seen, Cancelled) and self._is_closed()):
             raise seen from error
         if not self._failures:
             self._failing_since = self._clock()
         self._failures[self.address] += 1
-        if settled:
-            self._settled[self.address] += 1
-            if seen.reason in _WAITED or self._settled[self.address] >= _most_settled(self.address):
+        if permanent:
+            self._permanent[self.address] += 1
+            if seen.reason in _WAITED or self._permanent[self.address] >= _most_permanent(self.address):
                 self._left_out.add(self.address)
                 self._refusal = seen
         elif lost:
@@ -190,5 +190,5 @@ class Retries:
         return known and self._most > 0 and self._clock() - self._failing_since < _RETURN_SECONDS
 
 
-def _most_settled(address: str) -> int:
-    return _SETTLED_TRIES_OF_A_NAME if may_be_several(address) else 1
+def _most_permanent(address: str) -> int:
+    return _PERMANENT_TRIES_OF_A_NAME if may_be_several(address) else 1

@@ -115,7 +115,7 @@ def test_who_wants_no_retries_gets_none() -> None:
     assert tries(a_call(rotation, clock, most=0), clock) == (0, 0.0)
 
 
-def test_a_server_that_has_settled_is_left_for_one_that_may_come_back() -> None:
+def test_a_server_that_refuses_permanently_is_left_for_one_that_may_come_back() -> None:
     clock = Clock()
     call = a_call(Rotation(["10.0.0.1:1", "10.0.0.2:1"], clock), clock)
     broken = call.address
@@ -142,7 +142,7 @@ def test_a_server_that_has_settled_is_left_for_one_that_may_come_back() -> None:
     ],
 )
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_call_ends_when_all_servers_have_settled(address: str, most: int, others: int) -> None:
+def test_a_call_ends_when_all_servers_refuse_permanently(address: str, most: int, others: int) -> None:
     """A name may resolve to several servers, tried in turn."""
     clock = Clock()
     call = a_call(Rotation([address, "10.0.0.9:1"][: 1 + others], clock), clock)
