@@ -87,20 +87,20 @@ _RULES = {
     "contrastive": model_pb2.ACCEPTANCE_RULE_CONTRASTIVE,
     "typical": model_pb2.ACCEPTANCE_RULE_TYPICAL,
 }
-# Options stored in a field of the same name, by message.
+# Options stored in a field of the same name: of the request, and of its parts.
 _PLAIN = {
     "model", "max_tokens", "min_tokens", "stop_tokens", "ignore_end_token", "ignore_generation_config", "n", "logprobs",
     "fallback_temperature", "generated_tokens", "tenant", "priority", "model_fingerprint", "prompt_digest",
     "prompt_logprobs", "show_special_tokens", "include_stop", "return_prompt_token_ids", "truncate_prompt_tokens",
     "rejected_candidates", "cache_salt", "learn",
 }  # fmt: skip
-_SAMPLING = set(pb.SamplingParameters.DESCRIPTOR.fields_by_name)
-_ENDS = ("add_generation_prompt", "continue_final_message")
-_CONTRAST = {"alpha", "amateur_temperature"}
-_TYPICALITY = {"typical_epsilon", "typical_delta"}
-_SPECULATION = {
-    "forced", "max_candidates", "max_depth", "max_branches", "max_nodes", "min_path_probability", "expansion",
-}  # fmt: skip
+_PARTS = {
+    **dict.fromkeys(pb.SamplingParameters.DESCRIPTOR.fields_by_name, "sampling"),
+    **dict.fromkeys(("alpha", "amateur_temperature"), "contrast"),
+    **dict.fromkeys(("typical_epsilon", "typical_delta"), "typicality"),
+    **dict.fromkeys(("forced", "max_candidates", "max_depth", "max_branches", "max_nodes"), "speculation"),
+    **dict.fromkeys(("min_path_probability", "expansion"), "speculation"),
+}
 
 _GRAMMARS = ("json_schema", "regex", "lark", "choice")
 
@@ -115,7 +115,7 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
     prompts = given.keys() & {"prompt", "tokens", "messages"}
     if len(prompts) > 1:
         raise ValueError(f"a request has one prompt, not several: {', '.join(sorted(prompts))}")
-    for name in ("time", "template_arguments", "tools", *_ENDS):
+    for name in ("time", "template_arguments", "tools", "add_generation_prompt", "continue_final_message"):
         if name in given and "messages" not in given:
             raise ValueError(f"{name} is given, but no messages: only chat templates use it")
     for name in ("tool_choice", "parallel_tool_calls"):
@@ -136,22 +136,14 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
     for name, value in given.items():
         if name in _PLAIN:
             put(request, name, name, value)
-        elif name in _SAMPLING:
-            put(request.sampling, name, name, value)
-        elif name in _CONTRAST:
-            put(request.contrast, name, name, value)
-        elif name in _TYPICALITY:
-            put(request.typicality, name, name, value)
-        elif name in _SPECULATION:
-            put(request.speculation, name, name, value)
+        elif name in _PARTS:
+            put(getattr(request, _PARTS[name]), name, name, value)
         elif name in _GRAMMARS:
             _put_grammar(request.grammar, name, value)
         elif name == "grammar_after_token":
             put(request.grammar, "after_token", name, value)
         elif name == "split_reasoning":
-            if not isinstance(value, bool):
-                raise TypeError(f"split_reasoning = {_shown(value)}: must be true or false")
-            if not value:
+            if not _flag(name, value):
                 request.reasoning.none = True
         elif name == "prompt":
             put(request, "text", name, value)
@@ -170,21 +162,16 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
                 raise ValueError(f"time = {_shown(value)}: not in the years 1 to 9999 in UTC") from None
         elif name == "template_arguments":
             _put_arguments(request.chat, value)
-        elif name in _ENDS:
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} = {_shown(value)}: must be true or false")
-            if name == "continue_final_message":
-                request.chat.continue_final_message = value
-            else:
-                request.chat.no_generation_prompt = not value
+        elif name == "continue_final_message":
+            request.chat.continue_final_message = _flag(name, value)
+        elif name == "add_generation_prompt":
+            request.chat.no_generation_prompt = not _flag(name, value)
         elif name == "tools":
             put_tools(pb.ChatPrompt() if given.get("tool_choice") == "none" else request.chat, value)
         elif name == "tool_choice":
             put_tool_choice(request.chat, value)
         elif name == "parallel_tool_calls":
-            if not isinstance(value, bool):
-                raise TypeError(f"parallel_tool_calls = {_shown(value)}: must be true or false")
-            request.chat.single_tool_call = not value and given.get("tool_choice") != "none"
+            request.chat.single_tool_call = not _flag(name, value) and given.get("tool_choice") != "none"
         elif name == "stop":  # a single string, not a sequence of characters
             put(request, name, name, [value] if isinstance(value, str) else value)
         elif name == "speculation":
@@ -210,6 +197,12 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         else:
             raise TypeError(f"unknown option: {name}")
     return request
+
+
+def _flag(option: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{option} = {_shown(value)}: must be true or false")
+    return value
 
 
 def _put_grammar(grammar: model_pb2.Grammar, kind: str, value: object) -> None:
