@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -94,10 +93,9 @@ class Upkeep:
 
 
 def _kv_tokens_given(child: Child) -> str | None:
-    """Return the option or environment variable that sets the size of a service's KV cache, with its value; None if
-    neither is set."""
-    option, variable = "--kv-tokens", f"SPECDEC_{child.name.upper()}_KV_TOKENS"
-    if option in child.command[:-1]:
-        last = len(child.command) - 1 - child.command[::-1].index(option)
-        return f"{option} {child.command[last + 1]}"
-    return f"{variable}={os.environ[variable]}" if os.environ.get(variable) else None
+    """Return the option that sets the size of a service's KV cache, with its value; None if the service sizes it."""
+    option, command = "--kv-tokens", child.command
+    if option not in command[:-1]:
+        return None
+    last = len(command) - 1 - command[::-1].index(option)
+    return f"{option} {command[last + 1]}"

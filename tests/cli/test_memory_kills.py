@@ -66,14 +66,6 @@ def test_a_given_size_is_not_tried_again(machine: Machine) -> None:
         machine.kill(upkeep)
 
 
-def test_a_size_in_the_environment_is_not_tried_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECDEC_VERIFIER_KV_TOKENS", "50000")
-    upkeep = machine.upkeep()
-    machine.kills += 1
-    with pytest.raises(LocalError, match="use fewer than SPECDEC_VERIFIER_KV_TOKENS=50000"):
-        machine.kill(upkeep)
-
-
 @pytest.mark.parametrize(("number", "kills"), [(signal.SIGKILL, 0), (signal.SIGSEGV, 1)])
 @pytest.mark.parametrize("machine", [("--kv-tokens", "9000")], indirect=True)
 def test_another_death_is_another_death(machine: Machine, number: signal.Signals, kills: int) -> None:
