@@ -8,6 +8,9 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Self
+
+from specdec.client import AsyncStream
 
 
 @dataclass
@@ -27,6 +30,15 @@ class Answer:
         self.pieces.append(time.perf_counter())
         self.tokens += tokens
 
+    async def record(self, stream: AsyncStream) -> Self:
+        """Record a stream to its end, and return this answer; an error of the stream is raised."""
+        async with stream:
+            async for chunk in stream:
+                if chunk.tokens:
+                    self.piece(len(chunk.tokens))
+        self.finish()
+        return self
+
     def finish(self, error: str | None = None, message: str = "") -> None:
         self.end, self.error, self.message = time.perf_counter(), error, message
 
@@ -35,9 +47,9 @@ class Answer:
         return self.end is not None and self.error is None
 
     @property
-    def first(self) -> float | None:
-        """Seconds to the first token (TTFT); None if there was none."""
-        return self.pieces[0] - self.begin if self.pieces else None
+    def first(self) -> float:
+        """Seconds to the first token (TTFT); infinity if there was none."""
+        return self.pieces[0] - self.begin if self.pieces else float("inf")
 
     @property
     def seconds(self) -> float:

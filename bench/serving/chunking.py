@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.arguments import parser_of
+from bench.serving.answers import Answer
 from bench.systems.altered import copied
 from demo.prompts import held_out
 from specdec.client import AsyncClient
@@ -40,33 +41,30 @@ class Seen:
     first_of_short: list[float] = field(default_factory=list)
 
 
-async def stream(client: AsyncClient, prompt: list[int], tokens: int) -> list[float]:
-    """Return the time at which the request was sent, followed by the arrival times of its pieces."""
-    times = [time.perf_counter()]
-    async with client.generate(
-        tokens=prompt, max_tokens=tokens, temperature=0.8, seed=1, ignore_end_token=True, speculation="off"
-    ) as chunks:
-        times += [time.perf_counter() async for _ in chunks]
-    return times
+async def ask(client: AsyncClient, prompt: list[int], tokens: int) -> Answer:
+    return await Answer().record(
+        client.generate(
+            tokens=prompt, max_tokens=tokens, temperature=0.8, seed=1, ignore_end_token=True, speculation="off"
+        )
+    )
 
 
 async def one_round(client: AsyncClient, seen: Seen, number: int, disturbed: bool) -> None:
     prompts = held_out(STREAMS, tokens=32, seed=number)
     long = [token for text in held_out(LONG // 100, tokens=100, seed=100 + number) for token in text]
     short = held_out(1, tokens=SHORT, seed=number)[0]
-    running = [asyncio.create_task(stream(client, p, STREAM_TOKENS)) for p in prompts]
+    running = [asyncio.create_task(ask(client, p, STREAM_TOKENS)) for p in prompts]
     await asyncio.sleep(0.5)  # until all of them decode
     begin, end = time.perf_counter(), None
     if disturbed:
-        arriving = asyncio.create_task(stream(client, long, 2))
+        arriving = asyncio.create_task(ask(client, long, 2))
         await asyncio.sleep(0.02)
-        behind = asyncio.create_task(stream(client, short, 2))
+        behind = asyncio.create_task(ask(client, short, 2))
         for task, firsts in ((behind, seen.first_of_short), (arriving, seen.first_of_long)):
-            times = await task
-            firsts.append(times[1] - times[0])
+            firsts.append((await task).first)
         end = time.perf_counter()
-    for times in await asyncio.gather(*running):
-        inside = [t for t in times[1:] if t >= begin and (end is None or t <= end)]
+    for answer in await asyncio.gather(*running):
+        inside = [t for t in answer.pieces if t >= begin and (end is None or t <= end)]
         seen.gaps += np.diff(inside).tolist()
 
 

@@ -63,13 +63,7 @@ class Orchestrators:
     @contextlib.asynccontextmanager
     async def connect(cls, address: str, access: Access) -> AsyncIterator[Orchestrators]:
         """Connect; `address` may be several, comma-separated."""
-        async with AsyncClient(
-            address,
-            max_retries=0,
-            credentials=access.credentials,
-            api_key=access.api_key,
-            options=access.options,
-        ) as client:
+        async with AsyncClient(address, max_retries=0, **access.for_client) as client:
             yield cls(client)
 
     async def models(self) -> list[str]:
@@ -82,7 +76,7 @@ class Orchestrators:
 
     async def ask(self, prompt: Prompt, request: Request, answer: Answer) -> None:
         try:
-            async with self.client.generate(
+            stream = self.client.generate(
                 prompt.get("text"),
                 tokens=prompt.get("tokens"),
                 messages=prompt.get("messages"),
@@ -91,14 +85,10 @@ class Orchestrators:
                 temperature=request.temperature,
                 ignore_end_token=request.ignore_end,
                 timeout=request.seconds,
-            ) as chunks:
-                async for chunk in chunks:
-                    if chunk.tokens:
-                        answer.piece(len(chunk.tokens))
+            )
+            await answer.record(stream)
         except SpecdecError as error:
             answer.finish(type(error).__name__, str(error))
-        else:
-            answer.finish()
 
 
 class _BrokenStreamError(Exception):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from statistics import median
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from bench.arguments import parser_of
 from bench.paired import in_turns, ratios, spread
+from bench.serving.answers import Answer
 from bench.systems.processor_time import processor_seconds
 from demo.prompts import held_out
 from specdec.client import AsyncClient
@@ -26,13 +26,6 @@ from specdec.local import DEMO, Stack
 TOKENS = 200
 FEW = ("--kv-tokens", "16384", "--threads", "1")
 SEED = 7
-
-
-class Answer(NamedTuple):
-    """Number of tokens of one request, and the time to the first."""
-
-    tokens: int
-    first_seconds: float
 
 
 class Costs(NamedTuple):
@@ -46,7 +39,7 @@ Ask = Callable[[list[int]], Awaitable[Answer]]
 
 
 async def by_grpc(client: AsyncClient, prompt: list[int]) -> Answer:
-    begin, first, tokens = time.monotonic(), 0.0, 0
+    answer = Answer()
     stream = client.generate(
         tokens=prompt,
         max_tokens=TOKENS,
@@ -56,11 +49,7 @@ async def by_grpc(client: AsyncClient, prompt: list[int]) -> Answer:
         speculation="always",
         tenant="grpc",  # the two ways share no cached prompts
     )
-    async with stream as chunks:
-        async for chunk in chunks:
-            first = first or time.monotonic() - begin
-            tokens += len(chunk.tokens)
-    return Answer(tokens, first)
+    return await answer.record(stream)
 
 
 async def by_http(address: str, prompt: list[int]) -> Answer:
@@ -78,16 +67,17 @@ async def by_http(address: str, prompt: list[int]) -> Answer:
             "specdec": {"speculation": "always", "tenant": "http"},
         }
     ).encode()
-    begin, first, usage = time.monotonic(), 0.0, b""
+    answer, usage = Answer(), b""
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     while line := await reader.readline():
         if line.startswith(b"data: {"):
-            first = first or time.monotonic() - begin
+            answer.piece(0)
             usage = line
     writer.close()
-    return Answer(json.loads(usage[6:])["usage"]["completion_tokens"], first)
+    answer.tokens = json.loads(usage[6:])["usage"]["completion_tokens"]
+    return answer
 
 
 async def costs(ask: Ask, processes: set[int], prompts: Sequence[list[int]]) -> Costs:
@@ -96,7 +86,7 @@ async def costs(ask: Ask, processes: set[int], prompts: Sequence[list[int]]) -> 
     answers = await asyncio.gather(*map(ask, prompts))
     spent = processor_seconds(processes) - before
     tokens = sum(each.tokens for each in answers)
-    return Costs(1e3 * spent / tokens, 1e3 * median(each.first_seconds for each in answers))
+    return Costs(1e3 * spent / tokens, 1e3 * median(each.first for each in answers))
 
 
 async def measure(stack: Stack, streams: int, rounds: int) -> tuple[list[Costs], list[Costs]]:

@@ -12,8 +12,8 @@ from bench.report import Report
 from bench.serving.answers import Answer, completed
 
 LATENCIES: Mapping[str, tuple[str, Callable[[Answer], list[float]]]] = {
-    "ttft": ("first token (TTFT)", lambda answer: _known(answer.first)),
-    "tpot": ("time per token (TPOT)", lambda answer: _known(answer.a_token)),
+    "ttft": ("first token (TTFT)", lambda answer: [answer.first] if answer.pieces else []),
+    "tpot": ("time per token (TPOT)", lambda answer: [] if answer.a_token is None else [answer.a_token]),
     "itl": ("pause between pieces (ITL)", lambda answer: answer.pauses),
     "e2e": ("whole request (E2E)", lambda answer: [answer.seconds]),
 }
@@ -24,10 +24,6 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 COLUMNS = ("mean", *QUANTILES, "most")
 MANY_CORES = 0.8
 """Cores above which the client, a single process, may be the bottleneck."""
-
-
-def _known(value: float | None) -> list[float]:
-    return [] if value is None else [value]
 
 
 def report_of(answers: Sequence[Answer], limits: Mapping[str, float], now: float) -> Report:

@@ -23,6 +23,7 @@ import trustme
 
 from bench.arguments import parser_of
 from bench.paired import in_turns, ratios
+from bench.serving.answers import Answer
 from bench.systems.http_server import free_port
 from bench.systems.processor_time import processor_seconds
 from demo.prompts import held_out
@@ -73,7 +74,7 @@ class Deployment:
         )
         started = exits.enter_context(stack)
         self._address = started.address
-        self._sessions = {child.process.pid for child in started.children.values()}
+        self._processes = {child.process.pid for child in started.children.values()}
 
     def _secure(self, options: dict[str, list[str]], folder: Path) -> None:
         authority, file = trustme.CA(), folder / "ca.pem"
@@ -94,25 +95,21 @@ class Deployment:
         async with AsyncClient(self._address, timeout=300, **self._client) as client:
 
             async def one(prompt: list[int]) -> int:
-                tokens = 0
                 options: Any = {
                     "temperature": 0.8,
                     "seed": number + 1,
                     "ignore_end_token": True,
                     "speculation": "always",
                 }
-                async with client.generate(tokens=prompt, max_tokens=TOKENS, **options) as chunks:
-                    async for chunk in chunks:
-                        tokens += len(chunk.tokens)
-                return tokens
+                return (await Answer().record(client.generate(tokens=prompt, max_tokens=TOKENS, **options))).tokens
 
             await one(prompts[0][:8])  # connected
-            before = processor_seconds(self._sessions)
+            before = processor_seconds(self._processes)
             async with asyncio.TaskGroup() as group:  # an error of the scraping ends the measurement
                 scraping = group.create_task(self._scrape())
                 tokens = sum(await asyncio.gather(*map(one, prompts)))
                 scraping.cancel()
-            return 1e3 * (processor_seconds(self._sessions) - before) / tokens
+            return 1e3 * (processor_seconds(self._processes) - before) / tokens
 
     async def _scrape(self) -> None:
         """Fetch all metrics every second, more often than Prometheus usually does."""

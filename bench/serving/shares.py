@@ -17,10 +17,12 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 from multiprocessing.synchronize import Event
+from operator import attrgetter
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench.arguments import parser_of
+from bench.serving.answers import Answer
 from demo.prompts import held_out
 from specdec.client import AsyncClient, SpecdecError
 from specdec.local import Stack
@@ -49,21 +51,11 @@ KINDS: dict[str, dict[str, Any]] = {
 """Options of the other tenant's requests."""
 
 
-class Taken(NamedTuple):
-    """Times of a text of the quiet tenant, in seconds."""
-
-    first: float  # to its first token
-    whole: float
-
-
-async def ask(client: AsyncClient, prompt: list[int]) -> Taken:
-    begin, first = time.perf_counter(), 0.0
-    async with client.generate(
-        tokens=prompt, max_tokens=TOKENS, ignore_end_token=True, tenant=QUIET, speculation="off"
-    ) as chunks:
-        async for _ in chunks:
-            first = first or time.perf_counter() - begin
-    return Taken(first, time.perf_counter() - begin)
+async def ask(client: AsyncClient, prompt: list[int]) -> Answer:
+    """Request a text of the quiet tenant."""
+    return await Answer().record(
+        client.generate(tokens=prompt, max_tokens=TOKENS, ignore_end_token=True, tenant=QUIET, speculation="off")
+    )
 
 
 def crowd(address: str, kind: str, seed: int, running: Event, over: Event) -> None:
@@ -133,8 +125,8 @@ async def measure(address: str, kinds: Sequence[str], rounds: int, texts: int) -
         for _ in range(texts):
             await ask(client, next(prompts))
         for kind in kinds:
-            alone: list[Taken] = []
-            beside: list[Taken] = []
+            alone: list[Answer] = []
+            beside: list[Answer] = []
             for number in range(rounds):
                 alone += [await ask(client, next(prompts)) for _ in range(texts)]
                 running, over = spawn.Event(), spawn.Event()
@@ -151,10 +143,10 @@ async def measure(address: str, kinds: Sequence[str], rounds: int, texts: int) -
                 if process.exitcode:
                     raise SystemExit(f"{kind}: the other tenant's process failed with exit status {process.exitcode}")
             told = []
-            for name, of in (("first token", lambda taken: taken.first), ("text", lambda taken: taken.whole)):
+            for name, of in (("first token", attrgetter("first")), ("text", attrgetter("seconds"))):
                 one, other = median(map(of, alone)), median(map(of, beside))
                 told.append(f"{name} {other / one:5.1f} times ({1e3 * one:.0f} -> {1e3 * other:.0f} ms)")
-            print(f"{kind:10} {'; '.join(told)}; longest first token {max(t.first for t in beside):.2f} s", flush=True)
+            print(f"{kind:10} {'; '.join(told)}; longest first token {max(a.first for a in beside):.2f} s", flush=True)
 
 
 def main(given: Sequence[str]) -> None:
