@@ -142,7 +142,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         if path is not None and not path.exists():
             parser.error(f"--{name.replace('_', '-')} {path}: there is no such file or directory")
     if args.local_draft is not None and args.heads is not None:
-        parser.error("--heads take the place of a local draft: give one of --heads and --local-draft")
+        parser.error("--heads and --local-draft cannot be combined")
     try:
         check_device(Placement(device=args.device))
     except UnsupportedModelError as error:
@@ -158,7 +158,7 @@ def _check_address(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     for name in ("target", "draft", "local_draft", "heads", "dtype", "device"):
         if getattr(args, name) != parser.get_default(name):
             option = f"--{name.replace('_', '-')}"
-            parser.error(f"{option} is for a deployment to start, --address for a running one: give one of them")
+            parser.error(f"{option} cannot be combined with --address, which uses a running deployment")
 
 
 def _methods(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Method]:

@@ -96,7 +96,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--temperature is {args.temperature:g}: sampling needs one above 0")
     for name in ("target", "draft", "dtype"):
         if args.address and getattr(args, name):
-            parser.error(f"--{name} is for a stack to start, --address for a running one: give one of them")
+            parser.error(f"--{name} cannot be combined with --address, which uses a running deployment")
     if args.target and not args.draft:
         parser.error("--target needs a --draft that fits it")
     args.dtype = "that of the address" if args.address else args.dtype or "bfloat16"

@@ -84,13 +84,13 @@ def table(report: Report) -> str:
         limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in report["limits_ms"].items())
         lines.append(f"Goodput: {report['good_a_second']:.2f} requests a second, {share:.0%} of all, within {limits}.")
     if report["unfinished"]:
-        lines.append(f"Not at their end yet: {report['unfinished']}.")
+        lines.append(f"Unfinished: {report['unfinished']}.")
     for kind, count in report["errors"].items():
         lines.append(f"Errors: {count} of {kind}, such as: {report['examples'][kind]}")
     if report["client_cores"] > MANY_CORES:
-        lines.append(f"This client took {report['client_cores']:.2f} of a core: it may have measured itself.")
+        lines.append(f"This client took {report['client_cores']:.2f} of a core: the client may be the bottleneck.")
     if report["tokens_are_pieces"]:
-        lines.append("The server does not tell how many tokens it sent: pieces are counted.")
+        lines.append("The server reports no token counts: pieces are counted instead.")
     rows = (
         [f"{what}, ms", *(f"{found[column]:.1f}" if found else "-" for column in COLUMNS)]
         for name, (what, _) in LATENCIES.items()

@@ -103,7 +103,7 @@ def _part(inner: list[str]) -> str:
     if "Float32Head.forward" in inner:
         return "output head"
     compiled, interpreted = inner[-1] == "Decoder.__call__", "sequence.<locals>.layers" in inner
-    return "layers" if compiled or interpreted else "what prepares them"
+    return "layers" if compiled or interpreted else "preparation"
 
 
 def main(given: Sequence[str]) -> None:

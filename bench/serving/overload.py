@@ -78,7 +78,7 @@ def report(answers: list[tuple[float, object]]) -> None:
     refused = [(seconds, error) for seconds, error in answers if isinstance(error, grpc.aio.AioRpcError)]
     complete = sum(tokens == TOKENS for _, tokens in served)
     last = f"; the last after {max(seconds for seconds, _ in served):.1f} s" if served else ""
-    print(f"served {len(served)}, of which complete {complete}{last}")
+    print(f"served {len(served)}, {complete} complete{last}")
     if not refused:
         print("  refused none")
         return

@@ -275,7 +275,7 @@ async def capacity(system: System) -> float:
     begin = time.monotonic()
     done = await in_turns(system, range(PROMPTS))
     if any(seen.failed for seen in done):
-        raise SystemExit(f"{type(system).__name__} does not answer while nothing is wrong")
+        raise SystemExit(f"{type(system).__name__} failed requests before any kill")
     return PROMPTS / (time.monotonic() - begin)
 
 
@@ -343,7 +343,7 @@ async def measure(
             most[name] = await capacity(system)
     rate = LOAD * min(most.values())
     able = ", ".join(f"{name} {each:.2f}" for name, each in most.items())
-    print(f"texts a second with {AT_ONCE} under way: {able}; asked for: {rate:.2f}", flush=True)
+    print(f"texts a second with {AT_ONCE} in flight: {able}; offered: {rate:.2f}", flush=True)
     rows, problems = [], []
     for name, start in systems.items():
         async with start() as system:

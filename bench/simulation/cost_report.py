@@ -47,7 +47,7 @@ def table(report: dict[str, Any]) -> str:
     )
     lines += [
         "",
-        f"Capacity: the most streams within a time per token, to a sixteenth; in brackets those per {_device(report)}.",
+        f"Capacity: maximum streams within a time per token, to one part in 16; in brackets per {_device(report)}.",
         "",
     ]
     lines += markdown.table(

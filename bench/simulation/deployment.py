@@ -265,7 +265,7 @@ async def _measure(scenario: Scenario) -> Outcome:
 
 def _difference(before: Totals, after: Totals) -> Outcome:
     if before.steps in (0, after.steps):
-        raise ValueError("no step ended in the time that was to be measured, or none before it: it is too short")
+        raise ValueError("no step ended during the warm-up or the measured time: increase both")
     seconds = after.time - before.time
     candidates = after.drafted - before.drafted
     traffic = [late - early for early, late in zip(before.traffic, after.traffic, strict=True)]

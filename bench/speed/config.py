@@ -103,7 +103,7 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     _check(parser, args)
     target, draft = pair.chosen(parser, args)
     if args.bad_drafts and draft is None:
-        parser.error("--bad-drafts are made of a draft, and there is none")
+        parser.error("--bad-drafts needs --draft")
     return SpeedConfig(
         target=target,
         draft=draft,
@@ -144,13 +144,13 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f"--{error}")
     if args.threads is not None:
         if not 1 <= args.threads <= cores_given():
-            parser.error(f"--threads is {args.threads}, must be 1 to {cores_given()}, the cores there are")
+            parser.error(f"--threads is {args.threads}, must be 1 to {cores_given()} (the available cores)")
         if args.device != "cpu":
-            parser.error(f"--threads are for a target on the CPU, not on {args.device}")
+            parser.error("--threads needs --device cpu")
         if args.peers != ["none"] or args.llama_server:
-            parser.error("--threads: of other systems vLLM alone is given them: say --peers none")
+            parser.error("--threads: of the other systems only vLLM supports it: add --peers none")
     if args.device != "cpu" and (args.peers != ["none"] or args.vllm_python or args.llama_server):
-        parser.error(f"--device {args.device}: other systems are measured on the CPU only: say --peers none")
+        parser.error(f"--device {args.device}: other systems are measured on the CPU only: add --peers none")
     for name, known in (("kinds", list(KINDS)), ("peers", ["transformers", "none"])):
         if unknown := set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")

@@ -150,7 +150,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     prompts_are_of = ModelDirectory(DEMO / "target").tokenizer_fingerprint
     for name in ("target", "draft"):
         if ModelDirectory(getattr(args, name)).tokenizer_fingerprint != prompts_are_of:
-            parser.error(f"--{name} {getattr(args, name)}: its tokenizer is not that of the prompts, the demo's")
+            parser.error(f"--{name} {getattr(args, name)}: must have the demo's tokenizer: the prompts are its tokens")
     return args
 
 

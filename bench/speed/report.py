@@ -134,7 +134,7 @@ def _facts(report: Report) -> list[str]:
     all_ = report["measurements"]
     disturbed = sum(each["foreign_cores"] > DISTURBED for each in all_)
     lines = [f"Memory at its peak, MiB: {'; '.join(memory)}.", "", differences(report), ""]
-    lines += [f"Disturbed by processes of others (more than {DISTURBED:g} cores): {disturbed} of {len(all_)}."]
+    lines += [f"Disturbed by other processes (more than {DISTURBED:g} cores): {disturbed} of {len(all_)}."]
     lines += [f"\nNot measured: {name}: {reason}" for name, reason in report["failed"].items()]
     return lines
 

@@ -96,4 +96,4 @@ def last_words(log: Path) -> str:
     telling = [line for line in lines if "WARNING" not in line]
     raised = [found.group() for line in telling if (found := _EXCEPTION.search(line))]
     errors = [line for line in telling if "error" in line.lower()]
-    return (raised or errors or lines[-1:] or ["without a word"])[0][:300]
+    return (raised or errors or lines[-1:] or ["no output"])[0][:300]

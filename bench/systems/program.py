@@ -84,7 +84,7 @@ class Program:
             raise NotServingError(f"no answer within {seconds:.0f} s") from error
         if line is None:
             said = self.log.read_text(errors="replace").strip().splitlines()
-            raise NotServingError(f"its program ended: {said[-1][:300] if said else 'without a word'}")
+            raise NotServingError(f"its program ended: {said[-1][:300] if said else 'no output'}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise NotServingError(answer["error"])

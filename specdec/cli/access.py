@@ -144,7 +144,7 @@ def _api_key(file: Path | None) -> str | None:
 
 def _checked(key: str, hint: str, where: str = "") -> str:
     if not key or not key.isascii() or not key.isprintable():  # gRPC would abort the process
-        raise typer.BadParameter(f"{where}has no API key, which must be one line of printable ASCII", param_hint=hint)
+        raise typer.BadParameter(f"{where}must contain an API key: one line of printable ASCII", param_hint=hint)
     return key
 
 

@@ -315,7 +315,7 @@ def _widths(text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        fail(f"--expansion {text}: must be numbers with commas between them, as in 4,2,1", ExitStatus.USAGE)
+        fail(f"--expansion {text}: must be comma-separated numbers, such as 4,2,1", ExitStatus.USAGE)
 
 
 def _content(option: str, file: Path | None) -> str | None:
@@ -341,7 +341,7 @@ def _complete_file(
     try:  # report problems before sending anything
         count = sum(1 for _ in file.prompts())
         if not count:
-            fail(f"{file.path}: holds no prompt", ExitStatus.USAGE)
+            fail(f"{file.path}: contains no prompts", ExitStatus.USAGE)
         results = None if out is None else ResultsFile(out, resume=resume)
         if results is not None:
             results.check(file.prompts())

@@ -128,7 +128,7 @@ def _of_verifier(stats: GetStatsResponse, before: Stats | None) -> Iterator[Line
     yield "tokens", f"{stats.committed_tokens} committed{_rate(stats, before, 'committed_tokens')}"
     yield (
         "prompts",
-        f"{stats.prompt_tokens} tokens, of which {percent(stats.cached_tokens, stats.prompt_tokens)} cached",
+        f"{stats.prompt_tokens} tokens, {percent(stats.cached_tokens, stats.prompt_tokens)} cached",
     )
     refused = f"; {stats.refused_extends} messages refused" if stats.refused_extends else ""
     yield "candidates", _candidates(stats.offered_candidates, stats.accepted_candidates, stats.sources) + refused
@@ -150,7 +150,7 @@ def _of_draft(stats: DraftServiceGetStatsResponse, before: Stats | None) -> Iter
         f"{stats.sent_candidates} sent in {stats.sent_messages} messages{_rate(stats, before, 'sent_candidates')}",
     )
     guessed = percent(stats.guessed_tokens, stats.committed_tokens)
-    yield "tokens", f"{stats.committed_tokens} committed, of which {guessed} were guessed before"
+    yield "tokens", f"{stats.committed_tokens} committed, {guessed} guessed before"
     if stats.kept_texts:
         age = f"{stats.kept_age_us / 6e7:.0f} minutes"
         logprobs = f", {stats.kept_logprob_bytes / 1e6:.1f} MB of log-probabilities" if stats.kept_logprob_bytes else ""

@@ -210,7 +210,7 @@ def up(
         secured = "tls_cert" in of_orchestrator
         if openai_port is not None and secured and "orchestrator_tls_ca" not in of_openai:
             fail(
-                "--openai-port: does not reach an orchestrator with --orchestrator-tls-cert "
+                "--openai-port: the HTTP API cannot connect to an orchestrator with --orchestrator-tls-cert "
                 "(SPECDEC_ORCHESTRATOR_TLS_CERT); give --openai-orchestrator-tls-ca FILE too",
                 ExitStatus.USAGE,
             )

@@ -78,10 +78,10 @@ def _packages(report: DoctorReport) -> Iterator[str]:
 def _machine(report: DoctorReport) -> Iterator[str]:
     machine = report.machine
     yield "machine"
-    yield _line("cores", f"{machine.cores_given} given, of {machine.cores}")
+    yield _line("cores", f"{machine.cores_given} of {machine.cores} available")
     if machine.memory_free is not None and machine.memory is not None:
         yield _line("memory", f"{machine.memory_free / 1e9:.1f} GB free, of {machine.memory / 1e9:.1f}")
-    yield _line("bfloat16", "computed well" if machine.bfloat16 else "no hardware support: float32 is much faster")
+    yield _line("bfloat16", "hardware support" if machine.bfloat16 else "no hardware support: float32 is much faster")
     yield _line("torch", f"built for {machine.torch}" if machine.torch else "not installed")
     devices = f"{machine.cuda} device{'s' * (machine.cuda != 1)}" if isinstance(machine.cuda, int) else machine.cuda
     yield _line("CUDA", "; ".join(filter(None, (devices, machine.advice))), marked=bool(machine.advice))

@@ -118,7 +118,7 @@ class Stack:
                         say(f"{role} is ready at {address} after {time.monotonic() - begin:.1f} s")
                     elif (how := children[role].ending()) is not None:
                         if phases.get(role) == EXPORT:  # only a draft is exported: serve without it
-                            say(f"draft was not exported{why(role, how)}: going on without it")
+                            say(f"draft was not exported{why(role, how)}: continuing without it")
                             stop([children.pop(role)])
                             continue
                         raise LocalError(f"{role} did not start{why(role, how)}")

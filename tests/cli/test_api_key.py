@@ -75,7 +75,7 @@ async def test_commands_bring_a_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(None, "No such file"), (b"", "has no API key"), (b"a\nb", "has no API key")]
+    ("content", "why"), [(None, "No such file"), (b"", "must contain an API key"), (b"a\nb", "must contain an API key")]
 )
 async def test_a_file_without_a_key_is_named(tmp_path: Path, content: bytes | None, why: str) -> None:
     file = tmp_path / "key"

@@ -19,7 +19,7 @@ def test_a_draft_that_cannot_be_exported_is_told_and_left_out() -> None:
     with Stack.start(DEMO / "target", str(DEMO / "draft"), programs=programs("export"), say=said.append) as stack:
         assert set(stack.children) == {"verifier", "orchestrator"}
         assert "--draft" not in stack.children["orchestrator"].command
-    assert "draft was not exported (exit status 1; its own message is above): going on without it" in said
+    assert "draft was not exported (exit status 1; its own message is above): continuing without it" in said
 
 
 def test_a_draft_that_fails_otherwise_ends_the_start() -> None:

@@ -117,7 +117,7 @@ def test_openais_port_is_refused_where_the_orchestrator_wants_tls(
     run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--openai-port", "0", *words]
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment() | variables)
     assert done.returncode == 2
-    assert "--openai-port: does not reach an orchestrator with --orchestrator-tls-cert" in done.stderr
+    assert "--openai-port: the HTTP API cannot connect to an orchestrator with --orchestrator-tls-cert" in done.stderr
     assert "give --openai-orchestrator-tls-ca FILE too" in done.stderr
 
 

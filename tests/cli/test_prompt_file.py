@@ -365,7 +365,7 @@ async def test_no_result_waits_in_memory_for_an_earlier_one(tmp_path: Path) -> N
         (("--prompt-file", "p.jsonl", "--n", "2"), "--n and --logprobs: cannot be combined with --prompt-file"),
         (("x", "--logprobs", "1"), "--logprobs needs --json"),
         (("--prompt-file", os.devnull), "is not a file"),
-        (("--prompt-file", "empty.jsonl"), "empty.jsonl: holds no prompt"),
+        (("--prompt-file", "empty.jsonl"), "empty.jsonl: contains no prompts"),
     ],
 )
 async def test_wrong_options_are_refused_before_anything_is_sent(

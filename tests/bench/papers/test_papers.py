@@ -214,15 +214,15 @@ async def test_models_that_are_not_served_are_refused() -> None:
         (("--methods", "local_model"), "--methods: local_model needs a local draft: give --local-draft"),
         (("--methods", "heads"), "--methods: heads needs heads: give --heads"),
         (("--heads", "/nowhere"), "--heads /nowhere: there is no such file or directory"),
-        (("--heads", ".", "--local-draft", "."), "--heads take the place of a local draft"),
+        (("--heads", ".", "--local-draft", "."), "--heads and --local-draft cannot be combined"),
         (("--target", "/nowhere"), "--target: "),
         (("--address", "nowhere"), "--address 'nowhere'"),
-        (("--address", "h:1", "--draft", "none"), "--draft is for a deployment to start, --address for a running one"),
+        (("--address", "h:1", "--draft", "none"), "--draft cannot be combined with --address"),
         (
             ("--address", "h:1", "--dtype", "bfloat16"),
-            "--dtype is for a deployment to start, --address for a running one",
+            "--dtype cannot be combined with --address",
         ),
-        (("--address", "h:1", "--target", "t"), "--target is for a deployment to start, --address for a running one"),
+        (("--address", "h:1", "--target", "t"), "--target cannot be combined with --address"),
     ],
 )
 def test_wrong_options_are_one_sentence(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

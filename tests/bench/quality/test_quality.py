@@ -60,8 +60,8 @@ def test_the_table_says_so() -> None:
     [
         (["--texts", "0"], "--texts is 0, must be at least 1"),
         (["--temperature", "0"], "--temperature is 0"),
-        (["--address", "a:1", "--draft", "d"], "--draft is for a stack to start"),
-        (["--address", "a:1", "--dtype", "float32"], "--dtype is for a stack to start"),
+        (["--address", "a:1", "--draft", "d"], "--draft cannot be combined with --address"),
+        (["--address", "a:1", "--dtype", "float32"], "--dtype cannot be combined with --address"),
         (["--target", "t"], "--target needs a --draft"),
     ],
 )

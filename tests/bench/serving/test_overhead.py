@@ -30,6 +30,6 @@ def test_every_sample_has_its_place() -> None:
             ]
         )
     )
-    assert found.forward == {"layers": 53, "output head": 9, "what prepares them": 2}
+    assert found.forward == {"layers": 53, "output head": 9, "preparation": 2}
     assert found.rest == {"verify_trees": 7, "StepLoop.step itself": 1, "AdaptiveSpeculation.propose": 2}
     assert (found.waiting, found.event_loop) == (20, 10)

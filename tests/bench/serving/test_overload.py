@@ -18,16 +18,16 @@ REFUSED = (0.004, AioRpcError(StatusCode.RESOURCE_EXHAUSTED, Metadata(), Metadat
         (
             [SERVED, (2.0, TOKENS - 1), REFUSED],
             [
-                "served 2, of which complete 1; the last after 2.0 s",
+                "served 2, 1 complete; the last after 2.0 s",
                 "  refused 1 with {'RESOURCE_EXHAUSTED'}, all with a delay: False",
                 "  refusals took median 4 ms, worst 4 ms",
             ],
         ),
-        ([SERVED], ["served 1, of which complete 1; the last after 1.5 s", "  refused none"]),
+        ([SERVED], ["served 1, 1 complete; the last after 1.5 s", "  refused none"]),
         (
             [REFUSED],
             [
-                "served 0, of which complete 0",
+                "served 0, 0 complete",
                 "  refused 1 with {'RESOURCE_EXHAUSTED'}, all with a delay: False",
                 "  refusals took median 4 ms, worst 4 ms",
             ],

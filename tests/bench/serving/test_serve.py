@@ -167,7 +167,7 @@ async def test_pieces_are_counted_where_no_usage_is_told() -> None:
     async with scripted(json.dumps(EVENT), json.dumps(LAST), "[DONE]") as address:
         report = await load(address, "--requests", "3")
     assert (report["complete"], report["tokens"]) == (3, 6)
-    assert "The server does not tell how many tokens it sent: pieces are counted." in table(report)
+    assert "The server reports no token counts: pieces are counted instead." in table(report)
 
 
 @pytest.mark.parametrize("by", ["gRPC", "HTTP"])
@@ -263,9 +263,9 @@ def test_latencies_and_goodput() -> None:
     assert latencies["e2e"]["most"] == 1000.0
     assert (report["good"], report["good_a_second"]) == (2, 1.0)
     said = table(report | about(parsed(["h:1"])) | {"model": "m", "api": "gRPC", "client_cores": 0.93})
-    assert "This client took 0.93 of a core: it may have measured itself." in said
+    assert "This client took 0.93 of a core: the client may be the bottleneck." in said
     assert "Goodput: 1.00 requests a second, 40% of all, within TTFT 500 ms, TPOT 60 ms." in said
-    assert "Not at their end yet: 1." in said
+    assert "Unfinished: 1." in said
     assert "| pause between pieces (ITL), ms | 133.3 | 100.0 | 200.0 | 200.0 | 200.0 |" in said
 
 
@@ -281,7 +281,7 @@ async def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
     assert (process.returncode, complained.decode()) == (130, "")
     assert said.decode().startswith("CUT OFF: results so far.")
     assert "Complete: 2 of 3 requests" in said.decode()
-    assert "Not at their end yet: 1." in said.decode()
+    assert "Unfinished: 1." in said.decode()
     report: dict[str, Any] = json.loads((tmp_path / "serve.json").read_text())
     assert report["tokens"] == 2 * len(TOKENS)
 

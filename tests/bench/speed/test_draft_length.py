@@ -37,7 +37,7 @@ def test_a_ratio_is_within_a_prompt() -> None:
     [
         ("--most", "0", "--most is 0, must be at least 1"),
         ("--target", "nowhere", "--target: "),
-        ("--draft", "foreign", "its tokenizer is not that of the prompts"),
+        ("--draft", "foreign", "must have the demo's tokenizer"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

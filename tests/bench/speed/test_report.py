@@ -36,7 +36,7 @@ def test_the_table_tells_rates_standings_and_what_is_missing() -> None:
     assert "| 0.75 | 1.50 |" in said  # columns: of ideal, cores
     assert "|  | 1 | 8 |\n|---|---|---|\n| threads: 2 | 1.0 | 2.0 |\n| threads: 1 | 3.0 | 4.0 |" in said
     assert "A step of the draft, one row: 0.50 ms." in said
-    assert "Disturbed by processes of others (more than 0.2 cores): 1 of 8." in said
+    assert "Disturbed by other processes (more than 0.2 cores): 1 of 8." in said
     assert "Not measured: vllm none: too large" in said
 
 

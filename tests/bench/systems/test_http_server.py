@@ -12,7 +12,7 @@ from bench.systems.http_server import last_words
 @pytest.mark.parametrize(
     ("log", "why"),
     [
-        ("", "without a word"),
+        ("", "no output"),
         ("loading\nbye\n", "bye"),
         ("loading\nerror: no such file\nexiting", "error: no such file"),
         ("WARNING errors like `OSError: too many files`\nready", "ready"),
