@@ -40,7 +40,7 @@ class DraftStream(PeerStream):
         super().__init__(pod, context)
         self.at_work = False  # True once the draft has sent candidates
         self.overruled_logprobs = 0  # number of the target's likeliest tokens that the draft learns from; 0: none
-        self.features: draft_pb2.FeatureFormat | None = None  # that the draft reads; None: it reads none
+        self.features: draft_pb2.FeatureFormat | None = None  # format of the features that the draft reads, if any
         self._outgoing: asyncio.Queue[draft_pb2.DraftRequest] = asyncio.Queue()
         self._unwritten = 0  # bytes of features in `_outgoing`
         self._fed_at = 0.0  # when features for the draft last arrived; monotonic
@@ -147,8 +147,7 @@ keeps."""
 
 MESSAGES_A_COMMIT = 16
 """Messages added to the bucket by each commit: four times `EXTENDS_A_STEP`. One more is added for every four candidates
-the draft may have, since distributions over the whole vocabulary (CONTRASTIVE) are sent without waiting for each
-other."""
+granted, since a draft sends four distributions over the whole vocabulary (CONTRASTIVE) without waiting for more."""
 
 
 MAX_EXTEND_BYTES = MAX_BYTES - 64
@@ -163,7 +162,7 @@ tokens has 512 KiB."""
 
 class CandidateFlow:
     """The token bucket for the messages of one session's draft. `max_nodes`: limit on the draft's live candidates. In
-    the worst case each is sent in a message of its own, and again with its distribution."""
+    the worst case, each candidate takes one message, and its distribution another."""
 
     def __init__(self, max_nodes: int) -> None:
         self._refill = MESSAGES_A_COMMIT + max_nodes // 4
@@ -206,7 +205,7 @@ class UselessError(LostError):
 
 class LaggingError(LostError):
     """No candidate arrives in time: this text would do as well without a draft. `waiting_since`: start of the wait
-    (monotonic). The pod is at fault if it has sent no candidates to other texts since then either."""
+    (monotonic). If the pod has sent no candidates to other texts since then, the pod is at fault."""
 
     def __init__(self, message: str, waiting_since: float) -> None:
         super().__init__(message)
@@ -317,8 +316,8 @@ class DraftSession:
                 self._stream.abort(LaggingError(problem, self._awaited_since))
 
     def on_commit(self, commit: verifier_pb2.Commit) -> bool:
-        """Forward the target's decisions. Return True if the draft is working and the commit does not count against
-        it."""
+        """Forward the target's decisions. Return True if the draft has sent candidates before and the commit does not
+        count against it."""
         self._awaited_since = self._query = None
         self._flow.committed()
         paused = self._control.paused

@@ -155,8 +155,8 @@ class Drafting:
             self._session.on_query(query)
 
     def on_awaited(self) -> None:
-        """Note that the verifier can choose no token until the draft has sent its distribution. A draft that never
-        sends one is abandoned; until then the wait counts against the back-off budget, like time without a draft."""
+        """Note that the verifier waits for the draft's distribution. A draft that never sends one is abandoned; until
+        then the wait counts against the back-off budget, like time without a draft."""
         self._backoff.failed()
         if self._session is not None:
             self._session.on_awaited()
@@ -265,8 +265,8 @@ class Drafting:
                 self._useless_until[pod] = time.monotonic() + USELESS_SECONDS
                 reason = "draft_useless"
             case LaggingError():
-                # The pod has sent candidates to no text since: its device may be stuck, unless the verifier sends no
-                # features.
+                # If the pod has sent no candidates to any text since then, its device may be stuck. A draft without
+                # features from the verifier has nothing to guess from, so its pod is not at fault.
                 if pod.candidates_at < error.waiting_since and not stream.starved_since(error.waiting_since):
                     pod.breaker.failed()
                 if not (stream.at_work and self._context.sample.needs_draft):

@@ -62,9 +62,9 @@ class SampleContext:
     timeline: SampleTimeline
     grammar_watch: GrammarWatch | None = None  # None: the sample has no grammar, or grammars are not tried
     fallback_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds that texts continued without the draft they asked for, by reason; shared by all samples."""
+    """Seconds that texts continued without the draft they asked for, by reason; shared by all texts of the revision."""
     prefixes: PrefixAnswers = field(default_factory=PrefixAnswers)
-    """The verifiers' answers about cached prefixes of the request's texts; shared by all samples."""
+    """The verifiers' answers about cached prefixes of the request's texts; shared by its samples."""
     keepers: set[Pod] = field(default_factory=set)
     """Drafts that keep the text to learn from it."""
 

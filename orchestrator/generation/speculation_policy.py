@@ -92,19 +92,20 @@ that does not pay now may pay a step later. (By `python -m bench simulate`: a ra
 0.3 was still too high, and 0.1 gave eight sessions of a pod 8 % less throughput.)"""
 
 FIRST_MIN_PROBABILITY = 0.1
-"""Lower limit of the min path probability until the first commit. A first step does not wait for less probable nodes,
+"""Lower limit on the min path probability until the first commit. A first step does not wait for less probable nodes,
 and on shared cores large trees would delay the prefills of other sessions."""
 
 PAUSED_COMMIT_TOKENS = 64
 """Tokens sent together to a paused draft, so that little is left to read when it resumes."""
 
 EXTENDS_A_STEP = 4
-"""Messages of candidates per verifier step, fewer if `MIN_EXTEND_INTERVAL_US` requires it. The fresher the candidates
-are when a step begins, the more of them count; sending often also hides a slow network."""
+"""Messages of candidates per verifier step, fewer if `MIN_EXTEND_INTERVAL_US` requires it. Frequent messages bring more
+candidates to the verifier before a step begins, and hide a slow network."""
 
 MIN_EXTEND_INTERVAL_US = 500
-"""Shortest interval in microseconds between two messages, over all sessions of a verifier. At this rate they cost the
-verifier little: less than 0.1 ms each (`python -m bench device`: processor time of a token, forced and off)."""
+"""Shortest interval in microseconds between two messages, over all sessions of a verifier. At this rate messages cost
+the verifier little: less than 0.1 ms each (by the processor time of a token in `python -m bench device`, with drafting
+forced and with drafting off)."""
 
 ROUND_TRIP_TOLERANCE = 0.05
 """Change of the round trip, as a share of a step, above which the draft gets the new value."""

@@ -53,9 +53,9 @@ class VerifierChoice:
         self._last_lost: Pod | None = None  # the last pod to lose the text
 
     async def next(self, *, numerics: str, resumed: bool) -> Pod:
-        """Return the next pod to try, after a pause if all were tried; raise the error for the client once nothing is
-        left to try. Pods with these numerics are preferred. A `resumed` text avoids pods that have failed recently, if
-        there are others: its client has seen one pause already."""
+        """Return the next pod to try, after a pause if all were tried; raise the error for the client once no pod is
+        left. Pods with these numerics are preferred. A `resumed` text avoids pods that have failed recently, if there
+        are others: its client has seen one pause already."""
         sample = self._context.sample
         longest = min(len(sample.prompt) + sample.max_tokens, self._context.model.context)
         while True:
@@ -89,7 +89,7 @@ class VerifierChoice:
         return preferred(cached, tokens, sample.tenant, self._pods.willing)
 
     def _raise_if_nothing_left(self, resumed: bool) -> None:
-        """Raise the error that ends the request, if nothing is left to try."""
+        """Raise the error that ends the request, if no pod is left to try."""
         unfit = {pod: why for pod in self._pods if isinstance(why := pod.unfit, ServiceError)} | self._unfit
         too_long = any(isinstance(why, PromptTooLongError) for why in unfit.values())
         # A pod with enough memory may be down. A text that has begun waits for it, a new request fails immediately.
@@ -97,7 +97,7 @@ class VerifierChoice:
         pods = self._pods.willing if too_long and not begun else self._pods
         if unfit and all(pod in unfit for pod in pods):
             raise next(reversed(unfit.values())).with_traceback(None)  # other texts may raise the same object
-        # These verifiers would refuse the text to another orchestrator, too.
+        # These refusals are permanent: another orchestrator would get them, too.
         permanent = [why for why in self._unfit.values() if isinstance(why, PromptTooLongError | PeerLostError)]
         if permanent and self._backoff.exhausted:
             raise permanent[-1]
@@ -187,14 +187,14 @@ class Verification:
         self._policy = SpeculationState.initial(context).verify_policy(context)
         self._choice = VerifierChoice(context)
         self._stream: VerifierStream | None = None  # of the verifier that has the text; None while none has it
-        self._not_opened: dict[Pod, str] = {}  # why a verifier does not take the text, as last logged
+        self._not_opened: dict[Pod, str] = {}  # last logged reason why a verifier does not take the text
         self._asked: tuple[Pod, float] | None = None  # the last verifier asked, and when
         self._abort_error: ServiceError | None = None  # passed to `abort`
         self._begun = False  # a verifier has accepted the request and sent results
         self._refused = False  # a verifier has called the request invalid
-        self._preemptions: list[int] = []  # by session at a verifier
+        self._preemptions: list[int] = []  # number of preemptions in each session at a verifier
         self.identity = model_pb2.ModelIdentity()  # of the last verifier
-        self.revision = context.sample.revision  # of the model; empty until the text is begun
+        self.revision = context.sample.revision  # model fingerprint: the request's, then the last verifier's
         self.numerics_changed = False
 
     @property
@@ -257,7 +257,7 @@ class Verification:
             await self._stream.set_policy(policy)
 
     async def consumed(self) -> None:
-        """Report that the client has read all of the text."""
+        """Report that the client has read the text so far."""
         if self._stream is not None:
             await self._stream.consumed()
 
@@ -364,8 +364,8 @@ class Verification:
     def _note_failed(self, pod: Pod, error: ServiceError) -> None:
         """Note that a verifier's model has failed on this text, or that the verifier rejects a text begun elsewhere:
         other verifiers may take it. If no verifier has begun the text, the request may really be invalid: raise the
-        error to the caller once a second opening has confirmed it. The first request may have been corrupted in
-        transit, checksum included."""
+        error to the caller once a second opening has confirmed it, since the first may have been corrupted in transit
+        together with its checksum."""
         if isinstance(error, InvalidRequestError) and not self._begun:
             if not isinstance(error, PromptTooLongError):
                 if self._refused:

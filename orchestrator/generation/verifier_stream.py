@@ -158,9 +158,9 @@ class VerifierStream(PeerStream):
             raise LostError("the checksum of a commit is wrong: a message was lost or changed in transit")
 
     def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
-        """Record a heartbeat's capacity; LostError if the verifier's step is stuck. Only steps, not answers, prove that
-        a worker is alive. A step need not include this session, which may be waiting for memory, its draft or its
-        reader."""
+        """Record a heartbeat's capacity; LostError if the verifier's step is stuck. Heartbeats come from the event
+        loop, so only the age of a step shows that the worker is alive. The step need not include this session, which
+        may be waiting for memory, its draft or its reader."""
         if heartbeat.HasField("capacity"):
             self.pod.load.report(heartbeat.capacity)
         age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6
@@ -182,8 +182,8 @@ class VerifierStream(PeerStream):
             await self.set_policy(policy)
 
     async def consumed(self) -> None:
-        """Report that the client has read the whole text: every `CONSUMED_EVERY` tokens, and at the end of a prompt
-        with log-probabilities. The stream is not read meanwhile, so the watchdog limits the write."""
+        """Report that the client has read the text so far: every `CONSUMED_EVERY` tokens, and at the end of a prompt
+        with log-probabilities. The stream is not read during the write, so the watchdog limits it."""
         text, consumed = self._context.text, self._consumed
         new, scored = len(text.generated) - consumed.tokens, text.scored - consumed.scored_tokens
         if max(new, scored) < CONSUMED_EVERY and (not scored or text.unscored):
