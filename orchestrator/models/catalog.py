@@ -98,7 +98,8 @@ class Catalog:
         """Pick the revision for a request: the one named, or the one that started a resumed text, or one drawn by
         share.
 
-        UnknownModelError if the name is unknown, InvalidRequestError if there are several models and no name.
+        UnknownModelError if the name is unknown, InvalidRequestError if there are several models and no name,
+        PeerLostError if the model is configured but cannot be read here.
         """
         asked = self._aliases.get(request.model, request.model)
         if (named := self._named(asked)) is not None:

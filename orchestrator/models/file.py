@@ -53,7 +53,7 @@ READ = (".json", ".jinja")
 
 
 _Key = tuple[str, Path, Path | None, Version]
-"""A model's name, directory, chat template, and the version of the files read from these."""
+"""A model's name, directory and chat template, and the version of the files that are read."""
 
 
 class ModelsFileError(Exception):
@@ -65,7 +65,7 @@ class RevisionEntry:
     """The entry of one revision in the file."""
 
     model: str
-    revision: str  # empty: the only one, without a name
+    revision: str  # its name; empty: the model's only revision
     directory: Path  # of the target model: tokenizer and configuration are read, weights are not needed
     verifiers: tuple[Address, ...]
     drafts: tuple[Address, ...] = ()

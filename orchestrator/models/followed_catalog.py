@@ -1,7 +1,7 @@
 """A catalog that follows the file of models: changes take effect within seconds, without a restart.
 
-So a rollout is a series of changes to the file: a revision is added with a small share, gets a larger one, and the
-previous revision gets none. A rollback restores the previous value.
+A rollout is a series of changes to the file: add a revision with a small share, raise its share, and set that of the
+previous revision to 0. A rollback restores the previous shares.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FollowedCatalog(Catalog):
         self._file = file
         self._watched: Watched[tuple[LoadedRevision, ...]] = Watched(file)
         self._settings = settings
-        self._is_taken = True  # the revisions of the file as last read are served
+        self._is_taken = True  # the catalog serves the revisions of the file as last read
         self._following = Periodic(self._follow, RELOAD_SECONDS, "models_not_taken")
 
     async def start(self) -> None:
@@ -53,8 +53,8 @@ class FollowedCatalog(Catalog):
             self._is_taken = True
 
     async def _take(self, loaded: tuple[LoadedRevision, ...]) -> None:
-        """Serve these revisions. A revision keeps its pods if its model is unchanged; with a new model it counts as a
-        new one."""
+        """Serve these revisions. A known revision with an unchanged model keeps its pods; with another model, it is
+        replaced."""
         before = {revision.key: revision for revision in self}
         served: list[tuple[Revision, LoadedRevision]] = []
         new: list[tuple[Revision, LoadedRevision]] = []
@@ -71,7 +71,7 @@ class FollowedCatalog(Catalog):
         except BaseException:
             await asyncio.gather(*(revision.close() for revision, _ in new))
             raise
-        # Set shares and revisions without an await in between, so that every request sees all old ones or all new ones.
+        # No await between setting shares and revisions: every request sees only old ones or only new ones.
         for revision, source in served:
             revision.share = source.entry.share
         self.missing = [(entry.model, entry.revision) for entry in self._file.missing]

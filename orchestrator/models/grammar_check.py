@@ -118,7 +118,7 @@ class GrammarCheck:
             deaths.remove(death)
             blame = max(blame, death.blame)
         deaths.append(Death(now, str(pod), blame))
-        # True if a pod has died without this grammar: something else may be killing pods.
+        # A pod has died without this grammar: something else may be killing pods.
         others_die = any(
             at > now - DEATH_SECONDS and not any(death.is_of(address, at) for death in deaths) for at, address in of_all
         )
@@ -153,8 +153,8 @@ class GrammarWatch:
         self._sample = sample
         self._text = text
         self._suspect = False  # a pod has died since the last trial
-        self._counted = False  # a death was counted since a pod last got the text: draft and verifier may die together
-        self._verifier_counted = False  # the same, for a verifier's death
+        self._counted = False  # a death was counted since the last trial: draft and verifier may die together
+        self._verifier_counted = False  # a verifier's death was counted since the last trial
         self._died_at: dict[Pod, float] = {}  # monotonic times
         self._in_a_row = 0  # deaths of verifiers since the text last grew
         self._length = -1  # length of the text at the last of these deaths
@@ -196,8 +196,7 @@ class GrammarWatch:
                     insistent=self._in_a_row > 1,
                 )
             except (OverloadedError, InternalError) as error:
-                # Continue the text: its grammar is most likely as innocent as the others at the pod. Deaths still
-                # count.
+                # Continue the text: most grammars at a dead pod are innocent. Deaths still count.
                 log.warning("grammar_not_tried_again", why=str(error))
                 return
             finally:

@@ -36,8 +36,8 @@ class Revision:
         grammars: GrammarCheck | None = None,
         finder: PeerFinder | None = None,
     ) -> None:
-        """The only revision of a model may have no `name`. Without `grammars`, the grammars of requests are not tried
-        before pods get them; without a `finder`, `peers` never changes."""
+        """`name` may be empty for the only revision of a model. Without `grammars`, the grammars of requests are not
+        tried before pods get them; without a `finder`, `peers` never changes."""
         self.name = name
         self.model = model
         self.peers = peers
@@ -46,7 +46,7 @@ class Revision:
         self.stats = OrchestratorStats()
         self.readiness = Readiness(peers, model)
         self.resuming = BoundedThreads("resumed texts", 1, MAX_RESUMING)
-        """Threads that detokenise the part of resumed texts that the clients already have."""
+        """A thread that detokenises the part of a resumed text that its client already has."""
         self._finder = finder
         self._idle = asyncio.Event()
         self._idle.set()

@@ -1,6 +1,6 @@
 """Statistics of an orchestrator: its requests and their outcomes.
 
-Texts are counted when they end, however they end: nothing is counted per token.
+Texts are counted when they end, for any reason; nothing is counted per token.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class OrchestratorStats:
     by_class: Counter[str] = field(default_factory=Counter)  # requests, by the class of their tenants
     failed: Counter[tuple[str, str]] = field(default_factory=Counter)  # requests, by error reason and tenant class
     cancelled: int = 0  # requests cancelled by their callers
-    running: set[SampleTranscript] = field(default_factory=set)  # samples
+    running: set[SampleTranscript] = field(default_factory=set)  # of samples in flight
     ended_samples: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # samples with complete texts, by finish reason
-    finished_tokens: int = 0  # generated in these samples
+    finished_tokens: int = 0  # tokens generated in these samples
     steps: int = 0
     offered: int = 0  # candidates
     accepted: int = 0
