@@ -78,8 +78,8 @@ class PodCapacity:
 
     @property
     def now(self) -> model_pb2.PodCapacity | None:
-        """The last report while it is valid, with this process's current sessions; else None. For display: short texts
-        begin and end while a report is valid."""
+        """The last report while it is valid, else None, with its session count updated by this process's own sessions.
+        For display only."""
         if (told := self.reported) is None:
             return None
         found = model_pb2.PodCapacity()
@@ -109,9 +109,9 @@ class CancelledOpenings:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._kept: dict[str, list[float]] = {}  # by tenant: times at which its places become free, sorted
+        self._kept: dict[str, list[float]] = {}  # times at which a tenant's places become free, sorted
         self._sessions: Counter[str] = Counter()
-        self._seen: OrderedDict[str, float] = OrderedDict()  # a tenant's last opening, latest last
+        self._seen: OrderedDict[str, float] = OrderedDict()  # time of each tenant's last opening, latest last
 
     def opening(self, tenant: str) -> None:
         now = self._clock()
@@ -147,7 +147,7 @@ class CancelledOpenings:
         if openings + len(kept) < MAX_CANCELLED or not self._others(tenant, now):
             return 0.0
         # `kept` is sorted: once the place at this index is free, openings and kept places are below MAX_CANCELLED. If
-        # openings alone exceed it, even the last place is not enough, and the caller has to ask again.
+        # openings alone reach the limit, even the last place is not enough, and the caller has to ask again.
         return max(0.001, kept[min(len(kept) - 1, openings + len(kept) - MAX_CANCELLED)] - now)
 
     def _others(self, tenant: str, now: float) -> bool:
@@ -164,8 +164,8 @@ MAX_WAITING = 16
 """Limit on a tenant's requests that wait for places of its cancelled openings; more are refused before parsing."""
 
 REFUSED_SECONDS = 0.05
-"""Seconds that other requests are refused after a refusal by the verifier. This is short because every ended text
-makes room; it only keeps a flood from asking again and again."""
+"""Seconds that other requests are refused after a refusal by the verifier. It is short because every ended text makes
+room; it only keeps a flood from asking repeatedly."""
 
 
 class LeftAloneError(Exception):
@@ -243,8 +243,8 @@ class Admission:
         return OverloadedError(f"verifier: has {told.sessions} sessions, no capacity for more", told.wait_us / 1e6)
 
     def _wait(self, tenant: str) -> float:
-        """Return the seconds after which a caller may look again: 0 if it may ask the verifier now, inf if it must wait
-        for the end of an opening. OverloadedError if asking is pointless."""
+        """Return the seconds to wait before the next check: 0 if the caller may ask the verifier now, inf if it must
+        wait for the end of an opening. OverloadedError if asking is pointless."""
         refusal = self.refusal(tenant)
         if refusal is not None:
             raise refusal

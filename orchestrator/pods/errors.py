@@ -1,4 +1,4 @@
-"""Errors of a pod after which another pod may be asked: the pod is lost, or serves something else."""
+"""Errors of a pod after which the caller may ask another pod: the pod is lost, or serves something else."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Peers:
     drafts: Pods | None = None
     patience_seconds: float = 0.05  # longest time a step may be delayed for expected candidates
     silence_seconds: float = 1.5  # a peer sends every 0.25 s; after this long without a message, it is lost
-    stuck_seconds: float = 2.0  # longest step that never counts as stuck, however short others are
+    stuck_seconds: float = 2.0  # a step up to this long never counts as stuck, however short others are
     failover_seconds: float = 30.0  # longest time without progress before the request fails
     drafts_are_trusted: bool = False  # drafts may influence the choice of tokens, as some acceptance rules allow
 
@@ -42,9 +42,9 @@ class Peers:
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """How to reach pods, the same for all revisions."""
+    """How to reach pods; the same for all revisions."""
 
-    peers: Callable[[Pods], Peers] = Peers  # makes peers with the time limits
+    peers: Callable[[Pods], Peers] = Peers  # makes the peers of a revision, with the time limits
     connect: Callable[[str], grpc.aio.Channel] = connect
     names: dict[str, str] = field(default_factory=dict)  # host name by DNS address: certificates are for host names
 

@@ -45,15 +45,15 @@ class PrefixAnswers:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # By the hash of a text's last full block, which stands for all of them.
+        # By the hash of a text's last full block, which identifies the text up to there.
         self._asking: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._known: defaultdict[int, dict[Pod, tuple[float, int]]] = defaultdict(dict)  # time and cached tokens
 
     async def cached_tokens(
         self, pods: Collection[Pod], hashes: Sequence[int], most_seconds: float = math.inf
     ) -> dict[Pod, int]:
-        """Return how many leading tokens of a text, given by its block hashes, verifiers have cached. Verifiers without
-        a recent answer are asked; the capacities that they report are recorded."""
+        """Return the number of leading tokens that each verifier has cached of the text with these block hashes.
+        Verifiers without a recent answer are asked; the capacities that they report are recorded."""
         if not hashes:
             return {}
         known = self._known[hashes[-1]]
@@ -70,7 +70,7 @@ async def _ask(pod: Pod, request: verifier_pb2.FindPrefixRequest, seconds: float
     stub: Any = verifier_pb2_grpc.VerifierServiceStub(pod.channel)
     try:
         found = await answer_of(stub.FindPrefix, request, seconds)
-    except (grpc.aio.AioRpcError, LostError):  # the session opened next finds out why
+    except (grpc.aio.AioRpcError, LostError):  # if the pod has failed, opening a session reports why
         return 0
     if found.HasField("capacity"):
         pod.load.report(found.capacity)

@@ -1,4 +1,4 @@
-"""Readiness: whether requests can be served here: a verifier must be reachable.
+"""Readiness: requests can be served here if a verifier is reachable.
 
 Sessions report on their pods while they run. Otherwise the last verifier to answer is polled every second, and all
 others only if it fails.
@@ -60,7 +60,7 @@ class Readiness:
 
     @property
     def ready(self) -> bool:
-        """True while requests can be served, or soon will be."""
+        """True while requests can be served, and for `failover_seconds` after an outage began."""
         if self._reached is not None:
             return True
         return self._lost_at is not None and self._clock() - self._lost_at < self._peers.failover_seconds
@@ -104,7 +104,7 @@ class Readiness:
             log.warning("no_verifier_reached", tried=tried)
 
     async def _reachable(self, tried: dict[str, str]) -> Pod | None:
-        """Return a reachable verifier; if there is none, put the problem of each into `tried`."""
+        """Return a reachable verifier; put the problems of those that were asked in vain into `tried`, by address."""
         pods = list(self._peers.verifiers)
         for pod in pods:
             if pod.load.reported is not None:  # a session has just heard from it
