@@ -37,10 +37,11 @@ def metrics(
     stats: Mapping[tuple[str, str], OrchestratorStats],
     reached: Mapping[tuple[str, str], bool],
 ) -> list[Metric]:
-    """Return the metrics of an orchestrator, from its answer to `GetStats` and its counts by the names of model and
-    revision. `reached`: whether the last check found a verifier for a revision.
+    """Return the metrics of an orchestrator. `reported`: its answer to `GetStats`; `stats`: its counts by the names of
+    model and revision; `reached`: whether the last check found a verifier of a revision.
 
-    Reasons without an occurrence are reported as 0: if a counter starts at 1, Prometheus misses its first increase.
+    Reasons that have not occurred are reported as 0: Prometheus misses the first increase of a counter that starts at
+    1.
     """
     found = Families("orchestrator")
 

@@ -184,8 +184,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.GenerationServiceGetStatsResponse:
         response = self._stats_response()
         if request.pods:
+            # Pair pods and views before the await: pods may come and go during it.
             views = list(zip(self._pods(), [*response.verifiers, *response.drafts], strict=True))
-            await self._pod_stats.enter(views)  # pods may come and go meanwhile
+            await self._pod_stats.enter(views)
         return response
 
     def metrics(self) -> list[Metric]:
@@ -293,8 +294,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         *,
         streamed: bool = True,
     ) -> Request:
-        """Parse a request: in a thread, since tokenising and rewriting a schema take a while; on the event loop if the
-        prompt is a few token ids and the text is unconstrained."""
+        """Parse a request, and check its grammar. A few token ids without a grammar are parsed on the event loop, all
+        else in a thread, since tokenising a prompt or rewriting a schema takes a while."""
         size = request.ByteSize()
         tenant = request.tenant if account.tenant is None else account.tenant.name
         work = partial(

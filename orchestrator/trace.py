@@ -19,7 +19,7 @@ from specdec.serving.tracing.servicer import TraceServicer
 from specdec.v2 import trace_pb2, trace_pb2_grpc
 
 ASK_SECONDS = 1.0
-"""Timeout in seconds for workers, and then for pods."""
+"""Timeout in seconds for the answers of the other workers, and again for those of the pods."""
 
 MAX_AGE_US = 1 << 62
 """Limit on ages from pods, in microseconds: they may report anything."""
@@ -93,7 +93,7 @@ class OrchestratorTraceServicer(TraceServicer):
 
 
 async def _ask(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) -> TracePart:
-    """Ask a process for its part. Its ages are assumed to be as of the middle of the call."""
+    """Ask a process for its part, and assume that its ages refer to the middle of the call."""
     begin = time.monotonic()
     stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
     response: trace_pb2.GetTraceResponse = await answer_of(stub.GetTrace, request, ASK_SECONDS)

@@ -157,7 +157,7 @@ class Workers:
 
     async def _keep_up(self, number: int) -> None:
         while not self._ending.is_set():
-            # In a session of its own, so that only the supervisor gets Ctrl-C; it then ends its workers in order.
+            # A worker gets its own process session: Ctrl-C reaches only the supervisor, which drains the workers.
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self._command(number), stdin=PIPE, stdout=PIPE, start_new_session=True
@@ -188,7 +188,7 @@ class Workers:
                 self._all_ready()
 
     async def _died(self, number: int, why: str, at_first: str) -> None:
-        """Wait until it is time to restart a worker, or stop all workers with an error: `at_first` if this one was
+        """Wait until a dead worker is to be restarted, or stop all workers with an error: `at_first` if this worker was
         never ready."""
         restarts = self._restarts[number]
         pause = restarts.died()

@@ -41,7 +41,7 @@ class Tenant:
     name: str
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # "sha256:" and the hash in hex
     operator: bool = False  # may read statistics and traces, which cover all tenants
-    tenant_class: str = "default"  # label of metrics: there are too many tenants for one label each
+    tenant_class: str = "default"  # metrics label, since a label per tenant would be too many
     weight: float = 1.0  # share of the verifiers relative to other tenants, when several compete
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
