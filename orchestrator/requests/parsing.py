@@ -96,9 +96,8 @@ def parse(
         raise PermissionDeniedError(problem, "LEARNING_NOT_PERMITTED")
     time = time_of(message, arrived or datetime.now(UTC), violations)
     prompt = PromptTokens(prompt_tokens(message, model, time, violations))
-    if (
-        not violations and (unknown := max(prompt, default=0)) >= model.vocabulary
-    ):  # the tokenizer has more tokens than the model
+    # The tokenizer may have more tokens than the model.
+    if not violations and (unknown := max(prompt, default=0)) >= model.vocabulary:
         problem = f"has the token {unknown}, the model has token ids below {model.vocabulary}"
         violations.append((message.WhichOneof("prompt") or "prompt", problem))
     generated = list(message.generated_tokens)
@@ -111,7 +110,7 @@ def parse(
     stops = _unshown_stops(message, model, reasoning)
     end_tokens = frozenset(message.stop_tokens) | stops
     end_tokens |= frozenset() if message.ignore_end_token else model.end_tokens
-    if len(end_tokens) > MAX_STOP_TOKENS:  # the request that resumes a text gives all of them as stop tokens
+    if len(end_tokens) > MAX_STOP_TOKENS:  # a request that resumes the text gives all of them as stop tokens
         problem = (
             f"gives {len(end_tokens)} end tokens together with the model's own, must give at most {MAX_STOP_TOKENS}"
         )
@@ -122,7 +121,7 @@ def parse(
     violations += typicality_violations(message.rule, message.typicality)
 
     room = model.context - len(prompt)
-    most = max(1, room) + 1  # one more than fits, so that such a text ends with CONTEXT, not LENGTH
+    most = max(1, room) + 1  # one more than fits, so that a text that fills the context ends with CONTEXT, not LENGTH
     unasked = most if defaults.max_new_tokens is None else min(most, defaults.max_new_tokens)
     max_tokens = message.max_tokens if message.HasField("max_tokens") else unasked
     violations += _length_violations(message, max_tokens, room)
@@ -183,7 +182,7 @@ def parse(
         learn=message.learn,
         tool_format=model.tool_format.name if message.chat.tools and model.tool_format is not None else "",
     )
-    # Computed before the samples need them: a parse of a long prompt runs in a thread, the samples on the event loop.
+    # Compute these now: a long prompt is parsed in a thread, but the samples run on the event loop.
     _ = prompt.digest
     prompt.block_hashes(sample.cache_scope)
     return Request(
@@ -288,7 +287,7 @@ def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int,
 
 
 def _prompt_sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[tuple[str, str]]:
-    """Find prompts too long to be parsed. Cheap for any length."""
+    """Return the violations of a prompt too long to be parsed. Cheap for any length."""
     chat, context = message.chat.messages, model.context
     found = [
         too_many("text", len(message.text.encode()), model.most_text, "bytes"),
@@ -304,7 +303,7 @@ def _prompt_sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -
 
 
 def _sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[tuple[str, str]]:
-    """Find other fields too long to be parsed. Also cheap."""
+    """Return the violations of other fields too long to be parsed. Also cheap."""
     found: list[tuple[str, str] | None] = [
         too_many("generated_tokens", len(message.generated_tokens), model.context, "tokens"),
         too_many("stop", len(message.stop), MAX_STOP_STRINGS, "strings"),
@@ -402,8 +401,8 @@ def _ending_marks(
     end_tokens: frozenset[int],
     stops: frozenset[int],
 ) -> Iterator[tuple[str, str]]:
-    """Yield violations of a grammar whose marks end the text. Unless the caller set them, they are the marks of
-    reasoning. `stops`: the end tokens from stop strings."""
+    """Yield violations of a grammar whose marks are end tokens of the text. Unless the request sets these marks, they
+    are those of reasoning. `stops`: the end tokens from stop strings."""
     is_own = message.grammar.HasField("after_token") or message.grammar.HasField("opening_token")
     for name in ("after_token", "opening_token"):
         closes = name == "after_token"

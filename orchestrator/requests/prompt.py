@@ -18,7 +18,7 @@ MAX_ARGUMENTS = 16 << 10
 """Largest size in bytes of a chat template's arguments."""
 
 TRUNCATED = 4
-"""Limit on a prompt to be truncated, in multiples of the context: tokenising needs memory for the whole prompt."""
+"""Maximum length of a prompt before truncation, in contexts: tokenising needs memory for the whole prompt."""
 
 
 def most_prompt_tokens(message: generation_pb2.GenerateRequest, model: ServedModel) -> int:
@@ -75,8 +75,8 @@ def prompt_tokens(
 def _truncated_text(
     text: str, ids: list[int], kept: int, model: ServedModel, violations: list[tuple[str, str]]
 ) -> list[int]:
-    """Return the last `kept` tokens of a text, including the special tokens around it. Only the text's own tokens are
-    dropped, as in transformers."""
+    """Return `kept` tokens: the special tokens around a text, and the last of the text's own tokens. Special tokens are
+    never dropped, as in transformers."""
     if len(ids) <= kept:
         return ids
     plain = model.tokenizer.encode(text, special=False)

@@ -14,8 +14,8 @@ MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The reasoning of one text: it ends with the token `closing`. It starts in the prompt if it has `begun`, else in
-    the text if the first token there is `opening`."""
+    """The reasoning of one text: it ends with the token `closing`. If it has `begun`, it starts in the prompt. Else the
+    text has reasoning only if it starts with `opening`, after white space at most."""
 
     opening: int
     closing: int

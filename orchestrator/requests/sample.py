@@ -19,7 +19,7 @@ from specdec.v2 import generation_pb2, model_pb2
 
 
 class PromptTokens(list[int]):
-    """The tokens of a prompt, and what is computed from all of them: once, for all samples of the request."""
+    """The tokens of a prompt. Digest and block hashes are computed once for all samples of the request."""
 
     @cached_property
     def digest(self) -> str:
@@ -56,23 +56,23 @@ class Sample:
     rule: Rule
     contrast: model_pb2.Contrast
     typicality: model_pb2.Typicality
-    weight: float = 1.0  # of the tenant, relative to its competitors for a verifier
+    weight: float = 1.0  # the tenant's, relative to other tenants at a verifier
     priority: int = 0  # within the tenant: lower goes first
-    revision: str = ""  # of the model at the start of the text; empty: any
+    revision: str = ""  # fingerprint of the model that the text was started with; empty: any model
     coalesce_commits: bool = False  # the client reads the text only when it is complete
     rejected_candidates: bool = False  # return rejected candidates
-    grammar: model_pb2.Grammar | None = None  # of the text; None: any text
-    grammar_field: str = ""  # of the request, which sets the grammar
+    grammar: model_pb2.Grammar | None = None  # constrains the text; None: unconstrained
+    grammar_field: str = ""  # field of the request that sets the grammar
     shown_tokens: frozenset[int] = frozenset()  # special tokens that the text shows
     show_special: bool = False  # all special tokens are shown
     include_stop: bool = False  # the text includes the stop string or end token
     reasoning: Reasoning | None = None  # at the start of the text, if any
     time: datetime | None = None  # seen by the chat template
     prompt_logprobs: int | None = None  # as `top_logprobs`, for the prompt; of the first sample only
-    schema_check: TextCheck | None = None  # of the finished answer: the part of its schema that no grammar enforces
+    schema_check: TextCheck | None = None  # checks the part of the answer's schema that no grammar enforces
     cache_salt: str = ""  # separates the text from others of its tenant in caches
     learn: bool = False  # draft services may keep the text to learn from it
-    tool_format: str = ""  # of the calls in the text; empty without tools
+    tool_format: str = ""  # name of the format of calls in the text; empty without tools
 
     @property
     def cache_scope(self) -> bytes:
@@ -95,14 +95,14 @@ class Sample:
 
 
 class CommittedText:
-    """The final tokens of one sample so far. Only `Verification` appends to them. Sessions are opened with them, so
-    trees and caches of draft and verifier can be rebuilt at any time."""
+    """The committed tokens of one sample. Only `Verification` appends to them. Sessions are opened with them, so trees
+    and caches of draft and verifier can be rebuilt at any time."""
 
     def __init__(self, sample: Sample) -> None:
         self._prompt, self._scope = sample.prompt, sample.cache_scope
         self._generated = list(sample.generated)
         self._to_score = 0 if sample.prompt_logprobs is None else len(sample.prompt)
-        self.scored = 0  # leading tokens of the prompt with log-probabilities, if requested; the first one has none
+        self.scored = 0  # leading prompt tokens whose log-probabilities have arrived; the first token has none
 
     @property
     def generated(self) -> Sequence[int]:

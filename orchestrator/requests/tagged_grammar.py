@@ -1,7 +1,7 @@
 """The grammar of tool calls with arguments between tags, as Lark for llguidance, and the schemas it can enforce.
 
-Strings are verbatim between the tags, so JSON's grammar does not apply to them: only a length or a list of values can
-be enforced. A schema with further constraints on strings is refused.
+Strings between the tags are verbatim, not JSON, so only their length or a list of values can be enforced. A schema with
+further constraints on strings is refused.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from specdec.wire.tool_formats import TaggedCall
 
 @dataclass(frozen=True)
 class Marks:
-    """Fixed texts of a tool format, with special tokens spelt by their ids."""
+    """Spells the fixed texts of a tool format in Lark. `tokens`: the ids of marks that are special tokens."""
 
     tokens: Mapping[str, int]
 
     def spelt(self, text: str) -> str:
-        """Return a text as part of a rule; an empty text stays empty."""
+        """Return a text as part of a rule, with a special token spelt by its id; an empty text stays empty."""
         stripped = text.strip()
         if stripped in self.tokens:
             begin, _, end = text.partition(stripped)

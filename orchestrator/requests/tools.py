@@ -166,7 +166,7 @@ def _values(texts: Sequence[str]) -> int:
     found = sum(text.count(sign) for text in texts for sign in _SIGNS)
     if found <= MAX_VALUES:
         return found
-    bare = (_STRING.sub("", text) for text in texts)  # most of these signs are in strings, such as source code
+    bare = (_STRING.sub("", text) for text in texts)  # strings such as source code have most of these signs
     return sum(text.count(sign) for text in bare for sign in _SIGNS)
 
 
@@ -300,8 +300,8 @@ def _beside_text(wanted: ToolFormat, marks: Marks, single: bool) -> Iterator[str
 def _call_rules(
     tools: Mapping[str, Mapping[str, Any]], wanted: ToolFormat, marks: Marks, *, as_json: bool
 ) -> Iterator[str]:
-    """Yield the rules for one call. With `as_json` the whole call is a rule for JSON: otherwise the lexer could not
-    tell a call's fixed characters from an answer in JSON."""
+    """Yield the rules for one call. With `as_json`, one rule for JSON covers the whole call: the lexer could not tell
+    fixed characters of a call from an answer in JSON."""
     yield "call: " + " | ".join(f"call_{number}" for number in range(len(tools)))
     for number, (name, schema) in enumerate(tools.items()):
         arguments = f"arguments_{number}"
