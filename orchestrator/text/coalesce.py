@@ -24,8 +24,8 @@ Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 
 async def coalesced(responses: Responses, seconds: float = COALESCE_SECONDS) -> Responses:
     """Yield the responses of one sample, coalesced. The first and the last are sent immediately; any other that arrives
-    too early is sent with the next one, or before an error. There is no timer: when a text stalls, tokens from the last
-    hundredths of a second remain held."""
+    within `seconds` of the previous message is held, and sent with the next one or before an error. There is no timer:
+    while a text stalls, a held response stays held."""
     pending: generation_pb2.GenerateResponse | None = None
     sent_at = -seconds
     async with aclosing(responses):

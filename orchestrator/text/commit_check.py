@@ -1,7 +1,7 @@
 """Checks a verifier's messages against the request.
 
-No message shows whether the verifier's choice of tokens is right; the checksum shows only that the tokens arrived as
-sent. Everything else about a commit follows from the request and the text so far. A mismatch means that the pod is
+The checks cannot show whether the verifier chose the right tokens; the checksum shows only that the tokens arrived as
+sent. Everything else in a commit must agree with the request and the text so far. A mismatch means that the pod is
 broken or the message corrupted: the session is lost, as if its stream had ended.
 """
 
@@ -31,7 +31,7 @@ ROUNDING = 1e-3
 
 MAX_PREEMPTIONS = 1 << 20
 MAX_QUEUED_US = 1 << 50
-"""Limits on reported preemptions and microseconds: far above any pod's, but low enough for sums of them to fit the
+"""Limits on reported preemptions and microseconds: far above real values, but low enough for their sums to fit the
 fields of a response."""
 
 MAX_FED_BYTES = 64 << 20
@@ -61,7 +61,7 @@ class CommitCheck:
         self._features = 0  # bytes of features since the last commit
 
     def problem(self, message: object, text: CommittedText) -> str:
-        """Return what is wrong with a message about a text; empty if nothing is."""
+        """Return the problem with a message about a text; empty if there is none."""
         match message:
             case verifier_pb2.Commit():
                 what, violation = "commit", self.violation(message, text)
@@ -90,8 +90,8 @@ class CommitCheck:
         return ""
 
     def features_violation(self, features: model_pb2.Features) -> str:
-        """Return the problem with features for the draft; empty if there is none. Only the draft's guesses show whether
-        the numbers are right."""
+        """Return the problem with features for the draft; empty if there is none. The numbers are not checked: wrong
+        ones only make the draft's guesses worse."""
         if features.first >= self._end:
             return f"they begin at position {features.first}, the text has at most {self._end} tokens"
         size = len(features.values)

@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 MAX_EXPLANATION = 512
-"""Limit in characters on the explanation of a sample's speculation; a faulty verifier may cause longer ones."""
+"""Maximum characters of the explanation of a sample's speculation; a faulty verifier may cause longer ones."""
 
 
 def operation(request: generation_pb2.GenerateRequest) -> str:
@@ -111,7 +111,7 @@ FailoverReason = Literal[
 
 
 class FailoverEvents:
-    """The failover events of one sample. `of_all` counts the events of all samples."""
+    """The failover events of one sample. `of_all` counts those of all samples of the revision."""
 
     def __init__(self, timeline: SampleTimeline, of_all: Counter[str] | None = None) -> None:
         self.counts: Counter[str] = Counter()

@@ -16,8 +16,7 @@ from specdec.text.tokenizer import Tokenizer
 from specdec.wire.overlap import overlap
 
 CONTEXT = 8
-"""Number of earlier tokens decoded together with new ones: a token may spell something else at the beginning of a
-text."""
+"""Number of earlier tokens decoded together with new ones: some tokens have another text at the beginning."""
 
 SEARCHED = 4096
 """Tokens at the end of a prompt that are searched for this context. Special tokens and single bytes of characters do
@@ -55,9 +54,9 @@ class Detokenizer:
         for count, token in enumerate(context, 1):
             if self._characters.whole_after(token):
                 whole = count
-        self._context = context[:whole]  # makes whole characters
+        self._context = context[:whole]  # ends with a whole character
         self._pending, broken = self._characters.left_open(context[whole:])  # not yet spelt
-        self._spelt = len(self._decode(self._context + self._pending)) - broken  # characters not to return again
+        self._spelt = len(self._decode(self._context + self._pending)) - broken  # leading characters not to return
 
     def push(self, token: int) -> str:
         """Return the text this token completes; empty while a character is incomplete."""
@@ -212,7 +211,7 @@ class StopStrings:
         found = [(at, stop) for stop in self._stop if (at := visible.find(stop)) >= 0]
         found += [(places[at], stop) for stop in self._with_special if (at := held.find(stop)) >= 0]
         if found:
-            # The earliest stop string; of two at the same place, the longer.
+            # The earliest stop string; the longer of two at the same place.
             at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
             self._held, self._shown = "", []
             return Spelt(visible[:at] + (stop if self._include_stop else ""), stop)
@@ -237,14 +236,15 @@ client gets these tokens only with the next one."""
 
 class SampleText:
     """Detokenises one sample. Marks of reasoning are not shown; stop strings are searched for only in the answer. White
-    space around the opening mark and after the closing one is dropped. With a grammar the answer keeps its white space,
-    and there is reasoning only if the mark is the first token: the grammar applies to any other beginning."""
+    space around the opening mark and after the closing one is dropped. With a grammar, the answer keeps its white
+    space, and the text has reasoning only if its first token is the opening mark: any other beginning is the answer."""
 
     def __init__(self, sample: Sample, tokenizer: Tokenizer) -> None:
         self._sample = sample
         self._tokenizer = tokenizer
         reasoning = sample.reasoning
-        self._opening = None if reasoning is None or reasoning.begun else reasoning.opening  # if only space precedes it
+        # The opening mark, while it may still come: only white space may precede it.
+        self._opening = None if reasoning is None or reasoning.begun else reasoning.opening
         self._closing = reasoning.closing if reasoning is not None and reasoning.begun else None  # set within reasoning
         self._stream = self._answer(sample.prompt) if self._closing is None else self._thought(sample.prompt)
         self._ending = {

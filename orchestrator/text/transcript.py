@@ -61,11 +61,11 @@ class SampleTranscript:
         self.statistics = Statistics()
         self._text = SampleText(sample, model.tokenizer)
         self._piece = model.tokenizer.piece
-        self._prompt_tokens = 0  # leading prompt tokens returned in responses so far, if requested
+        self._prompt_tokens = 0  # number of prompt tokens returned so far, if requested
         self._found: int | None = None  # cached tokens of the prompt at the first verifier
         self._undecided: verifier_pb2.Commit | None = None  # a commit that has no response yet
         self._completion_tokens = len(sample.generated)
-        self._answer: list[str] = []  # its pieces, if the finished answer is to be checked
+        self._answer: list[str] = []  # pieces of the answer, if it is to be checked when it is finished
         self.finish_reason: model_pb2.FinishReason.ValueType = model_pb2.FINISH_REASON_UNSPECIFIED
         """Why the text is complete; unspecified while it is not."""
 
@@ -181,7 +181,7 @@ class SampleTranscript:
         return response
 
     def _with_undecided(self, commit: verifier_pb2.Commit) -> verifier_pb2.Commit:
-        """Return a commit, joined with the previous one if that has had no response."""
+        """Return a commit, joined with the previous one if that one has no response yet."""
         held, self._undecided = self._undecided, None
         if held is None:
             return commit
