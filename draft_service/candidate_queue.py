@@ -24,7 +24,7 @@ from specdec.decoding.sampling import Rule
 from specdec.decoding.tree import Node, Paths, TokenTree, spell
 
 DISTRIBUTIONS_A_MESSAGE = 4
-"""Unsent whole distributions that make a message due immediately: for 128,000 tokens each takes 256 KB."""
+"""Unsent whole distributions that make a message due immediately: each takes 256 KB for 128,000 tokens."""
 
 MARGIN, MIN_MARGIN, MAX_MARGIN = 4.0, 2.0, 10.0
 """Margin in nats for the tokens of a partial distribution (`contrastive.likeliest`): initial value and limits. With 4,
@@ -42,7 +42,7 @@ BYTES_A_TOKEN, MAX_SAVED_BYTES = 6 << 10, 24 << 10
 """Budget for a session's partial distributions: bytes added for each committed token, and the maximum balance. Once the
 budget is used up, only the distributions of the root and its first child are sent: a verifier may be waiting for them.
 The demo pair needs 4 kB a token; without the budget, a draft whose candidates are never right would send several times
-as much, for nothing."""
+as much."""
 
 MAX_OWED_BYTES = 4 * MAX_SAVED_BYTES
 """Limit on a session's overdraft of this budget. It is repaid from the part of BYTES_A_TOKEN that mandatory rows do not
@@ -68,14 +68,14 @@ class CandidateQueue:
         self._drawn = rule is Rule.REJECTION  # siblings are sent together, with the distribution they were drawn from
         self._contrasted = rule is Rule.CONTRASTIVE  # no token can be chosen without the distributions
         self._margin = MARGIN
-        self._query: DraftQuery | None = None  # about the root's row
-        self._bytes_left = float(MAX_SAVED_BYTES)  # of the budget for partial distributions; negative: overdrawn
-        self._base = tree.base  # at the last commit
+        self._query: DraftQuery | None = None  # the verifier's query about the root's row, if any
+        self._bytes_left = float(MAX_SAVED_BYTES)  # balance of the budget for partial distributions
+        self._base = tree.base  # as of the last commit
         self._policy = policy
         self._unsent: list[Node] = []
         self._unsent_distributions: list[Node] = []  # nodes with an unsent distribution over their children
         self._held_back = Frontier()  # siblings drawn together are represented by the first
-        self._held_nodes = 0  # with those siblings
+        self._held_nodes = 0  # number of nodes held back, siblings included
         self._timer = SendTimer()
         self._all_unsent = True  # nothing was sent since `resend`, or since the start
 
@@ -125,7 +125,8 @@ class CandidateQueue:
         self._unsent = [node for node in self._unsent if node in alive]
         self._unsent_distributions = [n for n in self._unsent_distributions if n is root or n in alive]
         if self._contrasted and root.distribution is not None and root not in self._unsent_distributions:
-            self._unsent_distributions.insert(0, root)  # again: a verifier with a full tree has dropped node and row
+            # Send it again: a verifier with a full tree has dropped node and row.
+            self._unsent_distributions.insert(0, root)
         self._release()
 
     def commit_arrived(self, now: float) -> None:
@@ -209,7 +210,7 @@ class CandidateQueue:
         """Offer held-back nodes that are now above the threshold, after a commit or a new policy."""
         held_back, policy = self._held_back, self._policy
         while held_back:
-            path_logprob, node = held_back.best()  # the likeliest next token, if it is held back
+            path_logprob, node = held_back.best()  # if the likeliest next token is held back, it is the best
             nodes = self.offered + self._count_together(node)
             sendable = self._affordable and path_logprob >= policy.min_sent_logprob and nodes <= policy.max_nodes
             if not sendable and node is not self._likeliest:

@@ -113,7 +113,7 @@ class DraftLoop(EngineWorker[DrafterSession]):
         return None if wake is None else max(0.0, wake - now)
 
     def _expand(self, runnable: list[DrafterSession]) -> None:
-        """Expand sessions, the best first; a session suspected of making steps fail is expanded alone."""
+        """Expand sessions, the best first. After a failed step, its sessions are expanded one at a time."""
         retried = self._retry.next(runnable)
         asked = runnable if retried is None else [retried]
         try:

@@ -55,7 +55,7 @@ class Drafter(ABC):
     def open(self, session: DrafterSession) -> None:  # noqa: B027 -- not every drafter has memory of its own
         """Prepare for a session; PoolFullError if there is no memory for it."""
 
-    def commit(self, session: DrafterSession, move: RootMove) -> None:  # noqa: B027 -- the tree may say all
+    def commit(self, session: DrafterSession, move: RootMove) -> None:  # noqa: B027 -- the tree may suffice
         """Follow a commit: the root of the session's tree has moved."""
 
     def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
@@ -81,5 +81,5 @@ class Drafter(ABC):
         """Forget an open session."""
 
     def recover(self) -> bool:
-        """Return whether the drafter works again after a failed expansion."""
+        """Return True if the drafter works again after a failed expansion."""
         return True

@@ -1,9 +1,9 @@
 """Expansion width: how many nodes to compute in one pass, per session and over all sessions, measured at start-up.
 
-Computing only the best node before choosing again computes the fewest nodes. Computing several together gives a deeper
-and wider tree sooner, since an accelerator's step over a few rows takes about as long as over one. The best width
-depends on the device, so it is measured. The number of nodes of all sessions in a pass is measured too: where extra
-rows are cheap, no session should wait for another's pass.
+One node per pass, the best, makes the fewest nodes in total. Several per pass give a deeper and wider tree sooner,
+since an accelerator's step over a few rows takes about as long as over one. The best width depends on the device, so it
+is measured. The number of nodes of all sessions in a pass is measured too: if extra rows are cheap, no session should
+wait for another's pass.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ later, and versions that learned from texts kept up to this much later."""
 
 
 SETTLED_SECONDS = 2.0
-"""Seconds for which a folder must look the same until its records count as read: a record written right after a look
-may leave the folder's modification time as it was, which some file systems keep in whole seconds."""
+"""Seconds that the folder must stay unchanged until its records count as read. Some file systems store modification
+times in whole seconds, so a record written right after a look may not change the folder's time."""
 
 
 class Forgotten:
@@ -60,7 +60,7 @@ class Forgotten:
         self._since: OrderedDict[str, float] = OrderedDict()  # tenant's digest -> Unix seconds
         self._read: dict[str, FileVersion] = {}  # files as last read, by name
         self._seen: FileVersion = ()  # the folder as last seen
-        self._seen_at = 0.0  # `time.monotonic` when it was first seen like that
+        self._seen_at = 0.0  # `time.monotonic` when that version of the folder was first seen
         self._settled: FileVersion | None = None  # the folder when all its records had been read
         self._doubtful: frozenset[str] = frozenset()  # digests whose files cannot be read or parsed at present
         self._unreadable = ""  # the reason, as last logged
@@ -88,7 +88,7 @@ class Forgotten:
 
     def look(self) -> bool:
         """Read the records of other services in the folder; return whether anything was new. While a file cannot be
-        read or parsed, all texts of its tenant count as forgotten, whenever they were kept."""
+        read or parsed, all texts of its tenant count as forgotten, whatever their age."""
         try:
             is_new = self._take_names()
         except OSError as error:

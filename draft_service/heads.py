@@ -1,11 +1,11 @@
 """Heads as a drafter: EAGLE-3 heads, a block draft or an MTP layer, run apart from their target.
 
 Heads read fused features that the verifier sends (`Features`): one row for each token of the text except the last. Once
-the row before the last token has arrived, a tree grows from it as in a verifier (`specdec/engine/heads/growth.py`), a
-level at a time and for several texts concurrently. Nodes keep the children that they already have. Until that row
-arrives, the only candidates are those grown from earlier rows.
+the last of these rows has arrived, a tree grows from it as in a verifier (`specdec/engine/heads/growth.py`), a level at
+a time and for several texts concurrently. Nodes keep the children that they already have. Until that row arrives, the
+only candidates are those grown from earlier rows.
 
-Missing rows cost guesses: the heads see the text only from the first row after the gap.
+If rows are missing, the heads see the text only from the first row after the gap, and guess worse.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class HeadsDrafter(Drafter):
         self._prune(session)
 
     def _prune(self, session: DrafterSession) -> None:
-        """Drop unread rows that are too old for any further tree."""
+        """Drop unread rows that no further tree will read, since they are outside the heads' context."""
         text = self._texts[session]
         least = session.tree.base - self._reader.context
         text.arrived = [(first, rows) for first, rows in text.arrived if first + len(rows) > least]
@@ -135,7 +135,7 @@ class HeadsDrafter(Drafter):
         self._texts.pop(session).slots.release()
 
     def best_logprob(self, session: DrafterSession) -> float:
-        """Return the base class's value, but -inf while the row before the last token is missing, and after the tree
+        """Return the base class's value; -inf while the row of the token before the last is missing, and once the tree
         has grown from that row."""
         text, base = self._texts[session], session.tree.base
         was_read = text.arrived or text.state is not None  # False for a text of one token: no row precedes it

@@ -32,8 +32,8 @@ class LoadedHeads(NamedTuple):
 
 
 def load_heads(files: FeatureFiles[Any], target: ModelDirectory, placement: Placement, threads: int) -> LoadedHeads:
-    """Load heads for this target; ModelDirectoryError or UnsupportedModelError, with a one-line reason, if
-    impossible."""
+    """Load heads for this target; ModelDirectoryError or UnsupportedModelError, with a one-line reason, if they cannot
+    be used."""
     path, shape = files.path, files.target
     config, device, dtype = files.config, placement.device, dtype_of(target, placement)
     torch.set_num_threads(threads)

@@ -35,7 +35,7 @@ class SessionSlots:
     def __init__(self, slots: Slots) -> None:
         self.all = slots
         self.nodes: dict[Node, int] = {}
-        self.computed = 0  # text tokens
+        self.computed = 0  # number of text tokens with a slot
         self._text = np.empty(len(slots), dtype=np.int64)
         self._free = slots[::-1].tolist()  # popped in ascending order: contiguous texts are read without a copy
 
@@ -141,7 +141,7 @@ class ModelSession:
         return len(planned)
 
     def _read(self, node: Node) -> tuple[int, int]:
-        """Return the token and the position of a node, as the model reads it."""
+        """Return a node's token and position in the model's text."""
         if self._translation is None:
             return node.token, node.position
         return self._translation.common[node.token], node.position + len(self._text) - self.session.tree.base
@@ -181,8 +181,8 @@ PROMPT_BUDGET = 512
 
 PAUSED_LAG_TOKENS = PROMPT_BUDGET
 """Limit on a paused draft's pending committed tokens. Below it a paused text costs other sessions nothing, and a
-resumed draft catches up in one pass, or in a few shared passes. No pass reads a longer text to its end, which would
-expand the root."""
+resumed draft catches up in one pass, or in a few shared passes. Above it, one pass cannot read the whole pending text,
+so reading never expands the root."""
 
 PROMPT_WIDTHS = 4
 """Rows of committed text in a pass that also expands other sessions, in multiples of the expansion width.
@@ -199,10 +199,10 @@ class LanguageModelDrafter(Drafter):
     """The drafter that runs a draft model.
 
     Limits of one pass: `rows` nodes over all sessions, `rows_per_session` nodes of one session, and PROMPT_BUDGET
-    tokens of committed text, shortest remaining text first. The last limit is lower while other sessions wait for it.
-    With `times`, a pass leaves out nodes that would lower its path probability per second. `translation`: for a target
-    with another tokenizer; sessions then have an `own_prompt`, and the model drafts for texts of up to its `context`.
-    `forward` replaces the engine's pass.
+    tokens of committed text, shortest remaining text first. The last limit is lower while other sessions wait for the
+    pass. With `times`, a pass leaves out nodes that would lower its path probability per second. `translation`: for a
+    target with another tokenizer; sessions then have an `own_prompt`, and the model drafts for texts of up to its
+    `context`. `forward` replaces the engine's pass.
     """
 
     def __init__(

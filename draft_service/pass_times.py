@@ -18,7 +18,7 @@ DECAY = 0.98
 """Weight of a pass relative to the next one."""
 
 MEASURED_WEIGHT = 4.0
-"""Weight of each start-up measurement, in passes. It never decays: passes of a single size determine no slope."""
+"""Weight of each start-up measurement, in passes. It never decays, since passes of a single size determine no slope."""
 
 MAX_SLOWDOWN = 3.0
 """Cap on an observed pass, in multiples of its expected seconds: the process may have lost its core meanwhile."""
@@ -58,7 +58,7 @@ class PassTimes:
         measured, passes = self._measured, self._passes
         slope = (measured.covariance + passes.covariance) / (measured.variance + passes.variance)
         level = passes if passes.weight else measured
-        # Noise must make neither a node nor an empty pass cost less than 0.
+        # Noise in the times must make neither the slope nor the base negative.
         self._a_node = min(max(slope, 0.0), level.t / level.n)
         self._base = (level.t - level.n * self._a_node) / level.weight
 

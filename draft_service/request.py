@@ -16,7 +16,7 @@ MIN_PROBABILITY = 0.002
 """Minimum path probability of a node to be expanded."""
 
 MIN_CONTRASTED_PROBABILITY = 0.02
-"""The same minimum under CONTRASTIVE. There each node is sent with log q of many tokens, and most tokens of a step are
+"""The same minimum under CONTRASTIVE. Each node is then sent with log q of many tokens, and most tokens of a step are
 the target's own, since the rule prefers tokens that the draft does not expect. On the demo pair, with target passes of
 30 ms and draft passes of 3 ms, a step yields 1.78 tokens, and the draft sends 12 distributions per token; with a
 minimum of 0.002, the numbers are 1.82 and 45."""
@@ -26,7 +26,8 @@ MAX_KEPT_BYTES = 16 << 20
 vocabulary of 151,936 tokens that is 55 rows."""
 
 SEND_FACTOR = 3.0
-"""Minimum path probability of a node to be sent, in multiples of the minimum for expansion (of up to 1/9).
+"""Minimum path probability of a node to be sent, in multiples of the minimum for expansion. A smaller multiple applies
+if that minimum exceeds 1/9 (`min_sent_logprob`).
 
 Most early expansions lie off the text's eventual path, so a node is sent only once the text has come this near to it.
 That halves the bytes sent, at no cost in tokens a second (`python -m bench simulate`).
@@ -38,7 +39,7 @@ class ExpansionPolicy:
     """A validated DraftPolicy."""
 
     max_nodes: int = 256  # limit on nodes offered to the verifier, and on nodes expanded
-    max_depth: int = 64  # of a node that a step verifies, below the last committed token
+    max_depth: int = 64  # maximum depth of a node that a step verifies, below the last committed token
     max_branches: int = 5
     min_path_probability: float = MIN_PROBABILITY
     scorer: Scorer = Scorer.CALIBRATED
@@ -71,8 +72,8 @@ class ExpansionPolicy:
 
     @cached_property
     def min_sent_logprob(self) -> float:
-        """The minimum path logprob of a node to be sent. For a large `min_path_probability` p it is log sqrt(p), since
-        no node reaches SEND_FACTOR p. While paused no node is sent."""
+        """The minimum path logprob of a node to be sent. For a `min_path_probability` p above 1/9 it is log sqrt(p),
+        since SEND_FACTOR p is near 1 or higher. While paused no node is sent."""
         if self.paused:
             return math.inf
         return min(self.min_logprob + math.log(SEND_FACTOR), 0.5 * self.min_logprob)
