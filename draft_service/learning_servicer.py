@@ -68,7 +68,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         now = time.monotonic()
         message, tokens = learning_pb2.GetTrafficResponse(), 0
         texts = [] if self._loop.traffic is None else self._loop.traffic.texts()
-        # Weak references: texts forgotten or evicted while a reader takes earlier ones leave memory, and are not sent.
+        # Weak references: a text that is forgotten or evicted before its turn is freed, and not sent.
         kept = [weakref.ref(text) for text in texts]
         texts.clear()
         for reference in kept:
@@ -87,7 +87,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         if len(request.tenant) > MAX_TENANT_CHARACTERS:
             problem = f"has {len(request.tenant)} characters, must have at most {MAX_TENANT_CHARACTERS}"
             raise InvalidRequestError([("tenant", problem)])
-        # Forgetting completes even if the caller's deadline passes meanwhile.
+        # Forgetting completes even if the caller's deadline passes first.
         forgetting = asyncio.create_task(self._forget(request.tenant))
         self._forgetting.add(forgetting)
         forgetting.add_done_callback(self._forgetting.discard)
@@ -97,7 +97,7 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
         not_written: NotRememberedError | None = None
         try:
             await asyncio.to_thread(self._learning.forgotten.add, tenant)  # waits for the disk
-        except NotRememberedError as error:  # first do everything that works without the folder
+        except NotRememberedError as error:  # raised below, after the steps that work without the folder
             not_written = error
         forgotten = learning_pb2.ForgetResponse()
         if self._loop.traffic is not None:

@@ -35,7 +35,7 @@ class SendTimer:
         self._period = 0.0  # mean time between commits; 0: unknown
         self._deviation = 0.0  # mean deviation of the period
         self._sent_since = True  # the last commit, if any, was followed by a message
-        self._missed = False  # the last commit found unsent candidates, and no message since the commit before it
+        self._missed = False  # candidates waited at the last commit, with no message since the commit before it
 
     def committed(self, now: float, *, unsent: bool = False) -> None:
         """Record a commit; `unsent`: candidates were waiting to be sent."""
@@ -67,7 +67,7 @@ class SendTimer:
         earliest = -math.inf if urgent else self._sent_at + interval
         if not self._period:
             return earliest
-        period = max(self._period, interval)  # a burst of commits, after a stall, makes the estimate tiny for a while
+        period = max(self._period, interval)  # a burst of commits after a stall makes the estimate far too short
         deadline = now + (self._committed_at - round_trip - self._deviation - now) % period
         if self._sent_at <= deadline - 2 * period:  # the last deadline passed without a message
             return -math.inf

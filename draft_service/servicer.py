@@ -299,7 +299,7 @@ class DraftServicer(
         for all callers, trusted or not."""
         message = request.open
         # Only tokens in both vocabularies are proposed: the target would drop any others. Sampling parameters may name
-        # tokens outside the draft's vocabulary: these affect none of its candidates.
+        # tokens outside the draft's vocabulary, which affect none of its candidates.
         own, context = self._identity.vocabulary_size, self._identity.context_tokens
         targets = message.vocabulary_size or own
         vocabulary = min(own, targets)
@@ -346,7 +346,7 @@ class DraftServicer(
             targets,
         )
         most_nodes = self._limits.max_nodes
-        if wanted.distributions_required:  # rows are float16; the root's is not counted
+        if wanted.distributions_required:  # a row takes 2 bytes per token; the root's row is not counted
             most_nodes = max(1, min(most_nodes, MAX_KEPT_BYTES // (2 * vocabulary)))
         policy = self._policy(message.policy, most_nodes, rule)
         try:

@@ -34,7 +34,7 @@ MAX_PLACES = 1024
 """Maximum places of a text to keep the target's log-probabilities for, 388 bytes each; later places are dropped."""
 
 UNCALIBRATED = [0.0] * RANKS
-"""Shifts of siblings that are scored by the draft's own probabilities."""
+"""Shifts of siblings scored by the draft's own probabilities."""
 
 
 class RootMove(NamedTuple):
@@ -60,7 +60,7 @@ class DrafterSession:
         self.request = request
         self.policy = policy
         self.vocabulary = vocabulary
-        self.max_nodes = policy.max_nodes  # from the opening, which reserves their memory; caps later policies
+        self.max_nodes = policy.max_nodes  # memory is reserved for these at the opening, so later policies are capped
         self.grammar = None if request.grammar is None else request.grammar.begin(request.generated, request.end_tokens)
         self.end = min(len(request.prompt) + request.max_tokens, request.context)
         self.tree = TokenTree(
@@ -113,7 +113,8 @@ class DrafterSession:
         return RootMove(new_tokens, followed, alive)
 
     def add_places(self, places: Sequence[TargetLogprobs]) -> None:
-        """Keep the target's log-probabilities at places of committed tokens, ascending; known places are skipped."""
+        """Keep the target's log-probabilities at places of committed tokens; `places` ascend, known ones are
+        skipped."""
         last = self.places[-1].position if self.places else -1
         new = [place for place in places if place.position > last]
         self.places += new[: MAX_PLACES - len(self.places)]
@@ -154,7 +155,7 @@ class DrafterSession:
         """Return the nodes on the path of committed tokens, and the path's logprob.
 
         Calibrate with the outcome at every node on the path: the child that was taken, if any, even if it was not sent.
-        The depth used is the node's depth at expansion: the draft runs ahead, so the text has come nearer since.
+        Use the node's depth at expansion, since commits may have reduced it.
         """
         node, followed, passed = self.tree.root, [], 0.0
         for place, token in enumerate(tokens, self.tree.base):
@@ -209,8 +210,8 @@ class DrafterSession:
         return True
 
     def take_root(self) -> bool:
-        """Take the root, even if it has children: there may be better ones now. Return False if the session has
-        `max_nodes` nodes."""
+        """Take the root, even if it has children, to add better ones. Return False if the session has `max_nodes`
+        nodes."""
         if self._full:
             return False
         self._frontier.remove(self.tree.root)
@@ -229,7 +230,7 @@ class DrafterSession:
 
     def abandon_frontier(self) -> None:
         """Take all nodes off the frontier, except a root without children: the model that takes over has computed none
-        of their ancestors. It begins to expand once the text has left the tree. The tree's candidates, and the
+        of their ancestors. That model expands nodes once the text has left the tree. The tree's candidates, and the
         distributions they were drawn from, stay."""
         self._frontier.clear()
         self._too_deep.clear()
@@ -289,8 +290,8 @@ class DrafterSession:
 
     def add_draws(self, node: Node, tokens: Sequence[int], distribution: DraftDistribution) -> None:
         """Add children drawn from this distribution without replacement, in the order of the draws (REJECTION). The
-        first is always added, the others if they are probable enough, within `max_nodes`. Their number must not depend
-        on the drawn tokens, so it is computed without them."""
+        first is always added, the others if they are probable enough, within `max_nodes`. Their number is computed
+        without the drawn tokens, since it must not depend on them."""
         node.distribution = distribution
         estimates = np.log(rejection.acceptances(distribution, len(tokens)))
         (logprobs,) = corrected([self.shifts(node)], estimates[None]).tolist()

@@ -36,7 +36,7 @@ class KeptText:
 
     tenant: str
     tokens: NDArray[np.uint32]  # prompt first
-    prompt: int  # tokens of the prompt
+    prompt: int  # number of prompt tokens
     overruled: NDArray[np.uint32]  # indices of tokens that are not the draft's likeliest guess, ascending
     kept_at: float  # by the `clock` of `Traffic`
     places: PackedPlaces = NO_PLACES  # the target's log-probabilities at some overruled tokens
@@ -55,8 +55,8 @@ class KeptText:
         return replace(self, overruled=overruled, places=places)
 
     def last(self, most: int, most_places: int) -> KeptText:
-        """Return a copy of the last `most` tokens, with at most the last `most_places` places, so that the memory of
-        the others can be freed."""
+        """Return the last `most` tokens, with at most the last `most_places` places: copies, so that the rest can be
+        freed."""
         cut = max(0, len(self.tokens) - most)
         return replace(
             self,
@@ -102,13 +102,13 @@ class Traffic:
         self._tokens = 0
 
     def keeps(self, session: DrafterSession) -> bool:
-        """Return whether the text of a session will be kept, unless its tenant is forgotten meanwhile."""
+        """Return True if the text of a session will be kept, unless its tenant is forgotten before it ends."""
         request = session.request
         return request.learn and not self.forgotten.keeps_out(request.tenant, session.begun)
 
     def keep(self, session: DrafterSession) -> bool:
-        """Keep the text of a session that ends, if its request permits it and its tenant was not forgotten meanwhile.
-        Only the last tokens of an overlong text are kept."""
+        """Keep the text of a session that ends, if its request permits it and its tenant was not forgotten since the
+        text began. Only the last tokens of an overlong text are kept. Return True if it was kept."""
         request = session.request
         if not request.learn or session.tree.base == len(request.prompt):  # the target has added no token
             return False
@@ -141,8 +141,8 @@ class Traffic:
         return True
 
     def _joined(self, text: KeptText, begun: int) -> KeptText:
-        """Return a text, opened with `begun` tokens, with the labels of its beginning, if this is one of the last texts
-        kept, and no longer keep the beginning alone."""
+        """Return a text whose session opened with `begun` tokens. If its beginning is among the last kept texts, add
+        that text's labels, and no longer keep that text."""
         recent = enumerate(islice(reversed(self._texts), MAX_SEARCHED_TEXTS), 1)
         back, begin = next(((back, kept) for back, kept in recent if text.continues(kept, begun)), (0, None))
         if begin is None:

@@ -3,8 +3,8 @@ logits over the draft's tokens to logits over the target's.
 
 Tokens with the same bytes in both vocabularies are the *common* ones. Only these are proposed, with the draft's
 distribution renormalised over them (token-level intersection, TLI: Timor et al. 2025, arXiv:2502.05202, algorithm 4).
-Noise is looked up by the target's id, so under COUPLED these candidates agree with the target's choices just as any
-draft's do.
+Noise is looked up by the target's id, so under COUPLED these candidates agree with the target's choices as often as
+those of any draft with this distribution.
 
 A prompt is decoded by the target's tokenizer and encoded by the draft's. Later tokens are translated one by one: a
 common token to its counterpart, any other to the longest draft tokens that spell its bytes. A candidate is one token in

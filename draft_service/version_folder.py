@@ -1,8 +1,8 @@
 """The folder of versions: each complete sub-directory is a version of the draft's model.
 
 A version is complete once it has a marker: the file COMPLETE, written last, or the description of an export, which
-`specdec export` moves into place together with the other files. Directories whose names begin with a dot, or mark an
-unfinished export, are ignored, so a writer may also fill a directory under such a name and then rename it.
+`specdec export` moves into place together with the other files. Directories whose names begin with a dot, or contain
+UNFINISHED, are ignored, so a writer may also fill a directory under such a name and then rename it.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class VersionFollower:
         self._worker = worker
         self._tried: dict[str, FileVersion] = {}  # markers of versions that were loaded or refused
         self._waiting: list[FoundVersion] = []
-        self._left_out: set[str] = set()  # names of new versions; each waits until its namesake has left memory
+        self._left_out: set[str] = set()  # new versions that wait until a version of their name has left memory
         self._handed_over: threading.Event | None = None  # set once the drafter has the latest loaded version
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="versions", daemon=True)
@@ -95,7 +95,7 @@ class VersionFollower:
         while not self._stopping.is_set():
             try:
                 self.look()
-            except Exception:  # the service goes on with the versions that it has
+            except Exception:  # the service continues with the versions that it has
                 log.exception("versions_not_followed")
             self._stopping.wait(LOOK_SECONDS)
 
@@ -118,7 +118,7 @@ class VersionFollower:
                 self._load(self._waiting.pop(0))
 
     def _take(self, found: tuple[FoundVersion, ...]) -> None:
-        """Take the folder's contents: new versions, and versions with a changed marker, wait for their trial."""
+        """Take the folder's contents: queue new versions, and versions with a changed marker, for a trial."""
         present = {version.name for version in found}
         for name in [*(version.name for version in self._waiting), *self._tried]:
             if name not in present:
@@ -132,7 +132,7 @@ class VersionFollower:
             self._worker.submit(partial(self.drafter.note, version.name, State.WAITING))
 
     def _leave_out(self) -> None:
-        """Move waiting versions to `_left_out` if a version of their name is in memory."""
+        """Move waiting versions to `_left_out` if a version of the same name is in memory."""
         taken = self._taken()
         for name in [version.name for version in self._waiting if version.name in taken]:
             self._left_out.add(name)
@@ -209,7 +209,7 @@ class VersionFollower:
             return False
 
     def _loaded(self, found: FoundVersion, expected: Callable[[int], float] | None) -> LoadedVersion | str | None:
-        """Load a version in a thread. Return the reason if it is refused, None if the service stops meanwhile."""
+        """Load a version in a thread. Return the reason if it is refused, None if the service stops first."""
         results: list[LoadedVersion | str] = []
 
         def load() -> None:

@@ -1,7 +1,7 @@
-"""Loading a new version of a draft's model beside the serving one.
+"""Loads a new version of a draft's model beside the serving one.
 
 A version is checked as at start-up, and compared with the model that the service began with: everything that a session
-relies on must be the same. Then it is exported, in a process of lower priority, loaded, and measured.
+relies on must be the same. Then the version is exported in a process of lower priority, loaded, and measured.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ PROBED_TOKENS = 32
 """Tokens of the text whose logits must be finite before a version serves."""
 
 BESIDE = 2.0
-"""Factor on the slowdown limit at loading, when a version is measured while the serving version runs passes on the same
-cores. On trial, where the two take turns, the limit applies without this factor."""
+"""Factor on the slowdown limit at loading: a version is measured while the serving version runs passes on the same
+cores. On trial, the two take turns, so the limit applies without this factor."""
 
 NODES = expansion_width.WIDTHS[0]
 """Nodes of the passes whose times are compared."""

@@ -27,7 +27,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 WINDOW_TOKENS = 256
-"""Number of a session's first tokens that count, limited so that long texts give an observation soon."""
+"""Number of a session's first tokens that count: a limit, so that long texts give an observation soon."""
 
 MIN_TOKENS = 16
 """Minimum tokens of an observation: a shorter text says little, but would have the weight of a long one."""
@@ -49,7 +49,7 @@ class TrialLimits:
     """How new versions are tried."""
 
     share: float = 0.1  # of new sessions, drafted by the new version
-    tokens: int = 50_000  # committed in its unpaused sessions, after which its trial is given up
+    tokens: int = 50_000  # committed tokens of its unpaused sessions after which the trial ends undecided
     alpha: float = 0.05  # probability of a wrong verdict
     max_slowdown: float = 1.5  # seconds of a pass, in multiples of the serving version's
 
@@ -70,7 +70,7 @@ class Bettor:
         self.log_wealth = 0.0
         self._count = 0
         self._sum = 0.0
-        self._squares = PRIOR_VARIANCE  # of the deviations from the mean so far
+        self._squares = PRIOR_VARIANCE  # sum of squared deviations from the mean so far
 
     def observe(self, difference: float) -> None:
         """Bet on the next number, then learn from it."""
@@ -118,7 +118,7 @@ class VersionTrial(Generic[Session]):
         self._limits = limits
         self._running: dict[Session, _Observed] = {}  # sessions without an observation so far
         self._unpaired = _Observations(), _Observations()  # of the serving and the new version, not compared yet
-        self._all = _Observations(), _Observations()  # for `reason`
+        self._all = _Observations(), _Observations()  # all, for `reason`
         self._better, self._worse = Bettor(), Bettor()
         self._passes = self._slow_passes = 0
         self._new: set[Session] = set()

@@ -75,7 +75,7 @@ class VersionedDrafter(Drafter):
         self.dropped: queue.SimpleQueue[LoadedVersion] = queue.SimpleQueue()
         """Models to free in a thread other than the loop's, since freeing takes as long as a pass."""
         self.interrupted: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Versions to be tried again, since the serving version was withdrawn during their trial or before it."""
+        """Versions to be tried again: the serving version was withdrawn during their trial, or before it began."""
         self.first = name
         """The version that the service began with."""
         self.forgotten = forgotten or Forgotten()
@@ -85,7 +85,7 @@ class VersionedDrafter(Drafter):
         self._serving = Version(name, State.SERVING, fingerprint=loaded.fingerprint, loaded=loaded)
         self._canary: Version | None = None
         self._trial: VersionTrial[DrafterSession] = VersionTrial(limits)
-        """The canary's. An ended trial is replaced at once, since it refers to the sessions of its time."""
+        """The canary's trial. An ended trial is replaced immediately, since it keeps its sessions in memory."""
         self._retired: Version | None = None
         self._known = {name: self._serving}
         self._of: dict[DrafterSession, Version] = {}
@@ -320,7 +320,7 @@ class VersionedDrafter(Drafter):
         except PoolFullError:
             if not is_new:
                 raise
-            self._open(session, self._serving)  # drawn for the canary, so not part of the trial
+            self._open(session, self._serving)  # not part of the trial: it was drawn for the canary
         else:
             self._trial.opened(session, is_new=is_new)
 
@@ -379,7 +379,7 @@ class VersionedDrafter(Drafter):
                 continue
             if version is self._serving:
                 failed = lost
-            elif lost:  # if a session is at fault, the serving version will fail on it, too
+            elif lost:  # if a session is at fault instead, it will fail at the serving version, too
                 self._fail(version, next(iter(lost.values())))
                 continue
             self._passed(version, time.monotonic() - begin)
