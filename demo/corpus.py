@@ -33,7 +33,8 @@ def _held_out(relative: Path) -> bool:
 
 @cache
 def files(*, held_out: bool) -> list[str]:
-    """Return the texts of one side of the split, in path order; files that are not UTF-8 are left out."""
+    """Return the texts of one side of the split, in path order, without files that are not UTF-8 or have fewer than 200
+    characters."""
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = []
     for relative in _paths():

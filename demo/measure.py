@@ -2,9 +2,9 @@
 
     python -m demo.measure
 
-Acceptance is the share of places where the target's choice is among the draft's first one, two or three candidates.
-Both choose by the COUPLED rule with the same noise. It is measured on the target's own continuations of held-out
-prompts, the kind of text that a draft sees in service.
+Acceptance is the share of positions at which the target's choice is among the draft's first one, two or three
+candidates. Both choose by the COUPLED rule with the same noise. Acceptance is measured on the target's own
+continuations of held-out prompts, the kind of text that a draft sees in service.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Prompts from text that the demo pair has not seen: the held-out source files.
 
-`held_out` takes prompts from any place in a file; `of_kind` makes several kinds. Code prompts are the middle of a file;
-prose prompts are docstrings. Editing prompts show a piece of code and then its beginning with one name changed, as in
-an assistant's answer to a request for a small correction. Chat prompts consist of answered questions about functions
-and a new question. Mixed takes these kinds in turn.
+`held_out` takes prompts from any place in a file; `of_kind` makes several kinds. Code prompts begin at any line of a
+file; prose prompts are docstrings. Editing prompts show a piece of code and then its beginning with one name changed,
+as in an assistant's answer to a request for a small correction. Chat prompts consist of answered questions about
+functions and a new question. MIXED takes these kinds in turn.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _encoded() -> list[list[int]]:
 
 @cache
 def _documented() -> list[tuple[str, str]]:
-    """Return (name, docstring) of definitions with a docstring worth reading."""
+    """Return (name, docstring) of the definitions whose docstring has more than 40 characters."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     trees = map(ast.parse, corpus.files(held_out=True))
     nodes = (node for tree in trees for node in ast.walk(tree) if isinstance(node, kinds))

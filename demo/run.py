@@ -75,7 +75,7 @@ def main() -> None:
     options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
     try:
         with Stack.start(dtype=args.dtype) as stack, Client(stack.address) as client:
-            # A short request first: loading on first use should not be timed.
+            # Warm up with a short request: loading on first use is not to be timed.
             run(client, console, args.prompt, speculation="auto", show=False, max_tokens=16)
             legend = Text.assemble(*((f" {name} ", style) for name, style in STYLES.items()))
             console.print(Text("Colours show the source of each token:"), legend, "\n")

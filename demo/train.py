@@ -6,14 +6,12 @@
     python -m demo.train draft --minutes 29 --resume
     python -m demo.train heads --steps 1000
 
-Each stage writes into `demo/target`, `demo/draft` and `demo/heads`, which hold the bundled result.
-The learning rate of a model follows elapsed time, so a slower machine still ends with a finished
-schedule, but at a higher loss. Matrices are trained by Muon (Jordan et al. 2024), embeddings and
-norms by AdamW, and heads as by `specdec train-heads`.
+The stages write into `demo/target`, `demo/draft` and `demo/heads`, which hold the bundled result. The learning rate of
+a model follows elapsed time, so a slower machine also completes the schedule, but at a higher loss. Matrices are
+trained by Muon (Jordan et al. 2024), embeddings and norms by AdamW, and heads as by `specdec train-heads`.
 
-The draft learns the target's distribution (Hinton et al. 2015) on two kinds of text, half and half:
-the corpus, and the target's own continuations of it, since that is the text that a draft sees in service (on-policy
-distillation, Agarwal et al. 2024).
+The draft learns the target's distribution (Hinton et al. 2015) on equal parts of two kinds of text: the corpus, and the
+target's own continuations of it, the text that a draft sees in service (on-policy distillation, Agarwal et al. 2024).
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ def encoded(*, held_out: bool) -> torch.Tensor:
     return torch.tensor(ids)
 
 
-# --- the loop both stages share -----------------------------------------------------------------
+# --- training of target and draft ---------------------------------------------------------------
 
 
 def new_model(role: str) -> LlamaForCausalLM:
@@ -175,7 +173,7 @@ def save(model: LlamaForCausalLM, role: str) -> None:
     model.to("cpu", torch.bfloat16).save_pretrained(HOME / role)
 
 
-# --- the two stages -----------------------------------------------------------------------------
+# --- the stages ---------------------------------------------------------------------------------
 
 
 def train_target(minutes: float, device: str, rows: int, length: int) -> None:
@@ -247,8 +245,8 @@ def train_draft(minutes: float, device: str, rows: int, length: int, resume: boo
             p_logits = target(batch).logits.float().flatten(0, 1)
         with torch.autocast(device, torch.bfloat16):
             q_logits = model(batch).logits.float().flatten(0, 1)
-        # KL(p || q) up to a constant, plus half the cross-entropy of the target's first choice: greedy
-        # acceptance depends on the argmax, sampled acceptance on the whole distribution.
+        # KL(p || q) up to a constant, plus half the cross-entropy of the target's argmax: greedy acceptance depends on
+        # the argmax, sampled acceptance on the whole distribution.
         wanted = p_logits.softmax(-1)
         wanted.scatter_add_(1, p_logits.argmax(-1, keepdim=True), torch.full_like(wanted[:, :1], 0.5))
         return F.cross_entropy(q_logits, wanted)
@@ -261,7 +259,7 @@ def train_draft(minutes: float, device: str, rows: int, length: int, resume: boo
 def train_heads(steps: int, device: str) -> None:
     model = LlamaForCausalLM.from_pretrained(HOME / "target", dtype=torch.bfloat16).to(device)
     plan = MedusaPlan(heads=4, steps=steps)
-    # It is never resumed, so neither text nor target is ever compared.
+    # This training is never resumed, so text and target are never compared with earlier ones.
     origin = Origin("demo-target", text="", own_tokens=0, target_fingerprint="")
     training = MedusaTraining(model, Windows(encoded(held_out=False), plan.length), plan, origin)
     while not training.over:
