@@ -45,7 +45,7 @@ with needed_by("evaluate", "evaluate"):
     from specdec.serving.process import logs
 
 MAX_STREAMS = 128
-"""Maximum streams of one verifier: the number of texts that may wait there, since all may start concurrently."""
+"""Maximum streams of one verifier: all may start together, and a verifier holds this many waiting texts."""
 
 
 def main(
@@ -112,7 +112,7 @@ def main(
     streams = sorted(set(streams or (1, 8)))
     file = PromptFile(prompts, {"max_tokens": max_tokens, "temperature": temperature})
     try:
-        for _ in islice(file.prompts(), max_prompts):  # report an invalid line before converting a GGUF file
+        for _ in islice(file.prompts(), max_prompts):  # fails on an invalid line before a GGUF file is converted
             pass
         room = (kv_tokens - MAX_STEP_CANDIDATES) // max(streams) // BLOCK * BLOCK  # whole blocks, as in a verifier
         samples = list(_samples(ServedModel.of(open_model(target)), file, max_prompts, room))
@@ -165,7 +165,7 @@ def _evaluated(
     concurrent: int | None,
 ) -> EvaluationReport:
     """Measure everything, and show the progress."""
-    delay = distance.hop + distance.network  # every way has an orchestrator apart from its verifier
+    delay = distance.hop + distance.network  # in every way, orchestrator and verifier are separate services
     ways = {
         way: replace(way, layout=replace(way.layout, delay=delay))
         for way in WAYS

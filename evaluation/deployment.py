@@ -47,7 +47,7 @@ class PatientStepLoop(VirtualStepLoop):
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout: the place of the draft, and the speed of each device. Speeds are relative to this machine's devices."""
+    """The place of the draft, and the speeds of the devices relative to this machine's."""
 
     remote: bool = False  # there is a draft service
     local: bool = False  # the verifier runs the draft itself
@@ -149,7 +149,7 @@ class Deployment:
 
 
 def _at(speed: float, latency: StepLatency) -> StepLatency:
-    """Return the latency scaled to a device `speed` times as fast; steps will correct it."""
+    """Return the latency on a device `speed` times as fast; measured steps will correct this estimate."""
     found = deepcopy(latency)
     found.become(1, latency.of(1) / speed)
     return found

@@ -1,7 +1,7 @@
 """A hop: the latency of a message from one service to another, without the network.
 
-It is the time in two event loops, in gRPC and in the multiplexer. For one stream, it is about as long as a pass of a
-small draft. It is measured with an echo service in another process.
+The latency is the time in two event loops, in gRPC and in the multiplexer: with one stream, about the time of a small
+draft's pass. It is measured with an echo service in another process.
 """
 
 from __future__ import annotations

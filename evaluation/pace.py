@@ -12,15 +12,16 @@ ROUND_SECONDS = 0.1
 """Seconds of passes after which a measurement ends."""
 
 MAX_SPREAD = 1.5
-"""Pass times that vary by more than this make predictions unusable: they compare ways that ran at different times."""
+"""Spread of pass times above which predictions are unusable: they compare ways that ran at different times."""
 
 
 class Pace:
-    """Mean times of passes relative to the least ones, measured repeatedly. Predictions run real passes, delays
-    included, so that they follow the mean."""
+    """Mean pass times relative to the shortest, measured repeatedly. Predictions run real passes, which other processes
+    may delay, so predictions follow the mean."""
 
     def __init__(self, run: Callable[[int], float], least: Callable[[int], float]) -> None:
-        """`run` returns the seconds of a pass over some rows, `least` the least it has taken."""
+        """`run` runs a pass over a number of rows and returns its seconds; `least` returns the shortest known seconds
+        of such a pass."""
         self._run = run
         self._least = least
         self._found: list[float] = []

@@ -78,7 +78,7 @@ class Pair:
 
     @property
     def spread(self) -> float:
-        """The factor by which pass times have varied, of the model where they varied more."""
+        """The larger of the two models' spreads of pass times."""
         return max(self.target.pace.spread, self.draft.pace.spread)
 
     @cached_property
@@ -88,5 +88,5 @@ class Pair:
 
     @cached_property
     def width(self) -> expansion_width.Width:
-        """Number of nodes a draft service computes together."""
+        """The number of nodes that a draft service computes in a pass."""
         return expansion_width.measured(self.draft.engine, self.draft.directory.context, ExpansionPolicy().max_branches)

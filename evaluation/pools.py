@@ -11,7 +11,7 @@ VERIFIERS = (8, 4, 2)
 text has one draft at a time."""
 
 ENOUGH = 0.95
-"""Sufficient share of the best speed: the rest is not worth another pod."""
+"""Share of the best speed that suffices: more is not worth another pod."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PoolSizing:
 
     @property
     def left_out(self) -> int:
-        """Sizes that `smallest` did not measure, since a larger number of verifiers sufficed."""
+        """Number of sizes that `smallest` did not measure, since a larger number of verifiers sufficed."""
         return sum(verifiers < self.verifiers for verifiers in VERIFIERS)
 
     def replicas(self, streams: int, concurrent: int) -> tuple[int, int]:

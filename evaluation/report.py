@@ -32,7 +32,7 @@ class EvaluationReport:
     texts: int
     temperatures: Sequence[float]
     step_seconds: Mapping[str, Sequence[float]]  # mean of a pass over ROWS, by model
-    spread: float  # slowest pass times divided by the fastest, in measurements during the evaluation
+    spread: float  # slowest measurement of pass times divided by the fastest
     acceptance: Mapping[tuple[Rule, Tree], Figures]
     speed: Mapping[int, Mapping[Way, Figures]]  # by streams
     distance: Distance

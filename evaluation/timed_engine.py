@@ -27,8 +27,8 @@ Timed = Callable[[Callable[[], StepLogits]], StepLogits]
 
 @dataclass(frozen=True)
 class TimedPass:
-    """A pass that is launched only when its logits are requested, since the virtual clock stands still while the worker
-    runs."""
+    """A pass that is launched only when its logits are requested: the virtual clock stands still while the worker runs,
+    so a pass cannot overlap with it."""
 
     launch: Callable[[], Pass]
     timed: Timed

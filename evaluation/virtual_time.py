@@ -1,8 +1,8 @@
 """Virtual time: an event loop that jumps to the next timer when idle.
 
 While it runs, `time.monotonic` returns the loop's time to all code, including policies and the services' worker
-threads. If the code of workers takes time, a worker is ahead of the loop by its unspent seconds (`ahead`): its clock
-includes them, and its messages are delayed by them.
+threads. A worker whose code takes time is ahead of the loop by its unspent seconds (`ahead`): its clock includes them,
+and its messages are delayed by them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 START = 1000.0
-"""Seconds on the clock at the start. As on a real clock, time 0 is long past."""
+"""Seconds on the clock at the start: as on a real clock, time 0 was long ago."""
 
 TICK = 1e-9
-"""Seconds added by every reading of the clock. Otherwise a loop that polls until some time might never reach it: a sum
-of floats may fall short by its last bit."""
+"""Seconds added by every reading of the clock. Otherwise a loop that polls until a certain time might never reach it: a
+sum of floats may be too low by its last bit."""
 
 T = TypeVar("T")
 

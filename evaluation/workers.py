@@ -1,7 +1,6 @@
-"""Workers of the services without threads: each runs in a greenlet, which switches to the event loop when a thread
-would block.
+"""The services' workers in greenlets instead of threads: a worker switches to the event loop when it would block.
 
-So one thread does everything, in an order that depends on virtual time only: runs are exactly reproducible.
+One thread does everything, in an order that depends on virtual time only, so runs are exactly reproducible.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ class OnVirtualTime(Worker):
     def _run(self) -> None:
         try:
             self._take_turns()
-        except Exception as error:  # not KeyboardInterrupt, which the main thread may get here: the loop takes it
+        except Exception as error:  # not KeyboardInterrupt: this is the main thread, and the event loop handles it
             self._end_process(error)
 
     async def end(self) -> None:
