@@ -47,7 +47,7 @@ class DelayProxy:
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
         self.traffic: dict[str, RelayedBytes] = {}  # by server
-        self.stalled = False  # by `stall`
+        self.stalled = False
         self.waiting: set[End] = set()  # ends that wait for `resume`
         self._listening: list[asyncio.Server] = []
         self._ends: set[End] = set()
@@ -70,7 +70,7 @@ class DelayProxy:
         self.reset()
 
     def carry(self, data: bytes) -> bytes:
-        """Return the bytes to deliver for received ones: here, all. (Tests override this with worse networks.)"""
+        """Return the bytes to deliver in place of `data`: here, the same. (Tests override this with worse networks.)"""
         return data
 
     def reset(self) -> None:
@@ -126,7 +126,7 @@ class End(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._other: End | None = None
-        self._on_the_way: deque[tuple[float, Callable[[End], None]]] = deque()  # (when due, what), in order
+        self._on_the_way: deque[tuple[float, Callable[[End], None]]] = deque()  # (time due, action), in order
         self._timer: asyncio.TimerHandle | None = None
         self._heard_all = False
         self._said_all = False
@@ -137,7 +137,7 @@ class End(asyncio.Protocol):
         self.forward()
         other.forward()
 
-    # --- what the other end does to this one ------------------------------------------------------------
+    # --- called for the other end -----------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -157,7 +157,7 @@ class End(asyncio.Protocol):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             self._transport.abort()
 
-    # --- what happens at this one -----------------------------------------------------------------------
+    # --- called by asyncio ------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # asyncio has already set TCP_NODELAY
@@ -202,7 +202,7 @@ class End(asyncio.Protocol):
             self.forward()
 
     def forward(self) -> None:
-        """Forward what is due, and schedule a call for the rest."""
+        """Forward the events that are due, and schedule a call for the rest."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

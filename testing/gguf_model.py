@@ -1,6 +1,6 @@
 """Convert a Llama model directory to one GGUF file, the format of llama.cpp.
 
-llama.cpp's own converter knows many architectures and, by name, their tokenizers; it refuses a custom tokenizer. This
+llama.cpp's own converter knows many architectures, and their tokenizers by name; it refuses a custom tokenizer. This
 converter supports Llama with a byte-level BPE, which suffices for the demo pair. Weights keep their type unless another
 is given.
 """

@@ -17,7 +17,7 @@ class _AtOnce:
 
 
 class Handed(ResponseQueue[Any]):
-    """A response queue that passes each item to a function immediately. It is full while `takes_more` returns False."""
+    """A response queue that passes each item to a function immediately; full while `takes_more` returns False."""
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class Handed(ResponseQueue[Any]):
 
 
 class Mailbox(ResponseQueue[tuple[VerifyResult, StepTimes]]):
-    """A response queue that keeps its items. Nothing may follow a text's end, and prompt scores precede results."""
+    """A response queue that keeps its items, and asserts that nothing follows a text's end and that prompt scores
+    precede results."""
 
     def __init__(self) -> None:
         self._loop = _AtOnce()  # type: ignore[assignment]

@@ -3,9 +3,9 @@
     python -m testing.own_network COMMAND [ARGUMENT ...]
 
 The network has only a loopback interface, and `/etc/resolv.conf` names a resolver on it. The resolver returns 127.0.0.1
-for names that end with PEERS, and knows no others. After the command has ended, a line of JSON on stdout gives its exit
-status and the names; the command's own output goes to stderr. Needs Linux and permission to create user namespaces;
-`problem` checks this.
+for names that end with PEERS, and knows no others. After the command has ended, one line of JSON on stdout contains its
+exit status and the names; the command's own output goes to stderr. Needs Linux and permission to create user
+namespaces; `problem` checks this.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Lookups:
     """The outcome of a command in a network of its own."""
 
     status: int  # exit status
-    names: set[str]  # looked up
-    printed: str
+    names: set[str]  # names looked up
+    printed: str  # the command's output
 
 
 def problem() -> str | None:
@@ -70,7 +70,7 @@ def run(*command: str, seconds: float) -> Lookups:
         output, printed = process.communicate(timeout=seconds)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the whole process group, so the command ends too
+            os.killpg(process.pid, signal.SIGKILL)  # the process group, so that the command ends too
         process.wait()
     if process.returncode:
         raise RuntimeError(f"no network of its own: {printed}")

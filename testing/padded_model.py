@@ -2,7 +2,7 @@
 
 Every MLP gets extra units with small random input weights and zero output weights. Their contribution is multiplied by
 zero, so the logits stay the same up to the summation order, but each forward pass reads and multiplies all of them. A
-small model is bound by everything except memory bandwidth; a padded one is memory-bound, like real targets.
+small model is not bound by memory bandwidth; a padded one is, like real targets.
 
 README.md and config.json of the copy label it as padded: it is no better than its source.
 """
@@ -26,7 +26,7 @@ _INPUTS, _OUTPUT = ("gate_proj", "up_proj"), "down_proj"
 
 
 class PaddingError(Exception):
-    """Raised if the model cannot be padded to this size; the message is one line for a person."""
+    """Raised, with a one-line message, if the model cannot be padded to this size."""
 
 
 def pad_model(source: Path, out: Path, parameters: int) -> dict[str, Any]:
