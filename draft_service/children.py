@@ -29,7 +29,7 @@ class Computed(NamedTuple):
 class Chosen(NamedTuple):
     """The children chosen after a pass.
 
-    `by_whole_rows`: a node's draws (REJECTION) or distribution (CONTRASTIVE), or the error that ends its session.
+    `by_whole_rows`: a node's draws (REJECTION) or distribution (CONTRASTIVE), the error that ends its session, or None.
     `candidates`: the children of the `expanded` nodes, in COUPLED and CONTRASTIVE sessions.
     """
 

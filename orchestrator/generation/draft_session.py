@@ -120,7 +120,7 @@ class DraftStream(PeerStream):
         return UnfedError(f"it reads features {self.features.fingerprint[:16]}, which the verifier does not send")
 
     def starved_since(self, since: float) -> bool:
-        """Return whether the draft reads features and has got none since this monotonic time."""
+        """Return True if the draft reads features and has received none since this monotonic time."""
         return self.features is not None and self._fed_at < since
 
     def send_features(self, features: model_pb2.Features) -> None:

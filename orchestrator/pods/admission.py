@@ -2,8 +2,8 @@
 
 Without it, a flood would be sent to the verifier to be refused there, and refusals would be slow when they matter most.
 A verifier reports its room for sessions; requests beyond it are refused here. While the room is unknown, one request
-goes ahead as a probe, whose answer does not wait for a step. If there is no answer, the requests behind the probe do
-not repeat the wait one after another.
+goes ahead as a probe, whose answer does not wait for a step. If the probe opens the circuit breaker, the requests
+behind it turn to other verifiers (`LeftAloneError`) instead of repeating its wait.
 
 Sessions being opened count against the room, but only for tenants with openings in flight: if there is any room, a
 tenant's first opening goes ahead, however many openings other tenants have. A tenant with cancelled openings waits for
@@ -37,7 +37,7 @@ CROWD_SECONDS = 5.0
 
 
 class PodCapacity:
-    """The capacity of one pod."""
+    """The sessions of one pod, and its room as last reported."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -87,7 +87,7 @@ class ServedModel:
 
     @property
     def most_request(self) -> int:
-        """Upper bound in bytes on a valid request. It is the sum of the longest text; 5 bytes for each prompt token (up
-        to four contexts before truncation) and each resumed token (up to one context); about 10 bytes around each chat
-        turn; 10 bytes for each token id, which may be both banned and allowed; and 512 KiB for all other fields."""
+        """Upper bound in bytes on a valid request: the longest text; 30 bytes for each token of the context (5 for each
+        prompt token in up to four contexts before truncation, or about 10 around each chat turn; and 5 for each resumed
+        token); 10 for each token id, which may be both banned and allowed; and 512 KiB for all other fields."""
         return self.most_text + 30 * self.context + 10 * self.vocabulary + (512 << 10)

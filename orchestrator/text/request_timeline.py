@@ -86,7 +86,7 @@ class SampleTimeline:
 
     @contextmanager
     def figures(self, transcript: SampleTranscript) -> Iterator[None]:
-        """Add the sample's figures to the timeline at its end, however it ends."""
+        """Add the sample's figures to the timeline when the sample ends, for any reason."""
         try:
             yield
         finally:
