@@ -40,8 +40,7 @@ def metrics(
     """Return the metrics of an orchestrator. `reported`: its answer to `GetStats`; `stats`: its counts by the names of
     model and revision; `reached`: whether the last check found a verifier of a revision.
 
-    Reasons that have not occurred are reported as 0: Prometheus misses the first increase of a counter that starts at
-    1.
+    Reasons without an occurrence are reported as 0: if a counter starts at 1, Prometheus misses its first increase.
     """
     found = Families("orchestrator")
 
