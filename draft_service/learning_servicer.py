@@ -7,7 +7,6 @@ back the versions that have learned from it. The record also covers texts and ve
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import math
 import time
@@ -21,6 +20,7 @@ from draft_service.draft_loop import DraftLoop
 from draft_service.forgotten import Forgotten
 from draft_service.traffic import KeptText
 from draft_service.versions import VersionedDrafter
+from specdec.api_keys import bearer_key, hash_of
 from specdec.engine.learned_from import LearnedFrom, tenant_digest
 from specdec.serving.errors import InvalidRequestError, NotRememberedError, UnauthenticatedError
 from specdec.serving.interceptor import Gate, Metadata
@@ -121,14 +121,14 @@ class LearningServicer(learning_pb2_grpc.LearningServiceServicer):
 
 def key_gate(key: str) -> Gate:
     """Return the gate that refuses calls of LearningService without this key (UnauthenticatedError)."""
-    expected = f"Bearer {key}".encode()
+    expected = hash_of(key)
 
     def check(method: str, metadata: Metadata) -> None:
         if not method.startswith(f"/{LearningServicer.name}/"):
             return
-        given = next((value for name, value in metadata if name == "authorization"), "")
-        presented = given if isinstance(given, bytes) else given.encode()
-        if not hmac.compare_digest(hashlib.sha256(presented).digest(), hashlib.sha256(expected).digest()):
+        given = [value for name, value in metadata if name == "authorization"]
+        presented = bearer_key(given[0]) if len(given) == 1 and isinstance(given[0], str) else None
+        if presented is None or not hmac.compare_digest(hash_of(presented), expected):
             raise UnauthenticatedError("the key of --learn-key-file is missing or wrong")
 
     return check

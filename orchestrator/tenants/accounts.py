@@ -7,14 +7,13 @@ from functools import partial
 
 from orchestrator.tenants.account import Account
 from orchestrator.tenants.file import Tenant, Tenants, TenantsFile
-from specdec.api_keys import hash_of
+from specdec.api_keys import bearer_key, hash_of
 from specdec.serving.errors import PermissionDeniedError, UnauthenticatedError
 from specdec.serving.interceptor import Metadata
 from specdec.serving.periodic import Periodic
 from specdec.serving.watched import Watched
 
 HEADER = "authorization"
-SCHEME = "bearer "
 
 MAX_KEY_CHARACTERS = 512
 """Longest key in characters; longer ones are rejected without hashing."""
@@ -52,10 +51,9 @@ class Accounts:
         given = [value for key, value in metadata if key == HEADER]
         if not given:
             raise UnauthenticatedError("authorization: is missing, must be `Bearer` and an API key")
-        key = given[0]
-        if len(given) > 1 or not isinstance(key, str) or key[: len(SCHEME)].lower() != SCHEME:
+        key = bearer_key(given[0]) if len(given) == 1 and isinstance(given[0], str) else None
+        if key is None:
             raise UnauthenticatedError("authorization: must be given once, as `Bearer` and an API key")
-        key = key[len(SCHEME) :].strip()
         account = self._by_hash.get(hash_of(key)) if len(key) <= MAX_KEY_CHARACTERS else None
         if account is None:
             raise UnauthenticatedError("authorization: unknown API key")

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec import __version__
+from specdec.api_keys import bearer_key
 from specdec.client import Model
 from specdec.openai_api.anthropic_answer import error_body
 from specdec.openai_api.bodies import BODY_SECONDS, Bodies, Unread
@@ -283,7 +284,7 @@ def _caller(request: Request) -> Caller:
     """Return the caller. Header values that gRPC metadata cannot carry are dropped: they cannot be a valid key or
     trace context."""
     headers = [(name, request.headers[name]) for name in CARRIED if name in request.headers]
-    headers = [(name, bearer(value) if name == "authorization" else value) for name, value in headers]
+    headers = [(name, normal_form(value) if name == "authorization" else value) for name, value in headers]
     keys = [request.headers[name] for name in KEY_HEADERS if name in request.headers]
     if keys and "authorization" not in request.headers:
         headers.append(("authorization", f"Bearer {keys[0]}"))
@@ -291,11 +292,10 @@ def _caller(request: Request) -> Caller:
     return Caller(request.scope[REQUEST_ID], plain)
 
 
-def bearer(authorization: str) -> str:
-    """Return the normal form of an `authorization` header, so that all its spellings count as one caller: orchestrators
-    accept any case of the scheme, and white space around the key."""
-    scheme, _, key = authorization.partition(" ")
-    return f"Bearer {key.strip()}" if scheme.lower() == "bearer" else authorization
+def normal_form(authorization: str) -> str:
+    """Return the normal form of an `authorization` header, so that all its spellings count as one caller."""
+    key = bearer_key(authorization)
+    return authorization if key is None else f"Bearer {key}"
 
 
 def _answered(request: Request, error: ApiError) -> JSONResponse:

@@ -239,7 +239,10 @@ KEY = "k" * MIN_KEY_CHARACTERS
     ("method", "metadata", "passes"),
     [
         ("/specdec.v2.LearningService/GetTraffic", (("authorization", f"Bearer {KEY}"),), True),
+        ("/specdec.v2.LearningService/GetTraffic", (("authorization", f"bearer  {KEY} "),), True),
         ("/specdec.v2.LearningService/GetTraffic", (("authorization", f"Bearer {KEY[1:]}"),), False),
+        ("/specdec.v2.LearningService/GetTraffic", (("authorization", KEY),), False),
+        ("/specdec.v2.LearningService/GetTraffic", 2 * (("authorization", f"Bearer {KEY}"),), False),
         ("/specdec.v2.LearningService/Forget", (), False),
         ("/specdec.v2.LearningService/Forget", (("authorization", b"\xff"),), False),
         ("/specdec.v2.DraftService/Draft", (), True),
