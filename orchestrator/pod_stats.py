@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -27,33 +27,31 @@ Stats = verifier_pb2.GetStatsResponse | draft_pb2.DraftServiceGetStatsResponse
 
 
 class Peer(NamedTuple):
-    """A pod, and whether it is a draft service."""
+    """A pod, and what it serves."""
 
     pod: Pod
-    drafts: bool
+    drafts: bool  # whether it is a draft service
+    model: str  # its model's name in requests
 
 
 class PodStatsCache:
     """The cache of all pods' last answers."""
 
-    def __init__(self, peers: Callable[[], Iterable[Peer]]) -> None:
-        """`peers` returns the pods known now."""
-        self._peers = peers
+    def __init__(self) -> None:
         self._asking = asyncio.Lock()
         self._known: dict[Pod, Stats] = {}
         self._known_until = float("-inf")
 
-    async def enter(self, views: Iterable[tuple[Pod, generation_pb2.PodView]]) -> None:
-        """Add the statistics of each answering pod to its view."""
+    async def enter(self, views: Sequence[tuple[Peer, generation_pb2.PodView]]) -> None:
+        """Add the statistics of each answering pod to its view; `views` has all pods known now."""
         async with self._asking:
             if time.monotonic() > self._known_until:
-                peers = list(self._peers())
-                answers = await asyncio.gather(*map(_ask, peers))
-                found = zip(peers, answers, strict=True)
-                self._known = {peer.pod: answer for peer, answer in found if answer is not None}
+                answers = await asyncio.gather(*(_ask(peer) for peer, _ in views))
+                found = zip(views, answers, strict=True)
+                self._known = {peer.pod: answer for (peer, _), answer in found if answer is not None}
                 self._known_until = time.monotonic() + KNOWN_SECONDS
-        for pod, view in views:
-            match self._known.get(pod):
+        for peer, view in views:
+            match self._known.get(peer.pod):
                 case verifier_pb2.GetStatsResponse() as stats:
                     view.verifier.CopyFrom(stats)
                 case draft_pb2.DraftServiceGetStatsResponse() as stats:

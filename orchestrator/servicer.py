@@ -31,7 +31,7 @@ from orchestrator.text.answer import CompleteAnswer
 from orchestrator.text.coalesce import Responses, coalesced
 from orchestrator.text.request_timeline import SampleTimeline, operation, record_parsed
 from orchestrator.trace import OrchestratorTraceServicer
-from orchestrator.views import pod_view, revision_view
+from orchestrator.views import add_pod, revision_view
 from orchestrator.workers import Siblings
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.serving.errors import ServiceError
@@ -82,7 +82,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._siblings = siblings
         self._started = time.monotonic()
         self.timelines = Timelines()
-        self._pod_stats = PodStatsCache(self._peers)
+        self._pod_stats = PodStatsCache()
         self._short = BoundedThreads("prompts", PARSING_THREADS, MAX_WAITING_SHORT)
         self._long = BoundedThreads("long prompts", 1, MAX_WAITING_LONG)
 
@@ -182,20 +182,21 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             generation_pb2.GenerationServiceGetStatsRequest, generation_pb2.GenerationServiceGetStatsResponse
         ],
     ) -> generation_pb2.GenerationServiceGetStatsResponse:
-        response = self._stats_response()
+        response, views = self._stats()
         if request.pods:
-            # Pair pods and views before the await: pods may come and go during it.
-            views = list(zip(self._pods(), [*response.verifiers, *response.drafts], strict=True))
             await self._pod_stats.enter(views)
         return response
 
     def metrics(self) -> list[Metric]:
         reached = {revision.key: revision.readiness.reaches_verifier for revision in self._catalog}
-        return metrics(self._stats_response(), self._catalog.counts(), reached)
+        return metrics(self._stats()[0], self._catalog.counts(), reached)
 
-    def _stats_response(self) -> generation_pb2.GenerationServiceGetStatsResponse:
+    def _stats(
+        self,
+    ) -> tuple[generation_pb2.GenerationServiceGetStatsResponse, list[tuple[Peer, generation_pb2.PodView]]]:
+        """Return the statistics, and each pod with its view in them."""
         stats = OrchestratorStats.summed(self._catalog.counts().values())
-        return generation_pb2.GenerationServiceGetStatsResponse(
+        response = generation_pb2.GenerationServiceGetStatsResponse(
             pod=pod_info(),
             up_us=int(1e6 * (time.monotonic() - self._started)),
             models=self._served(),
@@ -216,20 +217,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             sources=stats.sources,
             decisions=stats.decisions,
             all_samples=stats.all_samples,
-            verifiers=[
-                pod_view(pod, revision.asked_as) for revision in self._catalog.all for pod in revision.peers.verifiers
-            ],
-            drafts=[
-                pod_view(pod, revision.asked_as)
-                for revision in self._catalog.all
-                for pod in revision.peers.drafts or ()
-            ],
             serving=self.works,
             revisions=[
                 *(revision_view(revision) for revision in self._catalog),
                 *(revision_view(revision, leaving=True) for revision in self._catalog.leaving),
             ],
         )
+        return response, [(peer, add_pod(response, peer)) for peer in self._peers()]
 
     def _served(self) -> Iterator[generation_pb2.ServedModel]:
         """Yield the served models, as in ListModels."""
@@ -248,11 +242,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             )
 
     def _peers(self) -> Iterator[Peer]:
-        """Yield all pods, verifiers first, as in GetStats."""
+        """Yield all pods known now."""
         for revision in self._catalog.all:
-            yield from (Peer(pod, drafts=False) for pod in revision.peers.verifiers)
-        for revision in self._catalog.all:
-            yield from (Peer(pod, drafts=True) for pod in revision.peers.drafts or ())
+            peers, model = revision.peers, revision.asked_as
+            yield from (Peer(pod, drafts=False, model=model) for pod in peers.verifiers)
+            yield from (Peer(pod, drafts=True, model=model) for pod in peers.drafts or ())
 
     def _pods(self) -> Iterator[Pod]:
         return (peer.pod for peer in self._peers())

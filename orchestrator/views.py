@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.models.revision import Revision
-from orchestrator.pods.pods import Pod
+from orchestrator.pod_stats import Peer
 from specdec.v2 import generation_pb2
 
 BREAKER_STATES = {
@@ -13,16 +13,17 @@ BREAKER_STATES = {
 }
 
 
-def pod_view(pod: Pod, model: str = "") -> generation_pb2.PodView:
-    """Return the state of a pod; `model` is the name of its model in requests."""
-    return generation_pb2.PodView(
+def add_pod(response: generation_pb2.GenerationServiceGetStatsResponse, peer: Peer) -> generation_pb2.PodView:
+    """Add a pod's state to the statistics and return it."""
+    pod = peer.pod
+    return (response.drafts if peer.drafts else response.verifiers).add(
         address=pod.address,
         breaker=BREAKER_STATES[pod.breaker.state],
         unfit_reason="" if pod.unfit is None else pod.unfit_reason,
         sessions=pod.load.ours,
         capacity=pod.load.now,
         numerics_fingerprint=pod.numerics,
-        model=model,
+        model=peer.model,
     )
 
 

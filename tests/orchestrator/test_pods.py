@@ -9,7 +9,6 @@ import pytest
 from orchestrator.pods.admission import STALE_SECONDS, PodCapacity
 from orchestrator.pods.backoff import Backoff
 from orchestrator.pods.pods import UNFIT_SECONDS, Pod, Pods
-from orchestrator.views import pod_view
 from specdec.v2 import model_pb2
 
 
@@ -160,8 +159,8 @@ def test_a_pod_is_shown_without_sessions_that_have_ended() -> None:
     pod.load.report(model_pb2.PodCapacity(sessions=1, room=4))
     pod.load.opening = 0
     with pod.load.session():
-        assert pod_view(pod).capacity == model_pb2.PodCapacity(sessions=1, room=4)
-    assert pod_view(pod).capacity == model_pb2.PodCapacity(sessions=0, room=4)
+        assert pod.load.now == model_pb2.PodCapacity(sessions=1, room=4)
+    assert pod.load.now == model_pb2.PodCapacity(sessions=0, room=4)
     assert pod.load.reported == model_pb2.PodCapacity(sessions=1, room=4)
 
 
