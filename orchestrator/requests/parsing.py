@@ -6,16 +6,17 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Literal
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.prompt import most_prompt_tokens, prompt_tokens, time_of
 from orchestrator.requests.reasoning import Reasoning, reasoning_after, reasoning_from
 from orchestrator.requests.sample import PromptTokens, Request, Sample
+from orchestrator.requests.sampling import MAX_BAD_WORDS, defaults_for, sampling_of
 from orchestrator.requests.tools import tool_grammar
 from orchestrator.tenants.file import Tenant
 from specdec.decoding.noise import sample_seed
-from specdec.decoding.sampling import NUMBERS, Rule, Sampling, sampling_violations
+from specdec.decoding.sampling import Rule, Sampling, sampling_violations
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS, SpeculationOptions
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.rewriting import supported_source
@@ -29,7 +30,6 @@ from specdec.serving.errors import (
 )
 from specdec.serving.messages import RULES, rule_of, sampling_message, speculation_from
 from specdec.serving.validation import (
-    MAX_BANNED_SEQUENCE_TOKENS,
     MAX_CACHE_SALT_CHARACTERS,
     MAX_LOGPROBS,
     MAX_TENANT_CHARACTERS,
@@ -43,7 +43,7 @@ from specdec.serving.validation import (
     typicality_violations,
     window_violations,
 )
-from specdec.text.generation_defaults import NEUTRAL, GenerationDefaults
+from specdec.text.generation_defaults import GenerationDefaults
 from specdec.v2 import generation_pb2, model_pb2
 
 MAX_SAMPLES = 16
@@ -55,10 +55,6 @@ DRAWN_SEED_BITS = 53
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
 """Maximum stop strings, and characters of each: all are searched for in every piece of text."""
-
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARACTERS = 256
-"""Maximum bad words, and characters of each: all are tokenised."""
 
 MAX_STOP_TOKENS = 1024
 """Maximum stop tokens: models have a handful. The services accept four times as many end tokens (`MAX_END_TOKENS`)."""
@@ -104,32 +100,17 @@ def parse(
     violations += token_violations("generated_tokens", generated, model.vocabulary)
 
     seed = message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(DRAWN_SEED_BITS)
-    defaults = _defaults(message, model)
-    sampling = _sampling(message.sampling, _with_fallback(defaults, message))
+    defaults = defaults_for(message, model)
+    sampling = sampling_of(message, model, defaults, violations)
     reasoning = _reasoning(message, model, prompt, violations)
     stops = _unshown_stops(message, model, reasoning)
-    end_tokens = frozenset(message.stop_tokens) | stops
-    end_tokens |= frozenset() if message.ignore_end_token else model.end_tokens
-    if len(end_tokens) > MAX_STOP_TOKENS:  # a request that resumes the text gives all of them as stop tokens
-        problem = (
-            f"gives {len(end_tokens)} end tokens together with the model's own, must give at most {MAX_STOP_TOKENS}"
-        )
-        violations.append(("stop_tokens", problem))
-    sampling = _with_bans(sampling, message.sampling, model, violations)
+    end_tokens = _end_tokens(message, model, stops, violations)
     violations += sampling_violations(sampling, model.vocabulary, end_tokens if message.min_tokens else frozenset())
     violations += rule_violations(message.rule, message.contrast, sampling)
     violations += typicality_violations(message.rule, message.typicality)
 
-    room = model.context - len(prompt)
-    most = max(1, room) + 1  # one more than fits, so that a text that fills the context ends with CONTEXT, not LENGTH
-    unasked = most if defaults.max_new_tokens is None else min(most, defaults.max_new_tokens)
-    max_tokens = message.max_tokens if message.HasField("max_tokens") else unasked
-    violations += _length_violations(message, max_tokens, room)
-    top_logprobs = message.logprobs if message.HasField("logprobs") else None
-    prompt_logprobs = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
-    for field, top in (("logprobs", top_logprobs), ("prompt_logprobs", prompt_logprobs)):
-        if top is not None and top > MAX_LOGPROBS:
-            violations.append((field, f"is {top}, must be at most {MAX_LOGPROBS}"))
+    max_tokens = _max_tokens(message, defaults, model.context - len(prompt), violations)
+    top_logprobs, prompt_logprobs = (_top(message, field, violations) for field in ("logprobs", "prompt_logprobs"))
     _check_stops(message, model, violations)
     grammar, check = _grammar(message, model, violations)
     if grammar is not None and reasoning is not None:
@@ -137,15 +118,14 @@ def parse(
     if grammar is not None:
         violations += grammar_violations(grammar, end_tokens, model.vocabulary, grammar_field(message))
         violations += _ending_marks(message, grammar, end_tokens, stops)
-    speculation = _speculation(message, sampling, violations)
-    if violations:
-        raise InvalidRequestError(violations)
-    rule = rule_of(message.rule, sampling)
+    rule, speculation = _rule(message, sampling, violations)
     if not max_tokens:  # no token is generated, so none needs a draft
         rule, speculation = Rule.COUPLED, SpeculationOptions(NO_DRAFTERS)
     if untrusted_drafts and speculation.remote and rule is not Rule.COUPLED:
         problem = f"is {rule.name}, must be COUPLED: the drafts here are not trusted (--trust-drafts)"
-        raise InvalidRequestError([("rule", problem)])
+        violations.append(("rule", problem))
+    if violations:
+        raise InvalidRequestError(violations)
     if message.prompt_digest and message.prompt_digest != prompt.digest:
         raise PromptChangedError("prompt: gives other tokens here than when the text began")
 
@@ -199,91 +179,59 @@ def parse(
     )
 
 
-def _defaults(message: generation_pb2.GenerateRequest, model: ServedModel) -> GenerationDefaults:
-    """Return the defaults for fields the request leaves open."""
-    if message.ignore_generation_config:
-        return NEUTRAL
-    contrastive = message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
-    return model.defaults.for_contrast() if contrastive else model.defaults
-
-
-def _with_fallback(defaults: GenerationDefaults, message: generation_pb2.GenerateRequest) -> Sampling:
-    """Return the defaults, with the request's fallback temperature if the model has none. CONTRASTIVE does not
-    sample."""
-    default, contrastive = defaults.sampling, message.rule == model_pb2.ACCEPTANCE_RULE_CONTRASTIVE
-    named = defaults.greedy or default.temperature
-    if named or contrastive or not message.HasField("fallback_temperature"):
-        return default
-    return replace(default, temperature=message.fallback_temperature)
-
-
-def _sampling(asked: generation_pb2.SamplingParameters, default: Sampling) -> Sampling:
-    """Return the sampling parameters of a request, except the seed."""
-
-    def of(field: str) -> Any:
-        return getattr(asked if asked.HasField(field) else default, field)  # type: ignore[arg-type]
-
-    return Sampling(
-        logit_bias=dict(asked.logit_bias),
-        banned_tokens=frozenset(asked.banned_tokens),
-        **{name: of(name) for name in NUMBERS},
-    )
-
-
-def _with_bans(
-    sampling: Sampling,
-    asked: generation_pb2.SamplingParameters,
+def _end_tokens(
+    message: generation_pb2.GenerateRequest,
     model: ServedModel,
+    stops: frozenset[int],
     violations: list[tuple[str, str]],
-) -> Sampling:
-    """Return the sampling parameters with the bans that follow from `allowed_tokens` and `bad_words`; faults are
-    appended to `violations`."""
-    allowed = list(asked.allowed_tokens)
-    violations += token_violations("sampling.allowed_tokens", allowed, model.vocabulary)
-    banned = set(sampling.banned_tokens)
-    if allowed:
-        banned |= set(range(model.vocabulary)).difference(allowed)
-    sequences: set[tuple[int, ...]] = set()
-    for index, word in enumerate(asked.bad_words):
-        field = f"sampling.bad_words[{index}]"
-        bare = word.lstrip()
-        if not bare or len(word) > MAX_BAD_WORD_CHARACTERS:
-            problem = f"has {len(word)} characters, must have 1 to {MAX_BAD_WORD_CHARACTERS}, not only white space"
-            violations.append((field, problem))
-            return sampling
-        for text in (bare, f" {bare}"):
-            tokens = tuple(model.tokenizer.encode(text, special=False))
-            if not 0 < len(tokens) <= MAX_BANNED_SEQUENCE_TOKENS:
-                problem = f"is {len(tokens)} tokens of this model, must be 1 to {MAX_BANNED_SEQUENCE_TOKENS}"
-                violations.append((field, problem))
-                return sampling
-            if max(tokens) >= model.vocabulary:  # not a token of the model, so it is never chosen
-                continue
-            if len(tokens) == 1:
-                banned.update(tokens)
-            else:
-                sequences.add(tokens)
-    needed = frozenset(tokens for tokens in sequences if tokens[-1] not in banned)
-    return replace(sampling, banned_tokens=frozenset(banned), banned_sequences=needed)
+) -> frozenset[int]:
+    """Return the tokens that end the text; faults are appended to `violations`. `stops`: those from stop strings."""
+    found = frozenset(message.stop_tokens) | stops
+    found |= frozenset() if message.ignore_end_token else model.end_tokens
+    if len(found) > MAX_STOP_TOKENS:  # a request that resumes the text gives all of them as stop tokens
+        problem = f"gives {len(found)} end tokens together with the model's own, must give at most {MAX_STOP_TOKENS}"
+        violations.append(("stop_tokens", problem))
+    return found
 
 
-def _length_violations(message: generation_pb2.GenerateRequest, max_tokens: int, room: int) -> list[tuple[str, str]]:
-    """Return the violations in the text's length, limits and resumption. The context has `room` tokens after the
-    prompt."""
-    found: list[tuple[str, str]] = []
+def _top(
+    message: generation_pb2.GenerateRequest,
+    field: Literal["logprobs", "prompt_logprobs"],
+    violations: list[tuple[str, str]],
+) -> int | None:
+    """Return a number of top tokens, None if it is not set; a fault is appended to `violations`."""
+    if not message.HasField(field):
+        return None
+    top: int = getattr(message, field)
+    if top > MAX_LOGPROBS:
+        violations.append((field, f"is {top}, must be at most {MAX_LOGPROBS}"))
+    return top
+
+
+def _max_tokens(
+    message: generation_pb2.GenerateRequest,
+    defaults: GenerationDefaults,
+    room: int,
+    violations: list[tuple[str, str]],
+) -> int:
+    """Return the maximum length of the text; faults of length, limits and resumption are appended to `violations`. The
+    context has `room` tokens after the prompt."""
+    most = max(1, room) + 1  # one more than fits, so that a text that fills the context ends with CONTEXT, not LENGTH
+    unasked = most if defaults.max_new_tokens is None else min(most, defaults.max_new_tokens)
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else unasked
     generated = len(message.generated_tokens)
     if max_tokens < 1 and not message.HasField("prompt_logprobs"):
-        found.append(("max_tokens", "is 0, must be at least 1 without prompt_logprobs"))
+        violations.append(("max_tokens", "is 0, must be at least 1 without prompt_logprobs"))
     elif generated and generated >= min(max_tokens, room):
-        found.append(("generated_tokens", f"has {generated} tokens, must have fewer than {min(max_tokens, room)}"))
+        violations.append(("generated_tokens", f"has {generated} tokens, must have fewer than {min(max_tokens, room)}"))
     if message.min_tokens > max_tokens:
-        found.append(("min_tokens", f"is {message.min_tokens}, must be at most max_tokens ({max_tokens})"))
+        violations.append(("min_tokens", f"is {message.min_tokens}, must be at most max_tokens ({max_tokens})"))
     if generated and not message.sampling.HasField("seed"):
-        found.append(("sampling.seed", "is not set, must be given with generated_tokens"))
+        violations.append(("sampling.seed", "is not set, must be given with generated_tokens"))
     if message.n > 1 and (generated or not max_tokens):
         beside = "generated_tokens" if generated else "max_tokens 0"
-        found.append(("n", f"is {message.n}, must be 1 with {beside}"))
-    return found
+        violations.append(("n", f"is {message.n}, must be 1 with {beside}"))
+    return max_tokens
 
 
 def _prompt_sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[tuple[str, str]]:
@@ -321,17 +269,17 @@ def _sizes(message: generation_pb2.GenerateRequest, model: ServedModel) -> list[
     return [violation for violation in found if violation is not None]
 
 
-def _speculation(
+def _rule(
     message: generation_pb2.GenerateRequest, sampling: Sampling, violations: list[tuple[str, str]]
-) -> SpeculationOptions:
-    """Return how to speculate; faults are appended to `violations`."""
+) -> tuple[Rule, SpeculationOptions]:
+    """Return the acceptance rule, and how to speculate; faults are appended to `violations`."""
     wanted = message.speculation
     rule = rule_of(message.rule, sampling) if message.rule in RULES else Rule.COUPLED  # an unknown rule is refused
     wrong = speculation_limit_violations("speculation", wanted)
     wrong += drafter_violations("speculation.drafters", wanted.drafters)
     if wrong:
         violations += wrong
-        return SpeculationOptions()
+        return rule, SpeculationOptions()
     if wanted.off:
         for field, is_set in (("drafters", wanted.drafters), ("forced", wanted.forced)):
             if is_set:
@@ -343,7 +291,7 @@ def _speculation(
     if rule is Rule.REJECTION and options.lookahead is not None and not wanted.drafters and not wanted.off:
         options = replace(options, drafters=OWN_DRAFTERS)  # draws of a draft would exclude the lookahead window
     violations += window_violations("speculation", options, rule)
-    return options
+    return rule, options
 
 
 def _reasoning(

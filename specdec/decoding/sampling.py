@@ -93,7 +93,7 @@ PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 NUMBERS = tuple(one.name for one in fields(Sampling) if isinstance(one.default, int | float) and one.name != "seed")
 """Names of the parameters with a single number, except the seed. Requests and messages have fields of the same names,
-which `orchestrator/requests/parsing.py`, `sample.py` and `specdec/serving/messages.py` convert by this list."""
+which `orchestrator/requests/sampling.py`, `sample.py` and `specdec/serving/messages.py` convert by this list."""
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Limits of the repetition penalty: beyond them, logits become so large or small that the penalty alone decides."""
