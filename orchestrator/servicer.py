@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -122,36 +122,27 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
     ) -> None:
-        account = self._accounts.of(context.invocation_metadata() or ())
-        prompts = prompts_in(context.invocation_metadata() or ())
-        with self._request(request, account, prompts, streamed=True) as (revision, peers, timeline):
-            valid = await self._parse(request, revision, peers, account, timeline)
-            account.spend_tokens(valid.given_tokens)
+        async with self._answered(request, context, streamed=True) as (account, valid, responses):
             first = True
-            async with aclosing(self._responses(valid, revision, peers, context, timeline)) as responses:
-                async for response in responses:
-                    account.spend_tokens(len(response.tokens))
-                    if first:
-                        response.seed = valid.seed
-                        if request.return_prompt_token_ids:
-                            response.prompt_token_ids[:] = valid.samples[0].prompt
-                        first = False
-                    await context.write(response)
+            async for response in responses:
+                account.spend_tokens(len(response.tokens))
+                if first:
+                    response.seed = valid.seed
+                    if request.return_prompt_token_ids:
+                        response.prompt_token_ids[:] = valid.samples[0].prompt
+                    first = False
+                await context.write(response)
 
     async def Complete(
         self,
         request: generation_pb2.CompleteRequest,
         context: grpc.aio.ServicerContext[generation_pb2.CompleteRequest, generation_pb2.CompleteResponse],
     ) -> generation_pb2.CompleteResponse:
-        account = self._accounts.of(context.invocation_metadata() or ())
-        with self._request(request.request, account, streamed=False) as (revision, peers, timeline):
-            valid = await self._parse(request.request, revision, peers, account, timeline, streamed=False)
-            account.spend_tokens(valid.given_tokens)
+        async with self._answered(request.request, context, streamed=False) as (account, valid, responses):
             answer = CompleteAnswer(valid.seed, len(valid.samples))
-            async with aclosing(self._responses(valid, revision, peers, context, timeline)) as responses:
-                async for response in responses:
-                    account.spend_tokens(len(response.tokens))
-                    answer.add(response)
+            async for response in responses:
+                account.spend_tokens(len(response.tokens))
+                answer.add(response)
         message = answer.message()
         if request.request.return_prompt_token_ids:
             message.prompt_token_ids[:] = valid.samples[0].prompt
@@ -173,7 +164,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         account = self._accounts.of(context.invocation_metadata() or ())
         with account.request():
             work = partial(tokenize, request, self._catalog.main(request.model).model)
-            return await threads.run(work, "" if account.tenant is None else account.tenant.name)
+            return await threads.run(work, account.name_of(""))
 
     async def GetStats(
         self,
@@ -259,12 +250,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         elif method.startswith(f"/{self.name}/"):
             self._accounts.of(metadata)
 
-    @contextmanager
-    def _request(
-        self, request: generation_pb2.GenerateRequest, account: Account, prompts: int = 1, *, streamed: bool
-    ) -> Iterator[tuple[Revision, Peers, Timeline]]:
-        """Choose the revision for a request, count the request, and record its timeline unless it is refused for lack
-        of room. The peers of a revision may change later; the request keeps the current ones."""
+    @asynccontextmanager
+    async def _answered(
+        self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any], *, streamed: bool
+    ) -> AsyncIterator[tuple[Account, Request, Responses]]:
+        """Choose the revision for a request, count and parse the request, and record its timeline unless it is refused
+        for lack of room. Yield the caller's account, the parsed request and its responses. A context, not a generator
+        of responses: errors and cancellations of the caller are counted too.
+
+        The peers of a revision may change later; the request keeps the current ones."""
+        metadata = context.invocation_metadata() or ()
+        account = self._accounts.of(metadata)
         recorded = partial(self.timelines.begin, "generate", operation=operation(request), stream=streamed)
         try:
             revision = self._catalog.choose(request)
@@ -273,10 +269,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 raise
         peers = revision.peers
         samples = max(1, min(request.n, MAX_SAMPLES))  # a larger n is refused later, with the request's other faults
-        with revision.request(account.tenant_class), account.request(samples, prompts):
-            peers.check_room(request.tenant if account.tenant is None else account.tenant.name)
+        with revision.request(account.tenant_class), account.request(samples, prompts_in(metadata)):
+            peers.check_room(account.name_of(request.tenant))
             with recorded(model=revision.asked_as or revision.model.name) as timeline:
-                yield revision, peers, timeline
+                valid = await self._parse(request, revision, peers, account, timeline, streamed=streamed)
+                account.spend_tokens(valid.given_tokens)
+                async with aclosing(self._responses(valid, revision, peers, context, timeline)) as responses:
+                    yield account, valid, responses
 
     async def _parse(
         self,
@@ -286,12 +285,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         account: Account,
         timeline: Timeline,
         *,
-        streamed: bool = True,
+        streamed: bool,
     ) -> Request:
         """Parse a request, and check its grammar. A few token ids without a grammar are parsed on the event loop, all
         else in a thread, since tokenising a prompt or rewriting a schema takes a while."""
         size = request.ByteSize()
-        tenant = request.tenant if account.tenant is None else account.tenant.name
+        tenant = account.name_of(request.tenant)
         work = partial(
             parse,
             request,

@@ -28,6 +28,10 @@ class Account:
     def tenant_class(self) -> str:
         return "default" if self.tenant is None else self.tenant.tenant_class
 
+    def name_of(self, given: str) -> str:
+        """Return the tenant's name; that of the request, `given`, if all callers share the account."""
+        return given if self.tenant is None else self.tenant.name
+
     def change(self, tenant: Tenant | None) -> None:
         """Replace the tenant's limits. Existing token buckets keep their tokens."""
         self.tenant = tenant
