@@ -18,7 +18,6 @@ with needed_by("draft", "draft"):
     from draft_service.forgotten import Forgotten
     from draft_service.language_model import LanguageModelDrafter
     from draft_service.learning_servicer import MIN_KEY_CHARACTERS, Learning
-    from draft_service.pass_times import PassTimes
     from draft_service.request import MIN_PROBABILITY, ExpansionPolicy
     from draft_service.servicer import DraftLimits, DraftServicer
     from draft_service.traffic import MAX_KEPT_TOKENS, Traffic
@@ -286,58 +285,72 @@ def main(
         folder = None if versions is None else Watched(VersionsFolder(versions))  # fails before the model is loaded
         forgotten = Forgotten(versions)
         placement = Placement(engine, dtype, device, kv_tokens, sessions=max_sessions, is_draft=True)
+        used_threads = threads or threads_for(device)
         if heads is not None:
             (target,) = check(Wanted(model, placement, heads=partial(memory_of_draft_heads, heads)))
-            return heads_servicer(heads, target, placement, threads or threads_for(device), limits)
+            return heads_servicer(heads, target, placement, used_threads, limits)
         (directory,) = check(Wanted(model, placement))
-        learned_from = LearnedFrom.of(directory.path)
-        if forgotten.concerns(learned_from):
-            log.warning("model_concerned", model=directory.name, why=HAS_LEARNED, remedy="give another --model")
-        loaded = load_engine(directory, placement, threads=(threads or threads_for(device),))
-        fast_paths.log_off()
-        # A session's slots hold its text and its nodes.
-        identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
-        target, translation = translated(directory, target_tokenizer)
-        identity.tokenizer_fingerprint, identity.vocabulary_size = target.tokenizer_fingerprint, target.vocabulary
-        width = expansion_width.measured(loaded, directory.context, limits.defaults.max_branches)
-        log.info("expansion_width", nodes_of_a_session_in_a_step=width.of_session, nodes_in_a_step=width.of_all)
-        times = PassTimes(width.seconds)
-        drafter = LanguageModelDrafter(
-            loaded,
-            rows=width.of_all,
-            rows_per_session=width.of_session,
-            times=times,
-            translation=translation,
-            context=directory.context,
+        return language_model_servicer(
+            directory,
+            placement,
+            used_threads,
+            limits,
+            target_tokenizer=target_tokenizer,
+            forgotten=forgotten,
+            kept=Traffic(learn_tokens, forgotten, most_bytes=learn_logprobs_mb << 20) if learn_tokens else None,
+            key=key,
+            folder=folder,
+            trial=TrialLimits(canary, canary_tokens, canary_alpha, canary_slowdown),
         )
-        versioned = None
-        if folder is not None:
-            first = LoadedVersion(drafter, identity.model_fingerprint, times, width.of_all, learned_from=learned_from)
-            trial = TrialLimits(canary, canary_tokens, canary_alpha, canary_slowdown)
-            versioned = VersionedDrafter(directory.name, first, trial, forgotten)
-        kept = Traffic(learn_tokens, forgotten, most_bytes=learn_logprobs_mb << 20) if learn_tokens else None
-        loop = DraftLoop(versioned or drafter, kept)
-        loop.start()
-        grammars = GrammarCompiler.of(target)
-        grammars.prepare()
-        trials = GrammarTrials(target.path)
-        follower = None
-        if folder is not None and versioned is not None:
-            loader = VersionLoader(
-                directory,
-                identity.context_tokens,
-                replace(placement, kv_tokens=loaded.capacity),
-                threads or threads_for(device),
-                limits.defaults.max_branches,
-                canary_slowdown,
-                translation,
-            )
-            follower = VersionFollower(folder, loader, loop, versioned, directory.path)
-            follower.start()
-        info, learning = pod_info(loaded), None if key is None else Learning(key, forgotten, learned_from)
-        return DraftServicer(loop, identity, limits, info, grammars, trials, translation, learning, follower)
 
     run(server, lambda: in_temporary_thread(start), "draft")
+
+
+def language_model_servicer(
+    directory: ModelDirectory,
+    placement: Placement,
+    threads: int,
+    limits: DraftLimits,
+    *,
+    target_tokenizer: Path | None,
+    forgotten: Forgotten,
+    kept: Traffic | None,
+    key: str | None,
+    folder: Watched[VersionsFolder] | None,
+    trial: TrialLimits,
+) -> DraftServicer:
+    """Return the servicer of a draft service that runs a draft model. `kept` has texts to learn from, `key` is that of
+    LearningService, and `folder` that of new versions, for trials within the limits `trial`."""
+    learned_from = LearnedFrom.of(directory.path)
+    if forgotten.concerns(learned_from):
+        log.warning("model_concerned", model=directory.name, why=HAS_LEARNED, remedy="give another --model")
+    loaded = load_engine(directory, placement, threads=(threads,))
+    fast_paths.log_off()
+    # A session's slots hold its text and its nodes.
+    identity = identity_of(directory, loaded, loaded.capacity - 1 - limits.max_nodes)
+    target, translation = translated(directory, target_tokenizer)
+    identity.tokenizer_fingerprint, identity.vocabulary_size = target.tokenizer_fingerprint, target.vocabulary
+    branches = limits.defaults.max_branches
+    width = expansion_width.measured(loaded, directory.context, branches)
+    log.info("expansion_width", nodes_of_a_session_in_a_step=width.of_session, nodes_in_a_step=width.of_all)
+    drafter = LanguageModelDrafter.of(loaded, width, translation=translation, context=directory.context)
+    versioned = None
+    if folder is not None:
+        fingerprint = identity.model_fingerprint
+        first = LoadedVersion(drafter, fingerprint, drafter.times, width.of_all, learned_from=learned_from)
+        versioned = VersionedDrafter(directory.name, first, trial, forgotten)
+    loop = DraftLoop(versioned or drafter, kept)
+    loop.start()
+    grammars, trials = grammars_of(target)
+    follower = None
+    if folder is not None and versioned is not None:
+        placed = replace(placement, kv_tokens=loaded.capacity)
+        context, slowdown = identity.context_tokens, trial.max_slowdown
+        loader = VersionLoader(directory, context, placed, threads, branches, slowdown, translation)
+        follower = VersionFollower(folder, loader, loop, versioned, directory.path)
+        follower.start()
+    info, learning = pod_info(loaded), None if key is None else Learning(key, forgotten, learned_from)
+    return DraftServicer(loop, identity, limits, info, grammars, trials, translation, learning, follower)
 
 
 def heads_servicer(
@@ -350,9 +363,14 @@ def heads_servicer(
     loaded = load_heads(files, target, placement, threads)
     loop = DraftLoop(loaded.drafter)
     loop.start()
-    grammars = GrammarCompiler.of(target)
-    grammars.prepare()
-    return DraftServicer(loop, loaded.identity, limits, loaded.info, grammars, GrammarTrials(target.path))
+    return DraftServicer(loop, loaded.identity, limits, loaded.info, *grammars_of(target))
+
+
+def grammars_of(target: ModelDirectory) -> tuple[GrammarCompiler, GrammarTrials]:
+    """Return the prepared compiler of grammars, and the trials of new ones."""
+    compiler = GrammarCompiler.of(target)
+    compiler.prepare()
+    return compiler, GrammarTrials(target.path)
 
 
 def translated(draft: ModelDirectory, path: Path | None) -> tuple[ModelDirectory, Translation | None]:

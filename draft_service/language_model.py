@@ -14,6 +14,7 @@ import numpy as np
 
 from draft_service.children import Computed, chosen, give
 from draft_service.drafter import Drafter, ExpansionError
+from draft_service.expansion_width import Width
 from draft_service.pass_times import PassTimes
 from draft_service.session import DrafterSession, RootMove
 from draft_service.translation import Translation
@@ -217,6 +218,7 @@ class LanguageModelDrafter(Drafter):
         forward: DraftPass | None = None,
     ) -> None:
         self.engine = engine
+        self.times = times
         # With a translation, tokens that the draft lacks have a probability of 0, and CONTRASTIVE divides by it. For
         # TYPICAL texts, drafts are opened with COUPLED.
         self.rules = frozenset({Rule.COUPLED, Rule.REJECTION} if translation else {*Rule} - {Rule.TYPICAL})
@@ -226,11 +228,31 @@ class LanguageModelDrafter(Drafter):
         self._pool = KVPool(engine.capacity)
         self._rows = rows
         self._rows_per_session = rows_per_session
-        self._times = times
         self._sessions: dict[DrafterSession, ModelSession] = {}
         self._virtual_times: dict[str, float] = {}  # virtual time (rows over weight) of tenants with sessions
         self._level = 0.0  # maximum over all passes of the smallest virtual time among their tenants
         self._probe = EngineProbe(engine)
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        width: Width,
+        *,
+        translation: Translation | None = None,
+        context: int = MAX_CONTEXT,
+        forward: DraftPass | None = None,
+    ) -> LanguageModelDrafter:
+        """Return the drafter with the limits and times that were measured."""
+        return cls(
+            engine,
+            rows=width.of_all,
+            rows_per_session=width.of_session,
+            times=PassTimes(width.seconds),
+            translation=translation,
+            context=context,
+            forward=forward,
+        )
 
     @property
     def slots(self) -> int:
@@ -301,8 +323,8 @@ class LanguageModelDrafter(Drafter):
         for model_session in planned:
             model_session.forget_plan()
         failed |= give(children)
-        if self._times is not None and len(packer.tokens) <= self._rows:  # longer passes read prompts
-            self._times.observe(len(packer.tokens), time.monotonic() - begin)
+        if self.times is not None and len(packer.tokens) <= self._rows:  # longer passes read prompts
+            self.times.observe(len(packer.tokens), time.monotonic() - begin)
         return failed
 
     def recover(self) -> bool:
@@ -310,13 +332,13 @@ class LanguageModelDrafter(Drafter):
 
     def _break_even(self, expanding: Sequence[ModelSession], reading: Sequence[ModelSession]) -> float:
         """Return the path logprob above which a further node of a session pays in the coming pass."""
-        if self._times is None:
+        if self.times is None:
             return -math.inf
         # The pass contains every session's best node in any case. For a session that lacks only a correction's token,
         # the best node is the root.
         best = [math.exp(session.session.best_logprob()) for session in expanding]
         best += [1.0 for session in reading if session.pending_text == 1 and not session.session.policy.paused]
-        probability = self._times.break_even(best[: self._rows]) if best else 0.0
+        probability = self.times.break_even(best[: self._rows]) if best else 0.0
         return math.log(probability) if probability > 0 else -math.inf
 
     def _plan_nodes(

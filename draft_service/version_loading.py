@@ -174,17 +174,11 @@ class VersionLoader:
         width = expansion_width.measured(engine, directory.context, self.branches)
         if expected is not None:
             _check_speed(width.seconds[NODES], expected(NODES), self.max_slowdown)
-        watched, times = CheckedPass(draft_pass_of(engine)), PassTimes(width.seconds)
-        drafter = LanguageModelDrafter(
-            engine,
-            rows=width.of_all,
-            rows_per_session=width.of_session,
-            times=times,
-            translation=self.translation,
-            context=directory.context,
-            forward=watched,
+        watched = CheckedPass(draft_pass_of(engine))
+        drafter = LanguageModelDrafter.of(
+            engine, width, translation=self.translation, context=directory.context, forward=watched
         )
-        return LoadedVersion(drafter, "", times, width.of_all, watched)
+        return LoadedVersion(drafter, "", drafter.times, width.of_all, watched)
 
 
 def _check_speed(seconds: float, expected: float, max_slowdown: float) -> None:

@@ -11,7 +11,6 @@ from typing import cast
 import grpc
 
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.pass_times import PassTimes
 from draft_service.servicer import DraftLimits, DraftServicer
 from evaluation.channel import Channel
 from evaluation.pair import Pair
@@ -138,11 +137,7 @@ class Deployment:
 
     def _draft(self) -> DraftServicer:
         draft, limits = self._pair.draft, DraftLimits()
-        width = self._pair.width
-        drafter = LanguageModelDrafter(
-            self.draft, rows=width.of_all, rows_per_session=width.of_session, times=PassTimes(width.seconds)
-        )
-        loop = VirtualDraftLoop(drafter, inbox=self._inbox)
+        loop = VirtualDraftLoop(LanguageModelDrafter.of(self.draft, self._pair.width), inbox=self._inbox)
         self._loops.append(loop)
         identity = identity_of(draft.directory, draft.engine, draft.engine.capacity - 1 - limits.max_nodes)
         return DraftServicer(loop, identity, limits, grammars=GrammarCompiler.of(draft.directory))

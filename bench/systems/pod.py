@@ -22,7 +22,6 @@ from bench.systems.simulated_gpu import SimulatedGpu
 from draft_service import expansion_width
 from draft_service.draft_loop import DraftLoop
 from draft_service.language_model import LanguageModelDrafter
-from draft_service.pass_times import PassTimes
 from draft_service.servicer import DraftLimits, DraftServicer
 from specdec.engine.engine import Engine
 from specdec.engine.engines.loading import load_engine
@@ -78,11 +77,7 @@ def draft(args: argparse.Namespace) -> Service:
     limits = DraftLimits()
     paced = _paced(engine, args, "draft")
     width = expansion_width.measured(paced, directory.context, limits.defaults.max_branches)
-    loop = DraftLoop(
-        LanguageModelDrafter(
-            paced, rows=width.of_all, rows_per_session=width.of_session, times=PassTimes(width.seconds)
-        )
-    )
+    loop = DraftLoop(LanguageModelDrafter.of(paced, width))
     if args.stages is not None:
         stages.of_draft(loop).keep(args.stages / "draft.json")
     loop.start()
