@@ -75,31 +75,30 @@ class Generation:
         ):
             async with self._drafting, aclosing(self._verification.messages()) as messages:
                 async for message in messages:
-                    if isinstance(message, verifier_pb2.VerifyOpened):
-                        self._drafting.on_opened(message)
+                    response: generation_pb2.GenerateResponse | None = None
+                    match message:
+                        case verifier_pb2.VerifyOpened():
+                            self._drafting.on_opened(message)
+                        case model_pb2.Heartbeat():
+                            self._drafting.on_awaited()
+                        case model_pb2.DraftQuery():
+                            self._drafting.on_query(message)
+                        case model_pb2.Features():
+                            self._drafting.on_features(message)
+                        case verifier_pb2.PromptLogprobs():
+                            response = self._transcript.score(message)
+                        case verifier_pb2.Commit():
+                            self._drafting.on_commit(message)
+                            response = self._transcript.take(message)
+                            if response is None:
+                                await self._verification.consumed()
+                            else:
+                                tokens_arrived(len(response.tokens))
+                                if uncommitted:
+                                    uncommitted = False
+                                    timeline.first_commit()
+                    if response is None:
                         continue
-                    if isinstance(message, model_pb2.Heartbeat):
-                        self._drafting.on_awaited()
-                        continue
-                    if isinstance(message, model_pb2.DraftQuery):
-                        self._drafting.on_query(message)
-                        continue
-                    if isinstance(message, model_pb2.Features):
-                        self._drafting.on_features(message)
-                        continue
-                    response: generation_pb2.GenerateResponse | None
-                    if isinstance(message, verifier_pb2.PromptLogprobs):
-                        response = self._transcript.score(message)
-                    else:
-                        self._drafting.on_commit(message)
-                        response = self._transcript.take(message)
-                        if response is None:
-                            await self._verification.consumed()
-                            continue
-                        tokens_arrived(len(response.tokens))
-                        if uncommitted:
-                            uncommitted = False
-                            timeline.first_commit()
                     if first:
                         response.model_fingerprint = self._verification.revision
                         self._readiness.served(response.model_fingerprint)
