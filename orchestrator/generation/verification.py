@@ -133,22 +133,14 @@ class VerifierChoice:
         self._tried.clear()
         self._answers.clear()
 
-    def refused(self, pod: Pod, error: Exception) -> None:
-        """Skip this pod until the next pause."""
+    def skip(self, pod: Pod, error: Exception, *, lost: bool = False) -> None:
+        """Skip this pod until the next pause, and rank it last afterwards if it has `lost` the text."""
         self._tried[pod] = self._answers[pod] = error
+        if lost:
+            self._last_lost = pod
 
-    def lost(self, pod: Pod, error: Exception) -> None:
-        """Skip this pod until the next pause, and rank it last afterwards."""
-        self._last_lost = pod
-        self._tried[pod] = self._answers[pod] = error
-
-    def unfit(self, pod: Pod, error: ServiceError) -> None:
+    def exclude(self, pod: Pod, error: ServiceError) -> None:
         """Never ask this pod again; if no other is available, `error` ends the request."""
-        self._unfit[pod] = error
-
-    def failed(self, pod: Pod, error: ServiceError) -> None:
-        """Never ask this pod again: it had the text and cannot continue it."""
-        self._last_lost = pod
         self._unfit[pod] = error
 
 
@@ -334,11 +326,11 @@ class Verification:
             case TooLateError() if stream.opened:
                 raise error  # the text has waited for memory in vain; another verifier would start the wait again
             case OverloadedError() | LeftAloneError():
-                self._choice.refused(pod, error)
+                self._choice.skip(pod, error)
             case UnfitError():
                 if isinstance(error, ForeignPodError):
                     pod.found_unfit(error.reason, error.error)
-                self._choice.unfit(pod, error.error)
+                self._choice.exclude(pod, error.error)
             case ModelFailureError():
                 self._note_failed(pod, error)
             case InvalidRequestError():
@@ -348,7 +340,7 @@ class Verification:
 
     def _note_lost(self, stream: VerifierStream, lost: LostError) -> None:
         pod, why = stream.pod, str(lost)
-        self._choice.lost(pod, lost)
+        self._choice.skip(pod, lost, lost=True)
         if lost.died:
             self._context.peers.verifiers.died(pod)
         if self._context.grammar_watch is not None:
@@ -373,9 +365,9 @@ class Verification:
                 self._refused = True
                 log.info("request_refused", pod=str(pod), why=str(error))
                 return
-            self._choice.unfit(pod, error)  # another verifier may have more memory
+            self._choice.exclude(pod, error)  # another verifier may have more memory
             return
-        self._choice.failed(pod, error)
+        self._choice.exclude(pod, error)
         self._context.events.record("verifier_lost", pod, str(error))
 
     def _as_of_request(self, error: InvalidRequestError) -> InvalidRequestError:

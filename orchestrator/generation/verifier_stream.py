@@ -99,16 +99,16 @@ class VerifierStream(PeerStream):
                 f"it grants {opened.max_nodes} candidates, with a min_candidate_probability of "
                 f"{opened.min_candidate_probability}"
             )
-        if self._context.sample.grammar is not None and not opened.follows_grammar:
-            raise UnfitError(NotBuiltError("verifier: does not follow a grammar"))
-        if self._context.text.unscored and not opened.scores_prompt:
-            raise UnfitError(NotBuiltError("verifier: does not return log-probabilities of prompts"))
-        if self._context.sample.sampling.banned_sequences and not opened.bans_sequences:
-            raise UnfitError(NotBuiltError("verifier: does not ban words of several tokens"))
-        if self._context.sample.sampling.typical_p < 1.0 and not opened.applies_typical_p:
-            raise UnfitError(NotBuiltError("verifier: does not apply typical_p"))
-        if self._context.sample.cache_salt and not opened.salts_cache:
-            raise UnfitError(NotBuiltError("verifier: does not separate its caches by cache_salt"))
+        sample, sampling = self._context.sample, self._context.sample.sampling
+        for needed, offered, what in (
+            (sample.grammar is not None, opened.follows_grammar, "support grammars"),
+            (self._context.text.unscored, opened.scores_prompt, "return log-probabilities of prompts"),
+            (sampling.banned_sequences, opened.bans_sequences, "ban words of several tokens"),
+            (sampling.typical_p < 1.0, opened.applies_typical_p, "apply typical_p"),
+            (sample.cache_salt, opened.salts_cache, "separate its caches by cache_salt"),
+        ):
+            if needed and not offered:
+                raise UnfitError(NotBuiltError(f"verifier: does not {what}"))
         if revision and identity.model_fingerprint != revision:
             raise UnfitError(
                 PeerLostError(
