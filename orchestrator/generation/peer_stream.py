@@ -18,6 +18,7 @@ from orchestrator.pods.watchdog import Watchdog
 from specdec.serving.echo import cut
 from specdec.serving.errors import DeadlineError, NotBuiltError, PeerLostError, ProtocolError, from_rpc, said_by_pod
 from specdec.serving.propagation import carried
+from specdec.wire.cancellation import being_cancelled
 
 DEADLINE_SLACK_SECONDS = 0.1
 """A peer's DEADLINE_EXCEEDED within this many seconds of the caller's deadline counts as the caller's: the timers of
@@ -97,7 +98,7 @@ class PeerStream:
             except STREAM_IS_OVER:
                 pass
             except asyncio.CancelledError:
-                if _being_cancelled():
+                if being_cancelled():
                     raise
 
     async def _read(self) -> Any:
@@ -108,7 +109,7 @@ class PeerStream:
             with self._watchdog.listening():
                 response = await self._call.read()
         except asyncio.CancelledError:
-            if _being_cancelled():
+            if being_cancelled():
                 raise
             raise self._aborted_by or LostError("its channel was closed", conclusive=True) from None
         except grpc.aio.AioRpcError as error:
@@ -157,9 +158,3 @@ class PeerStream:
 
     def _on_silence(self) -> None:
         self.abort(LostError(f"silent for {self._context.peers.silence_seconds:g} s", conclusive=True))
-
-
-def _being_cancelled() -> bool:
-    """Return True if this task is being cancelled, rather than the stream that it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from orchestrator.pods.errors import LostError
 from specdec.serving.propagation import carried
+from specdec.wire.cancellation import being_cancelled
 
 Answer = TypeVar("Answer")
 
@@ -22,8 +23,7 @@ async def answer_of(method: Callable[..., Awaitable[Answer | None]], request: Me
     try:
         answer = await method(request, timeout=seconds, metadata=carried())
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if being_cancelled():
             raise
         raise LostError("its channel was closed") from None
     except grpc.aio.UsageError as error:

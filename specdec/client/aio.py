@@ -31,6 +31,7 @@ from specdec.v2.generation_pb2 import (
     TokenizeRequest,
 )
 from specdec.v2.generation_pb2_grpc import GenerationServiceStub
+from specdec.wire.cancellation import being_cancelled
 
 if TYPE_CHECKING:
     from specdec.v2.generation_pb2_grpc import GenerationServiceAsyncStub
@@ -290,9 +291,5 @@ class AsyncStream:
 
 
 def _seen_as(error: asyncio.CancelledError) -> BaseException:
-    """Return the exception to raise. grpc.aio reports a cancelled call as if the task were cancelled, but only a task
-    that was really cancelled may raise CancelledError."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        return error
-    return Cancelled("the call was cancelled", code=grpc.StatusCode.CANCELLED)
+    """Return the exception to raise: only a task that was really cancelled may raise CancelledError."""
+    return error if being_cancelled() else Cancelled("the call was cancelled", code=grpc.StatusCode.CANCELLED)
