@@ -55,6 +55,7 @@ class Translation:
         """The draft's ids of the common tokens, by the target's."""
         self._to_target = np.full(draft.vocabulary, -1, dtype=np.int64)
         self._to_target[list(common.values())] = list(common)
+        self._own = np.flatnonzero(self._to_target >= 0)
         self._longest = max(map(len, self._ids), default=0)
         self._spelled: dict[int, tuple[int, ...]] = {}
         begin = special_tokens(target).get("bos_token")
@@ -74,7 +75,7 @@ class Translation:
 
     def logits(self, logits: DraftLogits) -> DraftLogits:
         """Return the draft's logits over the target's vocabulary; -inf for tokens that are not common."""
-        return _Translated(logits, self._to_target, self.vocabulary)
+        return _Translated(logits, self._to_target, self._own, self.vocabulary)
 
     def _spelling(self, token: int) -> tuple[int, ...]:
         own = self.common.get(token)
@@ -101,9 +102,12 @@ class Translation:
 class _Translated:
     """Draft logits whose ids are the target's."""
 
-    def __init__(self, logits: DraftLogits, to_target: NDArray[np.int64], vocabulary: int) -> None:
+    def __init__(
+        self, logits: DraftLogits, to_target: NDArray[np.int64], own: NDArray[np.int64], vocabulary: int
+    ) -> None:
         self._logits = logits
-        self._to_target = to_target
+        self._to_target = to_target  # -1 for the draft's tokens that the target lacks
+        self._own = own  # the other tokens of the draft
         self._vocabulary = vocabulary
 
     def shortlists(self, rows: Sequence[int]) -> Shortlists:
@@ -117,10 +121,9 @@ class _Translated:
         return Shortlists(values, ids)
 
     def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
-        (own,) = np.nonzero(self._to_target >= 0)
         translated = np.full((len(rows), self._vocabulary), -np.inf, dtype=np.float32)
         for place, row in enumerate(self._logits.whole(rows)):
-            translated[place, self._to_target[own]] = row[own]
+            translated[place, self._to_target[self._own]] = row[self._own]
         return list(translated)
 
 
