@@ -36,7 +36,7 @@ CROWD_SECONDS = 5.0
 """Seconds within which the sessions of a dead pod end one after another."""
 
 
-class PodCapacity:
+class PodLoad:
     """The sessions of one pod, and its room as last reported."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -175,7 +175,7 @@ class LeftAloneError(Exception):
 class Admission:
     """Admission to one verifier."""
 
-    def __init__(self, load: PodCapacity, breaker: Breaker, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, load: PodLoad, breaker: Breaker, clock: Callable[[], float] = time.monotonic) -> None:
         self._load = load
         self._breaker = breaker
         self._changed = asyncio.Event()  # replaced whenever an opening is over

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import grpc
 import structlog
 
-from orchestrator.pods.admission import Admission, PodCapacity
+from orchestrator.pods.admission import Admission, PodLoad
 from specdec.serving.pods.breaker import Breaker
 from specdec.serving.pods.connections import connect
 from specdec.serving.pods.replicas import Replicas
@@ -38,7 +38,7 @@ class Pod:
         self.address = address
         self.channel = channel
         self.breaker = Breaker(address, clock)
-        self.load = PodCapacity(clock)
+        self.load = PodLoad(clock)
         self.admission = Admission(self.load, self.breaker)
         self.numerics = ""  # fingerprint, as last reported
         self.context_tokens = 0  # longest text it accepts, as last reported; 0: unknown

@@ -12,7 +12,7 @@ from orchestrator.pods.admission import (
     STALE_SECONDS,
     Admission,
     LeftAloneError,
-    PodCapacity,
+    PodLoad,
 )
 from specdec.serving.errors import OverloadedError, PeerLostError
 from specdec.serving.pods.breaker import Breaker
@@ -31,7 +31,7 @@ class Verifier:
 
     def __init__(self, room: int) -> None:
         self.clock = Clock()
-        self.load = PodCapacity(self.clock)
+        self.load = PodLoad(self.clock)
         self.breaker = Breaker(clock=self.clock)
         self.admission = Admission(self.load, self.breaker)
         self.room = room
@@ -128,7 +128,7 @@ async def test_what_was_told_stands_for_a_while_only(asked: bool, seconds: float
 
 
 async def test_any_number_of_sessions_can_be_told_on() -> None:
-    load = PodCapacity()
+    load = PodLoad()
     load.report(model_pb2.PodCapacity(sessions=2**32 - 1))
     with load.session():
         assert load.now is not None
@@ -136,7 +136,7 @@ async def test_any_number_of_sessions_can_be_told_on() -> None:
 
 
 async def test_other_errors_shut_nobody_out() -> None:
-    admission = Admission(PodCapacity(), Breaker())
+    admission = Admission(PodLoad(), Breaker())
     with pytest.raises(PeerLostError):
         async with admission.opening():
             raise PeerLostError("gone", "VERIFIER_LOST")
@@ -146,7 +146,7 @@ async def test_other_errors_shut_nobody_out() -> None:
 
 async def test_a_verifier_that_does_not_answer_is_found_out_once() -> None:
     breaker = Breaker()
-    admission = Admission(PodCapacity(), breaker)
+    admission = Admission(PodLoad(), breaker)
     asked = 0
     silence = asyncio.Event()
 

@@ -15,7 +15,7 @@ from orchestrator.pods.admission import (
     PRESENT_SECONDS,
     Admission,
     CancelledOpenings,
-    PodCapacity,
+    PodLoad,
 )
 from specdec.serving.errors import TenantLimitError
 from specdec.serving.pods.breaker import Breaker
@@ -112,7 +112,7 @@ def test_who_cancels_late_or_never_does_not_wait() -> None:
 
 def site() -> tuple[Clock, Admission]:
     clock = Clock()
-    load = PodCapacity(clock)
+    load = PodLoad(clock)
     load.report(model_pb2.PodCapacity(room=1000))
     return clock, Admission(load, Breaker(clock=clock), clock)
 
@@ -170,7 +170,7 @@ class TickingClock(Clock):
 
 async def test_a_place_that_becomes_free_between_two_looks_is_taken() -> None:
     clock = TickingClock()
-    load = PodCapacity(clock)
+    load = PodLoad(clock)
     admission = Admission(load, Breaker(clock=clock), clock)
     load.report(model_pb2.PodCapacity(room=100), 1000)
     admission.cancelled.begun("other")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from orchestrator.pods.admission import STALE_SECONDS, PodCapacity
+from orchestrator.pods.admission import STALE_SECONDS, PodLoad
 from orchestrator.pods.backoff import Backoff
 from orchestrator.pods.pods import UNFIT_SECONDS, Pod, Pods
 from specdec.v2 import model_pb2
@@ -141,7 +141,7 @@ def wire_of(pod: Pod) -> Wire:
 
 def test_others_sessions_are_forgotten_when_they_are_old_news() -> None:
     clock = Clock()
-    load = PodCapacity(clock)
+    load = PodLoad(clock)
     with load.session():
         load.report(model_pb2.PodCapacity(sessions=7))
         assert load.sessions == 7
