@@ -45,7 +45,7 @@ def of_kind(kind: str, count: int, tokens: int, tokenizer: Path, seed: int = 0) 
     encode = Tokenizer.from_file(str(tokenizer)).encode
     kinds = cycle(KINDS) if kind == MIXED else cycle([kind])
     generator = random.Random(f"{kind} {seed}")
-    return [KINDS[each](generator, tokens, lambda text: list(encode(text).ids)) for each in islice(kinds, count)]
+    return [KINDS[name](generator, tokens, lambda text: list(encode(text).ids)) for name in islice(kinds, count)]
 
 
 Encode = Callable[[str], list[int]]

@@ -89,13 +89,13 @@ def main() -> None:
         sys.exit(f"demo: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    fastest = {name: max(made, key=lambda each: each.rate) for name, made in runs.items()}
+    fastest = {name: max(made, key=lambda result: result.rate) for name, made in runs.items()}
     for name, result in fastest.items():
         console.print(
             f"{name:8} {result.rate:6.0f} tokens/s   {len(result.tokens)} tokens in {result.steps} steps, "
             f"{result.seconds:.2f} s"
         )
-    if any(each.tokens != plain.tokens for made in runs.values() for each in made):
+    if any(result.tokens != plain.tokens for made in runs.values() for result in made):
         sys.exit("The tokens differ: this is a bug.")
     ratio = fastest["drafted"].rate / fastest["plain"].rate
     console.print(f"The same tokens, [bold]{ratio:.2f} times[/bold] as fast (the faster of two runs each).")

@@ -27,7 +27,6 @@ import structlog
 
 from specdec.exit_status import how_it_ended
 from specdec.serving.interceptor import CallInterceptor
-from specdec.serving.process import logs
 from specdec.serving.process.listening import bound, joined
 from specdec.serving.process.restarts import Restarts
 from specdec.serving.process.server import STOP_SIGNALS, ServerSettings, StartError, announce, stop_asked_for
@@ -84,7 +83,6 @@ async def supervise(settings: ServerSettings, count: int) -> None:
 
     Prints one line `ready HOST:PORT` on stdout once all of them are ready.
     """
-    logs.configure("orchestrator", settings.log_level)
     stop = stop_asked_for(settings)
 
     # 1. Bind the port exclusively first, so that a port shared by other programs counts as taken. Then hold it while

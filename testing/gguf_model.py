@@ -100,12 +100,12 @@ def _scaling(writer: GGUFWriter, config: dict[str, Any]) -> None:
 def write_tokenizer(writer: GGUFWriter, directory: Path, config: dict[str, Any]) -> None:
     """Write the tokenizer of a model directory: a byte-level BPE."""
     said = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
-    ids, special = said["model"]["vocab"], {each["content"]: each["id"] for each in said["added_tokens"]}
+    ids, special = said["model"]["vocab"], {token["content"]: token["id"] for token in said["added_tokens"]}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     tokens = sorted(ids | special, key=(ids | special).__getitem__)
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if token in special else TokenType.NORMAL for token in tokens])
-    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in said["model"]["merges"]])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in said["model"]["merges"]])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(False)

@@ -47,7 +47,7 @@ def pad_model(source: Path, out: Path, parameters: int) -> dict[str, Any]:
 
     generator = torch.Generator().manual_seed(0)
     for output in outputs:
-        for name in [output, *(output.replace(_OUTPUT, each) for each in _INPUTS)]:
+        for name in [output, *(output.replace(_OUTPUT, projection) for projection in _INPUTS)]:
             tensors[name] = _padded(tensors[name], after - before, generator, zeros=name == output)
             bias = name.replace(".weight", ".bias")
             if bias in tensors and name != output:
