@@ -22,7 +22,7 @@ with needed_by("draft", "draft"):
     from draft_service.servicer import DraftLimits, DraftServicer
     from draft_service.traffic import MAX_KEPT_TOKENS, Traffic
     from draft_service.translation import Translation
-    from draft_service.version_folder import VersionsFolder
+    from draft_service.version_folder import FoundVersion, VersionsFolder
     from draft_service.version_follower import VersionFollower
     from draft_service.version_loading import LoadedVersion, VersionLoader
     from draft_service.version_trial import TrialLimits
@@ -316,7 +316,7 @@ def language_model_servicer(
     forgotten: Forgotten,
     kept: Traffic | None,
     key: str | None,
-    folder: Watched[VersionsFolder] | None,
+    folder: Watched[tuple[FoundVersion, ...]] | None,
     trial: TrialLimits,
 ) -> DraftServicer:
     """Return the servicer of a draft service that runs a draft model. `kept` has texts to learn from, `key` is that of
