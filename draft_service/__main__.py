@@ -249,10 +249,8 @@ def main(
 ) -> None:
     """Serve a draft model: propose candidates ahead of the target."""
     if versions is not None and engine != "onnx" and device != "cpu":
-        raise typer.BadParameter(
-            f"is for --engine onnx, or for CPUs: --engine {engine} on {device} cannot load a model beside its passes",
-            param_hint="--versions",
-        )
+        needed = f"needs --engine onnx or --device cpu: --engine {engine} on {device}"
+        raise typer.BadParameter(f"{needed} cannot load a model while it runs passes", param_hint="--versions")
     if heads is not None:
         others = {
             "--target-tokenizer": target_tokenizer is not None,

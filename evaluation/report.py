@@ -87,7 +87,7 @@ class EvaluationReport:
             ],
         )
         if self.usable:  # otherwise it is the last line
-            yield f"Pass times varied by {self.spread:.1f} times while measured."
+            yield f"Pass times varied by a factor of {self.spread:.1f} during the evaluation."
         yield ""
         yield "Acceptance, with a draft that is always in time"
         yield from _table(
@@ -112,8 +112,8 @@ class EvaluationReport:
         yield ""
         if not self.usable:
             yield (
-                f"pass times varied by {self.spread:.1f} times while measured: the predictions are not usable; free "
-                "the cores or lower --threads"
+                f"pass times varied by a factor of {self.spread:.1f} during the evaluation: the predictions are not "
+                "usable; free the cores or lower --threads"
             )
             return
         for streams in self.speed:

@@ -228,13 +228,13 @@ def _check_models(models: Path | None, given: Mapping[str, object]) -> None:
     if models is not None:
         for option, value in given.items():
             if value:
-                raise typer.BadParameter(
-                    "is set by the file of --models: give only one of the two", param_hint=f"'{option}'"
-                )
+                problem = "must not be given with --models, whose file sets it"
+                raise typer.BadParameter(problem, param_hint=f"'{option}'")
         return
     for option in ("--model", "--verifier"):
         if not given[option]:
-            raise typer.BadParameter("is missing (or --models FILE, for several models)", param_hint=f"'{option}'")
+            problem = "is missing; for several models give --models FILE instead"
+            raise typer.BadParameter(problem, param_hint=f"'{option}'")
 
 
 def _peer_tls(cert: Path | None, key: Path | None, ca: Path | None, name: str | None) -> TlsFiles | None:

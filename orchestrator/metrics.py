@@ -155,7 +155,7 @@ def metrics(
             if (role, view.address) not in sessions:  # one pod may draft for several revisions
                 pods[role, "unfit" if view.unfit_reason else _state(view.breaker)] += 1
             sessions[role, view.address] += view.sessions
-    found.gauges("pods", "Pods, by role and circuit breaker state.", ("role", "state"), pods)
+    found.gauges("pods", "Pods, by role and state: the circuit breaker's, or unfit.", ("role", "state"), pods)
     found.gauges("pod_sessions", "Open sessions of this orchestrator at a pod.", ("role", "pod"), sessions)
     return found.made
 

@@ -120,7 +120,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="specdec-")
     except OSError as error:
         raise StartError(
-            f"--workers: there is no folder for the workers' sockets ({error}): set TMPDIR to a writable one"
+            f"--workers: cannot create a folder for the workers' sockets ({error}): set TMPDIR to a writable one"
         ) from None
 
 

@@ -86,7 +86,7 @@ class PeerStream:
         if response.WhichOneof("message") != "opened":
             raise LostError("its first message is not `opened`")
         if (size := response.ByteSize()) > MAX_OPENED_BYTES:
-            raise LostError(f"its `opened` has {size} bytes")
+            raise LostError(f"its `opened` has {size} bytes, at most {MAX_OPENED_BYTES} are allowed")
         return response.opened
 
     async def _write(self, request: Any) -> None:

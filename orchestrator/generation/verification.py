@@ -150,7 +150,7 @@ def _kind(answer: Exception | None) -> str:
         case None | LeftAloneError():
             return "avoided after failures"
         case GrammarPendingError():
-            return "compiles the grammar"
+            return "is compiling the grammar"
         case OverloadedError():
             return "no room"
         case LostError(conclusive=True):

@@ -163,7 +163,8 @@ class Catalog:
 
 def _cannot_be_read(asked: str) -> PeerLostError:
     """Return the error for a configured model that cannot be read here: another orchestrator may serve it."""
-    return PeerLostError(f"model: {echo(asked)} cannot be read here", "VERIFIER_LOST")
+    problem = f"model: {echo(asked)} is configured, but this orchestrator cannot read its directory"
+    return PeerLostError(problem, "VERIFIER_LOST")
 
 
 def largest(revisions: Iterable[Revision]) -> Revision:

@@ -127,7 +127,7 @@ def parse(
     if violations:
         raise InvalidRequestError(violations)
     if message.prompt_digest and message.prompt_digest != prompt.digest:
-        raise PromptChangedError("prompt: gives other tokens here than when the text began")
+        raise PromptChangedError("prompt: gives different tokens here than where the text was started")
 
     sample = Sample(
         index=0,

@@ -57,12 +57,12 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list
         if not NAME.fullmatch(tool.name):
             found.append((f"{field}.name", "must have 1 to 64 letters, digits, underscores and hyphens"))
         elif tool.name in names[:index]:
-            found.append((f"{field}.name", f"is {tool.name}, must be different from other tools'"))
+            found.append((f"{field}.name", f"is {tool.name}, the name of an earlier tool"))
         if is_parsed and (problem := _schema_problem(tool.parameters)):
             found.append((f"{field}.parameters", problem))
     for field, wanted in (("tool_required", chat.tool_required), ("single_tool_call", chat.single_tool_call)):
         if wanted and not names:
-            found.append((f"chat.{field}", "is set, which requires tools"))
+            found.append((f"chat.{field}", "is set, must be set only with tools"))
     if not found:
         found += _forced_violations(chat, model)
     if chat.tool_name and chat.tool_name not in names:

@@ -91,7 +91,7 @@ class TenantsFile:
                 tenant = _tenant(name, entry)
                 for key in tenant.api_keys:
                     if key in found:
-                        raise ValueError(f"api_keys: {key[:15]}... is {found[key].name!r}'s")
+                        raise ValueError(f"api_keys: {key[:15]}... already belongs to {found[key].name!r}")
                     found[key] = tenant
             except ValueError as error:
                 raise TenantsFileError(f"--tenants {self.path}: tenants.{echo(str(name))}: {error}") from None

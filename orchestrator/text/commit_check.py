@@ -99,7 +99,7 @@ class CommitCheck:
             return f"they have {size} bytes, must have 1 to {MAX_FEATURE_BYTES}"
         self._features += max(size, LEAST_FEATURE_BYTES)
         if self._features > MAX_FED_BYTES:
-            return f"{self._features} bytes without a commit, at most {MAX_FED_BYTES} are allowed"
+            return f"they have {self._features} bytes without a commit, at most {MAX_FED_BYTES} are allowed"
         return ""
 
     def scores_violation(self, scores: verifier_pb2.PromptLogprobs, text: CommittedText) -> str:
@@ -193,11 +193,12 @@ class CommitCheck:
         best = min(wanted, vocabulary)
         for logprobs in found:
             if len(logprobs.top_tokens) != best or len(logprobs.top_logprobs) != best:
-                return f"log-probabilities of {len(logprobs.top_tokens)} top tokens, {best} were asked for"
+                return f"it has log-probabilities of {len(logprobs.top_tokens)} top tokens, {best} were requested"
             numbers = (logprobs.chosen, *logprobs.top_logprobs)
             ids = (*logprobs.top_tokens, max(1, logprobs.rank) - 1)
             if max(ids) >= vocabulary or not all(number <= ROUNDING for number in numbers):
-                return f"log-probabilities {numbers} of tokens {list(logprobs.top_tokens)}, rank {logprobs.rank}"
+                tokens = list(logprobs.top_tokens)
+                return f"it has invalid log-probabilities {numbers} of tokens {tokens}, rank {logprobs.rank}"
         return ""
 
     def _wrong_rejected(self, commit: verifier_pb2.Commit, generated: int) -> str:

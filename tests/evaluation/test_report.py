@@ -76,8 +76,8 @@ def test_there_is_no_advice_if_pass_times_varied() -> None:
     noisy = replace(REPORT, spread=3.14)
     *_, last = noisy.lines()
     assert last == (
-        "pass times varied by 3.1 times while measured: the predictions are not usable; free the cores or lower "
-        "--threads"
+        "pass times varied by a factor of 3.1 during the evaluation: the predictions are not usable; free the cores "
+        "or lower --threads"
     )
     assert not [line for line in noisy.lines() if "fastest" in line or "replicas" in line]
     told = noisy.as_json()

@@ -160,12 +160,14 @@ MISTAKES = (
     Mistake("specdec draft --model draft --dtype bfloat16", CANNOT, "dtype bfloat16: the ONNX engine supports float32"),
     Mistake("specdec draft --model draft --device cuda:9", CANNOT, "device cuda:9: "),
     Mistake(
-        "specdec orchestrator --model target", USAGE, "'--verifier': is missing (or --models FILE, for several models)"
+        "specdec orchestrator --model target",
+        USAGE,
+        "'--verifier': is missing; for several models give --models FILE instead",
     ),
     Mistake(
         "specdec orchestrator --models models.yaml --model target",
         USAGE,
-        "'--model': is set by the file of --models: give only one of the two",
+        "'--model': must not be given with --models, whose file sets it",
     ),
     Mistake(
         "specdec orchestrator --model target --verifier a:1 --served-model-name b@c",
