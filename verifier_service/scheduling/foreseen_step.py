@@ -96,7 +96,7 @@ class ForeseenStep:
 
 
 def _fill(batch: PackedBatch, chosen: Sequence[tuple[int, int]]) -> None:
-    """Fill in the tokens of rows: (index among the results, token)."""
+    """Fill in the tokens of some rows; `chosen`: each row's (index among the results, token)."""
     rows, tokens = zip(*chosen, strict=True)
     batch.tokens[batch.wanted[list(rows)]] = tokens  # some packers reorder rows
 

@@ -48,8 +48,8 @@ class TextLengths:
         youngest.
 
         Text k of n (from 0) is expected to end at quantile (k + 1/2) / n of the remembered lengths above its current
-        length. Together the texts then end like past ones, the oldest at the lowest quantile. If no remembered text is
-        longer, the text is expected to grow by one block.
+        length. So the ends of the texts are spread like those of past texts, the oldest at the lowest quantile. If no
+        remembered text is longer, the text is expected to grow by one block.
         """
         if self._sorted is None:
             self._sorted = np.sort(np.asarray(self._last, dtype=np.int64))

@@ -238,7 +238,7 @@ class Planner:
             else:
                 why = eligibility.why_nothing(session)
             if why is Without.ROW_COST:
-                # Without a price, no drafter was asked: not even a certain candidate would pay.
+                # There is no price if no drafter was asked, because not even a certain candidate would pay.
                 price = price or RowPrice(latency.of(taken + 1) - latency.of(taken), 1.0)
                 rows.decision = eligibility.row_cost(session, price)
             else:

@@ -34,8 +34,8 @@ COPIED_AT_ONCE = 1024
 """Maximum slots in one copy."""
 
 ADMISSION_RETRY_SECONDS = 0.05
-"""Seconds before memory too short for a waiting session is tried again without more blocks available. A try walks all
-blocks of the session's cached prefix: 0.8 ms at 32,000 tokens, which every step would pay."""
+"""Seconds until a session refused for lack of memory is tried again although no block has become available. A try walks
+all blocks of the session's cached prefix: 0.8 ms at 32,000 tokens, which every step would pay."""
 
 
 class _Refusal(NamedTuple):
@@ -77,7 +77,7 @@ class RunQueue:
 
     @property
     def ready(self) -> list[RunningSession]:
-        """The running sessions that a step can go on with."""
+        """The running sessions that have tokens to compute and are not throttled."""
         return [entry for entry in self.running if entry.session.computable and not self.throttled(entry)]
 
     def add(self, entry: RunningSession) -> None:
@@ -176,8 +176,8 @@ class RunQueue:
         return False
 
     def _may_fit(self, entry: RunningSession) -> bool:
-        """Return False if memory was too short for this session a moment ago, no more blocks are available, and a
-        running session will step, after which the session is tried again."""
+        """Return False if memory was too short for this session a moment ago, no block has become available since, and
+        a running session will step: the session is tried again after that step."""
         before = self._refusal
         return (
             before is None

@@ -36,9 +36,8 @@ GENERATED_COST = 2.0
 a row."""
 
 BURST = 4.0
-"""Credit of a tenant that returns from idle, in mean texts. Without it, if such a tenant sent a few requests together,
-each would wait until the other tenants had received as much service per weight as the request before it. Light users
-seldom space their requests evenly."""
+"""Credit of a tenant that returns from idle, in texts of mean cost. Light users often send a few requests together;
+without credit, each would wait until the other tenants had received as much service per weight as the previous one."""
 
 USUAL_SMOOTHING = 0.05
 """Weight of the latest text in the moving average of text costs."""
@@ -112,7 +111,7 @@ class TenantShares:
         self._count(entry, GENERATED_COST * tokens)
 
     def stepped(self, tenants: Collection[str]) -> None:
-        """Advance the virtual time after a step; `tenants`: those in the step or waiting, already charged for it."""
+        """Advance the virtual time after a step has been charged; `tenants`: tenants in the step or waiting."""
         self._level = max(self._level, min((self._counters[tenant] for tenant in tenants), default=0.0))
 
     def next(self, waiting: Iterable[RunningSession]) -> RunningSession | None:
@@ -156,7 +155,7 @@ class TenantShares:
         }
         if not yielding:
             return NO_URGENT
-        # Urgent tenants must go before every yielding one. The strict n_i < n_j also keeps the two sets disjoint.
+        # Keep the tenants that may go before every yielding one. The strict n_i < n_j makes the two sets disjoint.
         fewest = min(sessions[tenant] for tenant in yielding)
         lowest = min(self._counters[tenant] for tenant in yielding)
         return Urgent({tenant for tenant in able if sessions[tenant] < fewest and had[tenant] <= lowest}, yielding)
@@ -202,7 +201,6 @@ def competing_sessions(running: Sequence[RunningSession], entry: RunningSession,
     future share would lose all its sessions except the oldest."""
     shares = held(running)
     own = shares.pop(entry.tenant, 0.0) + tokens / entry.weight
-    # Sessions of these tenants would be preempted for this one, so their growth cannot displace it.
     beyond = {tenant for tenant, tokens_held in shares.items() if tokens_held >= IMBALANCE * own}
     preemptible = {id(other) for other in spared(running) if other.tenant in beyond}
     return [other for other in running if id(other) not in preemptible]

@@ -39,7 +39,7 @@ class StepCandidates(NamedTuple):
 
     nodes: list[list[Node]]
     windows: list[LookaheadRows | None]
-    prices: list[RowPrice]  # of another row, by session: the reason for leaving candidates out
+    prices: list[RowPrice]  # price of one more row, by session; less probable candidates are left out
     break_even: float  # break-even probability for drafters
     exploring: bool = False  # has fewer or more candidates than pay, to learn the cost of rows
 
@@ -78,7 +78,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class CandidateChoice:
-    """The choice of candidates for one step. `spent`: seconds that the proposers took for it; `free`: the number of
+    """The choice of candidates for one step. `spent`: seconds that proposers took before the step; `free`: number of
     tree slots, which limits the rows of candidates and windows together."""
 
     latency: StepLatency

@@ -1,4 +1,4 @@
-"""The step delay: whether to put a step off for candidates in flight.
+"""The step delay: whether to postpone a step for candidates in flight.
 
 A step of T seconds started now, w seconds after the last one ended, yields E tokens: a rate of E / (T + w). A session's
 next draft message, expected in r seconds, adds d levels of candidates below the best leaf. With path probability q of

@@ -2,8 +2,8 @@
 
 With T_v(n) the seconds of a step over n rows, and s the slowdown of steps with prompts (`PrefillSlowdown`):
 
-- Decoding sessions sit out a step for urgent prompts of other tenants (`TenantShares.urgent`) if that shortens the step
-  by more than a factor. With p urgent prompt rows, d decoding sessions in total, and d' that do not yield:
+- Decoding sessions sit out a step for urgent prompts of other tenants (`TenantShares.urgent`) if the step would take
+  notably longer with them. With p urgent prompt rows, d decoding sessions in total, and d' that do not yield:
 
       T_v(p + d)  >  worth_a_wait * T_v(p + d')
 
@@ -35,8 +35,8 @@ Chunk = tuple[RunningSession, int]
 
 
 class StepPrompts:
-    """Chooses the chunks of prompts in a step. Limits on rows: `step_rows` for prompts beside decoding sessions, within
-    the time limit of chunked prefill; `prefill_rows` for prompts alone."""
+    """Chooses the chunks of prompts in a step. Row limits: `step_rows` for a step with decoding sessions, to which the
+    time limit of chunked prefill applies too; `prefill_rows` for a step of only prompts."""
 
     def __init__(
         self, threads: ThreadPolicy, shares: StepShares, step_rows: int, prefill_rows: int, tuning: PrefillTuning

@@ -115,7 +115,6 @@ class Division:
             roots = len(presence.decoders)
             extra, tokens = wanted.get(tenant, (0, roots))
             part = presence.weight / total * tokens / self.alone(tenant, extra)
-            # Token rate in the shared step against its weighted part of the rate alone.
             if got.get(tenant, roots) / seconds * (1 + TOLERANCE) < part:
                 return False
         return True
