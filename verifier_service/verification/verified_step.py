@@ -93,8 +93,8 @@ class VerifiedStep:
             verification.result.logprobs = list(islice(found, len(verification.rows)))
 
     def _add_overruled(self, logits: StepLogits) -> None:
-        """Add to the results the target's log-probabilities at positions where it overruled a remote draft that learns:
-        at most PLACES_A_STEP positions, since all sessions wait for them."""
+        """Add the target's log-probabilities to the results, at up to PLACES_A_STEP positions where it overruled a
+        remote draft that learns."""
         places = [(verification, place) for _, verification in self._sound for place in verification.overruled]
         if not places:
             return
