@@ -166,7 +166,7 @@ class DraftGain:
         if self._gain < tuning.least_gain:
             self._resting = self._next_rest
             self._next_rest = min(2 * self._next_rest, tuning.longest_rest_steps)
-        # Clearly useful for long: the next rest is short again.
+        # The draft has helped for a long time: its next rest is short again.
         elif self._gain > 2 * tuning.least_gain and self._seen == tuning.remembered_steps:
             self._next_rest = tuning.first_rest_steps
 

@@ -220,7 +220,7 @@ def _chain(parent: Node, tokens: Sequence[int]) -> list[Node]:
 
 
 def _lookahead_rows(window: Window, tree: TokenTree) -> LookaheadRows:
-    """Return a window's rows as a separate tree below the root: window and candidates do not see each other."""
+    """Return a window's rows as a separate tree below the root: window and candidates do not attend to each other."""
     root = Node(tree.root.token, tree.root.position, None, 0.0, 0)
     first_level = _chain(root, window.levels[0])
     if len(window.levels) == 1:

@@ -244,8 +244,8 @@ class VerifierSession:
             return grammar.forced()
 
     def usable(self, node: Node) -> bool:
-        """True if verifying a candidate now is permitted and can add a token. Depth counts from the last committed
-        token. Under CONTRASTIVE, nothing can be chosen below a candidate that lacks the draft's distribution."""
+        """True if a candidate lies within the policy's depth and, under CONTRASTIVE, has the draft's distribution,
+        without which nothing can be chosen below it."""
         most = self.policy.max_depth
         if most and node.position >= self.tree.base + most:
             return False

@@ -1,4 +1,4 @@
-"""A session's rows of a step: the end of its text and, below the root, candidates and a lookahead window."""
+"""A session's rows of a step: committed tokens and, below the root, candidates and a lookahead window."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ScheduledRows:
 
     count: int  # committed tokens among the rows
     root_row: int | None = None  # index among the results; None: a chunk of prompt before the root
-    first_row: int = 0  # index in the batch of the first of these rows; not set if the root's is the only one
+    first_row: int = 0  # index of the first row in the batch; unused if the root's is the only one
     scored: Sequence[int] = ()  # indices among the results, of the rows that score the next tokens of the prompt
     tree: TreeRows | None = None
     drafted: bool = False  # expected a remote draft's candidates, and had some for the next token

@@ -36,8 +36,8 @@ LEAST_GAIN = 1e-3
 """Gain in tokens a step below which texts are not compared: a ratio of two such gains says nothing."""
 
 LEAST_LIKENESS = 0.25
-"""Lower bound on the likeness that divides a size's first gain, to estimate the size's gain in the tenant's other
-texts."""
+"""Lower bound on a text's likeness where the tenant's gain of a new size is estimated as the text's gain divided by its
+likeness."""
 
 Cost = Callable[[Lookahead], float]
 """The cost of a window in the coming step, in tokens, by its size."""
@@ -102,8 +102,8 @@ class Trial:
 
 
 class WindowGain:
-    """The windows of one text. `wanted` has no side effects: a planner may ask several times for a step. The step is
-    then `charge`d, and `observe`d once its tokens are known."""
+    """The windows of one text. `wanted` has no side effects: a planner may ask several times for a step. It then calls
+    `begin` and `charge` for the window it opens; `observe` adds the step once its tokens are known."""
 
     def __init__(self, tenant: TenantWindows | None = None, tuning: WindowTuning = DEFAULTS.windows) -> None:
         self._tuning = tuning
@@ -221,7 +221,7 @@ class WindowGain:
         return best, highest
 
     def _price(self, size: Lookahead, best: Lookahead | None, net: float, cost: Cost) -> float:
-        """Return the price of a trial: the cost of rows beyond those of the `best` known size, and that size's net gain
-        `net`, which is lost while the new window fills up."""
+        """Return the price of a trial: the cost of rows beyond those of the `best` known size, in `priced_steps` steps,
+        and that size's net gain `net` in the steps that fill the new window."""
         more = cost(size) - (0.0 if best is None else cost(best))
         return max(0.0, more) * self._tuning.priced_steps + net * (size.ngram - 2)
