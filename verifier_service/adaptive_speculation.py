@@ -122,10 +122,10 @@ class AdaptiveSpeculation:
     ) -> None:
         """Update each controller with the tokens of its own sessions, over the `seconds` of the whole step.
 
-        Other sessions' tokens do not count: the mode did not produce them, and many of them would hide its effect on
-        few sessions. Their time does count, since it passes for all sessions, and dividing it by rows would charge a
-        candidate as much as a root, though a root costs far more. So the upper bound on the rate of plain decoding
-        is computed for a step that also has the other sessions' rows.
+        Other sessions' tokens do not count: the mode did not produce them, and in large numbers they would hide its
+        effect. Their time counts, since it passes for all sessions; dividing the time by rows would charge a candidate
+        as much as a root, which costs far more. So the upper bound on the rate of plain decoding is computed for a step
+        that also has the other sessions' rows.
         """
         rows_of = {entry.session: rows.rows for entry, rows in plan.entries}
         tokens_of = {entry.session: len(result.tokens) for entry, result in results}

@@ -52,7 +52,7 @@ class ModeStats:
     tokens: int = 0  # of the measurement in progress
     seconds: float = 0.0
     steps: int = 0
-    speculated: int = 0  # its steps with candidates
+    speculated: int = 0  # its steps with candidates or other costs of speculation
     speculated_seconds: float = 0.0
 
     @property
@@ -61,7 +61,7 @@ class ModeStats:
         return self.probing or self.best
 
     def update(self, tokens: int, seconds: float, plain_rate: float, *, speculated: bool) -> None:
-        """Add a step in the current mode; `speculated`: it had candidates."""
+        """Add a step in the current mode; `speculated`: it had candidates or other costs of speculation."""
         self.clock += seconds
         if self.warmup > 0:
             self.warmup -= seconds
@@ -79,7 +79,7 @@ class ModeStats:
 
     @property
     def _conclusive(self) -> bool:
-        """True if enough steps had candidates to judge the mode."""
+        """True if enough steps speculated to judge the mode."""
         return self.speculated >= self.tuning.min_steps and self.speculated_seconds >= self.tuning.early_stop_seconds
 
     def _hopeless(self, plain_rate: float) -> bool:
@@ -209,10 +209,10 @@ class SpeculationController:
     def update(self, batch: BatchProfile, *, speculated: bool, tokens: int, seconds: float, plain_rate: float) -> None:
         """Add the outcome of a step.
 
-        `tokens`: the tokens committed by the step; `speculated`: the step had candidates. Both exclude exempt sessions.
-        `seconds` run from the end of the previous step or, after an idle period, from the start of this one.
-        `plain_rate` is an upper bound on the tokens a second of plain decoding, since it ignores the time between
-        steps.
+        `tokens`: the tokens committed by the step; `speculated`: the step had candidates or other costs of speculation.
+        Both exclude exempt sessions. `seconds` run from the end of the previous step or, after an idle period, from the
+        start of this one. `plain_rate` is an upper bound on the tokens a second of plain decoding, since it ignores the
+        time between steps.
 
         An interrupted measurement resumes with the next batch of its kind.
         """
