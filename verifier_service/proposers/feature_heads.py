@@ -192,8 +192,8 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
     def _guesses(
         self, group: Asked, trees: GrowingTrees, paths: list[list[list[int]]], level: Level
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the tokens and log-probabilities [n, f, BEAM] of the children of the frontier, whose paths are
-        `paths`; -inf: no child."""
+        """Return the tokens and log-probabilities [n, f, BEAM] of the children of each text's f frontier nodes; -inf:
+        no child. `paths`: each frontier node's tokens below the root."""
         shape = *trees.tokens.shape, BEAM
         tokens, logprobs = np.zeros(shape, dtype=np.int64), np.full(shape, -np.inf)
         rows, shifts, places = list[AskedRow](), list[Sequence[float]](), list[tuple[int, int]]()
@@ -248,8 +248,8 @@ class FeatureText(HeadsText):
     logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     def take(self, position: int, count: int) -> Slots | None:
-        """Return the slots of `count` rows from a position on; None, with all of the text's slots released, if memory
-        is short."""
+        """Return the slots of `count` rows starting at `position`; None, with all of the text's slots released, if
+        memory is short."""
         try:
             return self.slots.take(position, count)
         except PoolFullError:
@@ -294,7 +294,7 @@ class Rows:
         self.slots: list[Slots] = []
 
     def add(self, places: Sequence[int], tokens: Sequence[int], position: int, slots: Slots) -> None:
-        """Add consecutive rows of a text, from a position on."""
+        """Add consecutive rows of a text, starting at `position`."""
         self.places += places
         self.tokens += tokens
         self.positions += range(position, position + len(places))

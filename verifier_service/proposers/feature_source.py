@@ -45,7 +45,7 @@ class KeptRows:
         self._session = 0  # number of the draft session that got them
 
     def add(self, first: int, rows: Sequence[bytes]) -> None:
-        """Add rows from a position on. After a gap, drop the earlier rows as useless."""
+        """Add rows starting at position `first`. After a gap, drop the earlier rows as useless."""
         if first != self.end:
             self.rows.clear()
         self.rows += rows

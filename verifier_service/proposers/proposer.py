@@ -1,9 +1,9 @@
 """The seam for drafters inside the verifier: a proposer adds candidates to the token trees of sessions.
 
-A new drafter is one file with a subclass of `Proposer`, and an entry in the step loop's list. A drafter that requests
-can name, or that has its own token source, needs more (CONTRIBUTING.md). A proposer only suggests tokens that may
-follow a text: the token budget chooses the candidates to verify, and the speculation controller decides whether
-proposers are used.
+A new drafter is one file with a subclass of `Proposer`, and an entry in the step loop's list. CONTRIBUTING.md lists the
+further changes for a drafter that requests can name, or that has its own token source. A proposer only suggests tokens
+that may follow a text: the token budget chooses the candidates to verify, and the speculation controller decides
+whether proposers are used.
 """
 
 from __future__ import annotations

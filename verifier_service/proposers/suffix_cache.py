@@ -1,6 +1,6 @@
 """The suffix cache: the latest finished texts of each tenant, for n-gram lookup by its next requests.
 
-Off by default, since it holds other users' text. None of it can leak as text: a proposal is accepted only if it is the
+Off by default, since it holds other users' text. No text can leak through it: a proposal is accepted only if it is the
 target's own choice. But response times can reveal that a text was generated before. So, as in the prefix cache, texts
 are shared within a tenant only.
 """

@@ -6,7 +6,7 @@ from verifier_service.settings.tuning import DraftModelTuning
 
 
 class Usefulness:
-    """How much the draft helps a text, or a tenant's texts, as moving averages: P(the next token of a chain is
+    """How much the model helps a text, or a tenant's texts, as moving averages: P(the next token of a chain is
     accepted), and the number of accepted tokens per chain. A text starts with its `tenant`'s values, and updates them
     too."""
 
