@@ -1,4 +1,4 @@
-"""Validated openings and policies of sessions."""
+"""A session's request and its speculation policy, both validated."""
 
 from __future__ import annotations
 

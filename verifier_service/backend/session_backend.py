@@ -34,7 +34,7 @@ MakeFeatures = Callable[[FeatureRows], Any]
 
 
 class BackendSession(Protocol):
-    """A session as the receiver of messages. Methods are called in the worker's thread unless marked thread-safe."""
+    """The servicer's view of a session. Methods are called in the worker's thread unless marked thread-safe."""
 
     refused_extends: int  # invalid messages of candidates
 

@@ -126,5 +126,5 @@ class VerifierStats:
         )
 
     def expected_wait(self, waiting: int) -> float:
-        """Return the expected seconds until `waiting` sessions and one more have been admitted."""
+        """Return the expected seconds, 0.1 to 60, until `waiting` sessions and one more have been admitted."""
         return min(60.0, max(0.1, self.lifetime * (waiting + 1) / max(1, self.running)))

@@ -19,7 +19,7 @@ from specdec.decoding.tree import BestNodes, Node
 from verifier_service.costs.step_latency import StepLatency
 
 EXPLORED_PROBABILITY = 0.1
-"""Minimum probability of candidates requested for exploration, where it is uncertain whether they pay."""
+"""Minimum probability of the candidates that drafters are asked for to explore uncertain row costs."""
 
 
 class RowPrice(NamedTuple):

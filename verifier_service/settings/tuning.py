@@ -42,8 +42,8 @@ class ControllerTuning:
     machine."""
 
     linger_seconds: float = 1.0
-    """Wall-clock seconds for which departed sessions still count: others often leave soon after. Waking the drafts for
-    the last steps of a few sessions and stopping them again would cost more than it brings."""
+    """Wall-clock seconds that departed sessions still count: others often leave soon after. Waking the drafts for the
+    last steps of a few sessions and stopping them again would cost more than it brings."""
 
     probe_budget: float = 0.05
     """Fraction of all tokens that probes of one mode may cost: a probe that lost much is followed by a longer pause."""
@@ -101,17 +101,17 @@ class ThreadTuning:
 
     window_seconds: float = 0.5
     min_steps: int = 5
-    """Minimum seconds of steps, and minimum number of steps, in one comparison. Occasionally, a draft reading committed
-    tokens lengthens a single step, but not the sum."""
+    """Minimum seconds of steps, and minimum number of steps, in one comparison: a draft that reads committed tokens
+    sometimes lengthens a single step, but hardly the sum."""
 
     first_probe_pause: float = 1.0
     longest_probe_pause: float = 60.0
     """Seconds of steps until all threads are tried again: initial value, doubled with each attempt, and maximum."""
 
     linger_seconds: float = 0.05
-    """Wall-clock seconds for which drafts keep their core after their candidates are last used: the notice to stop has
-    to reach them, and they may be in the middle of a long step over unread text. Taking the core immediately cost a
-    step of thirty times the usual length."""
+    """Wall-clock seconds that drafts keep their core after their candidates are last used: the notice to stop has to
+    reach them, and they may be in the middle of a long step over unread text. When the core was taken immediately, a
+    step took thirty times as long as usual."""
 
     settled_seconds: float = 1.0
     """Seconds of steps with all threads, without a loss, after which the pause is reset to `first_probe_pause`."""
@@ -200,7 +200,7 @@ class DraftGainTuning:
 
     first_rest_steps: int = 64
     longest_rest_steps: int = 1024
-    """Steps for which a draft rests: initial value, doubled each time, and maximum."""
+    """Steps that a draft rests: initial value, doubled each time, and maximum."""
 
 
 @dataclass(frozen=True)
