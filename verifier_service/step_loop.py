@@ -89,7 +89,7 @@ class _FailedPass:
 class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     """The step loop of a verifier.
 
-    `step_rows`: limit on rows as in `prefill_chunks`, lowered if fewer rows of prompts have the same cost per row;
+    `step_rows`: limit on rows as in `prefill_chunks`, lowered for steps of only prompts if more rows save nothing;
     `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
     finished texts kept per tenant; unless it is 0, a tenant's texts also share the n-grams of their windows; `latency`:
     latency model of the target's steps, measured by default; `controller`: a single controller for all texts, instead
@@ -254,7 +254,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         division = None
         if self._queue.memory_shares.tenants > 1 and not on_trial:
             division = self._planner.shares.divide(ready, self._threads.latency)
-        if division is not None and division.sitting_out:  # their turn comes later, at no cost now
+        if division is not None and division.sitting_out:
             waiting = set(map(id, division.sitting_out))
             ready = [entry for entry in ready if id(entry) not in waiting]
         sessions = [entry.session for entry in ready]
