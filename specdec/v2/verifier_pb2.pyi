@@ -168,9 +168,7 @@ class VerifyOpen(google.protobuf.message.Message):
     rejected_candidates: builtins.bool
     """Report the candidates that were verified and rejected."""
     cache_salt: builtins.str
-    """The text shares the prefix cache only with texts of its tenant with the same salt. At most 256 characters; empty:
-    with texts without a salt.
-    """
+    """Texts share the prefix cache only within a tenant and with equal salts. Empty: no salt. At most 256 characters."""
     @property
     def prompt_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the prompt. At least one."""
@@ -605,8 +603,8 @@ class FindPrefixRequest(google.protobuf.message.Message):
     def block_hashes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Hashes of the text's full blocks of 64 tokens, first to last. The hash of a block is the 8-byte BLAKE2b digest, as
         a little-endian number, of the previous hash (8 bytes, little-endian) and the block's tokens (4 bytes each,
-        little-endian). The first block continues the digest of the tenant's name in UTF-8, followed, for a text with a
-        `cache_salt`, by the byte 255 and the salt in UTF-8.
+        little-endian). Before the first block, the previous hash is the digest of the tenant's name in UTF-8; with a
+        `cache_salt`, of the name, the byte 255 and the salt in UTF-8.
         """
 
     def __init__(
@@ -713,9 +711,9 @@ class GetStatsResponse(google.protobuf.message.Message):
     kv_tokens: builtins.int
     """Size of the KV cache in tokens."""
     kv_held_tokens: builtins.int
-    """Tokens of it held by sessions."""
+    """Tokens of KV cache held by sessions."""
     kv_cached_tokens: builtins.int
-    """Tokens of it in the prefix cache that no session holds; evicted when memory is needed."""
+    """Tokens of KV cache in cached prefixes that no session holds; evicted when memory is needed."""
     steps: builtins.int
     """Counter: steps."""
     rows: builtins.int
@@ -751,7 +749,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     throttled: builtins.int
     """Of the waiting sessions, those throttled because their clients read slowly."""
     serving: builtins.bool
-    """Whether it accepts sessions: its health is SERVING."""
+    """Whether the pod accepts sessions (its health is SERVING)."""
     mode: builtins.str
     """Mode of adaptive speculation of most sessions in the last step, as in SpeculationDecisions.modes; empty: none yet."""
     @property
