@@ -40,8 +40,8 @@ def prefill_chunks(
     weights: Sequence[float] | None = None,
     urgent_rows: int = 0,
 ) -> list[int]:
-    """Return how many tokens of each prompt to compute. The prompts share the budget by `weights` (default: equally),
-    and the unused share of a short prompt goes to the others (max-min).
+    """Return how many tokens of each prompt to compute, at least one. The prompts share the budget by `weights`
+    (default: equally), and the unused share of a short prompt goes to the others (max-min).
 
     The step already has `rows` rows of `decoding` sessions and `urgent_rows` rows of urgent prompts. Without decoding
     sessions, `most` alone limits the prompts. With them, the lowest multiple of `most` that leaves room for

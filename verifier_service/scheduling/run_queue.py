@@ -109,7 +109,7 @@ class RunQueue:
         """Admit waiting sessions in turn, until memory is too short for the next one, now or by forecast.
 
         Throttled sessions are skipped while they wait and preempted first while they run; running sessions of a tenant
-        above its share are preempted too. A waiting text that cannot finish before its deadline is refused.
+        above its share are preempted too. A new text that cannot finish before its deadline is refused.
         """
         while (entry := self.memory_shares.next(a for a in self._waiting if not self.throttled(a))) is not None:
             if error := self._too_late(entry):

@@ -85,13 +85,13 @@ class Division:
         return not (self.measures or self.sitting_out or self.credit)
 
     def alone(self, tenant: str, extra: int = 0) -> float:
-        """Return the seconds of a step with the rows of one tenant, plus `extra` candidates."""
+        """Return the seconds of a step with the rows of one tenant, plus `extra` rows of candidates and windows."""
         presence = self.tenants[tenant]
         return self.latency.of(presence.rows + extra) + presence.beside
 
     def bound(self, extra: Mapping[str, int]) -> tuple[float, str]:
-        """Return the bound B in seconds, and the tenant v that sets it; `extra`: each tenant's candidates in a step of
-        its own."""
+        """Return the bound B in seconds, and the tenant v that sets it; `extra`: each tenant's rows of candidates and
+        windows in a step of its own."""
         total = sum(presence.weight for presence in self.tenants.values())
         slowed = {
             tenant: total / presence.weight * self.alone(tenant, extra.get(tenant, 0))
@@ -101,9 +101,9 @@ class Division:
         return slowed[least], least
 
     def is_fair(self, rows: int, got: Mapping[str, float], wanted: Mapping[str, tuple[int, float]]) -> bool:
-        """Return whether, in a step with `rows` candidates, every tenant gets at least its part of the token rate that
-        it would have alone. `got`: each tenant's tokens in that step, by default its roots; `wanted`: its (candidates,
-        tokens) in a step of its own, by default no candidates.
+        """Return whether, in a step with `rows` rows of candidates and windows, every tenant gets at least its part of
+        the token rate that it would have alone. `got`: each tenant's tokens in that step, by default its roots;
+        `wanted`: its (rows of candidates and windows, tokens) in a step of its own, by default no such rows.
 
         Token rates decide: a joint choice of candidates may exceed the bound B and still bring every tenant more.
         """
@@ -120,9 +120,9 @@ class Division:
         return True
 
     def candidates(self, extra: Mapping[str, int]) -> dict[str, int]:
-        """Return how many candidates each tenant may have; `extra`: the number it would have alone. Tenants with
-        sessions sitting the step out get none: the rest of their part becomes credit for those sessions, since their
-        roots bring more tokens than candidates would."""
+        """Return how many rows of candidates and windows each tenant may have; `extra`: the number it would have alone.
+        Tenants with sessions sitting the step out get none: the rest of their part becomes credit for those sessions,
+        since their roots bring more tokens than candidates would."""
         bound, least = self.bound(extra)
         rows = len(self.taking_part)
         left = bound - self.used - self._slower_by(rows, extra.get(least, 0))
