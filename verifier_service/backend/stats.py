@@ -42,7 +42,7 @@ class VerifierStats:
     draft_ready_steps: int = 0  # drafted steps ending with the next candidates present
     refused: int = 0  # invalid messages of candidates
     prompt_tokens: int = 0  # tokens of sessions at first admission, generated ones included
-    cached_tokens: int = 0  # prompt tokens found in the KV cache
+    cached_tokens: int = 0  # of these, tokens found in the prefix cache
     preemptions: int = 0
     busy: float = 0.0  # seconds spent in steps
     step_begun: float = 0.0  # start of the current step; 0: none
