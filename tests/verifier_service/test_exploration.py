@@ -188,6 +188,21 @@ def test_a_step_loop_learns_what_a_window_costs_by_opening_one() -> None:
         assert opened
 
 
+def test_a_window_that_does_not_fit_in_the_text_is_no_experiment() -> None:
+    clock = Clock()
+    with clock.rules():
+        inner = ThreadedTextEngine(64)
+        inner.threads, inner.bad = (1,), -1
+        latency = measured(0.0, WRONG["far too dear"])
+        loop = step_loop(TimedEngine(inner, clock, STEP, 0.0), latency)  # type: ignore[arg-type]
+        client = Client(loop, [3, 4, 5], 3, policy=Policy(frozenset({CandidateSource.LOOKAHEAD}), 64, 0.0))
+        loop.turn()  # the prompt
+        while not client.over:
+            client.read()
+            loop.turn()
+            assert latency.may_explore
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -37,15 +37,15 @@ def open_windows(
         exploring = size is None and may_explore and latency.may_explore
         if exploring:
             size = _wanted(session, costs.optimistic, eligibility)
-            if size is not None:  # one experiment a step
-                costs.explore()
-                may_explore = False
         if size is not None and size.most_rows > free:
             size = None
         window = session.open_window(size)
         windows.append(window)
         if window is not None and size is not None:
-            if not exploring:  # an exploring step measures the cost of rows, not the gain of windows
+            if exploring:  # the step measures the cost of rows, not the gain of windows
+                costs.explore()
+                may_explore = False  # one experiment a step
+            else:
                 _charge(session, size, costs, window, nodes)
             planned = {id(node) for node in nodes}
             further = [node for node in window.candidates if id(node) not in planned and session.usable(node)]
