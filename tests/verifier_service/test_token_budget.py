@@ -210,6 +210,13 @@ class TestPrefillChunks:
         assert prefill_chunks(prompts, 0, latency, 0, max(most, sum(prompts))) == prompts
         assert sum(prefill_chunks(prompts, 0, latency, 0, most)) == min(sum(prompts), max(most, len(prompts)))
 
+    @given(remaining, any_cost, budgets, st.integers(0, 600))
+    def test_prompts_share_the_limit_with_urgent_ones_when_nobody_decodes(
+        self, prompts: list[int], latency: StepLatency, most: int, urgent_rows: int
+    ) -> None:
+        total = sum(prefill_chunks(prompts, 0, latency, 0, most, urgent_rows=urgent_rows))
+        assert total == min(sum(prompts), max(most - urgent_rows, len(prompts)))
+
     @given(remaining, st.floats(0.0, 5.0), st.floats(0.0, 5.0), st.integers(1, 40), budgets)
     def test_dearer_rows_are_fewer(self, prompts: list[int], one: float, other: float, rows: int, most: int) -> None:
         cheap, dear = (

@@ -44,10 +44,10 @@ def prefill_chunks(
     (default: equally), and the unused share of a short prompt goes to the others (max-min).
 
     The step already has `rows` rows of `decoding` sessions and `urgent_rows` rows of urgent prompts. Without decoding
-    sessions, `most` alone limits the prompts. With them, the lowest multiple of `most` that leaves room for
-    `min_chunk_tokens` limits all rows together, and the time limit in the module docstring applies too.
+    sessions, `most` alone limits the prompts, urgent ones included. With them, the lowest multiple of `most` that
+    leaves room for `min_chunk_tokens` limits all rows together, and the time limit in the module docstring applies too.
     """
-    budget = most
+    budget = most - urgent_rows
     if decoding:
         prefills = max(1.0, len(remaining) / decoding)  # per decoding session: many prompts may take more of a step
         seconds = max((1.0 + tuning.max_decode_slowdown * prefills) * cost.of(rows), tuning.slice_seconds * prefills)
