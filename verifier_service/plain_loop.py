@@ -47,10 +47,13 @@ class PlainLoop(EngineWorker[VerifierSession]):
     def detach(self, session: VerifierSession) -> None:
         """Forget a session in any state and free its memory."""
         self._queue.remove(session)
+        self._retry.forget(session)
 
     def step(self) -> float | None:
         self._queue.admit()
         ready = [e for e in self._queue.running if e.session.computable and not self._queue.throttled(e)]
+        if (retried := self._retry.next([entry.session for entry in ready])) is not None:
+            ready = [entry for entry in ready if entry.session is retried]
         ready = self._queue.reserve_texts(ready)
         if not ready:
             return None

@@ -10,6 +10,7 @@ import pytest
 from specdec.decoding.sampling import Sampling
 from specdec.decoding.speculation import NO_DRAFTERS, OWN_DRAFTERS
 from specdec.decoding.tree import Paths
+from specdec.serving.errors import ModelFailureError
 from tests.verifier_service.fakes import BAD, FREE, Client, Decided, TextEngine, run, step_loop
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import NGRAM, Mode
@@ -94,4 +95,14 @@ def test_the_plain_loop_ends_a_session_whose_logits_are_broken() -> None:
     broken, sound = Client(loop, [2, BAD, 3], 5, sampling=GREEDY), Client(loop, [2, 3], 5, sampling=GREEDY)
     run(loop, broken, sound)
     assert isinstance(broken.mail.error, FloatingPointError)
+    assert sound.tokens == sound.want
+
+
+def test_the_plain_loop_ends_only_the_session_whose_text_fails() -> None:
+    engine = TextEngine(40)
+    engine.poison = BAD
+    loop = PlainLoop(engine)
+    poisoned, sound = Client(loop, [2, BAD, 3], 5, sampling=GREEDY), Client(loop, [2, 3], 5, sampling=GREEDY)
+    run(loop, poisoned, sound)
+    assert isinstance(poisoned.mail.error, ModelFailureError)
     assert sound.tokens == sound.want
