@@ -73,15 +73,15 @@ class PlainLoop(EngineWorker[VerifierSession]):
             self._end(entry, why)
         for entry, scores in verified.scores:
             for part in scores.parts():
-                entry.responses.send(entry.scores_message(part))
+                entry.responses.send(entry.make.scores(part))
         for entry, result in results:
             times = StepTimes(verified.forward_seconds, now - start, 0.0, entry.queued)
-            entry.responses.send(entry.message(result, times))
+            entry.responses.send(entry.make.commit(result, times))
             if result.finish:
                 self._queue.lengths.add(entry.session.generated)
                 self.detach(entry.session)
         for entry, query in verified.draft_queries:
-            entry.responses.send(entry.query_message(query))
+            entry.responses.send(entry.make.query(query))
         self.stats.observe(rows, now - start, [result for _, result in results])
         return 0.0
 

@@ -10,82 +10,78 @@ from specdec.serving.messages import finish_name, query_message
 from specdec.serving.timeline import Timeline
 from specdec.v2 import model_pb2, verifier_pb2
 from verifier_service.backend.result import DecisionSums, FeatureRows, PromptScores, StepTimes, VerifyResult, Without
+from verifier_service.backend.session_backend import ResponseMaker
 
 
-def recorded_response(timeline: Timeline, result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
-    """Record a verify result and return its response. Runs on the event loop."""
-    timeline.add(
-        steps=result.steps,
-        tokens=len(result.tokens),
-        offered=result.offered,
-        accepted=result.accepted,
-        undrafted_tokens=result.undrafted,
-    )
-    if result.finish:
-        timeline.event("finish", reason=finish_name(result.finish))
-    return commit_response(result, times)
+class SessionResponses(ResponseMaker):
+    """Makes the responses of one session, and records commits and queries in its timeline."""
 
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
 
-def scores_response(scores: PromptScores) -> verifier_pb2.VerifyResponse:
-    """Return the response with log-probabilities of a prompt."""
-    logprobs = (_logprobs(found, found.rank) for found in scores.logprobs)
-    return verifier_pb2.VerifyResponse(
-        prompt_logprobs=verifier_pb2.PromptLogprobs(first=scores.first, logprobs=logprobs)
-    )
+    def commit(self, result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
+        self._timeline.add(
+            steps=result.steps,
+            tokens=len(result.tokens),
+            offered=result.offered,
+            accepted=result.accepted,
+            undrafted_tokens=result.undrafted,
+        )
+        if result.finish:
+            self._timeline.event("finish", reason=finish_name(result.finish))
+        sums = DecisionSums()
+        sums.add(result.decisions)
+        commit = verifier_pb2.Commit(
+            committed=model_pb2.Committed(
+                base=result.base, tokens=result.tokens, overruled=[place.message for place in result.overruled]
+            ),
+            sources=result.sources,  # type: ignore[arg-type]
+            logprobs=list(map(_logprobs, result.logprobs)),
+            offered=result.offered,
+            accepted=result.accepted,
+            rejected=[
+                model_pb2.RejectedCandidate(position=r.position, depth=r.depth, token=r.token, source=r.source)  # type: ignore[arg-type]
+                for r in result.rejected
+            ],
+            finish_reason=result.finish,  # type: ignore[arg-type]
+            forward_us=int(1e6 * times.forward),
+            step_us=int(1e6 * times.step),
+            waited_us=int(1e6 * times.waited),
+            queued_us=int(1e6 * times.queued),
+            cached_tokens=times.cached,
+            preemptions=times.preemptions,
+            steps=result.steps,
+            drafting_wanted=times.outlook.drafting_wanted,
+            min_candidate_probability=times.outlook.break_even,
+            drafted_sessions=times.drafted,
+            checksum=result.checksum,
+            round_trip_us=int(1e6 * times.round_trip),
+            undrafted_tokens=result.undrafted,
+            decisions=decisions_message(sums, times.rates),
+        )
+        return verifier_pb2.VerifyResponse(commit=commit)
 
+    def scores(self, scores: PromptScores) -> verifier_pb2.VerifyResponse:
+        logprobs = (_logprobs(found, found.rank) for found in scores.logprobs)
+        return verifier_pb2.VerifyResponse(
+            prompt_logprobs=verifier_pb2.PromptLogprobs(first=scores.first, logprobs=logprobs)
+        )
 
-def features_response(features: FeatureRows) -> verifier_pb2.VerifyResponse:
-    """Return the response with features for the draft."""
-    values = b"".join(features.rows)
-    return verifier_pb2.VerifyResponse(
-        features=model_pb2.Features(first=features.first, values=values, session=features.session)
-    )
+    def query(self, query: DraftQuery) -> verifier_pb2.VerifyResponse:
+        self._timeline.add(draft_queries=1)
+        return verifier_pb2.VerifyResponse(query=query_message(query))
 
-
-def query_response(timeline: Timeline, query: DraftQuery) -> verifier_pb2.VerifyResponse:
-    """Record a query to the draft and return its response. Runs on the event loop."""
-    timeline.add(draft_queries=1)
-    return verifier_pb2.VerifyResponse(query=query_message(query))
+    def features(self, rows: FeatureRows) -> verifier_pb2.VerifyResponse:
+        values = b"".join(rows.rows)
+        return verifier_pb2.VerifyResponse(
+            features=model_pb2.Features(first=rows.first, values=values, session=rows.session)
+        )
 
 
 def _logprobs(found: TokenLogprobs, rank: int = 0) -> verifier_pb2.TokenLogprobs:
     return verifier_pb2.TokenLogprobs(
         chosen=found.chosen, top_tokens=found.top_tokens, top_logprobs=found.top_logprobs, rank=rank
     )
-
-
-def commit_response(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
-    sums = DecisionSums()
-    sums.add(result.decisions)
-    commit = verifier_pb2.Commit(
-        committed=model_pb2.Committed(
-            base=result.base, tokens=result.tokens, overruled=[place.message for place in result.overruled]
-        ),
-        sources=result.sources,  # type: ignore[arg-type]
-        logprobs=list(map(_logprobs, result.logprobs)),
-        offered=result.offered,
-        accepted=result.accepted,
-        rejected=[
-            model_pb2.RejectedCandidate(position=r.position, depth=r.depth, token=r.token, source=r.source)  # type: ignore[arg-type]
-            for r in result.rejected
-        ],
-        finish_reason=result.finish,  # type: ignore[arg-type]
-        forward_us=int(1e6 * times.forward),
-        step_us=int(1e6 * times.step),
-        waited_us=int(1e6 * times.waited),
-        queued_us=int(1e6 * times.queued),
-        cached_tokens=times.cached,
-        preemptions=times.preemptions,
-        steps=result.steps,
-        drafting_wanted=times.outlook.drafting_wanted,
-        min_candidate_probability=times.outlook.break_even,
-        drafted_sessions=times.drafted,
-        checksum=result.checksum,
-        round_trip_us=int(1e6 * times.round_trip),
-        undrafted_tokens=result.undrafted,
-        decisions=decisions_message(sums, times.rates),
-    )
-    return verifier_pb2.VerifyResponse(commit=commit)
 
 
 def decisions_message(sums: DecisionSums, rates: Mapping[str, float] | None) -> model_pb2.SpeculationDecisions:

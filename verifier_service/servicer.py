@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import NamedTuple, cast
 
 import grpc
@@ -68,13 +67,7 @@ from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import Without
 from verifier_service.backend.session_backend import BackendSession, SessionBackend
 from verifier_service.metrics import metrics
-from verifier_service.responses import (
-    decisions_message,
-    features_response,
-    query_response,
-    recorded_response,
-    scores_response,
-)
+from verifier_service.responses import SessionResponses, decisions_message
 
 log = structlog.get_logger()
 
@@ -160,8 +153,7 @@ class VerifierServicer(
         timeline: Timeline,
     ) -> None:
         timeline.event("queued")
-        commit, query = partial(recorded_response, timeline), partial(query_response, timeline)
-        self._backend.serve(session, responses, commit, scores_response, query, features_response, timeline)
+        self._backend.serve(session, responses, SessionResponses(timeline), timeline)
 
     def admit(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> None:
         super().admit(request, deadline)

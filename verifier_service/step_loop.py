@@ -31,14 +31,7 @@ from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
 from verifier_service.adaptive_speculation import AdaptiveSpeculation, Batch
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.session_backend import (
-    MakeCommit,
-    MakeFeatures,
-    MakeQuery,
-    MakeScores,
-    MemoryUse,
-    SessionBackend,
-)
+from verifier_service.backend.session_backend import MemoryUse, ResponseMaker, SessionBackend
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.commits import CommitPublisher, StepSeconds
 from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
@@ -205,16 +198,9 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     # --- actions: called in the loop's thread -------------------------------------------------------
 
     def serve(
-        self,
-        session: VerifierSession,
-        responses: ResponseQueue[Any],
-        commit: MakeCommit,
-        scores: MakeScores,
-        query: MakeQuery,
-        features: MakeFeatures,
-        timeline: Timeline,
+        self, session: VerifierSession, responses: ResponseQueue[Any], make: ResponseMaker, timeline: Timeline
     ) -> None:
-        self.attach(RunningSession(session, responses, commit, scores, query, features, timeline=timeline))
+        self.attach(RunningSession(session, responses, make, timeline=timeline))
 
     def attach(self, entry: RunningSession) -> None:
         """Queue a session for memory; EngineLostError if the engine is lost."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import draft_service.servicer
@@ -33,7 +32,7 @@ from specdec.v2 import draft_pb2, verifier_pb2
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import StepTimes, VerifyResult
 from verifier_service.backend.session_backend import BackendSession
-from verifier_service.responses import commit_response, features_response, query_response, scores_response
+from verifier_service.responses import SessionResponses
 from verifier_service.settings.tuning import DEFAULTS
 
 TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.inf))
@@ -158,8 +157,7 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
         responses: ResponseQueue[verifier_pb2.VerifyResponse],
         timeline: Timeline,
     ) -> None:
-        query = partial(query_response, timeline)
-        self._backend.serve(session, responses, _free_of_charge, scores_response, query, features_response, timeline)
+        self._backend.serve(session, responses, FreeOfCharge(timeline), timeline)
 
     def _policy(self, message: verifier_pb2.VerifyPolicy, rule: Rule) -> Policy:
         """Return the policy without step delay, since a draft sends one answer only, and without the speculation
@@ -167,7 +165,8 @@ class VerifierServicer(verifier_service.servicer.VerifierServicer):
         return replace(super()._policy(message, rule), patience=0.0, forced=True)
 
 
-def _free_of_charge(result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
-    """Return a response that requests candidates at any cost: otherwise the draft would pause, and this verifier would
-    wait for it forever."""
-    return commit_response(result, replace(times, outlook=Outlook(drafting_wanted=True, break_even=0.0)))
+class FreeOfCharge(SessionResponses):
+    """Requests candidates at any cost: otherwise the draft would pause, and this verifier would wait for it forever."""
+
+    def commit(self, result: VerifyResult, times: StepTimes) -> verifier_pb2.VerifyResponse:
+        return super().commit(result, replace(times, outlook=Outlook(drafting_wanted=True, break_even=0.0)))

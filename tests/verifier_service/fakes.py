@@ -321,7 +321,7 @@ class Client:
             self.session = VerifierSession(request, policy, 64, VOCABULARY, chains_only=chains_only)
         self.want = reference(request)
         self.mail = Mailbox()
-        self.running = RunningSession(self.session, self.mail, lambda result, times: (result, times))
+        self.running = RunningSession(self.session, self.mail)
         self._loop = loop
         loop.attach(self.running)
 

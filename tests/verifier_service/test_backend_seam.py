@@ -17,14 +17,7 @@ from specdec.v2 import model_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.stack import served
 from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import LENGTH, PLAIN, StepTimes, VerifyResult
-from verifier_service.backend.session_backend import (
-    MakeCommit,
-    MakeFeatures,
-    MakeQuery,
-    MakeScores,
-    MemoryUse,
-    SessionBackend,
-)
+from verifier_service.backend.session_backend import MemoryUse, ResponseMaker, SessionBackend
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.servicer import VerifierLimits, VerifierServicer
 
@@ -42,7 +35,7 @@ class Count:
         self.read = 0
         self.candidates: list[list[int]] = []
         self.responses: ResponseQueue[Any] | None = None
-        self.commit: MakeCommit | None = None
+        self.make = ResponseMaker()
 
     def extend(self, base: int, paths: Paths, arrived: float, base_age: float) -> None:
         self.candidates.append(list(paths.tokens))
@@ -68,17 +61,8 @@ class Counting(SessionBackend):
     def session(self, request: VerifierSessionRequest, policy: Policy, max_nodes: int, vocabulary: int) -> Count:
         return Count(request, policy)
 
-    def serve(
-        self,
-        session: Count,
-        responses: ResponseQueue[Any],
-        commit: MakeCommit,
-        scores: MakeScores,
-        query: MakeQuery,
-        features: MakeFeatures,
-        timeline: Timeline,
-    ) -> None:
-        session.responses, session.commit = responses, commit
+    def serve(self, session: Count, responses: ResponseQueue[Any], make: ResponseMaker, timeline: Timeline) -> None:
+        session.responses, session.make = responses, make
         self.running.append(session)
 
     def detach(self, session: Count) -> None:
@@ -108,8 +92,7 @@ class Counting(SessionBackend):
             result = VerifyResult(len(session.text), 0, [token], [PLAIN], finish=finish)
             session.text.append(token)
             assert session.responses is not None
-            assert session.commit is not None
-            session.responses.send(session.commit(result, StepTimes(0.0, 0.0, 0.0, 0.0)))
+            session.responses.send(session.make.commit(result, StepTimes(0.0, 0.0, 0.0, 0.0)))
         return None
 
 

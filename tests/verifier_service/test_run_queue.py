@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
@@ -31,8 +30,7 @@ READER_LIMIT = 10
 def running(prompt: list[int]) -> RunningSession:
     request = VerifierSessionRequest(prompt, [], RequestSampler(Sampling()), frozenset(), 1, None, 1_000_000)
     session = VerifierSession(request, Policy(NO_DRAFTERS, 0, 0.0), 64, VOCABULARY)
-    message: Any = None  # nothing is sent
-    return RunningSession(session, Mailbox(), message)
+    return RunningSession(session, Mailbox())
 
 
 def test_a_prompt_that_waits_for_memory_costs_little_beside_many_throttled_texts() -> None:

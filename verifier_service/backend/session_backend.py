@@ -7,7 +7,7 @@ backend; an engine with its own scheduler would be another one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from specdec.decoding.contrastive import DraftQuery
@@ -20,17 +20,22 @@ from verifier_service.backend.request import Policy, VerifierSessionRequest
 from verifier_service.backend.result import FeatureRows, PromptScores, StepTimes, VerifyResult
 from verifier_service.backend.stats import VerifierStats
 
-MakeCommit = Callable[[VerifyResult, StepTimes], Any]
-"""Turns a verify result and its times into a response; called on the event loop of the response queue."""
 
-MakeScores = Callable[[PromptScores], Any]
-"""Turns log-probabilities of a prompt into a response; called on the same event loop."""
+class ResponseMaker:
+    """Turns a session's results into its responses, on the event loop of the response queue. Unless overridden, the
+    results are the responses."""
 
-MakeQuery = Callable[[DraftQuery], Any]
-"""Turns a query to the session's draft into a response; called on the same event loop."""
+    def commit(self, result: VerifyResult, times: StepTimes) -> Any:
+        return result, times
 
-MakeFeatures = Callable[[FeatureRows], Any]
-"""Turns features for the session's draft into a response; called on the same event loop."""
+    def scores(self, scores: PromptScores) -> Any:
+        return scores
+
+    def query(self, query: DraftQuery) -> Any:
+        return query
+
+    def features(self, rows: FeatureRows) -> Any:
+        return rows
 
 
 class BackendSession(Protocol):
@@ -91,16 +96,7 @@ class SessionBackend(Worker):
         """
 
     @abstractmethod
-    def serve(
-        self,
-        session: Any,
-        responses: ResponseQueue[Any],
-        commit: MakeCommit,
-        scores: MakeScores,
-        query: MakeQuery,
-        features: MakeFeatures,
-        timeline: Timeline,
-    ) -> None:
+    def serve(self, session: Any, responses: ResponseQueue[Any], make: ResponseMaker, timeline: Timeline) -> None:
         """Allocate memory for a session as soon as possible, and send its commits until it ends or is detached. Before
         the commits, send the log-probabilities of its prompt, if requested. Also send queries to its draft
         (CONTRASTIVE), and features to a draft that reads them. Record in the timeline when the session is admitted or

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.decoding.contrastive import DraftQuery
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
-from verifier_service.backend.result import FeatureRows, PromptScores, StepTimes, VerifyResult
+from verifier_service.backend.result import VerifyResult
+from verifier_service.backend.session_backend import ResponseMaker
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.sessions.session import VerifierSession
 
 
 @dataclass(eq=False)
 class RunningSession:
-    """A session in the step loop, owned by the loop's thread. `message` makes a response from a verify result and its
-    times, `scores_message` one from log-probabilities of the prompt, `query_message` one from a query to the draft,
-    `features_message` one from features for the draft. All run on the response queue's event loop."""
+    """A session in the step loop, owned by the loop's thread. `make` makes the items of `responses`."""
 
     session: VerifierSession
     responses: ResponseQueue[Any]
-    message: Callable[[VerifyResult, StepTimes], Any]
-    scores_message: Callable[[PromptScores], Any] = lambda scores: scores
-    query_message: Callable[[DraftQuery], Any] = lambda query: query
-    features_message: Callable[[FeatureRows], Any] = lambda rows: rows
+    make: ResponseMaker = field(default_factory=ResponseMaker)
     arrival: int = 0
     preemptions: int = 0
     waiting_since: float = 0.0  # for memory
