@@ -33,7 +33,7 @@ from specdec.engine.heads.growth import BEAM, HeadsReader, Level, TreeAnchor
 from specdec.engine.heads.text_memory import TextSlots
 from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.backend.result import HEADS
-from verifier_service.proposers.heads import HeadsProposer, HeadsText, certain
+from verifier_service.proposers.heads import HeadsProposer, HeadsText, certain, rows_before_root
 from verifier_service.proposers.proposer import ComingStep
 from verifier_service.proposers.usefulness import Usefulness
 from verifier_service.sessions.session import VerifierSession
@@ -80,15 +80,15 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
         with self._failing_alone():
             wanted, others, read = Rows(), Rows(), list[tuple[FeatureText, int, int]]()
             for verification in continuing:
-                session, planned, committed = verification.session, verification.planned, verification.result.tokens
-                text, base, first = self._text_of(session), session.tree.base, session.computed
+                session, committed = verification.session, verification.result.tokens
+                text, base = self._text_of(session), session.tree.base
                 text.learn(base, committed)
-                skipped = min(self._skipped(session), planned.count - 1)
-                slots = text.take(first + skipped, planned.count - skipped - 1 + len(committed))
+                # The context ends with the committed text.
+                first, before = rows_before_root(session, verification.planned, self._reader.context, base)
+                slots = text.take(first, len(before) + len(committed))
                 if slots is None:
                     continue
-                before = range(planned.first_row + skipped, planned.first_row + planned.count - 1)
-                others.add(before, session.tree.committed[first + skipped + 1 :], first + skipped, slots[: len(before)])
+                others.add(before, session.tree.committed[first + 1 :], first, slots[: len(before)])
                 wanted.add(verification.rows, committed, base - 1, slots[len(before) :])
                 read.append((text, len(wanted.places) - 1, base + len(committed)))
             if read:
@@ -101,14 +101,12 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
         with self._failing_alone():
             rows = Rows()
             for session, planned in prompts:
-                skipped = self._skipped(session)
-                if not self._may_guess(session) or skipped >= planned.count:
+                first, places = rows_before_root(session, planned, self._reader.context, session.tree.base)
+                if not places or not self._reads(session):
                     continue
-                first, end = session.computed + skipped, session.computed + planned.count
-                slots = self._text_of(session).take(first, end - first)
+                slots = self._text_of(session).take(first, len(places))
                 if slots is not None:
-                    places = range(planned.first_row + skipped, planned.first_row + planned.count)
-                    rows.add(places, session.tree.committed[first + 1 : end + 1], first, slots)
+                    rows.add(places, session.tree.committed[first + 1 : first + 1 + len(places)], first, slots)
             if rows.places:
                 self._read(Rows(), rows, logits)
 
@@ -120,11 +118,6 @@ class FeatureHeadsProposer(HeadsProposer["FeatureText"]):
         rows = wanted + others
         self._reader.keep(rows.tokens, rows.positions, fused, np.concatenate(rows.slots))
         return fused
-
-    def _skipped(self, session: VerifierSession) -> int:
-        """Return how many of the session's next rows lie before the heads' context, which ends with the committed
-        text."""
-        return max(0, session.tree.base - self._reader.context - session.computed)
 
     # --- growing trees ------------------------------------------------------------------------------
 

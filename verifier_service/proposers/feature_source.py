@@ -8,12 +8,10 @@ the rows that its predecessor had. Rows found in the prefix cache have no featur
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-import structlog
 import torch
 from torch import Tensor
 
@@ -22,11 +20,10 @@ from specdec.decoding.step_logits import StepLogits
 from specdec.engine.engine import Engine, Launch, launch_of
 from specdec.engine.heads.fusion import Fusion, as_bytes
 from verifier_service.backend.result import FeatureRows
-from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats, Proposer
+from verifier_service.proposers.heads import StateReader, rows_before_root
+from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.verification.tree_verification import Prompts, TreeVerification
-
-log = structlog.get_logger()
 
 MAX_WINDOW_BYTES = 8 << 20
 """Maximum bytes kept of a text, in host memory."""
@@ -69,27 +66,24 @@ class Read(NamedTuple):
     places: Sequence[range]
 
 
-class FeatureSource(Proposer):
+class FeatureSource(StateReader[KeptRows]):
     """The features of a verifier's texts. `layers`: the target's layers that they come from, in order; `window`: rows
     kept of a text, as far as `MAX_WINDOW_BYTES` permits; `fingerprint`: of the fusion."""
 
+    failure = "features_failed"
+
     def __init__(self, fusion: Fusion, layers: Sequence[int], fingerprint: str, window: int) -> None:
-        self.works = True
+        super().__init__()
         self.fingerprint = fingerprint
         self._fusion = fusion
         self._layers = tuple(layers)
         self._window = max(1, min(window, MAX_WINDOW_BYTES // (2 * fusion.width)))
-        self._texts: dict[VerifierSession, KeptRows] = {}
 
     def launch_of(self, engine: Engine) -> Launch:
-        """Return the function that launches the target's passes with these features."""
         return launch_of(engine, features=self._layers)
 
     def propose(self, step: ComingStep) -> ProposalStats:
         return NO_PROPOSALS
-
-    def forget(self, session: VerifierSession) -> None:
-        self._texts.pop(session, None)
 
     def unsent(self, session: VerifierSession) -> FeatureRows | None:
         """Return the features that the session's draft lacks, and count them as sent; None if there are none, or no
@@ -99,24 +93,17 @@ class FeatureSource(Proposer):
 
     def observe(self, verifications: Sequence[TreeVerification], logits: StepLogits) -> None:
         """Keep the rows that a step commits."""
-        if not self.works:
-            return
         with self._failing_alone():
-            read_from = [
-                verification
-                for verification in verifications
-                if verification.error is None and not verification.result.finish and self._reads(verification.session)
-            ]
+            read_from = self._continuing(verifications)
             wanted = [row for verification in read_from for row in verification.rows]
             others, read, place = list[int](), list[Read](), 0
             for verification in read_from:
-                session, planned, count = verification.session, verification.planned, len(verification.result.tokens)
+                session, count = verification.session, len(verification.result.tokens)
                 end = session.tree.base + count
-                skipped = min(max(0, end - self._window - session.computed), planned.count - 1)
-                before = range(planned.first_row + skipped, planned.first_row + planned.count - 1)
+                first, before = rows_before_root(session, verification.planned, self._window, end)
                 begin = len(wanted) + len(others)  # the rows of `wanted` come first
                 places = range(begin, begin + len(before)), range(place, place + count)
-                read.append(Read(session, session.computed + skipped, places))
+                read.append(Read(session, first, places))
                 others += before
                 place += len(verification.rows)
             if read:
@@ -124,25 +111,19 @@ class FeatureSource(Proposer):
 
     def observe_prompts(self, prompts: Prompts, logits: StepLogits) -> None:
         """Keep rows of prompts."""
-        if not self.works:
-            return
         with self._failing_alone():
             others, read = list[int](), list[Read]()
             for session, planned in prompts:
-                skipped = max(0, session.tree.base - self._window - session.computed)
-                if skipped >= planned.count or not self._reads(session):
-                    continue
-                places = range(planned.first_row + skipped, planned.first_row + planned.count)
-                read.append(Read(session, session.computed + skipped, (range(len(others), len(others) + len(places)),)))
-                others += places
+                first, places = rows_before_root(session, planned, self._window, session.tree.base)
+                if places and self._reads(session):
+                    read.append(Read(session, first, (range(len(others), len(others) + len(places)),)))
+                    others += places
             if read:
                 self._keep(read, logits, [], others)
 
     def _reads(self, session: VerifierSession) -> bool:
-        """Return whether to keep rows of a session: yes if heads may propose for it, even while it has no draft."""
-        if session.request.sampler.rule not in DRAFTED:
-            return False
-        return session.policy.remote or session in self._texts
+        drafted = session.policy.remote or session in self._texts  # even while it has no draft
+        return self.works and session.request.sampler.rule in DRAFTED and drafted
 
     @torch.inference_mode()
     def _keep(self, read: Sequence[Read], logits: StepLogits, wanted: Sequence[int], others: Sequence[int]) -> None:
@@ -154,13 +135,3 @@ class FeatureSource(Proposer):
             if (text := self._texts.get(session)) is None:
                 text = self._texts[session] = KeptRows(self._window)
             text.add(first, [fused[size * at : size * (at + 1)] for places in parts for at in places])
-
-    @contextmanager
-    def _failing_alone(self) -> Iterator[None]:
-        """Stop on an error, without failing the step: drafts then get no more features."""
-        try:
-            yield
-        except Exception as error:
-            log.error("features_failed", exc_info=error)
-            self.works = False
-            self._texts.clear()

@@ -1,4 +1,4 @@
-"""Heads in the verifier: the common part of proposers that guess from the target's own states between two steps.
+"""What reads the target's own states: heads, which guess from them between two steps, and the features for drafts.
 
 Under COUPLED, guesses are ranked with the noise of their position, as the target would rank them if it had the heads'
 logits. Under REJECTION each position has one candidate, drawn with certainty.
@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import structlog
 
@@ -24,10 +24,54 @@ from specdec.engine.engine import Engine, Launch
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
 from verifier_service.proposers.usefulness import Usefulness
 from verifier_service.sessions.session import VerifierSession
+from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.settings.tuning import DraftModelTuning
 from verifier_service.verification.tree_verification import TreeVerification
 
 log = structlog.get_logger()
+
+State = TypeVar("State")
+
+
+class StateReader(Proposer, Generic[State]):
+    """Keeps something of each text, made from the target's states at its rows. Owned by the step loop's thread. After a
+    failure it is not used again; no token is lost."""
+
+    failure: ClassVar[str]  # log event
+
+    def __init__(self) -> None:
+        self.works = True
+        self._texts: dict[VerifierSession, State] = {}
+
+    @abstractmethod
+    def launch_of(self, engine: Engine) -> Launch:
+        """Return the function that launches the target's passes with the states to read."""
+
+    @abstractmethod
+    def _reads(self, session: VerifierSession) -> bool:
+        """Return whether to read the states of a session's rows."""
+
+    def forget(self, session: VerifierSession) -> None:
+        self._texts.pop(session, None)
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Stop reading on an error, without failing the step."""
+        try:
+            yield
+        except Exception as error:
+            log.error(self.failure, exc_info=error)
+            self.works = False
+            for session in list(self._texts):
+                self.forget(session)
+
+    def _continuing(self, verifications: Sequence[TreeVerification]) -> list[TreeVerification]:
+        """Return the verifications of texts that go on and are read."""
+        return [
+            verification
+            for verification in verifications
+            if verification.error is None and not verification.result.finish and self._reads(verification.session)
+        ]
 
 
 @dataclass
@@ -47,23 +91,18 @@ NewText = Callable[[RequestSampler, Calibration, Usefulness], Text]
 """Makes the state for a text."""
 
 
-class HeadsProposer(Proposer, Generic[Text]):
-    """Heads of a verifier, owned by the step loop's thread. After a failure the heads are not used again; no token is
-    lost."""
+class HeadsProposer(StateReader[Text]):
+    """Heads of a verifier."""
 
+    failure = "heads_failed"
     phase = Phase.AFTER_DELAY
     drafter = CandidateSource.HEADS
 
     def __init__(self, new_text: NewText[Text], tuning: DraftModelTuning) -> None:
-        self.works = True
+        super().__init__()
         self._tuning = tuning
         self._new_text = new_text
-        self._texts: dict[VerifierSession, Text] = {}
         self._calibrations = Calibrations()
-
-    @abstractmethod
-    def launch_of(self, engine: Engine) -> Launch:
-        """Return the function that launches the target's passes with the states that these heads read."""
 
     @abstractmethod
     def _propose(self, asked: Sequence[tuple[VerifierSession, Text]], step: ComingStep) -> None:
@@ -90,31 +129,9 @@ class HeadsProposer(Proposer, Generic[Text]):
             self._propose(asked, step)
         return ProposalStats(time.monotonic() - begin, len(asked))
 
-    def forget(self, session: VerifierSession) -> None:
-        self._texts.pop(session, None)
-
-    @contextmanager
-    def _failing_alone(self) -> Iterator[None]:
-        """Turn the heads off on an error, without failing the step."""
-        try:
-            yield
-        except Exception as error:
-            log.error("heads_failed", exc_info=error)
-            self.works = False
-            for session in list(self._texts):
-                self.forget(session)
-
-    def _may_guess(self, session: VerifierSession) -> bool:
+    def _reads(self, session: VerifierSession) -> bool:
         """Return True if the heads may propose for the session, now or in another mode."""
         return self.works and self.drafter in session.policy.drafters and session.takes_own_candidates
-
-    def _continuing(self, verifications: Sequence[TreeVerification]) -> list[TreeVerification]:
-        """Return the verifications of texts that go on and may have guesses."""
-        return [
-            verification
-            for verification in verifications
-            if verification.error is None and not verification.result.finish and self._may_guess(verification.session)
-        ]
 
     def _text_of(self, session: VerifierSession) -> Text:
         text = self._texts.get(session)
@@ -126,6 +143,16 @@ class HeadsProposer(Proposer, Generic[Text]):
                 Usefulness(self._tuning),
             )
         return text
+
+
+def rows_before_root(
+    session: VerifierSession, planned: ScheduledRows, context: int, length: int
+) -> tuple[int, Sequence[int]]:
+    """Return a session's rows of committed tokens in a step, without the root's and without rows more than `context`
+    tokens before `length`: the position of the first row, and the places of all in the batch."""
+    count = planned.count - (planned.root_row is not None)
+    skipped = min(max(0, length - context - session.computed), count)
+    return session.computed + skipped, range(planned.first_row + skipped, planned.first_row + count)
 
 
 def certain(paths: Paths) -> Paths:
