@@ -365,10 +365,9 @@ class VerifierServicer(
             return violations
         options = _options(policy)
         violations += window_violations("policy", options, rule, self._limits.max_window_rows)
-        if options.lookahead is not None and self._backend.chains_only:
-            violations.append(("policy.lookahead", "is set, but this verifier's engine has no lookahead windows"))
-        elif options.jacobi and self._backend.chains_only:
-            violations.append(("policy.jacobi", "is set, but this verifier's engine has no lookahead windows"))
+        for window in ("lookahead", "jacobi"):
+            if getattr(options, window) and self._backend.chains_only:
+                violations.append((f"policy.{window}", "is set, but this verifier's engine has no lookahead windows"))
         return violations
 
     def parse(self, request: verifier_pb2.VerifyRequest, deadline: float | None) -> BackendSession:
