@@ -99,7 +99,7 @@ class Script:
 
 def planned(session: VerifierSession, packer: RaggedPacker, tree_slots: list[int] | None = None) -> ScheduledRows:
     """Plan a step with the session's best candidates, up to its limit."""
-    nodes = session.tree.best(session.max_candidates)
+    nodes = session.candidates().nodes
     return session.plan(packer, 1, nodes, list(TREE_SLOTS) if tree_slots is None else tree_slots)
 
 
@@ -279,12 +279,13 @@ class TestCandidates:
     def test_none_without_speculation_or_in_the_prompt(self) -> None:
         session = made(max_candidates=5)
         session.allocate(BlockPool(2))
-        assert (session.remaining_prompt, session.max_candidates) == (2, 0)
-        session.computed = 2
-        assert session.max_candidates == 5
-        session.policy = Policy(NO_DRAFTERS, 5, 0.0)
-        assert session.max_candidates == 0
         assert session.wait_estimate(0.0, 0.0).expected == 1.0
+        session.extend(3, Paths([4, 5], [0, 1], [-0.1] * 2), 0.0)
+        assert (session.remaining_prompt, session.candidates().nodes) == (2, [])
+        session.computed = 2
+        assert len(session.candidates().nodes) == 2
+        session.set_policy(Policy(NO_DRAFTERS, 5, 0.0))
+        assert session.candidates().nodes == []
 
     def test_those_past_the_memory_are_left_out(self) -> None:
         """A text almost fills its blocks: candidates with room are verified, the others kept."""

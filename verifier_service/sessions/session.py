@@ -315,13 +315,6 @@ class VerifierSession:
         return any(node.drafted for node in self.tree.root.children.values())
 
     @property
-    def max_candidates(self) -> int:
-        """The limit on the session's candidates in a step."""
-        if self.remaining_prompt or not self.speculates:
-            return 0
-        return self.policy.max_candidates
-
-    @property
     def best_nodes(self) -> BestNodes:
         """The best candidates, up to the policy's limit."""
         if self._best_nodes is None:
@@ -332,7 +325,7 @@ class VerifierSession:
 
     def candidates(self) -> BestNodes:
         """Return the candidates to choose from for the coming step."""
-        return self.best_nodes if self.max_candidates else NO_NODES
+        return self.best_nodes if self.speculates and not self.remaining_prompt else NO_NODES
 
     def compare_candidates(self) -> BestNodes:
         """Return the candidates to choose from, for a step that compares them with candidates of other texts."""
