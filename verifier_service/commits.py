@@ -15,6 +15,7 @@ from verifier_service.backend.result import PromptScores, StepTimes, VerifyResul
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.settings.tuning import CommitTuning
+from verifier_service.speculation.controller import Controllers
 from verifier_service.speculation.eligibility import Eligibility
 
 if TYPE_CHECKING:  # imports torch
@@ -32,9 +33,12 @@ class StepSeconds(NamedTuple):
 class CommitPublisher:
     """Sends commits to the response queues of sessions."""
 
-    def __init__(self, queue: RunQueue, eligibility: Eligibility, tuning: CommitTuning, *, on_cpu: bool) -> None:
+    def __init__(
+        self, queue: RunQueue, controllers: Controllers, eligibility: Eligibility, tuning: CommitTuning, *, on_cpu: bool
+    ) -> None:
         """Create a publisher; `on_cpu`: the engine computes on CPU cores, which commits need too."""
         self._queue = queue
+        self._controllers = controllers
         self._eligibility = eligibility
         self._tuning = tuning
         self._messages_a_second = tuning.messages_a_second if on_cpu else tuning.device_messages_a_second
@@ -130,7 +134,7 @@ class CommitPublisher:
         session = entry.session
         cached, session.cached_tokens = session.cached_tokens, 0
         entry.drafting_wanted = self._eligibility.uses_remote_draft(session)
-        rates = self._eligibility.rates(session)
+        rates = self._controllers.of(session).rates
         changed, entry.sent_rates = rates is not entry.sent_rates, rates
         times = StepTimes(
             *seconds,

@@ -141,14 +141,13 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._features = features
         own: list[Proposer] = [proposer for proposer in (local, features) if proposer is not None]
         proposers = [ForcedTokens(), LookupProposer(suffix_cache_tokens), *own, *proposers]
-        self._speculation = AdaptiveSpeculation(
-            Controllers(tuning.controller, controller), local, proposers, self._threads, tuning.draft_gain
-        )
+        controllers = Controllers(tuning.controller, controller)
+        self._speculation = AdaptiveSpeculation(controllers, local, proposers, self._threads, tuning.draft_gain)
         eligibility = self._speculation.eligibility
         self._planner = Planner(
             engine.packer, self._queue, self._threads, eligibility, tree_slots, step_rows, prefill_rows, tuning
         )
-        self._publisher = CommitPublisher(self._queue, eligibility, tuning.commits, on_cpu=on_cpu(engine))
+        self._publisher = CommitPublisher(self._queue, controllers, eligibility, tuning.commits, on_cpu=on_cpu(engine))
         self._windows = WindowsByTenant(pooled=suffix_cache_tokens > 0)
         self._delay = StepDelay()
         self._last_step = 0.0  # end of the last step

@@ -105,7 +105,7 @@ def check_over(loop: StepLoop, draft: TextEngine, *clients: Client) -> None:
         assert each.tokens == each.want
     assert draft.faults == []
     assert loop.pool.held == 0
-    assert local_model(loop).held == 0
+    assert local_model(loop).pool.held == 0
 
 
 @pytest.mark.parametrize("rows", [None, InvariantRowCounts((4, 6, 16, 64, 256))], ids=["any-rows", "row-class"])
@@ -289,10 +289,10 @@ def test_those_who_leave_take_their_memory_with_them() -> None:
         for each in clients:
             each.read()
         loop.turn()
-    assert local_model(loop).held > 0
+    assert local_model(loop).pool.held > 0
     for each in clients:
         each.cancel()
-    assert local_model(loop).held == 0
+    assert local_model(loop).pool.held == 0
     assert loop.turn() is None
 
 

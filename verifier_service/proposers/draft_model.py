@@ -56,16 +56,11 @@ class DraftModelProposer(Proposer):
         self.works = True
         self._tuning = tuning.draft_model
         self._context = context
-        self._pool = BlockPool(blocks)
+        self.pool = BlockPool(blocks)
         self._latency = latency or StepLatency.measure(engine, blocks * BLOCK, tuning.latency)
         self._prefixes: dict[VerifierSession, PrefixState] = {}
         self._calibrations = Calibrations()
         self._tenants: OrderedDict[str, Usefulness] = OrderedDict()
-
-    @property
-    def held(self) -> int:
-        """The number of KV cache blocks held by sessions."""
-        return self._pool.held
 
     def serves(self, session: VerifierSession) -> bool:
         """Return True if the draft may propose candidates for a session, now or later."""
@@ -172,7 +167,7 @@ class DraftModelProposer(Proposer):
         """Return a session's prefix state, updated to its text; None if nothing can be proposed for it now."""
         prefix = self._prefixes.get(session)
         if prefix is None:
-            table, source, target = self._pool.open(session.tree.committed, session.request.cache_scope)
+            table, source, target = self.pool.open(session.tree.committed, session.request.cache_scope)
             if len(source):
                 self.engine.copy(source, target)
             request = session.request

@@ -130,11 +130,6 @@ class Eligibility:
             return self._or_probed(session, Without.HEADS_SLOWER if by_heads else Without.LOCAL_MODEL_SLOWER)
         return None
 
-    def rates(self, session: VerifierSession) -> Mapping[str, float] | None:
-        """Return the tokens a second by mode, as last measured for the session's group. The mapping is never modified,
-        only replaced. None: not measured yet."""
-        return self._controllers.of(session).rates
-
     def _mode_name(self, session: VerifierSession) -> str:
         return FORCED if is_exempt(session) else self._mode_of(session)
 
