@@ -6,12 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from specdec.decoding.contrastive import DraftQuery
 from specdec.decoding.speculation import Outlook
 from specdec.serving.response_queue import ResponseQueue
-from verifier_service.backend.result import PromptScores, StepTimes, VerifyResult
+from verifier_service.backend.result import PromptScores, StepSeconds, StepTimes, VerifyResult
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
 from verifier_service.settings.tuning import CommitTuning
@@ -20,14 +20,6 @@ from verifier_service.speculation.eligibility import Eligibility
 
 if TYPE_CHECKING:  # imports torch
     from verifier_service.proposers.feature_source import FeatureSource
-
-
-class StepSeconds(NamedTuple):
-    """Durations of a step."""
-
-    forward: float = 0.0
-    step: float = 0.0
-    waited: float = 0.0  # step delay, for candidates
 
 
 class CommitPublisher:

@@ -12,7 +12,7 @@ from specdec.engine.engine import Engine, launch_of
 from specdec.engine.kv.blocks import BLOCK, BlockPool
 from specdec.engine.probe import EngineProbe
 from specdec.serving.engine_worker import EngineWorker
-from verifier_service.backend.result import StepTimes
+from verifier_service.backend.result import StepSeconds, StepTimes
 from verifier_service.backend.stats import VerifierStats
 from verifier_service.scheduling.run_queue import RunQueue
 from verifier_service.sessions.running_session import RunningSession
@@ -74,15 +74,15 @@ class PlainLoop(EngineWorker[VerifierSession]):
         for entry, scores in verified.scores:
             for part in scores.parts():
                 entry.responses.send(entry.make.scores(part))
+        seconds = StepSeconds(verified.forward_seconds, now - start)
         for entry, result in results:
-            times = StepTimes(verified.forward_seconds, now - start, 0.0, entry.queued)
-            entry.responses.send(entry.make.commit(result, times))
+            entry.responses.send(entry.make.commit(result, StepTimes(*seconds, entry.queued)))
             if result.finish:
                 self._queue.lengths.add(entry.session.generated)
                 self.detach(entry.session)
         for entry, query in verified.draft_queries:
             entry.responses.send(entry.make.query(query))
-        self.stats.observe(rows, now - start, [result for _, result in results])
+        self.stats.observe(rows, seconds, [result for _, result in results])
         return 0.0
 
     def recover(self) -> bool:

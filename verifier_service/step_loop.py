@@ -29,11 +29,12 @@ from specdec.serving.engine_worker import EngineWorker
 from specdec.serving.errors import GrammarFailureError, ShortOfMemoryError
 from specdec.serving.response_queue import ResponseQueue
 from specdec.serving.timeline import Timeline
-from verifier_service.adaptive_speculation import AdaptiveSpeculation, Batch
+from verifier_service.adaptive_speculation import AdaptiveSpeculation, Batch, Results
 from verifier_service.backend.request import Policy, VerifierSessionRequest
+from verifier_service.backend.result import StepSeconds
 from verifier_service.backend.session_backend import MemoryUse, ResponseMaker, SessionBackend
 from verifier_service.backend.stats import VerifierStats
-from verifier_service.commits import CommitPublisher, StepSeconds
+from verifier_service.commits import CommitPublisher
 from verifier_service.costs.step_latency import StepLatency, best_prefill_rows
 from verifier_service.proposers.draft_model import DraftModelProposer
 from verifier_service.proposers.forced import ForcedTokens
@@ -351,25 +352,39 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         verified.hide_grammars(self._threads.latency.of(plan.rows))
         grammars = grammar_seconds(plan.entries) - grammars  # not a cost of rows: excluded from the latency model
         self._planner.observe(plan, end - begun - grammars)
+        seconds = StepSeconds(verified.forward_seconds, end - begun, waited)
+        self._learn(plan, results, batches, proposed, seconds, since_last=end - begin)
+        self._send(verified, results, seconds)
+
+    def _learn(
+        self,
+        plan: StepPlan,
+        results: Results,
+        batches: Sequence[Batch],
+        proposed: ProposalStats,
+        seconds: StepSeconds,
+        *,
+        since_last: float,
+    ) -> None:
+        """Update the statistics and the models of gain. `since_last`: seconds since the last step, however spent."""
         looked_up, self._looked_up = self._looked_up, 0.0
         self._planner.shares.observe_grammars(results)
         if self._queue.memory_shares.tenants > 1:
             decoding = [entry for entry, rows in plan.entries if rows.root_row is not None and rows.count == 1]
             self._planner.shares.observe_proposers(self._speculation.shared_out(decoding, looked_up, proposed.seconds))
         added = [result for _, result in results]
-        self.stats.observe(plan.rows, end - begun, added)
+        self.stats.observe(plan.rows, seconds, added, proposed.seconds + looked_up)
         in_turn = 0 if plan.division is None else len(plan.division.sitting_out)
-        self.stats.observe_pace(end - begin, added, texts_waited=len(plan.sitting_out) > in_turn, in_turn=in_turn)
-        self.stats.observe_parts(
-            forward=verified.forward_seconds, proposing=proposed.seconds + looked_up, delayed=waited
-        )
+        self.stats.observe_pace(since_last, added, texts_waited=len(plan.sitting_out) > in_turn, in_turn=in_turn)
         self._speculation.observe_drafts(plan, results)
         # A step measures a mode only if it has no prompts and brings tokens for all sessions counted when the mode was
         # selected.
         if batches and plan.decodes_only and batches[0].profile.of_step == len(results):
-            self._speculation.update(batches, plan, results, seconds=end - begin, proposed=proposed)
+            self._speculation.update(batches, plan, results, seconds=since_last, proposed=proposed)
         self._speculation.share_threads(self._queue.running)
-        seconds = StepSeconds(verified.forward_seconds, end - begun, waited)
+
+    def _send(self, verified: VerifiedStep, results: Results, seconds: StepSeconds) -> None:
+        """Send a step's results, and end the sessions of complete texts."""
         for entry, _ in results:
             if entry.computing_prompt:
                 entry.computing_prompt = False
@@ -383,7 +398,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         for entry, result in results:
             entry.draft_ready_uncounted = self._speculation.eligibility.uses_remote_draft(entry.session)
             if result.finish:
-                self._finish(entry)
+                self._speculation.finished(entry.session)
+                self.detach(entry.session)
 
     def _launch_early(self, verified: VerifiedStep) -> _Launched | None:
         """Launch the next step before this one is committed, if the device queues passes and the next step depends only
@@ -394,11 +410,6 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         step = self._launched(plan)
         self.stats.step_begun, self.stats.step_expected = step.begun, plan.expected
         return step
-
-    def _finish(self, entry: RunningSession) -> None:
-        """End a session with a complete text."""
-        self._speculation.finished(entry.session)
-        self.detach(entry.session)
 
     # --- sessions that leave, and failures ----------------------------------------------------------
 

@@ -39,7 +39,7 @@ from tests.decoding.small_models import (
 from tests.verifier_service.fakes import BAD, TextEngine, step_loop
 from tests.verifier_service.step_loop.helpers import WARM, client
 from verifier_service.backend.request import Policy, VerifierSessionRequest
-from verifier_service.backend.result import BONUS, CORRECTION, REMOTE_DRAFT, VerifyResult
+from verifier_service.backend.result import BONUS, CORRECTION, REMOTE_DRAFT, StepSeconds, VerifyResult
 from verifier_service.backend.stats import LAST_BIN, VerifierStats
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.verification.tree_verification import TreeVerification
@@ -190,7 +190,7 @@ def test_what_a_block_accepts_counts_whatever_single_tests_would_have_said() -> 
     assert against > 5
     assert rejected_all_the_same > 5
     stats = VerifierStats()
-    stats.observe(0, 0.0, results)
+    stats.observe(0, StepSeconds(), results)
     lengths = Counter(result.accepted for result in results)
     assert stats.accepted_lengths == [lengths[length] for length in range(LAST_BIN + 1)]
     assert stats.accepted == sum(result.accepted for result in results)

@@ -203,6 +203,14 @@ class FeatureRows(NamedTuple):
             yield FeatureRows(self.first + start, self.rows[start : start + count], self.session)
 
 
+class StepSeconds(NamedTuple):
+    """Durations of a step."""
+
+    forward: float = 0.0
+    step: float = 0.0
+    waited: float = 0.0  # step delay, for candidates
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Times of one step in seconds, and other fields of a session's commit that are not in the verify result."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from specdec.serving.errors import TooLateError
 from specdec.serving.histogram import Histogram
-from verifier_service.backend.result import DecisionSums, TokenSource, VerifyResult
+from verifier_service.backend.result import DecisionSums, StepSeconds, TokenSource, VerifyResult
 
 LAST_BIN = 16
 """Last bin of the histogram of accepted candidates per step: larger numbers count there."""
@@ -63,12 +63,15 @@ class VerifierStats:
     lifetime: float = 1.0  # seconds of a session with memory, moving average
     _held_up: float = 0.0  # seconds since decoding texts last had a step
 
-    def observe(self, rows: int, seconds: float, results: Iterable[VerifyResult]) -> None:
-        """Count a step."""
+    def observe(self, rows: int, seconds: StepSeconds, results: Iterable[VerifyResult], proposing: float = 0.0) -> None:
+        """Count a step; `proposing`: seconds of proposers before it."""
         self.steps += 1
         self.rows += rows
-        self.busy += seconds
-        self.step_seconds.observe(seconds)
+        self.busy += seconds.step
+        self.step_seconds.observe(seconds.step)
+        self.forward += seconds.forward
+        self.proposing += proposing
+        self.delayed += seconds.waited
         for result in results:
             self.committed += len(result.tokens)
             self.offered += result.offered
@@ -98,12 +101,6 @@ class VerifierStats:
     def forget_pace(self) -> None:
         """Reset the waiting time of texts; called when there is no work."""
         self._held_up = 0.0
-
-    def observe_parts(self, *, forward: float, proposing: float, delayed: float) -> None:
-        """Count the seconds of a step's forward pass, and of the work and delay before the step."""
-        self.forward += forward
-        self.proposing += proposing
-        self.delayed += delayed
 
     def finished(self, tokens: int, seconds: float, smoothing: float) -> None:
         """Count an ended session: its generated tokens, and its seconds with memory."""
