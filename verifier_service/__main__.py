@@ -64,7 +64,8 @@ def main(
         Weights,
         typer.Option(
             help="stored: the target's weights as they are. int8, int4: quantised at start, for the torch engine on a "
-            "CPU: less memory, and faster steps of few rows, but another model. Needs onnx and onnxruntime."
+            "CPU: less memory and faster steps of few rows, but tokens differ from the stored weights'. Needs onnx and "
+            "onnxruntime."
         ),
     ] = "stored",
     engine: Annotated[
@@ -119,8 +120,8 @@ def main(
         typer.Option(
             min=8,
             help="Maximum rows (tokens) of a step with prefill; more only if decoding sessions nearly fill the step, "
-            "or for one row of each prompt. The verifier uses fewer if its measurements at start-up show that larger "
-            "steps make a row no cheaper.",
+            "or for one row of each prompt. Steps of prompts alone have fewer rows if measurements at start-up show "
+            "that more rows make a row no cheaper.",
         ),
     ] = 512,
     max_candidates: Annotated[
@@ -247,30 +248,23 @@ def main(
         for_vllm = read_options(vllm_options)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--vllm-options") from None
-    if for_vllm and engine != "vllm":
-        raise typer.BadParameter(f"is for --engine vllm, not for {engine}", param_hint="--vllm-options")
-    bounds = {"--step-rows": (step_rows, MAX_STEP_ROWS), "--max-sessions": (max_sessions, MAX_SEQUENCES)}
-    for option, (given, most) in bounds.items():
-        if engine == "vllm" and given > most:
-            raise typer.BadParameter(f"is {given}, must be at most {most} with --engine vllm", param_hint=option)
-    if draft_model is not None and engine == "vllm":
-        raise typer.BadParameter(
-            "cannot be used with --engine vllm, which runs only one model", param_hint="--draft-model"
-        )
-    if heads is not None and engine in ("vllm", "onnx"):
-        raise typer.BadParameter(f"{engine} gives no hidden states; use --engine torch", param_hint="--heads")
-    if heads is not None and draft_model is not None:
-        raise typer.BadParameter("takes the place of --draft-model: give one of them", param_hint="--heads")
-    if features is not None and engine in ("vllm", "onnx"):
-        raise typer.BadParameter(f"{engine} gives no features of layers; use --engine torch", param_hint="--features")
-    if features is not None and heads is not None:
-        problem = "cannot be combined with --heads: draft services run the heads"
-        raise typer.BadParameter(problem, param_hint="--features")
-    if heads_tree is not None and heads is None:
-        raise typer.BadParameter("needs --heads", param_hint="--heads-tree")
-    if speculation in (lacking := {"heads": heads, "local_model": draft_model}) and lacking[speculation] is None:
-        option = "--heads" if speculation == "heads" else "--draft-model"
-        raise typer.BadParameter(f"{speculation} needs {option}", param_hint="--speculation")
+    on_vllm, no_states = engine == "vllm", engine in ("vllm", "onnx")
+    limit = "is {}, must be at most {} with --engine vllm"
+    for option, refused, problem in (
+        ("--vllm-options", for_vllm and not on_vllm, f"is for --engine vllm, not for {engine}"),
+        ("--step-rows", on_vllm and step_rows > MAX_STEP_ROWS, limit.format(step_rows, MAX_STEP_ROWS)),
+        ("--max-sessions", on_vllm and max_sessions > MAX_SEQUENCES, limit.format(max_sessions, MAX_SEQUENCES)),
+        ("--draft-model", draft_model and on_vllm, "cannot be used with --engine vllm, which runs only one model"),
+        ("--heads", heads and no_states, f"{engine} gives no hidden states; use --engine torch"),
+        ("--heads", heads and draft_model, "cannot be combined with --draft-model: heads take its place"),
+        ("--features", features and no_states, f"{engine} gives no features of layers; use --engine torch"),
+        ("--features", features and heads, "cannot be combined with --heads: draft services run the heads"),
+        ("--heads-tree", heads_tree and not heads, "needs --heads"),
+        ("--speculation", speculation == "heads" and not heads, "heads needs --heads"),
+        ("--speculation", speculation == "local_model" and not draft_model, "local_model needs --draft-model"),
+    ):
+        if refused:
+            raise typer.BadParameter(problem, param_hint=option)
     own_model = "--heads" if heads is not None else "--draft-model" if draft_model is not None else None
     by_default = default_speculation(speculation, lookahead, jacobi, max_window_rows, own_model)
     if engine == "vllm" and (by_default.lookahead is not None or by_default.jacobi):
@@ -377,7 +371,9 @@ def default_speculation(
     if CandidateSource.LOOKAHEAD not in options.drafters:
         problems.append(f"is {given}, but --speculation {name} uses no lookahead windows")
     if name in ("auto", "local") and model is not None:
-        problems.append(f"takes the place of {model} in all requests; --speculation lookahead keeps {model} for others")
+        problems.append(
+            f"would replace {model} in every request; with --speculation lookahead, requests can still ask for {model}"
+        )
     for field, problem in lookahead_violations("", size, most_rows):
         part = {".window": "W", ".ngram": "N", ".guesses": "G"}.get(field)
         if part is None:

@@ -82,7 +82,8 @@ def check_layers(files: FeatureFiles[Any], features: LayerFeatures) -> None:
     """Raise HeadsFilesError unless the model runs as many layers as its configuration has."""
     if features.layer_count() != files.target.layers:
         raise HeadsFilesError(
-            f"{files.path}: is for {files.target.layers} layers, but the model runs {features.layer_count()}"
+            f"{files.path}: needs a target of {files.target.layers} layers, but the loaded model runs "
+            f"{features.layer_count()}"
         )
 
 

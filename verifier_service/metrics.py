@@ -63,7 +63,11 @@ def metrics(reported: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> li
     lengths = stats.accepted_lengths
     modes: dict[tuple[str, ...], float] = {(mode,): mode == stats.mode for mode in Mode}
     found.gauges("speculation_mode", "1 for the latest mode chosen by adaptive speculation, else 0.", ("mode",), modes)
-    found.counter("spec_decode_num_drafts", "Steps with candidates, counted per session.", sum(lengths))
+    found.counter(
+        "spec_decode_num_drafts",
+        "Steps of sessions with candidates (a step with n such sessions counts n times).",
+        sum(lengths),
+    )
     found.counter("spec_decode_num_draft_tokens", "Candidates verified.", reported.offered_candidates)
     found.counter("spec_decode_num_accepted_tokens", "Candidates accepted.", reported.accepted_candidates)
     found.counters(
@@ -73,13 +77,15 @@ def metrics(reported: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> li
         {(str(place),): sum(lengths[place + 1 :]) for place in range(len(lengths) - 1)},
     )
     found.counter(
-        "drafted_steps", "Steps with a remote draft, counted per session, except a text's last.", reported.drafted_steps
+        "drafted_steps",
+        "Steps of sessions with a remote draft (a step with n such sessions counts n times), except a text's last.",
+        reported.drafted_steps,
     )
     found.counter(
         "draft_ready_steps",
         "Drafted steps that ended with the next candidates already received.",
         reported.draft_ready_steps,
     )
-    found.counter("refused_candidates", "Invalid messages of candidates.", reported.refused_extends)
+    found.counter("refused_candidates", "Candidate messages refused as invalid.", reported.refused_extends)
     found.gauge("fast_paths_off", "Fast paths disabled in this process.", len(reported.fast_paths_off))
     return found.made

@@ -127,13 +127,13 @@ def test_a_pods_limit_on_windows_refuses_by_value_and_limit() -> None:
             "--lookahead",
             "is 4 3 4, but --speculation ngram uses no lookahead windows",
         ),
-        (("auto", (4, 3, 4), None, "--heads"), "--lookahead", "takes the place of --heads in all requests"),
+        (("auto", (4, 3, 4), None, "--heads"), "--lookahead", "would replace --heads in every request"),
         (
             ("local", (4, 3, 4), None, "--draft-model"),
             "--lookahead",
-            "takes the place of --draft-model in all requests",
+            "would replace --draft-model in every request",
         ),
-        (("auto", None, 8, "--draft-model"), "--jacobi", "takes the place of --draft-model in all requests"),
+        (("auto", None, 8, "--draft-model"), "--jacobi", "would replace --draft-model in every request"),
         (("jacobi", (4, 3, 4), None), "--lookahead", "is 4 3 4: N is 3, must be 2 with --speculation jacobi"),
     ],
 )
