@@ -15,9 +15,7 @@ from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError, lark_string
 from specdec.grammar.json_schema.rewriter import Work
 from specdec.grammar.json_schema.rewriting import supported
 from specdec.v2 import generation_pb2, model_pb2
-from specdec.wire.tool_formats import JsonCall, NamedCall, TaggedCall, ToolFormat
-
-MAX_TOOLS = 128
+from specdec.wire.tool_formats import MAX_TOOLS, JsonCall, NamedCall, TaggedCall, ToolFormat
 
 MAX_VALUES = 1 << 17
 """Maximum values, names and containers in the schemas of all tools, and in the arguments of all calls: json.loads needs

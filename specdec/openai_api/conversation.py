@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.openai_api.errors import refused, unsupported, wrong
 from specdec.openai_api.fields import flag
+from specdec.wire.tool_formats import MAX_TOOLS
 
 OF_TURN = ("name", "tool_call_id", "tool_calls")
 """Message fields besides role, content and reasoning."""
@@ -29,7 +30,6 @@ OF_CALLED = OF_CALLS | {"name", "arguments"}
 answer. The client refuses a known field at the wrong level. A call's `index` is its place in a stream."""
 
 MAX_MESSAGES = 4096
-MAX_TOOLS = 1024
 MAX_CALLS = 4096
 """Maximum entries of a conversation: many small entries take long to process, relative to their bytes."""
 

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MAX_TOOLS = 128
+"""Maximum tools of a conversation."""
+
 
 @dataclass(frozen=True)
 class ToolCall:

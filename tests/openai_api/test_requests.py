@@ -210,7 +210,7 @@ def completion(**fields: Any) -> ParsedRequest:
         ({"messages": [1]}, "messages[0]", "must be an object"),
         ({"messages": MESSAGES * 4097}, "messages", "has 4097 messages, must have at most 4096"),
         ({"messages": [CALLING] * 2}, "messages", "has 6000 tool_calls, must have at most 4096"),
-        ({"tools": [TOOL] * 1025}, "tools", "has 1025 tools, must have at most 1024"),
+        ({"tools": [TOOL] * 129}, "tools", "has 129 tools, must have at most 128"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "must be text"),
         ({"messages": [{"role": "function", "content": "4"}]}, "messages[0].role", "to an older API"),
         (
