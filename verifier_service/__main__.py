@@ -131,7 +131,7 @@ def main(
     speculation: Annotated[
         SpeculationName,
         typer.Option(
-            help="Drafters for requests that name none. auto: all, whenever they pay. Other values (draft, always, "
+            help="Drafters for requests that name none. auto: all, when they pay. Other values (draft, always, "
             "local, off, or a single one of ngram, lookahead, local_model, heads, jacobi): as for `specdec generate`."
         ),
     ] = "auto",
@@ -376,7 +376,9 @@ def default_speculation(
         )
     for field, problem in lookahead_violations("", size, most_rows):
         part = {".window": "W", ".ngram": "N", ".guesses": "G"}.get(field)
-        if part is None:
+        if part is None and jacobi is not None:
+            problems.append(f"is {given}, must be at most {most_rows + 1} (--max-window-rows {most_rows})")
+        elif part is None:
             rows = f"adds {size.most_rows} tokens to a step, must add at most {most_rows} (--max-window-rows)"
             problems.append(f"is {given}: {rows}")
         else:

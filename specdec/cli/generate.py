@@ -18,6 +18,7 @@ from specdec.cli.access import OPEN, Access, ModelName, Orchestrators, with_acce
 from specdec.cli.failure import fail, say
 from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile, PromptFileError
+from specdec.cli.refusals import by_option, named_by_option
 from specdec.cli.report import CompletionReport
 from specdec.cli.results_file import ResultsFile, ResultsFileError
 from specdec.cli.shown import coloured, speculation_lines
@@ -249,6 +250,13 @@ def generate(
         fail("--logprobs needs --json", ExitStatus.USAGE)
     if resume and out is None:
         fail("--resume needs --out", ExitStatus.USAGE)
+    for option, value, needed in (
+        ("--alpha", alpha, "contrastive"),
+        ("--typical-epsilon", typical_epsilon, "typical"),
+        ("--typical-delta", typical_delta, "typical"),
+    ):
+        if value is not None and rule != needed and prompt_file is None:  # a line of the file may set the rule
+            fail(f"{option}: needs --rule {needed}", ExitStatus.USAGE)
     options: dict[str, Any] = {
         "model": model,
         "max_tokens": max_tokens,
@@ -288,6 +296,11 @@ def generate(
         "typical_epsilon": typical_epsilon,
         "typical_delta": typical_delta,
     }
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        build_request(text, **options)
+    except (ValueError, TypeError) as error:  # a value that does not fit into a message
+        fail(named_by_option(str(error), options), ExitStatus.USAGE)
     if prompt_file is not None:
         _complete_file(
             PromptFile(prompt_file, options),
@@ -301,11 +314,6 @@ def generate(
             fail_fast,
         )
         return
-    try:
-        text = sys.stdin.read() if prompt == "-" else prompt
-        build_request(text, **options)
-    except (ValueError, TypeError) as error:  # a value that does not fit into a message
-        fail(str(error), ExitStatus.USAGE)
     with Client(address, timeout=timeout, **allowed.for_client) as client:
         _complete(client, WaitReporter(address, access=allowed), text, options, json_output)
 
@@ -434,25 +442,6 @@ def _summarise(report: CompletionReport, options: Mapping[str, Any], *, in_colou
         err.file.write("kept by a draft service to learn from\n")
     for line in speculation_lines(s, err, in_colours=in_colours):
         err.file.write(f"{line}\n")
-
-
-def by_option(error: InvalidRequest, options: Mapping[str, Any]) -> InvalidRequest:
-    """Return a refusal that names the command's `options` instead of the contract's fields."""
-    message = str(error)
-    for field, problem in error.violations:
-        message = message.replace(f"{field}: {problem}", f"{_option_of(field, options)}: {problem}", 1)
-    return InvalidRequest(message, code=error.code, reason=error.reason, violations=error.violations)
-
-
-def _option_of(field: str, options: Mapping[str, Any]) -> str:
-    """Return the option that sets a field, such as --max-depth for speculation.max_depth; the field if none does."""
-    for part in reversed(field.split(".")):
-        name, bracket, index = part.partition("[")
-        if name == "lookahead" and options["jacobi"] is not None:
-            name = "jacobi"
-        if name in options:
-            return f"--{name.replace('_', '-')}{bracket}{index}"
-    return field
 
 
 def without_draft(speculation: Speculation, options: Mapping[str, Any]) -> str:

@@ -219,8 +219,7 @@ def up(
         others = {"--draft": draft, "--local-draft": local_draft, "--verifier-heads": of_verifier.get("heads")}
         if runs_heads and (given_too := [option for option, value in others.items() if value is not None]):
             fail(
-                f"{given_too[0]}: cannot be combined with --draft-heads (SPECDEC_DRAFT_HEADS), which proposes in its "
-                "place",
+                f"{given_too[0]}: cannot be combined with --draft-heads (SPECDEC_DRAFT_HEADS), which replaces it",
                 ExitStatus.USAGE,
             )
         if runs_heads:

@@ -128,10 +128,10 @@ class GenerateOptions(TypedDict, total=False):
 
     speculation: Annotated[
         SpeculationName | None,
-        "Which drafters may propose candidates. auto: all of them, when it pays. draft: only draft services, when it "
-        "pays. always: only draft services, even at a loss. local: only the verifier's own proposers. ngram, "
-        "lookahead, local_model, heads: only this drafter. jacobi: only lookahead windows with n-grams of 2 tokens. "
-        "off: none. Default: the verifier's, else auto.",
+        "Which drafters may propose candidates. auto: the verifier's default, usually all, when it pays. draft: only "
+        "draft services, when it pays. always: only draft services, even at a loss. local: only the verifier's own "
+        "proposers. ngram, lookahead, local_model, heads: only this drafter. jacobi: only lookahead windows with "
+        "n-grams of 2 tokens. off: none. Default: auto.",
     ]
     drafters: Annotated[
         Iterable[DrafterName] | None,

@@ -38,6 +38,14 @@ MISTAKES = (
     Mistake(
         "specdec generate 'def' --max-tokens 0", USAGE, "'--max-tokens': Input should be greater than or equal to 1"
     ),
+    Mistake("specdec generate 'def' --top-k -1", USAGE, "--top-k: is -1, must be a whole number from 0 to 4294967295"),
+    Mistake(
+        "specdec generate 'def' --max-tokens 5000000000",
+        USAGE,
+        "--max-tokens: is 5000000000, must be a whole number from 0 to 4294967295",
+    ),
+    Mistake("specdec generate 'def' --alpha 0.5", USAGE, "--alpha: needs --rule contrastive"),
+    Mistake("specdec generate 'def' --typical-delta 0.5", USAGE, "--typical-delta: needs --rule typical"),
     Mistake("specdec generate 'def' --seed -1", USAGE, "'--seed': Input should be greater than or equal to 0"),
     Mistake("specdec generate 'def' --speculation maybe", USAGE, "'maybe' is not one of 'auto', 'off', 'always'"),
     Mistake("specdec generate 'def' --timeout nan", USAGE, "'--timeout': Input should be less than or equal to 86400"),
@@ -100,7 +108,11 @@ MISTAKES = (
     ),
     Mistake("specdec verifier --model mamba", CANNOT, "mamba: architecture mamba is not supported"),
     Mistake("specdec verifier --model magic", CANNOT, "magic: quantised by magic, which transformers does not support"),
-    Mistake("specdec verifier --model short", CANNOT, "max_position_embeddings is 8, must be an integer from 64"),
+    Mistake(
+        "specdec verifier --model short",
+        CANNOT,
+        "max_position_embeddings is 8, must be an integer from 64 to 1073741824",
+    ),
     Mistake("specdec verifier --model target --device cuda:9", CANNOT, "device cuda:9: "),
     Mistake("specdec verifier --model target --compile", CANNOT, "--compile is for --engine vllm, not for torch"),
     Mistake("specdec verifier --model target --device gpu", CANNOT, "device gpu: cpu, cuda and cuda:N are supported"),
@@ -126,7 +138,7 @@ MISTAKES = (
     Mistake(
         "specdec verifier --model target --jacobi 500",
         USAGE,
-        "--jacobi: is 500: adds 499 tokens to a step, must add at most 128 (--max-window-rows)",
+        "--jacobi: is 500, must be at most 129 (--max-window-rows 128)",
     ),
     Mistake(
         "specdec draft --model draft --expansion 4,17",
@@ -208,7 +220,7 @@ MISTAKES = (
     Mistake(
         "specdec up --target target --draft draft --draft-heads draft",
         USAGE,
-        "--draft: cannot be combined with --draft-heads (SPECDEC_DRAFT_HEADS), which proposes in its place",
+        "--draft: cannot be combined with --draft-heads (SPECDEC_DRAFT_HEADS), which replaces it",
     ),
     Mistake("specdec up --target target --worker 2", USAGE, "No such option: --worker"),
     Mistake(
@@ -229,12 +241,6 @@ ASKED = (
     Mistake("specdec generate 'def' --temperature -1", REFUSED, "--temperature: is -1, must be a finite number"),
     Mistake("specdec generate 'def' --top-p 0", REFUSED, "--top-p: is 0, must be in (0, 1]"),
     Mistake("specdec generate 'def' --min-p 2", REFUSED, "--min-p: is 2, must be in [0, 1]"),
-    Mistake("specdec generate 'def' --top-k -1", USAGE, "top_k = -1: must be a whole number from 0 to 4294967295"),
-    Mistake(
-        "specdec generate 'def' --max-tokens 5000000000",
-        USAGE,
-        "max_tokens = 5000000000: must be a whole number from 0 to 4294967295",
-    ),
     Mistake("specdec generate 'def' --stop ''", REFUSED, "--stop[0]: has 0 characters, must have 1 to 256"),
     Mistake("specdec generate 'def' --lookahead 500 5 5", REFUSED, "adds 2008 tokens to a step, must add at most 128"),
     Mistake(
@@ -247,11 +253,7 @@ ASKED = (
         REFUSED,
         "--max-branches: is 100000, must be at most 16",
     ),
-    Mistake(
-        "specdec generate 'def' --alpha 0.5", REFUSED, "contrast: is set, must be unset unless the rule is CONTRASTIVE"
-    ),
     Mistake("specdec generate 'def' --rule contrastive --alpha 2", REFUSED, "--alpha: is 2, must be in (0, 1]"),
-    Mistake("specdec generate 'def' --typical-delta 0.5", REFUSED, "typicality: is set, must be unset unless the rule"),
     Mistake(
         "specdec generate 'def' --rule typical --typical-epsilon 2",
         REFUSED,

@@ -119,7 +119,7 @@ def test_a_pods_limit_on_windows_refuses_by_value_and_limit() -> None:
         (
             ("auto", None, 500),
             "--jacobi",
-            "is 500: adds 499 tokens to a step, must add at most 128 (--max-window-rows)",
+            "is 500, must be at most 129 (--max-window-rows 128)",
         ),
         (("auto", (4, 3, 4), 8), "--jacobi", "cannot be combined with --lookahead"),
         (
