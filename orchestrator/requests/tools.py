@@ -36,9 +36,10 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list
     found: list[tuple[str, str]] = []
     names = [tool.name for tool in chat.tools]
     if chat.tools and not model.takes_tools:
-        found.append(
-            ("chat.tools", "is set, the model's chat template takes no tools (an orchestrator's --chat-template may)")
+        problem = (
+            "is set, but the model's chat template supports no tools; --chat-template of the orchestrator sets another"
         )
+        found.append(("chat.tools", problem))
     if len(names) > MAX_TOOLS:
         return [("chat.tools", f"has {len(names)} tools, must have at most {MAX_TOOLS}")]
     # Parsing holds the GIL and so delays all other requests: texts with too many values are not parsed.

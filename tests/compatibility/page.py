@@ -17,9 +17,9 @@ together, forms of messages and tools, JSON schemas, and routes. Written by
 
     python -m tests.compatibility --vllm URL --llama-cpp URL --page docs/http-compatibility.md
 
-- *200*: taken. *200, ignored*: the field is unknown, and the answer says that it is ignored. The other servers ignore
-  unknown fields too, without a word, so their 200 does not say that a field has an effect.
-- Ours refuse a field that would change the text and that they do not have; the message names what to use
+- *200*: accepted. *200, ignored*: the field is unknown, and the answer lists it as ignored. The other servers ignore
+  unknown fields silently, so their 200 does not mean that a field has an effect.
+- specdec refuses unsupported fields that would change the text, and names an alternative
   ([the fields](openai-api.md#fields)).
 - *fits*: the answer, or the arguments of the call, fit the schema. A schema with a plain *200*: the 64 tokens were too
   few to end the answer, or the schema cannot be checked here.

@@ -235,7 +235,7 @@ async def test_refusals(served: Served) -> None:
 
 async def test_a_template_that_takes_no_tools_is_told(directories: Directories) -> None:
     async with stack(directories.target, None) as services, front(services.address) as http:
-        with pytest.raises(BadRequestError, match="the model's chat template takes no tools"):
+        with pytest.raises(BadRequestError, match="the model's chat template supports no tools"):
             await http.client.chat.completions.create(model=services.model.name, messages=MESSAGES, tools=TOOLS)
 
 

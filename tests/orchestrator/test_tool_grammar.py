@@ -158,7 +158,9 @@ def test_a_format_that_is_not_known_is_not_guessed(source: Path, tmp_path: Path)
 
 def test_a_template_that_takes_no_tools(source: Path, tmp_path: Path) -> None:
     model = model_of(source, tmp_path / "m", "{% for m in messages %}{{ m.content }}{% endfor %} <tool_call> has tools")
-    problem = "is set, the model's chat template takes no tools (an orchestrator's --chat-template may)"
+    problem = (
+        "is set, but the model's chat template supports no tools; --chat-template of the orchestrator sets another"
+    )
     assert tool_violations(chat(), model) == [("chat.tools", problem)]
 
 

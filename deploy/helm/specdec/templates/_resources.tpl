@@ -79,7 +79,7 @@ whether they may have a modelGiB. */}}
 {{- $key := index . 0 }}
 {{- if not (or (dig "limits" "memory" "" (default dict (index . 1))) (index . 2)) }}
 {{- if index . 3 }}
-{{- fail (printf "%s.modelGiB: is missing, should be the GiB of its weights in their dtype: the limit of memory follows from it (or resources.limits.memory)" $key) }}
+{{- fail (printf "%s.modelGiB: is missing: give the GiB of its weights in their dtype, or resources.limits.memory" $key) }}
 {{- end }}
 {{- fail (printf "%s.resources.limits.memory: is missing" $key) }}
 {{- end }}
