@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import NoReturn
 
 
@@ -34,17 +35,15 @@ def numbers(text: str) -> list[float]:
     return sorted({float(number) for number in text.split(",")})
 
 
-def at_least(parser: argparse.ArgumentParser, args: argparse.Namespace, least: int, *names: str) -> None:
-    """Refuse these options if their number, or one of their numbers, is below `least`."""
+def limit(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, least: float, *names: str, most: float = math.inf
+) -> None:
+    """Refuse these options if their number, or one of their numbers, is NaN, below `least` or above `most`; None is
+    accepted."""
+    limits = f"at least {least}" if most == math.inf else f"from {least} to {most}"
     for name in names:
         value = getattr(args, name)
-        for number in value if isinstance(value, list) else [value]:
-            if number < least:
-                parser.error(f"--{name.replace('_', '-')} is {number}, must be at least {least}")
-
-
-def not_negative(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
-    """Refuse these options if they are negative or NaN."""
-    for name in names:
-        if not getattr(args, name) >= 0:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name):g}, must not be negative")
+        for number in value if isinstance(value, list) else [] if value is None else [value]:
+            if not least <= number <= most:
+                shown = f"{number:g}" if isinstance(number, float) else number
+                parser.error(f"--{name.replace('_', '-')} is {shown}, must be {limits}")

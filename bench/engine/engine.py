@@ -29,7 +29,7 @@ from typing import Any, get_args
 import torch
 from rich.console import Console
 
-from bench.arguments import at_least, parser_of, whole_numbers
+from bench.arguments import limit, parser_of, whole_numbers
 from bench.conditions import machine, versions
 from bench.engine import synthetic
 from bench.engine.device import Device
@@ -209,8 +209,8 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
         args.peers = list(QUICK_PEERS) if args.peers is None else args.peers
         args.seconds, args.synthetic_sessions, args.synthetic_rounds = min(args.seconds, 0.3), 4, 1
     args.peers = list(PEERS) if args.peers is None else args.peers
-    at_least(parser, args, 1, "tokens", "contexts", "sessions", "threads", "repeats")
-    at_least(parser, args, 1, "synthetic_sessions", "synthetic_rounds")
+    limit(parser, args, 1, "tokens", "contexts", "sessions", "threads", "repeats")
+    limit(parser, args, 1, "synthetic_sessions", "synthetic_rounds")
     if args.synthetic_acceptance is not None and not 0 < args.synthetic_acceptance <= 1:
         parser.error(f"--synthetic-acceptance is {args.synthetic_acceptance:g}, must be above 0 and at most 1")
     if args.threads > MAX_THREADS:

@@ -38,7 +38,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.arguments import names, numbers, parser_of, whole_numbers
+from bench.arguments import limit, names, numbers, parser_of, whole_numbers
 from bench.conditions import machine, model_name, versions
 from bench.papers.evaluation import Evaluation, EvaluationError, Settings
 from bench.papers.methods import USUAL, Method, MethodError, Part, methods_named
@@ -61,11 +61,12 @@ LIMITS: dict[str, tuple[int, int]] = {
     "warm_up": (1, 1000),
     "questions": (1, 1_000_000),
     "seed": (0, 2**63),
+    "learning": (0, 3600),
+    "temperatures": (0, 100),
+    "streams": (1, 1024),
 }
 OPTIONS: Mapping[Part, str] = {"a draft": "draft", "a local draft": "local_draft", "heads": "heads"}
 """Options that give a deployment its parts."""
-MAX_STREAMS = 1024
-MAX_TEMPERATURE = 100.0
 
 
 def parsed(given: Sequence[str]) -> argparse.Namespace:
@@ -121,19 +122,9 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for name, (least, most) in LIMITS.items():
-        value = getattr(args, name)
-        if value is not None and not least <= value <= most:
-            parser.error(f"--{name.replace('_', '-')} is {value}, must be {least} to {most}")
-    if not 0 <= args.learning <= 3600:
-        parser.error(f"--learning is {args.learning:g}, must be 0 to 3600")
+        limit(parser, args, least, name, most=most)
     if not 0 < args.alpha <= 1:
         parser.error(f"--alpha is {args.alpha:g}, must be above 0 and at most 1")
-    for value in args.temperatures:
-        if not 0 <= value <= MAX_TEMPERATURE:
-            parser.error(f"--temperatures: {value:g} must be 0 to {MAX_TEMPERATURE:g}")
-    for value in args.streams:
-        if not 1 <= value <= MAX_STREAMS:
-            parser.error(f"--streams: {value} must be 1 to {MAX_STREAMS}")
     if args.address is not None:
         _check_address(parser, args)
         return

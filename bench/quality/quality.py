@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from bench.arguments import at_least, parser_of
+from bench.arguments import limit, parser_of
 from bench.conditions import machine, model_name, versions
 from bench.quality.report import Text, measured, reported, table
 from bench.report import folder, publish
@@ -91,7 +91,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(given)
     if args.quick:
         args.texts, args.tokens = 8, 64
-    at_least(parser, args, 1, "texts", "tokens")
+    limit(parser, args, 1, "texts", "tokens")
     if args.temperature <= 0:
         parser.error(f"--temperature is {args.temperature:g}: sampling needs one above 0")
     for name in ("target", "draft", "dtype"):

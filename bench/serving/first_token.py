@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import markdown
-from bench.arguments import at_least, not_negative, parser_of
+from bench.arguments import limit, parser_of
 from bench.conditions import INSTRUCTIONS, machine, model_name, versions
 from bench.report import CUT_OFF, Report, folder, publish
 from bench.serving.commands import Command, llama_server, specdec_up, vllm_serve
@@ -129,8 +129,8 @@ def parsed(given: Sequence[str]) -> tuple[list[Command], argparse.Namespace]:
     parser.add_argument("--patience", type=float, default=15.0, help="seconds to wait for a quiet machine each time")
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
-    at_least(parser, args, 1, "rounds")
-    not_negative(parser, args, "patience")
+    limit(parser, args, 1, "rounds")
+    limit(parser, args, 0, "patience")
     args.target, args.draft = pair.chosen(parser, args)
     commands = specdec_up(args.target.resolve(), args.draft and args.draft.resolve())
     if (python := peer_options.vllm_python(parser, args)) is not None:

@@ -32,7 +32,7 @@ from typing import Any
 
 import typer
 
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.report import CUT_OFF, Report, folder, publish
 from bench.serving.answers import Answer, at_poisson_times
 from bench.serving.deployments import Deployment, DeploymentError, HttpServer, Orchestrators, Prompt, Request
@@ -44,10 +44,18 @@ from specdec.wire.address import parse_addresses
 
 REQUESTS = 100
 MAX_REQUESTS = 1_000_000
-MAX_CONCURRENCY = 10_000
-MAX_SECONDS = 86_400.0
-MAX_RATE = 10_000.0
-MAX_TEMPERATURE = 100.0
+BOUNDS: dict[str, tuple[float, float]] = {
+    "rate": (0.001, 10_000),
+    "concurrency": (1, 10_000),
+    "requests": (1, MAX_REQUESTS),
+    "seconds": (0.001, 86_400),
+    "warm_up": (0, 1000),
+    "prompt_characters": (1, 100_000),
+    "max_tokens": (1, 1_000_000),
+    "temperature": (0, 100),
+    "timeout": (0.001, 86_400),
+}
+"""Smallest and largest values of options."""
 
 
 @dataclass
@@ -149,39 +157,6 @@ async def measure(connect: Callable[[], AbstractAsyncContextManager[Deployment]]
         await load.run(deployment)
 
 
-def _number(least: float, most: float, *, with_least: bool = True) -> Callable[[str], float]:
-    """Return the parser of a number within limits."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not (least <= value <= most if with_least else least < value <= most):
-            raise argparse.ArgumentTypeError(
-                f"{text} must be {'from' if with_least else 'above'} {least:g} {'to' if with_least else 'and at most'} "
-                f"{most:g}"
-            )
-        return value
-
-    return parse
-
-
-def _count(most: int, least: int = 1) -> Callable[[str], int]:
-    """Return the parser of a whole number within limits."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{value} must be from {least} to {most}")
-        return value
-
-    return parse
-
-
 def _limit(text: str) -> tuple[str, float]:
     """Return the latency and the seconds of a limit such as "ttft:500"."""
     name, _, value = text.partition(":")
@@ -201,24 +176,16 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT of orchestrators, or http(s)://HOST:PORT")
     parser.add_argument("--model", help="default: the only one served")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--rate", type=_number(0, MAX_RATE, with_least=False), help="requests a second, at Poisson times")
-    how.add_argument(
-        "--concurrency", type=_count(MAX_CONCURRENCY), default=8, help="requests at a time; default: %(default)s"
-    )
-    parser.add_argument(
-        "--requests", type=_count(MAX_REQUESTS), help=f"to send; default: {REQUESTS}, or no limit with --seconds"
-    )
-    parser.add_argument(
-        "--seconds", type=_number(0, MAX_SECONDS, with_least=False), help="send no new requests after this many seconds"
-    )
-    parser.add_argument("--warm-up", type=_count(1000, 0), default=1, help="uncounted requests before; default: 1")
+    how.add_argument("--rate", type=float, help="requests a second, at Poisson times")
+    how.add_argument("--concurrency", type=int, default=8, help="requests at a time; default: %(default)s")
+    parser.add_argument("--requests", type=int, help=f"to send; default: {REQUESTS}, or no limit with --seconds")
+    parser.add_argument("--seconds", type=float, help="send no new requests after this many seconds")
+    parser.add_argument("--warm-up", type=int, default=1, help="uncounted requests before; default: 1")
     parser.add_argument("--prompt-file", type=Path, help="as for `specdec generate`; taken in order, again and again")
-    parser.add_argument(
-        "--prompt-characters", type=_count(100_000), default=256, help="of built-in prompts; default: %(default)s"
-    )
+    parser.add_argument("--prompt-characters", type=int, default=256, help="of built-in prompts; default: %(default)s")
     parser.add_argument("--chat", action="store_true", help="send texts as messages of a user")
-    parser.add_argument("--max-tokens", type=_count(1_000_000), default=128, help="default: %(default)s")
-    parser.add_argument("--temperature", type=_number(0, MAX_TEMPERATURE), default=0.0, help="default: 0, greedy")
+    parser.add_argument("--max-tokens", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument(
         "--ignore-end", action="store_true", help="go on to --max-tokens (`ignore_eos`, which not all servers know)"
     )
@@ -230,18 +197,15 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
         metavar="LATENCY:MS",
         help=f"limits of a good answer, in milliseconds: {', '.join(LIMITS)}",
     )
-    parser.add_argument(
-        "--timeout",
-        type=_number(0, MAX_SECONDS, with_least=False),
-        default=600.0,
-        help="seconds of a request; default: %(default)g",
-    )
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds of a request; default: %(default)g")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and built-in prompts; default: 0")
     parser.add_argument("--api-key-file", type=Path, help="default: the key in SPECDEC_API_KEY, if set")
     parser.add_argument("--tls", action="store_true", help="TLS with gRPC's default root CAs")
     parser.add_argument("--tls-ca", type=Path, metavar="FILE", help="TLS with only the CAs in this PEM file")
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
+    for name, (least, most) in BOUNDS.items():
+        limit(parser, args, least, name, most=most)
     args.requests = args.requests or (REQUESTS if args.seconds is None else MAX_REQUESTS)
     args.goodput = dict(args.goodput)
     try:

@@ -32,7 +32,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from bench.arguments import at_least, numbers, parser_of, whole_numbers
+from bench.arguments import limit, numbers, parser_of, whole_numbers
 from bench.conditions import versions
 from bench.report import folder, publish
 from bench.simulation.cost_report import table
@@ -165,14 +165,13 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
         args.streams, args.most, args.steps = [1, 8], 8, 20
     if args.latency_ms is None:
         args.latency_ms = [1000 * part * PRESETS[args.preset].target.seconds(1) for part in LATENCIES]
-    at_least(parser, args, 1, "streams", "drafts", "most", "steps")
+    limit(parser, args, 1, "streams", "drafts", "most", "steps")
     for latency in args.latency_ms:
         if not 0 < latency < float("inf"):
             parser.error(f"--latency-ms is {latency:g}, must be above 0")
     if not 0 <= args.draft_price < float("inf"):
         parser.error(f"--draft-price is {args.draft_price:g}, must be at least 0")
-    if not HARD <= args.acceptance <= EASY:
-        parser.error(f"--acceptance is {args.acceptance:g}, must be from {HARD:g} to {EASY:g}")
+    limit(parser, args, HARD, "acceptance", most=EASY)
     return args
 
 

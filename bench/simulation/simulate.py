@@ -22,7 +22,7 @@ from functools import cache
 from itertools import product
 
 from bench import markdown
-from bench.arguments import numbers, parser_of, whole_numbers
+from bench.arguments import limit, numbers, parser_of, whole_numbers
 from bench.simulation.bound import bound
 from bench.simulation.deployment import simulate
 from bench.simulation.devices import PRESETS
@@ -140,8 +140,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--warm-up", type=int, default=30, help="steps before the measurement, including prompts")
     parser.add_argument("--quick", action="store_true", help="few short runs, to show that it works")
     args = parser.parse_args(given)
-    if not HARD <= args.acceptance <= EASY:
-        parser.error(f"--acceptance is {args.acceptance:g}, must be from {HARD:g} to {EASY:g}")
+    limit(parser, args, HARD, "acceptance", most=EASY)
     if args.quick:
         args.sessions, args.drafts, args.delays = [8], [1], [0.0, 0.3]
     scenario = Scenario(

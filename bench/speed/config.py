@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import at_least, names, not_negative, numbers, parser_of, whole_numbers
+from bench.arguments import limit, names, numbers, parser_of, whole_numbers
 from bench.report import folder
 from bench.systems import pair, peer_options
 from bench.systems.llama_cpp import LlamaFiles
@@ -75,8 +75,8 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
     )
     parser.add_argument("--threads", type=int, help="threads of targets; drafts and all else get the other cores")
     parser.add_argument("--kinds", type=names, default=list(KINDS), help="default: " + ",".join(KINDS))
-    parser.add_argument("--streams", type=_counts, default=[1, 4, 16], help="concurrent streams; default: 1,4,16")
-    parser.add_argument("--temperatures", type=_temperatures, default=[0.0, 0.8], help="default: 0,0.8")
+    parser.add_argument("--streams", type=whole_numbers, default=[1, 4, 16], help="concurrent streams; default: 1,4,16")
+    parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.8], help="default: 0,0.8")
     parser.add_argument("--prompt-tokens", type=int, default=96, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per text (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds after a warm-up round (default: %(default)s)")
@@ -132,9 +132,9 @@ def parsed(given: Sequence[str], about: str | None = None) -> SpeedConfig:
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    at_least(parser, args, 32, "prompt_tokens")
-    at_least(parser, args, 1, "tokens", "rounds")
-    not_negative(parser, args, "learning", "patience")
+    limit(parser, args, 32, "prompt_tokens")
+    limit(parser, args, 1, "tokens", "rounds", "streams")
+    limit(parser, args, 0, "learning", "patience", "temperatures")
     for path in args.heads:
         if not path.exists():
             parser.error(f"--heads {path}: there is no such file or directory")
@@ -154,20 +154,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for name, known in (("kinds", list(KINDS)), ("peers", ["transformers", "none"])):
         if unknown := set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
-
-
-def _counts(text: str) -> list[int]:
-    found = whole_numbers(text)
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{min(found)} streams: must be at least 1")
-    return found
-
-
-def _temperatures(text: str) -> list[float]:
-    found = numbers(text)
-    if min(found) < 0:
-        raise argparse.ArgumentTypeError(f"temperature {min(found):g}: must not be negative")
-    return found
 
 
 def _window(text: str) -> Window:

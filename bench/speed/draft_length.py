@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench import markdown
-from bench.arguments import at_least, parser_of
+from bench.arguments import limit, parser_of
 from bench.conditions import machine, model_name, versions
 from bench.report import folder, publish
 from bench.systems import pair
@@ -145,7 +145,7 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(given)
     if args.quick:
         args.most, args.prompts, args.tokens = min(args.most, 2), 2, 32
-    at_least(parser, args, 1, "most", "prompts", "tokens")
+    limit(parser, args, 1, "most", "prompts", "tokens")
     args.target, args.draft = pair.both(parser, args)
     prompts_are_of = ModelDirectory(DEMO / "target").tokenizer_fingerprint
     for name in ("target", "draft"):

@@ -123,7 +123,7 @@ def test_specdec_up_that_does_not_come_up_is_one_line(tmp_path: Path) -> None:
     ("given", "what"),
     [
         (["--rounds", "0"], "--rounds is 0, must be at least 1"),
-        (["--patience", "-1"], "--patience is -1, must not be negative"),
+        (["--patience", "-1"], "--patience is -1, must be at least 0"),
         (["--vllm-python", "/nowhere"], "--vllm-python: /nowhere is not a file"),
         (["--target", "/nowhere"], "--target: "),
     ],
