@@ -7,7 +7,6 @@ the heap stores logprobs relative to the first root.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Container, Iterator
 
 from specdec.decoding.tree import Node
@@ -49,11 +48,6 @@ class Frontier:
                 heapq.heapify(self._heap)
                 return True
         return False
-
-    def logprob_of(self, place: int) -> float:
-        """Return the path logprob of the best node (`place` 1), the second best (2), ...; -inf if there are fewer."""
-        entries = heapq.nsmallest(place, self._heap)
-        return -entries[-1][0] - self._passed if len(entries) == place else -math.inf
 
     def descend(self, passed: float, alive: Container[Node]) -> None:
         """Follow the root down a path of logprob `passed`; nodes that are not `alive` are dropped."""

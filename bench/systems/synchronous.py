@@ -10,6 +10,7 @@ K is a request's `max_depth`: a chain of K if its `max_branches` is 1, else the 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ import draft_service.session
 import verifier_service.servicer
 import verifier_service.sessions.session
 from draft_service.candidate_queue import CandidateQueue, Extension
+from draft_service.frontier import Frontier
 from draft_service.request import ExpansionPolicy
 from draft_service.session import RootMove
 from specdec.decoding.query import RequestSampler
@@ -39,6 +41,15 @@ TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.
 """A step verifies the draft's whole answer: no step omits candidates to learn the cost of fewer rows."""
 
 
+class RankedFrontier(Frontier):
+    """A frontier that knows the logprobs behind its best node's."""
+
+    def logprob_of(self, place: int) -> float:
+        """Return the path logprob of the best node (`place` 1), the second best (2), ...; -inf if there are fewer."""
+        entries = heapq.nsmallest(place, self._heap)
+        return -entries[-1][0] - self._passed if len(entries) == place else -math.inf
+
+
 class AllAtOnce(CandidateQueue):
     """A send queue that holds every candidate back until the K best are known, and sends these together."""
 
@@ -46,6 +57,7 @@ class AllAtOnce(CandidateQueue):
         self, tree: TokenTree, sampler: RequestSampler, policy: ExpansionPolicy, complete: Callable[[], bool]
     ) -> None:
         super().__init__(tree, sampler, policy)
+        self._held_back: RankedFrontier = RankedFrontier()
         self.answered = 0  # base of the last Extend
         self._complete = complete  # returns True if nothing is left to expand
 

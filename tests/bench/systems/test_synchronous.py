@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from bench.systems.synchronous import TUNING, DraftServicer, VerifierServicer
+from bench.systems.synchronous import TUNING, DraftServicer, RankedFrontier, VerifierServicer
+from specdec.decoding.tree import TokenTree
 from specdec.v2 import generation_pb2
 from tests.services.conftest import Directories
 from tests.stack import REMOTE, Stack, stack, until
@@ -31,6 +33,16 @@ async def synchronous(directories: Directories, target_delay: Callable[[], None]
 def guessing(nodes: int, branches: int) -> dict[str, Any]:
     always = generation_pb2.Speculation(drafters=[REMOTE], forced=True, max_depth=nodes, max_branches=branches)
     return {"speculation": always}
+
+
+def test_logprobs_of_a_frontier_by_rank() -> None:
+    tree, frontier = TokenTree([0], vocabulary=4, last_position=10), RankedFrontier()
+    for token, logprob in enumerate((-2.0, -1.0, -3.0)):
+        child = tree.add(tree.root, token, logprob)
+        assert child is not None
+        frontier.add(logprob, child)
+    frontier.descend(-0.5, set(tree.root.walk()))
+    assert [frontier.logprob_of(place) for place in (1, 2, 3, 4)] == [-0.5, -1.5, -2.5, -math.inf]
 
 
 @pytest.mark.parametrize(("nodes", "branches"), [pytest.param(1, 1, marks=pytest.mark.verify), (4, 1), (12, 3)])
