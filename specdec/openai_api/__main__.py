@@ -11,7 +11,7 @@ with needed_by("openai", "openai"):
     import typer
 
     from specdec import ports
-    from specdec.command_line import Host, LogLevel, address, duration, run_command
+    from specdec.command_line import address, run_command
     from specdec.openai_api.http_server import KEEP_ALIVE_SECONDS, MAX_CONNECTIONS
     from specdec.openai_api.origins import origin
     from specdec.openai_api.process import OrchestratorEndpoints, serve
@@ -21,11 +21,13 @@ with needed_by("openai", "openai"):
         ResponseStore,
         ResponseStoreError,
     )
+    from specdec.serving.process.options import GRPC_ONLY, serving
     from specdec.serving.process.server import ServerSettings, run_program
     from specdec.wire.address import Address
     from specdec.wire.tls_files import TlsError, TlsFiles
 
 
+@serving(ports.OPENAI, without=GRPC_ONLY)
 def main(
     orchestrator: Annotated[
         list[Address] | None,
@@ -36,8 +38,6 @@ def main(
             f"orchestrator per DNS record of the name. May be repeated. Default: 127.0.0.1:{ports.ORCHESTRATOR}.",
         ),
     ] = None,
-    host: Host = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = ports.OPENAI,
     max_connections: Annotated[
         int, typer.Option(min=1, help="Maximum open connections; at the limit a new one replaces an idle one.")
     ] = MAX_CONNECTIONS,
@@ -87,18 +87,6 @@ def main(
     response_store_hours: Annotated[
         float, typer.Option(min=0.001, help="Hours for which a response is stored.")
     ] = STORED_SECONDS / 3600,
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(
-            help="PEM file of the server's certificate, followed by intermediate ones. With it, the server "
-            "speaks HTTPS."
-        ),
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key, unencrypted.")] = None,
-    tls_client_ca: Annotated[
-        Path | None,
-        typer.Option(help="PEM file of CAs: clients must present a certificate signed by one of them."),
-    ] = None,
     orchestrator_tls_ca: Annotated[
         Path | None,
         typer.Option(
@@ -111,18 +99,8 @@ def main(
     orchestrator_tls_key: Annotated[
         Path | None, typer.Option(help="PEM file of that certificate's key, unencrypted.")
     ] = None,
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="Port of the Prometheus metrics, at /metrics, over HTTP without TLS."),
-    ] = None,
-    drain_seconds: Annotated[
-        float,
-        duration("Seconds for running requests to finish during a shutdown; the rest are cancelled."),
-    ] = 30.0,
-    log_level: LogLevel = "info",
-    stop_with_stdin: Annotated[
-        bool, typer.Option(help="Stop when stdin closes, so that a child process does not outlive its parent.")
-    ] = False,
+    *,
+    server: ServerSettings,
 ) -> None:
     """Serve OpenAI's and Anthropic's HTTP APIs in front of orchestrators: /v1/completions, /v1/chat/completions,
     /v1/responses, /v1/messages, /v1/models.
@@ -130,16 +108,6 @@ def main(
     API keys are passed to the orchestrators, which check them.
     """
     addresses = orchestrator or [address(f"127.0.0.1:{ports.ORCHESTRATOR}")]
-    files = TlsFiles(tls_cert, tls_key, tls_client_ca)
-    settings = ServerSettings(
-        host,
-        port,
-        drain_seconds,
-        log_level,
-        stop_with_stdin,
-        tls=files if any(files.all) else None,
-        metrics_port=metrics_port,
-    )
     names = ("--orchestrator-tls-cert", "--orchestrator-tls-key", "--orchestrator-tls-ca")
     theirs = TlsFiles(orchestrator_tls_cert, orchestrator_tls_key, orchestrator_tls_ca, names)
     try:
@@ -154,8 +122,8 @@ def main(
         except ResponseStoreError as error:
             raise typer.BadParameter(str(error), param_hint="--response-store") from None
     endpoints = OrchestratorEndpoints([parsed.target for parsed in addresses], theirs if any(theirs.all) else None)
-    serving = serve(
-        settings,
+    program = serve(
+        server,
         endpoints,
         most_connections=max_connections,
         keep_alive_seconds=keep_alive_seconds,
@@ -165,7 +133,7 @@ def main(
         strict=strict_fields,
         serve_metrics_here=serve_metrics,
     )
-    run_program(serving, "openai")
+    run_program(program, "openai")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -19,6 +19,9 @@ from specdec.wire.tls_files import TlsFiles
 SERVER = "server"
 """The parameter of a service's command that these options replace."""
 
+GRPC_ONLY = ("tls_client_name", "health_port", "otlp_endpoint", "trace_ratio", "reflection")
+"""Options that an HTTP server lacks."""
+
 
 def server_settings(
     host: Host = "127.0.0.1",
@@ -26,7 +29,8 @@ def server_settings(
     tls_cert: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file of the server's certificate, followed by intermediate ones. With it, all calls need TLS."
+            help="PEM file of the server's certificate, followed by intermediate ones. With it, the server requires "
+            "TLS."
         ),
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key, unencrypted.")] = None,
@@ -113,13 +117,14 @@ def server_settings(
     )
 
 
-def serving(port: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def serving(port: int, *, without: Container[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a service's command: replace its parameter `server` by the options common to all services, with this
-    default port. The command receives them as ServerSettings."""
+    default port and `without` some of them. The command receives them as ServerSettings."""
     hints = get_type_hints(server_settings, include_extras=True)
     shared = {
         name: parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in inspect.signature(server_settings).parameters.items()
+        if name not in without
     }
     shared["port"] = shared["port"].replace(default=port)
 
