@@ -31,7 +31,7 @@ with needed_by("draft", "draft"):
     from specdec.command_line import number, run_command
     from specdec.decoding.speculation import Scorer
     from specdec.engine import fast_paths
-    from specdec.engine.cpu_count import MAX_THREADS, threads_for
+    from specdec.engine.cpu_count import threads_for
     from specdec.engine.engines.loading import load_engine
     from specdec.engine.gguf_file import open_model
     from specdec.engine.heads.files import TargetShape
@@ -44,7 +44,7 @@ with needed_by("draft", "draft"):
     from specdec.grammar.compiler import GrammarCompiler
     from specdec.serving.grammar_trials import GrammarTrials
     from specdec.serving.identity import identity_of, pod_info
-    from specdec.serving.process.options import serving
+    from specdec.serving.process.options import Device, KvTokens, MaxSessions, MaxSessionsPerClient, Threads, serving
     from specdec.serving.process.server import ServerSettings, in_temporary_thread, run
     from specdec.serving.validation import MAX_BRANCHES, MAX_DEPTH, MAX_NODES, expansion_violations
     from specdec.serving.watched import Watched
@@ -93,35 +93,11 @@ def main(
             "checkpoint's, if the device computes it fast, else float32."
         ),
     ] = "auto",
-    device: Annotated[
-        str, typer.Option(help="Device of the model: cpu, cuda, or cuda:N for one of several GPUs.")
-    ] = "cpu",
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MAX_THREADS,
-            help="CPU threads of the forward pass; fewer than the machine's cores if a verifier shares it. Default: "
-            "one for each core available to the process; 1 with a GPU.",
-        ),
-    ] = None,
-    kv_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=512,
-            help="Size of the KV cache in tokens. Default: room for 64 texts of full context (on a CPU: of at most "
-            "1,024 tokens each), but at least one full context and at most half of the free memory.",
-        ),
-    ] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Maximum open sessions; further ones are refused.")] = 256,
-    max_sessions_per_client: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum open sessions per client certificate, or per host without certificates; further ones are "
-            "refused. Default: only --max-sessions applies.",
-        ),
-    ] = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    kv_tokens: KvTokens = None,
+    max_sessions: MaxSessions = 256,
+    max_sessions_per_client: MaxSessionsPerClient = None,
     branches: Annotated[
         int,
         typer.Option(

@@ -31,7 +31,7 @@ with needed_by("verifier", "verifier"):
     from specdec.serving.grammar_trials import GrammarTrials
     from specdec.serving.identity import identity_of, pod_info
     from specdec.serving.messages import speculation_from
-    from specdec.serving.process.options import serving
+    from specdec.serving.process.options import Device, KvTokens, MaxSessions, MaxSessionsPerClient, Threads, serving
     from specdec.serving.process.server import ServerSettings, in_temporary_thread, run
     from specdec.serving.validation import MAX_CANDIDATES, MAX_WINDOW_ROWS, lookahead_violations
     from specdec.wire.speculation import SPECULATIONS, SpeculationName
@@ -57,9 +57,7 @@ def main(
             "fast, else float32; with --engine onnx, the export's."
         ),
     ] = "auto",
-    device: Annotated[
-        str, typer.Option(help="Device of the model: cpu, cuda, or cuda:N for one of several GPUs.")
-    ] = "cpu",
+    device: Device = "cpu",
     weights: Annotated[
         Weights,
         typer.Option(
@@ -77,14 +75,7 @@ def main(
             "trees."
         ),
     ] = "torch",
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MAX_THREADS,
-            help="CPU threads of the forward pass. Default: one for each core available to the process; 1 with a GPU.",
-        ),
-    ] = None,
+    threads: Threads = None,
     threads_while_drafting: Annotated[
         int | None,
         typer.Option(
@@ -94,23 +85,9 @@ def main(
             "than --threads if others share the machine. Default: --threads.",
         ),
     ] = None,
-    kv_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=512,
-            help="Size of the KV cache in tokens. Default: room for 64 texts of full context (on a CPU: of at most "
-            "1,024 tokens each), but at least one full context and at most half of the free memory.",
-        ),
-    ] = None,
-    max_sessions: Annotated[int, typer.Option(min=1, help="Maximum open sessions; further ones are refused.")] = 512,
-    max_sessions_per_client: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum open sessions per client certificate, or per host without certificates; further ones are "
-            "refused. Default: only --max-sessions applies.",
-        ),
-    ] = None,
+    kv_tokens: KvTokens = None,
+    max_sessions: MaxSessions = 512,
+    max_sessions_per_client: MaxSessionsPerClient = None,
     max_waiting: Annotated[
         int,
         typer.Option(min=1, help="Maximum sessions waiting for their first KV cache blocks; further ones are refused."),

@@ -1,4 +1,4 @@
-"""The options common to all services: listening, TLS, observability, and shutdown."""
+"""Options of several services. All have those for listening, TLS, observability and shutdown."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from specdec.command_line import Host, LogLevel, address, duration, number
+from specdec.engine.cpu_count import MAX_THREADS
 from specdec.serving.callers.certificate import parse_name
 from specdec.serving.process.listening import is_loopback
 from specdec.serving.process.server import ServerSettings
@@ -21,6 +22,35 @@ SERVER = "server"
 
 GRPC_ONLY = ("tls_client_name", "health_port", "otlp_endpoint", "trace_ratio", "reflection")
 """Options that an HTTP server lacks."""
+
+# Options of services with a model.
+Device = Annotated[str, typer.Option(help="Device of the model: cpu, cuda, or cuda:N for one of several GPUs.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MAX_THREADS,
+        help="CPU threads of the forward pass; fewer than the machine's cores if another service shares it. Default: "
+        "one for each core available to the process; 1 with a GPU.",
+    ),
+]
+KvTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=512,
+        help="Size of the KV cache in tokens. Default: room for 64 texts of full context (on a CPU: of at most 1,024 "
+        "tokens each), but at least one full context and at most half of the free memory.",
+    ),
+]
+MaxSessions = Annotated[int, typer.Option(min=1, help="Maximum open sessions; further ones are refused.")]
+MaxSessionsPerClient = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Maximum open sessions per client certificate, or per host without certificates; further ones are "
+        "refused. Default: only --max-sessions applies.",
+    ),
+]
 
 
 def server_settings(
