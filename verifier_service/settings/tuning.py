@@ -26,8 +26,8 @@ class ControllerTuning:
     early_stop_seconds: float = 0.1
     hopeless_ratio: float = 0.8
     """After `early_stop_seconds` of steps with candidates, a mode that is probed, or measured first, is abandoned if
-    its rate is below this fraction of the best one. Steps without candidates do not count: early in a text there is
-    nothing to look up, and drafts have to read the prompt."""
+    its rate is below `hopeless_ratio` times the best one. Steps without candidates do not count: early in a text there
+    is nothing to look up, and drafts have to read the prompt."""
 
     warmup_seconds: float = 0.1
     """Unmeasured seconds after a change of mode: drafts must be notified and catch up with the text."""
@@ -37,9 +37,9 @@ class ControllerTuning:
 
     first_probe_pause: float = 1.0
     longest_probe_pause: float = 30.0
-    """Seconds between two probes of a mode: initial value, doubled after every loss, and maximum. A probe takes about
-    0.6 s, 2 % of the maximum. The maximum bounds how long a mode is avoided after losing while other processes used the
-    machine."""
+    """Seconds between two probes of a mode: `first_probe_pause`, doubled after every loss up to `longest_probe_pause`.
+    A probe takes about 0.6 s, 2 % of the maximum. The maximum bounds how long a mode is avoided after losing while
+    other processes used the machine."""
 
     linger_seconds: float = 1.0
     """Wall-clock seconds that departed sessions still count: others often leave soon after. Waking the drafts for the
@@ -65,7 +65,7 @@ class LatencyTuning:
 
     step_error: float = 0.25
     slower_step_error: float = 0.5
-    """Error of a step's time; the larger value is for a slower step than expected, which may have been delayed."""
+    """Error of a step's time; `slower_step_error` is for a slower step than expected, which may have been delayed."""
 
     most_slower: float = 1.0
     """Cap on the surprise of a slower step."""
@@ -101,12 +101,13 @@ class ThreadTuning:
 
     window_seconds: float = 0.5
     min_steps: int = 5
-    """Minimum seconds of steps, and minimum number of steps, in one comparison: a draft that reads committed tokens
+    """One comparison takes at least `window_seconds` of steps, and `min_steps` steps: a draft that reads committed tokens
     sometimes lengthens a single step, but hardly the sum."""
 
     first_probe_pause: float = 1.0
     longest_probe_pause: float = 60.0
-    """Seconds of steps until all threads are tried again: initial value, doubled with each attempt, and maximum."""
+    """Seconds of steps until all threads are tried again: `first_probe_pause`, doubled with each attempt up to
+    `longest_probe_pause`."""
 
     linger_seconds: float = 0.05
     """Wall-clock seconds that drafts keep their core after their candidates are last used: the notice to stop has to
@@ -170,6 +171,9 @@ class DraftTimingTuning:
 
     first_acceptance: float = 0.7
     acceptance_smoothing: float = 0.05
+    """`first_acceptance`: initial P(a draft's next token is accepted). `acceptance_smoothing`: weight of the latest
+    outcome."""
+
     first_delay: float = 0.003
     """Seconds from a commit to the first message of candidates based on it."""
 
@@ -177,6 +181,8 @@ class DraftTimingTuning:
     """Seconds from one message of candidates to the next."""
 
     smoothing: float = 0.2
+    """Weight of the latest delay, gap or round trip."""
+
     remembered_commits: int = 16
     """Maximum commits with a remembered time: messages based on older ones are too late to be informative."""
 
@@ -200,7 +206,7 @@ class DraftGainTuning:
 
     first_rest_steps: int = 64
     longest_rest_steps: int = 1024
-    """Steps that a draft rests: initial value, doubled each time, and maximum."""
+    """Steps that a draft rests: `first_rest_steps`, doubled each time up to `longest_rest_steps`."""
 
 
 @dataclass(frozen=True)
@@ -209,12 +215,12 @@ class NgramTuning:
 
     branches: int = 3
     depth: int = 24
-    """Maximum continuations of a lookup, and maximum tokens in each."""
+    """A lookup has at most `branches` continuations, of at most `depth` tokens each."""
 
     min_probability: float = 0.02
     break_even_share: float = 0.5
-    """Minimum path probability of a proposal in the tree, absolute and as a fraction of the break-even probability:
-    proposals below the latter may still pay if rows get cheaper."""
+    """Minimum path probability of a proposal in the tree: `min_probability`, and `break_even_share` of the break-even
+    probability. Proposals below the latter may still pay if rows get cheaper."""
 
     fruitless_steps: int = 8
     max_skipped: int = 15
@@ -223,7 +229,8 @@ class NgramTuning:
 
     confidence_smoothing: float = 0.1
     least_rate: float = 0.01
-    """Weight of the latest verified proposal in the estimate for its match length, and the minimum estimate."""
+    """`confidence_smoothing`: weight of the latest verified proposal in the estimate for its match length.
+    `least_rate`: the minimum estimate."""
 
 
 @dataclass(frozen=True)
@@ -243,32 +250,33 @@ class WindowTuning:
         Lookahead(9, 2, 1),
         Lookahead(17, 2, 1),
     )
-    """Sizes to choose from, in general and for Jacobi decoding, in the order in which they are tried: larger ones bring
-    more and cost more."""
+    """Sizes to choose from, in general and (`jacobi_sizes`) for Jacobi decoding, in the order in which they are tried:
+    larger ones bring more and cost more."""
 
     trial_share: float = 0.02
     most_budget: float = 8.0
-    """Share of a tenant's tokens that trials may cost, and the maximum tokens saved for them: no trial may be
-    noticeable in a text. A window whose trial has a higher price is not tried."""
+    """`trial_share`: share of a tenant's tokens that trials may cost. `most_budget`: maximum tokens saved for them,
+    since no trial may be noticeable in a text. A window whose trial has a higher price is not tried."""
 
     priced_steps: int = 16
     trial_steps: int = 16
     least_trial_steps: int = 6
-    """Steps in the price of a trial, and the trial's maximum and minimum number of steps with a full window. The trial
-    of a window that finds nothing ends when the window's rows and wrong candidates have used up the price. A trial with
-    fewer steps than the minimum shows only that the cost estimate was wrong: the next trial, at the right price,
-    decides."""
+    """`priced_steps`: steps in the price of a trial. `trial_steps`, `least_trial_steps`: the trial's maximum and
+    minimum number of steps with a full window. The trial of a window that finds nothing ends when the window's rows and
+    wrong candidates have used up the price. A trial with fewer steps than the minimum shows only that the cost estimate
+    was wrong: the next trial, at the right price, decides."""
 
     first_pause: int = 64
     longest_pause: int = 4096
-    """Steps of a text until a size that has not paid is tried again: initial value, doubled each time, and maximum."""
+    """Steps of a text until a size that has not paid is tried again: `first_pause`, doubled each time up to
+    `longest_pause`."""
 
     remembered_steps: int = 48
     remembered_steps_of_tenant: int = 256
     first_weight: int = 12
-    """Maximum steps averaged in a text's likeness and in a tenant's gains, and the weight, in steps, of a text's
-    initial likeness, 1. Windows hit in spells: with 20 remembered and 4 initial steps, the demo's texts closed their
-    windows between two spells."""
+    """`remembered_steps`, `remembered_steps_of_tenant`: maximum steps averaged in a text's likeness and in a tenant's
+    gains. `first_weight`: weight, in steps, of a text's initial likeness, 1. Windows hit in spells: with 20 remembered
+    and 4 initial steps, the demo's texts closed their windows between two spells."""
 
     spread: float = 1.5
     """Standard deviation of a step's gain, in tokens: windows find several tokens together, or none."""
@@ -297,8 +305,8 @@ class DraftModelTuning:
     first_acceptance: float = 0.5
     first_expected_accepted: float = 1.0
     smoothing: float = 0.05
-    """Initial P(the next token of a chain is accepted), initial accepted tokens per chain, and the weight of the latest
-    measurement in both."""
+    """`first_acceptance`: initial P(the next token of a chain is accepted). `first_expected_accepted`: initial accepted
+    tokens per chain. `smoothing`: weight of the latest measurement in both."""
 
 
 @dataclass(frozen=True)
