@@ -101,8 +101,8 @@ class ThreadTuning:
 
     window_seconds: float = 0.5
     min_steps: int = 5
-    """One comparison takes at least `window_seconds` of steps, and `min_steps` steps: a draft that reads committed tokens
-    sometimes lengthens a single step, but hardly the sum."""
+    """One comparison takes at least `window_seconds` of steps, and `min_steps` steps: a draft that reads committed
+    tokens sometimes lengthens a single step, but hardly the sum."""
 
     first_probe_pause: float = 1.0
     longest_probe_pause: float = 60.0
