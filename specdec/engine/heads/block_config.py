@@ -127,8 +127,9 @@ class BlockConfig:
 
 
 def _from_anchor(own: Fields, config: Fields, rows: int) -> bool:
-    """Return whether the first of a block's rows guesses, too. Files of DSpark may lack the field: without it, it does
-    in DeepSpec's (which include DFlash drafts), and in speculators' if a block has as many guesses as rows."""
+    """Return whether the first row of a block guesses, too. DSpark files may lack the field. Then the first row guesses
+    in DeepSpec's layout, including its DFlash drafts, and in speculators' layout if a block has as many guesses as
+    rows."""
     name = "sample_from_anchor"
     for fields in (own, config):
         if fields.has(name):
@@ -145,7 +146,7 @@ def _from_anchor(own: Fields, config: Fields, rows: int) -> bool:
 
 
 def _speculators_guesses(config: Fields) -> object:
-    """Return the tokens that a draft in speculators' layout is to guess at once; None if its file does not say."""
+    """Return `speculative_tokens`, the number of guesses per block in speculators' layout; None if it is missing."""
     if not config.has("speculators_config"):
         return None
     proposals = config.fields("speculators_config")
@@ -154,7 +155,8 @@ def _speculators_guesses(config: Fields) -> object:
 
 
 def _check_attention(fields: Fields) -> None:
-    """Raise ModelDirectoryError unless the rows of a block see the whole text and one another, in every layer."""
+    """Raise ModelDirectoryError unless the rows of a block see the whole text and one another in every layer, and
+    attention has no biases."""
     kinds = fields.content.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise fields.refusal("layer_types", "full_attention in all layers: sliding windows are not supported")

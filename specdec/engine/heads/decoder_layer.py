@@ -62,4 +62,4 @@ def gated_mlp(x: Tensor, gate_and_up: Tensor, down: Tensor) -> Tensor:
 def in_heads(projected: Tensor, width: int) -> Tensor:
     """Return projections [..., heads * width] as [..., heads, width]."""
     *rows, columns = projected.shape
-    return projected.reshape(*rows, columns // width, width)  # there may be no rows
+    return projected.reshape(*rows, columns // width, width)  # -1 would be ambiguous without rows

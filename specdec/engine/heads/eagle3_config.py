@@ -1,8 +1,8 @@
 """The configuration of EAGLE-3 heads: config.json in EAGLE's layout or in speculators'. EAGLE's file has the fields of
-a one-layer Llama model, and others; speculators' has the Llama fields in `transformer_layer_config`.
+a one-layer Llama model at the top level; speculators' has them in `transformer_layer_config`.
 
-A feature is numbered by the layer that it *enters*, as in EAGLE, speculators and vLLM. SpecForge's files list the layer
-before it, whose output it is.
+A feature is numbered by the layer that it *enters*, as in EAGLE, speculators and vLLM. SpecForge's files list the
+preceding layer, whose output the feature is.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class TargetShape(NamedTuple):
 
     @classmethod
     def of(cls, directory: ModelDirectory) -> TargetShape:
-        """Return the sizes in a target's configuration."""
+        """Return the sizes in a target's configuration; 0 for a size without a field."""
         config = Fields(directory.path, directory.config)
 
         def size(names: Iterable[str]) -> int:

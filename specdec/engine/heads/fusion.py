@@ -48,7 +48,8 @@ def as_bytes(fused: Tensor) -> bytes:
 
 
 def from_bytes(values: bytes, width: int) -> Tensor:
-    """Return the fused rows [n, width], bfloat16, written by `as_bytes`. ValueError if the bytes are not whole rows."""
+    """Return the fused rows [n, width], bfloat16, written by `as_bytes`. ValueError unless the bytes are one or more
+    whole rows."""
     if not values or len(values) % (2 * width):
         raise ValueError(f"has {len(values)} bytes, must have rows of {2 * width} bytes")
     return torch.frombuffer(bytearray(values), dtype=torch.bfloat16).view(-1, width)

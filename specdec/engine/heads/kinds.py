@@ -48,8 +48,9 @@ def feature_heads_in(path: Path, target: TargetShape) -> FeatureFiles[FeatureCon
 
 
 def memory_of_features(path: Path, directory: ModelDirectory, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
-    """Return the memory for the fusion in a verifier whose draft services have these heads, with a KV cache of any
-    size; ModelDirectoryError if they do not fit the target."""
+    """Return the memory that a verifier needs for the fusion of these heads, which run in draft services;
+    ModelDirectoryError if they do not fit the target. `kv_tokens` has no effect: it is part of the signature
+    `Beside`."""
     return feature_heads_in(path, TargetShape.of(directory)).fusion_memory(dtype)
 
 
@@ -63,8 +64,8 @@ def memory_of_heads(path: Path, directory: ModelDirectory, dtype: Dtype, kv_toke
 def memory_of_draft_heads(
     path: Path, target: ModelDirectory, placement: Placement, free: int | None = None
 ) -> MemoryNeeded:
-    """Return the memory of a draft service with these heads, which reads their target's ends where they have none;
-    ModelDirectoryError if they do not fit the target. `free`: as in `memory_needed`."""
+    """Return the memory that a draft service with these heads needs, including the target's embeddings and output head
+    if the heads lack their own; ModelDirectoryError if they do not fit the target. `free`: as in `memory_needed`."""
     shape = TargetShape.of(target)
     files, dtype, device = feature_heads_in(path, shape), dtype_of(target, placement), placement.device
     ends = BYTES[dtype] * StoredEnds.of(target.path, shape, files.shared_ends).numbers

@@ -72,8 +72,9 @@ class LayerConfig:
 
 
 def layer_fields(config: Fields, *kinds: str) -> Fields:
-    """Return the fields of the layers: the top level, or `transformer_layer_config` in speculators' layout. In that
-    layout, the heads must be of one of these kinds. In either, rotary embeddings must rotate the whole width."""
+    """Return the fields of the layers: the top level, or `transformer_layer_config` in speculators' layout.
+    ModelDirectoryError if speculators' layout has another kind than `kinds`, or if rotary embeddings rotate only a part
+    of an attention head."""
     layer = config
     if config.has(SPECULATORS):
         if config.text(SPECULATORS) not in kinds:
@@ -100,7 +101,7 @@ def flag(config: Fields, name: str, default: bool = False) -> bool:
 
 
 def _rotary(layer: Fields, *, hidden: int, heads: int, width: int, context: int) -> dict[str, Any]:
-    """Return the fields of rotary embeddings in transformers' newer form."""
+    """Return the fields of rotary embeddings as transformers 5 reads them, with `rope_parameters`."""
     name = next((name for name in ("rope_parameters", "rope_scaling") if layer.has(name)), None)
     parameters = {} if name is None else dict(layer.fields(name).content)
     kind = parameters.get("rope_type", parameters.get("type", "default"))

@@ -164,7 +164,7 @@ def _words(place: HeadPart) -> str:
 
 
 def _scale(config: Fields | None) -> float:
-    """Return vLLM's `logit_scale`."""
+    """Return the factor on the logits, vLLM's `logit_scale`; 1 if it is missing."""
     if config is None or not config.has("logit_scale"):
         return 1.0
     scale = config.number("logit_scale")

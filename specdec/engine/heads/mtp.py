@@ -7,8 +7,8 @@ position t, after its last norm, and e the embedding of a token:
     s_t = Layer(x)_t                              its output, with attention to the text's rows so far
     logits of x_(t+2) = W_head RMS_last(s_t)      W_head is the target's
 
-For a guess, the layer's own state replaces the target's: h of a child is RMS_last(s) of its parent. W has a half for
-each of its inputs: the *fusion* of these heads is the half that reads h.
+For a guess, the layer's own state replaces the target's: h of a child is RMS_last(s) of its parent. W = [W_e, W_h] has
+a half for each of its inputs. The *fusion* of these heads is W_h RMS_h(h).
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class MtpFiles(FeatureFiles[MtpConfig]):
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parts, as required by configuration and target. Of the decoder layer's tensors, only
-        the attention's are checked here, since all architectures share their names."""
+        those of attention and its norm are checked here, since all architectures share their names."""
         layer = self.config.layer.sizes
         hidden, queries, keys = layer.hidden, layer.heads * layer.width, layer.kv_heads * layer.width
         wanted = {part: stored.shape for part, stored in self.parts.items() if part.startswith(LAYER)}
@@ -171,8 +171,8 @@ class MtpFiles(FeatureFiles[MtpConfig]):
 
 
 def _parts(path: Path, target: TargetShape) -> tuple[dict[str, Stored], Mapping[str, str]]:
-    """Return part -> tensor for the MTP layer, and part -> tensor name; HeadsFilesError if the layer is not the
-    target's."""
+    """Return part -> tensor for the MTP layer, and part -> tensor name; HeadsFilesError unless there is one MTP layer,
+    whose number, if any, follows the target's last."""
     stored = stored_tensors(path)
     products = [match for tensor in stored if (match := PRODUCT.fullmatch(tensor.name))]
     if len(products) != 1:
