@@ -63,7 +63,7 @@ class Tiling(NamedTuple):
         key_bytes = (block + value_block) * item_bytes
         wide = item_bytes > 2
         tile = next((tile for tile in TILES[wide:] if tile * key_bytes <= STAGE_BYTES), TILES[-1])
-        room = (1 if wide else 2) * STAGE_BYTES  # float32 products also need shared memory for the compiler
+        room = (1 if wide else 2) * STAGE_BYTES  # the compiler needs shared memory of its own for float32 products
         stages = 1 if tile == TILES[-1] else min(3, room // (tile * key_bytes))
         return cls(block, value_block, tile, warps=4 if tile == TILES[0] else 8, stages=stages)
 

@@ -45,8 +45,8 @@ class Graphs:
         self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def forward(self, batch: SplitKvBatch) -> tuple[SplitKvTensors, Tensor]:
-        """Replay the pass; return the batch on the GPU and the result, both valid until the next call. Batches with
-        equal numbers of rows and tiles must have equal numbers of wanted rows."""
+        """Replay the pass, after capturing it for a new size; return the batch on the GPU and the result, both valid
+        until the next call. Batches with equal numbers of rows and tiles must have equal numbers of wanted rows."""
         key = len(batch.tokens), len(batch.tile_counts)
         recorded = self._recorded.get(key)
         if recorded is None:
@@ -63,7 +63,7 @@ class Graphs:
         tensors = SplitKvTensors.of(batch, self._device)
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._beside):
-            self._run(tensors)  # compiles kernels, and lets libraries initialise on a new stream
+            self._run(tensors)  # compiles kernels and initialises libraries on the new stream
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._beside):  # waits for all earlier work
             result = self._run(tensors)

@@ -9,8 +9,8 @@ A row's attention is a sum over its splits in order of position. Within a split,
 few at a time, by a matrix product of at least TILE_ROWS rows, some possibly unused. None of this depends on the other
 rows of the tiles, so a row has the same bits in a prompt, a tree or a plain step, beside any other rows.
 
-A row has a result of each of its splits, a *partial*, in memory until they are summed. If a batch has more partials
-than this memory, its attention runs in several *waves* of rows, each with its own tiles.
+A row has one result per split, a *partial*. Partials stay in memory until they are summed. If a batch has more of them
+than fit, its attention runs in several *waves* of rows, each with its own tiles.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SplitKvBatch(PackedBatch):
     tile_row_indices: Integers  # [u, tile_rows] row indices
     tile_keys: Integers  # [u, SPLIT]; the padding slot beyond the end of the text
     first_partials: Integers  # [t]
-    partials: int  # of the wave that has the most
+    partials: int  # in the largest wave
     waves: tuple[Wave, ...]
 
     def check(self, capacity: int, context: int) -> None:

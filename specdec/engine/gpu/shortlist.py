@@ -110,7 +110,8 @@ class Ranked:
     whether the cut lies among these logits.
 
     The GPU's exponentials may be an ulp off the host's, and the GPU sums in another order. The two totals differ by at
-    most a ten-millionth of the weight. If top-p falls between the two, one id more or fewer survives than on the host.
+    most a ten-millionth of the weight. If the top-p cut falls between the two, one id more or fewer survives than if
+    the host had summed the whole row.
     """
 
     def __init__(self, logits: Tensor, queries: Sequence[SamplingQuery]) -> None:

@@ -61,7 +61,7 @@ class SplitKvTensors:
         self.tile_splits = views["tile_splits"]  # [u]
         self.tile_row_indices = views["tile_row_indices"]  # [u, tile_rows] row indices
         self.tile_keys = views["tile_keys"]  # [u, SPLIT]
-        self.partials = 0  # of the batch's wave with the most
+        self.partials = 0  # in the batch's largest wave
         self.waves: tuple[Wave, ...] = ()  # of the batch
         self._arrays = {name: view.numpy() for name, view in self._views(self._here).items()}
 
