@@ -43,7 +43,7 @@ class OnnxEngine:
     """An exported model and its KV cache, on `device` (cpu, cuda, cuda:1, ...).
 
     In every run, a pool of keys or values is both an input and an output, bound to the same memory, so that the graph
-    updates it in place. The dtype of an export is fixed.
+    updates it in place. The export determines the dtype.
     """
 
     def __init__(

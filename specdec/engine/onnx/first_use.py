@@ -28,8 +28,9 @@ def exported(
     directory: ModelDirectory, dtype: Dtype = "float32", *, quantised: bool = False, niceness: int = 0
 ) -> Path:
     """Return the path of a model's export: the directory itself, or one in the user's cache, created now if it is
-    missing or broken. `quantised`: choose the number of bits of its weights, as `export` does by default. `niceness`:
-    of the exporting process, for exports while another process serves."""
+    missing or broken. If the cache cannot be written, the export is temporary. `quantised`: choose the number of bits
+    of its weights, as `export` does by default. `niceness`: of the exporting process, for exports while another process
+    serves."""
     if (directory.path / GRAPH).is_file():
         return directory.path
     target = place_of_export(directory, dtype, quantised=quantised)
