@@ -28,7 +28,7 @@ RAN = _names(
     "moss_transcribe_diarize nanochat olmo olmo2 olmo3 olmoe persimmon phi phi3 qwen2_moe qwen3_moe seed_oss "
     "smollm3 solar_open starcoder2 vaultgemma"
 )
-"""Run once in a packed batch, with random weights, and gave the model's own logits."""
+"""Run once in a packed batch, with random weights; the logits matched the model's own."""
 
 UNTRIED = _names(
     "axk1 axk2 bert bert-generation camembert cohere_compass_text data2vec-text dbrx deepseek_v2 deepseek_v3 "

@@ -25,8 +25,7 @@ last argument is as in `memory_needed`."""
 
 
 class Wanted(NamedTuple):
-    """A model to be served, and how. With `heads`, only these are served, in a draft service, and the model is their
-    target."""
+    """A model to be served, and how. With `heads`, a draft service runs only these, and the model is their target."""
 
     path: Path
     placement: Placement = Placement()
@@ -42,7 +41,7 @@ class Wanted(NamedTuple):
 
 Beside = Callable[[ModelDirectory, Dtype, int | None], MemoryNeeded]
 """Checks anything that runs beside a target on its device, such as heads, given the target, its dtype and the tokens of
-its KV cache (None: the minimum). Returns the memory that this needs there."""
+its KV cache (None: the minimum). Returns the memory that it needs."""
 
 
 def check(target: Wanted, *drafts: Wanted, beside: Beside | None = None) -> list[ModelDirectory]:

@@ -122,7 +122,8 @@ def cuda_number(device: str) -> int | None:
 
 
 def check_cuda(placement: Placement, number: int) -> None:
-    """Raise an error unless torch was built for CUDA and the device is present."""
+    """Raise UnsupportedModelError unless torch was built for CUDA and the device is present; ModuleNotFoundError if the
+    torch engine lacks Triton."""
     built = torch_build()
     if built.get("hip") and placement.kind == "vllm":  # torch calls ROCm's devices cuda too; vLLM checks them
         return

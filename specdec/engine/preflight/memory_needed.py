@@ -147,13 +147,13 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
 
 
 class _Parts(NamedTuple):
-    """Bytes independent of the numbers of tokens and sessions."""
+    """The needs that do not depend on the numbers of slots and sessions, in bytes except `vocabulary` and `bits`."""
 
     weights: int
     process: int = 0
     start: int = 0
     export: int = 0
-    vocabulary: int = 0  # of logits in the process's memory
+    vocabulary: int = 0  # logits per row; 0 if they are not in the process's memory
     attention: int = 0
     bits: int | None = None
 

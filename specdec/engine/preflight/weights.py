@@ -72,9 +72,9 @@ def bytes_of(directory: ModelDirectory, width: int | None) -> int:
 
 
 def kept_format(directory: ModelDirectory, dtype: str) -> str | None:
-    """Return the storage format in which weights can be loaded, mapped from their files, to be converted one at a time
-    when they are quantised; None if they are converted to `dtype` when they are loaded. float32 holds all numbers of
-    both formats here, so that converting later changes no number."""
+    """Return the storage format of the weights, F16 or BF16, if they can stay mapped from their files and be converted
+    one at a time when they are quantised; None if they are converted to `dtype` when they are loaded. Converting later
+    changes no number, because float32 represents all numbers of both formats."""
     formats = {tensor["dtype"] for tensor in tensors_of_model(directory)}
     return formats.pop() if dtype == "float32" and len(formats) == 1 and formats <= {"F16", "BF16"} else None
 
