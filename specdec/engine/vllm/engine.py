@@ -61,8 +61,8 @@ KERNEL_VARIABLES = {"VLLM_TUNED_CONFIG_FOLDER", "VLLM_FLASHINFER_AUTOTUNE_SKIP_O
 class VllmEngine:
     """A model in vLLM, and its KV cache.
 
-    `capacity` is in slots; None: sized by free memory. A pass has rows of at most `sessions` texts. On CPUs it computes
-    with `threads` threads.
+    `capacity` is in slots; None: sized by free memory. A pass has rows of at most `sessions` texts. CPUs compute with
+    `threads` threads.
 
     `compiled` uses torch.compile for the layers on CPUs; without `cuda_graphs` a GPU's kernels are launched one by one.
     `options` are vLLM's own (`vllm.EngineArgs`), such as tensor_parallel_size. The parameter `exact` requests the check
@@ -369,6 +369,6 @@ def memory_options(
     found = {"num_gpu_blocks_override": blocks, "max_model_len": min(directory.context, (blocks - 1) * BLOCK)}
     if slot or device != "cpu":
         # On a GPU `num_gpu_blocks_override` determines the size of the KV cache, and any number of bytes will do.
-        # Without one, vLLM would first profile graphs, with another KV cache of up to 32,768 tokens.
+        # Without `kv_cache_memory_bytes`, vLLM first profiles graphs, with another KV cache of up to 32,768 tokens.
         found["kv_cache_memory_bytes"] = max(1, blocks * BLOCK * slot // options.get("tensor_parallel_size", 1))
     return found

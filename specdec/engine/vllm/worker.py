@@ -1,9 +1,9 @@
 """Forward passes over block batches inside vLLM's workers, using vLLM's model runner.
 
 Most knowledge of vLLM's internals is in this file; the rest is in `fit.py`, and in `engine.py`, which starts vLLM.
-`preflight/vllm_version.py` lists the supported versions. A pass does what the runner's `execute_model` does between its
-request states and its sampler, which are unused here: it fills the runner's buffers, builds the attention's metadata,
-and runs the model, as a CUDA graph if there is one.
+`preflight/vllm_version.py` lists the supported versions. A pass does what the runner's `execute_model` does, without
+its request states and its sampler: it fills the runner's buffers, builds the attention's metadata, and runs the model,
+as a CUDA graph if there is one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Passes:
     model_runner: Any
     _specdec_stream: Any  # stream of the thread that loaded the model
     _specdec_logits: Tensor  # of the last pass [n, vocabulary]
-    _specdec_rows: StepLogits  # the same
+    _specdec_rows: StepLogits  # the same logits, to answer queries from
 
     def specdec_describe(self) -> tuple[int, int, int, str] | str:
         """Return vLLM's block size in tokens, the number of blocks, the length of the longest text in tokens, and the
