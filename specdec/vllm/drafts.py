@@ -224,7 +224,7 @@ class Drafts:
             session.task.cancel()
 
     async def _serve(self, session: RemoteDraftSession) -> None:
-        """Run a draft for a text until either ends."""
+        """Run a session for a text, if there is a pod, until the draft or the text ends."""
         pod = self._pods.choose()
         try:
             if pod is not None:
@@ -332,8 +332,8 @@ class Drafts:
             raise UnfitDraftError(f"serves {identity.model!r} with a different tokenizer than the target's")
 
     def _opening(self, text: VllmText) -> draft_pb2.DraftOpen:
-        """Return the message that opens a session: it requests argmax candidates, as far ahead as two steps can accept,
-        or a draft service permits."""
+        """Return the message that opens a session. It requests greedy candidates, two steps of vLLM ahead, but at most
+        MAX_DEPTH deep."""
         target = self._target
         return draft_pb2.DraftOpen(
             prompt_tokens=text.tree.committed,

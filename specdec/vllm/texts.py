@@ -92,11 +92,11 @@ class TextTable:
     def __init__(self, vocabulary: int, context: int, end_tokens: frozenset[int]) -> None:
         self._made_with = vocabulary, context, end_tokens
         self._of_row: dict[int, VllmText] = {}
-        self._ended: list[VllmText] = []  # and in no row any more
+        self._ended: list[VllmText] = []  # ended, and no longer in a row
 
     def find(self, rows: dict[int, Tokens], step: int) -> dict[int, VllmText]:
         """Return the text in each of these rows; for a row that continues no text, a new one. The texts are not
-        extended by their rows yet. A text that has ended is not looked for in other rows than its own."""
+        extended by their rows yet. An ended text is looked for only in its own row."""
         found: dict[int, VllmText] = {}
         unmatched: list[int] = []
         before = dict(self._of_row)

@@ -1,6 +1,6 @@
 """Decides whether proposing pays, by measuring throughput with and without proposals. The better alternative is used.
-The other is retried after a back-off that doubles with every defeat, or immediately if throughput falls below the
-other's last result.
+The other is retried after a back-off that doubles with every defeat, or immediately if throughput falls below its last
+result.
 
 Whether candidates pay depends on the number of texts in a step, so batches are measured by size.
 """
@@ -13,7 +13,7 @@ WINDOW_SECONDS = 1.0
 """Length of a measurement in seconds of steps."""
 
 WARM_UP_SECONDS = 0.2
-"""Seconds excluded after a change, in which drafts catch up or finish."""
+"""Seconds after a change that are not measured, because drafts still catch up or finish."""
 
 FIRST_PAUSE, MAX_PAUSE = 5.0, 160.0
 """Initial and maximum back-off before retrying the worse alternative, in seconds of steps."""
