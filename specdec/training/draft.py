@@ -184,8 +184,8 @@ def check_unfinished(
     replay_share: float | None,
 ) -> DraftOrigin:
     """Return the origin of the unfinished training in a directory. ResumeError, naming the option, if there is none, or
-    if its plan, model or text differs. `target`, `draft`: name and fingerprint; the others: as in DraftOrigin, where
-    None accepts the origin's value."""
+    if its plan, model or text differs. `target`, `draft`: name and fingerprint; the others: as in DraftOrigin; None:
+    the values at the beginning."""
     kept = plan_begun(out, DRAFT, plan, TEXTS)
     origin = DraftOrigin.kept(kept)
     check_model(out, "for", (origin.target, origin.target_fingerprint), target)

@@ -69,8 +69,8 @@ class PreparedDraft:
         self._plan, self._origin, self._files = plan, origin, files
 
     def training(self, out: Path) -> DraftTraining:
-        """Return the training, at its beginning or where the one in `out` stopped, after measuring the acceptance
-        before it."""
+        """Return the training, at its beginning or where the one in `out` stopped. The draft's acceptance before
+        training is measured."""
         given = self._plan, self._origin, self._files
         if self._served is None:
             mixture = self.text.mixture(self._plan.length, self._files.draft.vocabulary, self._origin.replay_share)

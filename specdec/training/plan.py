@@ -71,7 +71,7 @@ def plan_begun(out: Path, trains: str, plan: Plan, *needed: str) -> Fields:
 
 def check_model(out: Path, word: str, begun: tuple[str, str], found: tuple[str, str]) -> None:
     """Raise ResumeError unless a training is resumed with the model that it started with. `begun`, `found`: name and
-    fingerprint; `word`: what joins the model's name to the training, for the message."""
+    fingerprint; `word`: preposition before the model's name in the message."""
     if found[0] != begun[0]:
         raise ResumeError(f"{out}: was started {word} {begun[0]}, cannot be resumed {word} {found[0]}")
     if found[1] != begun[1]:

@@ -35,7 +35,7 @@ class TrainingTraffic:
 
     @classmethod
     def of(cls, messages: Iterable[learning_pb2.KeptText], read: float) -> TrainingTraffic:
-        """Return the texts in messages that were read at this Unix time, in seconds, or later. A text that several
+        """Return the texts in messages. `read`: Unix time, in seconds, at which reading them began. A text that several
         draft services have drafted for, one after another, counts once."""
         texts = _joined(list(messages))
         tenants: dict[str, float] = {}
@@ -95,7 +95,7 @@ class TrainingTraffic:
 
     def parted(self, length: int) -> tuple[TrainingTraffic, TrainingTraffic]:
         """Return the texts to learn from, and the newest texts, which are held out. The held-out texts have at least
-        one in HELD_OUT of all tokens, and at least two windows of `length` tokens. TextError if nothing is left to
+        1/HELD_OUT of all tokens, and fill at least two windows of `length` tokens. TextError if nothing is left to
         learn from."""
         needed = max(2 * length, sum(len(text.tokens) for text in self.texts) // HELD_OUT)
         held = tokens = 0
@@ -110,8 +110,9 @@ class TrainingTraffic:
 
 
 def _joined(texts: Sequence[learning_pb2.KeptText]) -> list[learning_pb2.KeptText]:
-    """Return the texts without those that are the beginning of another one, which gets their labels. A draft session
-    opened mid-text has no labels before its opening; a text that does have some is another request's."""
+    """Return the texts, except those that are the beginning of another one; their labels are added to the longer text.
+    A draft session opened mid-text has no labels before its opening. So if the longer text has labels there, it is
+    another request's, and both texts stay."""
     keys = [(text.tenant_digest, text.prompt_tokens, np.asarray(text.tokens, dtype=">u4").tobytes()) for text in texts]
     found, gone = [*texts], set[int]()
     for begin, whole in pairwise(sorted(range(len(texts)), key=keys.__getitem__)):  # a text follows its beginning

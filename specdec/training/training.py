@@ -22,7 +22,7 @@ DONE = "done"
 """Name of the tensor in STATE that holds the number of steps."""
 
 WARM_UP = 0.1
-"""Part of the steps during which the learning rate rises."""
+"""Fraction of the steps during which the learning rate rises."""
 
 LOGITS_A_PASS = 1 << 26
 """Maximum logits of a model in one pass, 256 MB in float32; a step over more windows takes several passes."""
