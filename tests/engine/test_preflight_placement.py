@@ -104,6 +104,25 @@ def test_a_placement_that_cannot_be_is_refused(placement: Placement, said: str) 
         check(Wanted(DEMO / "target", placement))
 
 
+@pytest.mark.parametrize(
+    ("placement", "remedy"),
+    [
+        (Placement(dtype="float32"), "use --dtype bfloat16"),
+        (Placement("vllm", dtype="float32"), "use --dtype bfloat16"),
+        (Placement(dtype="float32", weights="int8"), "use a smaller model"),
+        (Placement("onnx"), "use a smaller model"),  # it refuses bfloat16
+        (Placement(dtype="bfloat16"), "use a smaller model"),
+    ],
+)
+def test_only_weights_that_bfloat16_shrinks_are_recommended_to_use_it(placement: Placement, remedy: str) -> None:
+    assert memory_needed(ModelDirectory(DEMO / "target"), placement).remedy == remedy
+
+
+def test_bfloat16_is_not_recommended_for_a_quantised_checkpoint(configured: Callable[..., Path]) -> None:
+    directory = ModelDirectory(configured(quantization_config={"quant_method": "torchao"}))
+    assert memory_needed(directory, Placement(dtype="float32")).remedy == "use a smaller model"
+
+
 @pytest.mark.parametrize(("hip", "kind"), [(None, "CPU"), ("7.1", "ROCm")])
 def test_a_torch_that_cannot_use_the_device_is_named(
     monkeypatch: pytest.MonkeyPatch, hip: str | None, kind: str

@@ -71,6 +71,7 @@ class MemoryNeeded:
     kv: int
     export: int = 0  # during the export, besides the process, before the rest is allocated
     bits: int | None = None  # of a quantised weight
+    narrowable: bool = True  # whether --dtype bfloat16 is possible, and shrinks the weights
 
     @property
     def kept_as(self) -> str:
@@ -92,7 +93,7 @@ class MemoryNeeded:
         """Advice to the user."""
         if self.kv > self.weights:
             return "use fewer --kv-tokens"
-        return "use --dtype bfloat16" if self.dtype == "float32" else "use a smaller model"
+        return "use --dtype bfloat16" if self.dtype == "float32" and self.narrowable else "use a smaller model"
 
     def __str__(self) -> str:
         beside = [
@@ -143,6 +144,7 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
         tokens * slot,
         parts.export,
         parts.bits,
+        narrowable=placement.kind != "onnx" and parts.bits is None and directory.quantisation is None,
     )
 
 
