@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from specdec.engine.model_file import shown
 from specdec.engine.unsupported import UnsupportedModelError
 
 MAX_ROWS = 4096
@@ -77,7 +78,13 @@ def read_options(text: str) -> dict[str, Any]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModelError, naming the option, for an option reserved for the engine."""
+    """Raise UnsupportedModelError, naming the option, for an option reserved for the engine, and for a
+    tensor_parallel_size that the engine cannot compute with."""
     for name, why in OWN.items():
         if name in options:
             raise UnsupportedModelError(f"vLLM's option {name} cannot be set: {why}")
+    parts = options.get("tensor_parallel_size", 1)
+    if type(parts) is not int or parts < 1:
+        raise UnsupportedModelError(
+            f"vLLM's option tensor_parallel_size is {shown(parts)}, must be an integer of at least 1"
+        )

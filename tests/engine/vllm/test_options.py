@@ -25,6 +25,13 @@ def test_options_of_our_own_are_refused_by_name(name: str) -> None:
     check_options({"quantization": "fp8"})
 
 
+@pytest.mark.parametrize("size", ["2", 0, 1.5, True, None])
+def test_only_a_positive_integer_is_a_number_of_parts(size: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"tensor_parallel_size is .*, must be an integer of at least 1"):
+        check_options({"tensor_parallel_size": size})
+    check_options({"tensor_parallel_size": 2})
+
+
 def test_options_that_would_do_nothing_are_among_them() -> None:
     for names in (
         ("spec_method", "spec_model", "spec_tokens"),
