@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from specdec.engine.heads.block_config import BlockConfig, Markov
 from specdec.engine.heads.feature_files import COMMON, FeatureFiles, fields_beside, parts_in
-from specdec.engine.heads.files import Reader, TargetShape
+from specdec.engine.heads.files import Reader, TargetShape, stored_tensors
 
 if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without it
     import torch
@@ -53,7 +53,7 @@ class BlockFiles(FeatureFiles[BlockConfig]):
         """Find the draft in a directory, or in a file of weights beside its config.json; ModelDirectoryError, naming
         the field, or the tensor and the sizes, if there is none for this target."""
         config = BlockConfig.of(fields_beside(path, "block drafts"), target)
-        found = cls(path, config, parts_in(path, [NAMES], "a DFlash or DSpark block draft"), target)
+        found = cls(path, config, parts_in(stored_tensors(path), [NAMES], "a DFlash or DSpark block draft"), target)
         found._check(found._shapes(), NAMES)
         return found
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from specdec.engine.heads.eagle3_config import Eagle3Config
 from specdec.engine.heads.feature_files import COMMON, FeatureFiles, fields_beside, parts_in
-from specdec.engine.heads.files import Reader, TargetShape
+from specdec.engine.heads.files import Reader, TargetShape, stored_tensors
 
 if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without it
     import torch
@@ -60,7 +60,9 @@ class Eagle3Files(FeatureFiles[Eagle3Config]):
         """Find the heads in a directory, or in a file of weights beside its config.json; ModelDirectoryError, naming
         the field, or the tensor and the sizes, if there are none for this target."""
         config = Eagle3Config.of(fields_beside(path, "EAGLE-3 heads"), target)
-        found = cls(path, config, parts_in(path, [NAMES, OTHER_NAMES], "EAGLE-3 heads of one layer"), target)
+        found = cls(
+            path, config, parts_in(stored_tensors(path), [NAMES, OTHER_NAMES], "EAGLE-3 heads of one layer"), target
+        )
         found._check(found._shapes(), NAMES)
         return found
 

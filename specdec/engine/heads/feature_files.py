@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from specdec.engine.heads.files import HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
+from specdec.engine.heads.files import HeadsFilesError, Reader, Stored, TargetShape
 from specdec.engine.heads.layer_config import LayerConfig
 from specdec.engine.memory import MIN_SLOTS
 from specdec.engine.model_file import Fields, add_sample, read_fields
@@ -204,23 +204,23 @@ def tensor_name(part: str, names: Mapping[str, str]) -> str:
     return names[kind].format(place)
 
 
-def parts_in(path: Path, layouts: Sequence[Mapping[str, str]], kind: str) -> dict[str, Stored]:
-    """Return part -> tensor for the heads in a directory or file; HeadsFilesError, naming the tensor, if one is
-    unknown. `layouts`: names as in `tensor_name`; `kind`: kind of heads, for the message."""
+def parts_in(tensors: Sequence[Stored], layouts: Sequence[Mapping[str, str]], kind: str) -> dict[str, Stored]:
+    """Return part -> tensor for the tensors of heads; HeadsFilesError, naming the tensor, if one is unknown. `layouts`:
+    names as in `tensor_name`; `kind`: kind of heads, for the message."""
     patterns = {
         re.escape(name).replace(r"\{\}", r"(\d+|weight|bias)"): part
         for names in layouts
         for part, name in names.items()
     }
     found: dict[str, Stored] = {}
-    for tensor in stored_tensors(path):
+    for tensor in tensors:
         if tensor.name.endswith(BUFFER):
             continue
         for pattern, part in patterns.items():
             if match := re.fullmatch(pattern, tensor.name):
                 name = " ".join([part, *match.groups()])
                 if name in found:
-                    raise HeadsFilesError(f"{path}: {found[name].name} and {tensor.name} are the same part")
+                    raise HeadsFilesError(f"{tensor.file}: {found[name].name} and {tensor.name} are the same part")
                 found[name] = tensor
                 break
         else:

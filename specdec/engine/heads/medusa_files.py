@@ -16,8 +16,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
+from specdec.engine.heads.feature_files import parts_in
 from specdec.engine.heads.files import MAX_LOGITS, HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
 from specdec.engine.model_file import Fields, read_fields
 from specdec.engine.placement import BYTES, Dtype
@@ -33,29 +34,28 @@ MAX_HEADS, MAX_LAYERS = 32, 16
 """Maximum number of heads, and of residual blocks per head. Published files have 3 to 5 heads of one block."""
 
 
-class HeadPart(NamedTuple):
-    """The part of a set of heads stored in one tensor."""
+BLOCK = re.compile(r"(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight$")
+"""End of the name of a block's weight: the tensors that all heads have."""
 
-    kind: str  # "weight" or "bias" (of a block), "output", or "ids"
-    head: int | None = None  # None: common to all heads
-    layer: int | None = None  # of a block
+WHOLE_MODEL = "medusa_head."
+"""Prefix of the heads' tensors beside the target's own."""
 
-
-PATTERNS: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], HeadPart]]] = (
-    (
-        re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(weight|bias)"),
-        lambda found: HeadPart(found[3], int(found[1]), int(found[2])),
-    ),
-    (re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.weight"), lambda found: HeadPart("output", int(found[1]))),
-    (
-        re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"),
-        lambda found: HeadPart(found[3], int(found[1]), int(found[2])),
-    ),
-    (re.compile(r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight"), lambda found: HeadPart("output", int(found[1]))),
-    (re.compile(r"(?:medusa_heads\.)?lm_head\.weight"), lambda _: HeadPart("output")),
-    (re.compile(r"(?:medusa_heads\.)?token_map"), lambda _: HeadPart("ids")),
-)
-"""Patterns of tensor names in all layouts, with the part that a match names."""
+LAYOUTS: Sequence[Mapping[str, str]] = [
+    {part: prefix + name for part, name in names.items()}
+    for prefix in ("", WHOLE_MODEL, "medusa_heads.")
+    for names in (
+        {"weight": "{}.{}.linear.weight", "bias": "{}.{}.linear.bias", "output": "{}.{}.weight"},
+        {
+            "weight": "blocks.{}.layers.{}.weight",
+            "bias": "blocks.{}.layers.{}.bias",
+            "output": "lm_heads.{}.weight",
+            "shared_output": "lm_head.weight",
+            "ids": "token_map",
+        },
+    )
+]
+"""Kind of part -> tensor name, in FasterDecoding's layout and in vLLM's. {} stands for the numbers of head and block;
+FasterDecoding's output head has the number after the last block's."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class MedusaFiles:
     architecture: ClassVar = "medusa"
 
     path: Path
-    places: Mapping[HeadPart, Stored]
+    parts: Mapping[str, Stored]
     heads: int
     layers: int
     scale: float
@@ -74,26 +74,27 @@ class MedusaFiles:
     def of(cls, path: Path, target: TargetShape) -> MedusaFiles:
         """Find the heads in a directory, or in a file of weights; HeadsFilesError, naming the tensor and the sizes, if
         there are none for this target."""
-        places = _places(path)
-        config = read_fields((path if path.is_dir() else path.parent) / "config.json")
-        numbers = {place.head for place in places if place.kind == "weight"}
-        heads = len(numbers)
-        layers = len({place.layer for place in places if place.kind == "weight"})
-        if not heads:
+        stored = stored_tensors(path)
+        stored = [tensor for tensor in stored if tensor.name.startswith(WHOLE_MODEL)] or stored
+        if not any(BLOCK.search(tensor.name) for tensor in stored):
             raise HeadsFilesError(
                 f"{path}: has no heads: no tensors such as 0.0.linear.weight (Medusa) or fc.weight (EAGLE-3)"
             )
+        parts = parts_in(stored, LAYOUTS, "Medusa heads")
+        blocks = [part.split() for part in parts if part.startswith("weight ")]
+        heads, layers = len({head for _, head, _ in blocks}), len({layer for _, _, layer in blocks})
         if heads > MAX_HEADS or layers > MAX_LAYERS:
             raise HeadsFilesError(
                 f"{path}: has {heads} heads of {layers} blocks, must have at most {MAX_HEADS} of {MAX_LAYERS}"
             )
-        found = cls(path, places, heads, layers, _scale(config))
+        config = read_fields((path if path.is_dir() else path.parent) / "config.json")
+        found = cls(path, parts, heads, layers, _scale(config))
         found._check(target)
         return found
 
     def memory_needed(self, dtype: Dtype) -> MemoryNeeded:
         """Return the memory that the weights and a block of logits need beside the target's."""
-        numbers = sum(stored.numbers for stored in self.places.values())
+        numbers = sum(stored.numbers for stored in self.parts.values())
         logits = 2 * MAX_LOGITS * BYTES["float32"]
         return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * BYTES[dtype], logits, 0, 0)
 
@@ -110,19 +111,18 @@ class MedusaFiles:
 
         def stacked(part: str) -> Tensor:
             rows = [
-                torch.stack([read(self.places[HeadPart(part, head, layer)]) for layer in range(self.layers)])
+                torch.stack([read(self.parts[f"{part} {head} {layer}"]) for layer in range(self.layers)])
                 for head in range(self.heads)
             ]
             return torch.stack(rows).to(device, dtype)
 
-        biases = stacked("bias") if HeadPart("bias", 0, 0) in self.places else None
+        biases = stacked("bias") if "bias 0 0" in self.parts else None
         outputs: Tensor | Callable[[Tensor], Tensor] = output
-        if HeadPart("output", 0) in self.places:
-            stored = [read(self.places[HeadPart("output", head)]) for head in range(self.heads)]
-            outputs = torch.stack(stored).to(device, dtype)
-        elif HeadPart("output") in self.places:
-            outputs = read(self.places[HeadPart("output")]).to(device, dtype)
-        ids = read(self.places[HeadPart("ids")]).to(device, torch.int64) if HeadPart("ids") in self.places else None
+        if self._outputs:
+            outputs = torch.stack([read(self.parts[part]) for part in self._outputs]).to(device, dtype)
+        elif "shared_output" in self.parts:
+            outputs = read(self.parts["shared_output"]).to(device, dtype)
+        ids = read(self.parts["ids"]).to(device, torch.int64) if "ids" in self.parts else None
         if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < target.vocabulary:
             raise HeadsFilesError(
                 f"{self.path}: token_map has ids from {int(ids.min())} to {int(ids.max())}, must have ids from 0 to "
@@ -130,37 +130,41 @@ class MedusaFiles:
             )
         return MedusaHeads(stacked("weight"), biases, outputs, vocabulary=target.vocabulary, ids=ids, scale=self.scale)
 
+    @property
+    def _outputs(self) -> list[str]:
+        """The parts with the output heads of the heads, in either layout; an empty list if there are none."""
+        numbers = [f"output {head}" for head in range(self.heads)]
+        layouts = numbers, [f"{number} {self.layers}" for number in numbers]
+        return next((parts for parts in layouts if not self.parts.keys().isdisjoint(parts)), [])
+
     def _check(self, target: TargetShape) -> None:
         """Raise HeadsFilesError unless all tensors are there, in shapes that fit the target."""
         d = target.hidden
-        blocks = [(head, layer) for head in range(self.heads) for layer in range(self.layers)]
-        wanted: dict[HeadPart, tuple[int, ...]] = {HeadPart("weight", *block): (d, d) for block in blocks}
-        if any(place.kind == "bias" for place in self.places):
-            wanted |= {HeadPart("bias", *block): (d,) for block in blocks}
+        blocks = [f"{head} {layer}" for head in range(self.heads) for layer in range(self.layers)]
+        wanted: dict[str, tuple[int, ...]] = {f"weight {block}": (d, d) for block in blocks}
+        if any(part.startswith("bias ") for part in self.parts):
+            wanted |= {f"bias {block}": (d,) for block in blocks}
         rows = target.vocabulary
-        if (ids := self.places.get(HeadPart("ids"))) is not None:
+        if (ids := self.parts.get("ids")) is not None:
             rows = ids.shape[0] if len(ids.shape) == 1 else -1
-            wanted[HeadPart("ids")] = (max(rows, 1),)
-        if HeadPart("output") in self.places:
-            wanted[HeadPart("output")] = (rows, d)
-        elif any(place.kind == "output" for place in self.places):
-            wanted |= {HeadPart("output", head): (rows, d) for head in range(self.heads)}
+            wanted["ids"] = (max(rows, 1),)
+        if "shared_output" in self.parts:
+            wanted["shared_output"] = (rows, d)
+        elif self._outputs:
+            wanted |= dict.fromkeys(self._outputs, (rows, d))
         elif ids is not None:
             raise HeadsFilesError(f"{self.path}: has a token_map, but no output head for its {rows} tokens")
-        for place, shape in wanted.items():
-            stored = self.places.get(place)
-            if stored is None:
-                raise HeadsFilesError(f"{self.path}: head {place.head} lacks its {_words(place)}")
-            stored.check(shape, f"a target of hidden size {d} with {target.vocabulary} token ids")
-        for place, stored in self.places.items():
-            if place not in wanted:
+        for part, shape in wanted.items():
+            if part not in self.parts:
+                kind, head, *block = part.split()
+                what = f"{kind} of block {block[0]}" if kind != "output" else "output head"
+                raise HeadsFilesError(f"{self.path}: head {head} lacks its {what}")
+            self.parts[part].check(shape, f"a target of hidden size {d} with {target.vocabulary} token ids")
+        for part, stored in self.parts.items():
+            if part not in wanted:
                 raise HeadsFilesError(
-                    f"{stored.file}: {stored.name} fits nowhere in {self.heads} heads of {self.layers} blocks"
+                    f"{stored.file}: {stored.name} is unexpected in {self.heads} heads of {self.layers} blocks"
                 )
-
-
-def _words(place: HeadPart) -> str:
-    return "output head" if place.kind == "output" else f"{place.kind} of block {place.layer}"
 
 
 def _scale(config: Fields | None) -> float:
@@ -171,20 +175,3 @@ def _scale(config: Fields | None) -> float:
     if not scale > 0:
         raise config.refusal("logit_scale", "above 0")
     return scale
-
-
-def _places(path: Path) -> dict[HeadPart, Stored]:
-    """Return part -> tensor for the heads in a directory or file."""
-    stored = stored_tensors(path)
-    whole_model = any(tensor.name.startswith("medusa_head.") for tensor in stored)
-    found: dict[HeadPart, Stored] = {}
-    for tensor in stored:
-        if whole_model and not tensor.name.startswith("medusa_head."):
-            continue  # the target's own
-        for pattern, place_of in PATTERNS:
-            if match := pattern.fullmatch(tensor.name):
-                place = place_of(match)
-                if place in found:
-                    raise HeadsFilesError(f"{path}: {found[place].name} and {tensor.name} are the same part")
-                found[place] = tensor
-    return found

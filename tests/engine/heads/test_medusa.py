@@ -176,9 +176,13 @@ def with_tensor(name: str, *shape: int) -> Callable[[Tensors], None]:
             r"lm_heads.0.weight has the shape \[22, 8\], must have \[21, 8\] for a target of hidden size 8 with 21",
         ),
         (with_tensor("blocks.0.layers.0.weight", 4, 4), r"has the shape \[4, 4\], must have \[8, 8\]"),
-        (with_tensor("lm_heads.9.weight", VOCABULARY, HIDDEN), "lm_heads.9.weight fits nowhere in 3 heads of 2 blocks"),
+        (
+            with_tensor("lm_heads.9.weight", VOCABULARY, HIDDEN),
+            "lm_heads.9.weight is unexpected in 3 heads of 2 blocks",
+        ),
+        (with_tensor("lm_heads.0.bias", VOCABULARY), "lm_heads.0.bias is no part of Medusa heads"),
         (with_tensor("medusa_heads.lm_heads.0.weight", 1), "are the same part"),
-        (with_tensor("blocks.40.layers.0.weight", 8, 8), "head 40 lacks its weight of block 1|head 3 lacks"),
+        (with_tensor("blocks.40.layers.0.weight", 8, 8), "head 3 lacks its weight of block 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, change: Callable[[Tensors], None], why: str) -> None:
