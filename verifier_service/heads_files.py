@@ -31,7 +31,6 @@ class HeadsFiles:
     """Heads that fit a target, according to the headers of their files."""
 
     files: kinds.HeadsFiles
-    target: TargetShape
     tree: FixedTree | None
 
     def load(self, engine: Engine) -> HeadsProposer[Any]:
@@ -49,7 +48,7 @@ class HeadsFiles:
         if isinstance(self.files, MedusaFiles):
             from verifier_service.proposers.medusa import MedusaProposer
 
-            return MedusaProposer(self.files.load(self.target, source.output_head, device, dtype), self.tree)
+            return MedusaProposer(self.files.load(source.output_head, device, dtype), self.tree)
         import torch
 
         from specdec.engine.heads.growth import reader_of
@@ -90,14 +89,13 @@ def check_layers(files: FeatureFiles[Any], features: LayerFeatures) -> None:
 def read_heads(path: Path, tree: Path | None, directory: ModelDirectory) -> HeadsFiles:
     """Return the heads in a directory; ModelDirectoryError if they do not fit the target, or the tree does not fit
     them."""
-    target = TargetShape.of(directory)
-    files = kinds.heads_in(path, target)
+    files = kinds.heads_in(path, TargetShape.of(directory))
     if tree is None:
-        return HeadsFiles(files, target, None)
+        return HeadsFiles(files, None)
     if not isinstance(files, MedusaFiles):
         problem = f"needs Medusa heads; {path} has {files.architecture} heads, which build their own trees"
         raise ModelDirectoryError(f"{tree}: {problem}")
-    return HeadsFiles(files, target, _tree(tree, files.heads))
+    return HeadsFiles(files, _tree(tree, files.heads))
 
 
 def _tree(file: Path, heads: int) -> FixedTree:

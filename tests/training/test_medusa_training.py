@@ -82,7 +82,7 @@ def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path
     training.save(tmp_path / "heads")
     shape = TargetShape.of(directory)
     output = target.get_output_embeddings()
-    heads = MedusaFiles.of(tmp_path / "heads", shape).load(shape, output, "cpu", torch.float32)
+    heads = MedusaFiles.of(tmp_path / "heads", shape).load(output, "cpu", torch.float32)
     hidden = torch.randn(3, shape.hidden)
     with torch.no_grad():
         torch.testing.assert_close(heads(hidden), training.heads(hidden), atol=0.2, rtol=0.1)  # stored in bfloat16

@@ -57,8 +57,7 @@ def memory_of_features(path: Path, directory: ModelDirectory, dtype: Dtype, kv_t
 def memory_of_heads(path: Path, directory: ModelDirectory, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
     """Return the memory that heads need beside a target with a KV cache of `kv_tokens` (None: the minimum);
     ModelDirectoryError if they do not fit the target."""
-    files = heads_in(path, TargetShape.of(directory))
-    return files.memory_needed(dtype) if isinstance(files, MedusaFiles) else files.memory_needed(dtype, kv_tokens)
+    return heads_in(path, TargetShape.of(directory)).memory_needed(dtype, kv_tokens)
 
 
 def memory_of_draft_heads(

@@ -69,6 +69,7 @@ class MedusaFiles:
     heads: int
     layers: int
     scale: float
+    target: TargetShape
 
     @classmethod
     def of(cls, path: Path, target: TargetShape) -> MedusaFiles:
@@ -88,26 +89,25 @@ class MedusaFiles:
                 f"{path}: has {heads} heads of {layers} blocks, must have at most {MAX_HEADS} of {MAX_LAYERS}"
             )
         config = read_fields((path if path.is_dir() else path.parent) / "config.json")
-        found = cls(path, parts, heads, layers, _scale(config))
-        found._check(target)
+        found = cls(path, parts, heads, layers, _scale(config), target)
+        found._check()
         return found
 
-    def memory_needed(self, dtype: Dtype) -> MemoryNeeded:
-        """Return the memory that the weights and a block of logits need beside the target's."""
+    def memory_needed(self, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
+        """Return the memory that the weights and a block of logits need beside the target's. `kv_tokens` has no effect:
+        it is for heads with attention."""
         numbers = sum(stored.numbers for stored in self.parts.values())
         logits = 2 * MAX_LOGITS * BYTES["float32"]
         return MemoryNeeded(f"heads {self.path.name}", dtype, 0, numbers * BYTES[dtype], logits, 0, 0)
 
-    def load(
-        self, target: TargetShape, output: Callable[[Tensor], Tensor], device: str, dtype: torch.dtype
-    ) -> MedusaHeads:
+    def load(self, output: Callable[[Tensor], Tensor], device: str, dtype: torch.dtype) -> MedusaHeads:
         """Read the weights. `output`: the target's function from states [n, hidden] to logits, for heads without an
         output head."""
         import torch
 
         from specdec.engine.heads.medusa import MedusaHeads
 
-        read = Reader()
+        read, vocabulary = Reader(), self.target.vocabulary
 
         def stacked(part: str) -> Tensor:
             rows = [
@@ -123,12 +123,12 @@ class MedusaFiles:
         elif "shared_output" in self.parts:
             outputs = read(self.parts["shared_output"]).to(device, dtype)
         ids = read(self.parts["ids"]).to(device, torch.int64) if "ids" in self.parts else None
-        if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < target.vocabulary:
+        if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise HeadsFilesError(
                 f"{self.path}: token_map has ids from {int(ids.min())} to {int(ids.max())}, must have ids from 0 to "
-                f"{target.vocabulary - 1}"
+                f"{vocabulary - 1}"
             )
-        return MedusaHeads(stacked("weight"), biases, outputs, vocabulary=target.vocabulary, ids=ids, scale=self.scale)
+        return MedusaHeads(stacked("weight"), biases, outputs, vocabulary=vocabulary, ids=ids, scale=self.scale)
 
     @property
     def _outputs(self) -> list[str]:
@@ -137,14 +137,14 @@ class MedusaFiles:
         layouts = numbers, [f"{number} {self.layers}" for number in numbers]
         return next((parts for parts in layouts if not self.parts.keys().isdisjoint(parts)), [])
 
-    def _check(self, target: TargetShape) -> None:
+    def _check(self) -> None:
         """Raise HeadsFilesError unless all tensors are there, in shapes that fit the target."""
-        d = target.hidden
+        d, vocabulary = self.target.hidden, self.target.vocabulary
         blocks = [f"{head} {layer}" for head in range(self.heads) for layer in range(self.layers)]
         wanted: dict[str, tuple[int, ...]] = {f"weight {block}": (d, d) for block in blocks}
         if any(part.startswith("bias ") for part in self.parts):
             wanted |= {f"bias {block}": (d,) for block in blocks}
-        rows = target.vocabulary
+        rows = vocabulary
         if (ids := self.parts.get("ids")) is not None:
             rows = ids.shape[0] if len(ids.shape) == 1 else -1
             wanted["ids"] = (max(rows, 1),)
@@ -159,7 +159,7 @@ class MedusaFiles:
                 kind, head, *block = part.split()
                 what = f"{kind} of block {block[0]}" if kind != "output" else "output head"
                 raise HeadsFilesError(f"{self.path}: head {head} lacks its {what}")
-            self.parts[part].check(shape, f"a target of hidden size {d} with {target.vocabulary} token ids")
+            self.parts[part].check(shape, f"a target of hidden size {d} with {vocabulary} token ids")
         for part, stored in self.parts.items():
             if part not in wanted:
                 raise HeadsFilesError(

@@ -82,7 +82,7 @@ def vllm(weights: Weights, prefix: str = "", *, bias: bool = False) -> Tensors:
 
 
 def loaded(path: Path) -> MedusaHeads:
-    return MedusaFiles.of(path, TARGET).load(TARGET, target_output, "cpu", torch.float32)
+    return MedusaFiles.of(path, TARGET).load(target_output, "cpu", torch.float32)
 
 
 @pytest.fixture
