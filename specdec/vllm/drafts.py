@@ -236,6 +236,7 @@ class Drafts:
                     pod.sessions -= 1
         except UnfitDraftError as error:
             assert pod is not None
+            pod.breaker.answered()
             pod.left_alone_until = time.monotonic() + REFUSED_SECONDS
             self._tell(pod, str(error))
         except ValueError as error:  # the text does not fit into a message
@@ -261,8 +262,10 @@ class Drafts:
         details, *_ = (error.details() or "").partition(" (request ")  # without the request id, which always differs
         self._tell(pod, f"{code.name}: {details}")
         if code is grpc.StatusCode.INVALID_ARGUMENT:  # for example longer than the draft accepts
+            pod.breaker.answered()
             session.again_at = math.inf
         elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            pod.breaker.answered()
             pod.left_alone_until = time.monotonic() + FULL_SECONDS
         else:
             pod.breaker.failed(conclusive=code is grpc.StatusCode.UNAVAILABLE)

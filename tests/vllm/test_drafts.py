@@ -13,7 +13,7 @@ import pytest
 
 from draft_service.servicer import DraftServicer
 from specdec.engine.model_directory import ModelDirectory
-from specdec.serving.errors import OverloadedError, PeerLostError
+from specdec.serving.errors import InvalidRequestError, OverloadedError, PeerLostError, ServiceError
 from specdec.serving.pods import breaker
 from specdec.serving.validation import MAX_DEPTH
 from specdec.vllm import drafts as module
@@ -156,4 +156,27 @@ async def test_a_reason_to_refuse_is_told_once(directories: Directories) -> None
                     await grow(drafts, text, until_drafted=False)
                     await asyncio.sleep(0.01)
             assert [line["why"] for line in refusals(logs)] == ["UNAVAILABLE: one", "UNAVAILABLE: another"]
+        drafts.forget([text])
+
+
+@pytest.mark.parametrize("refusal", [OverloadedError("full"), InvalidRequestError([("open", "too long")])])
+async def test_a_refusal_shows_that_a_lost_draft_is_back(directories: Directories, refusal: ServiceError) -> None:
+    errors = iter([PeerLostError("lost", "LOST")])
+
+    class Recovering(DraftServicer):
+        def parse(self, request: Any, deadline: float | None) -> Any:
+            raise next(errors, refusal)
+
+    async with stack(directories.target, directories.target, draft_kind=Recovering) as services:
+        with captured_logs() as logs:
+            drafts, text_of = drafts_of(directories, services.drafts[0].address)
+            text = text_of()
+            async with asyncio.timeout(30):
+                while not any(line["event"] == "pod_back" for line in logs):
+                    await grow(drafts, text, until_drafted=False)
+                    await asyncio.sleep(0.01)
+            assert [line["event"] for line in logs if line["event"].startswith("pod_")] == [
+                "pod_left_alone",
+                "pod_back",
+            ]
         drafts.forget([text])
