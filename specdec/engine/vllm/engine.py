@@ -11,7 +11,7 @@ import atexit
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -224,46 +224,46 @@ class WorkerPass:
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> WorkerLogits:
         queries = asked()
-        chosen = self.start("specdec_choose", list(queries), list(queries.values()))
+        chosen = self.start("specdec_ask", "choose", list(queries), list(queries.values())) if queries else None
         self.passed()
-        return WorkerLogits(self.call, queries, chosen())
+        logits = WorkerLogits(self.call)
+        if chosen is not None:
+            logits.know(queries, *chosen())
+        return logits
 
 
 class WorkerLogits:
     """Step logits kept by a vLLM worker until its next pass."""
 
-    def __init__(
-        self,
-        call: Callable[..., Any],
-        asked: Mapping[int, SamplingQuery],
-        chosen: tuple[Tokens, NDArray[np.bool_]],
-    ) -> None:
-        self._call = call
-        tokens, sound = chosen
-        self._known = dict(zip(asked, zip(tokens.tolist(), sound.tolist(), strict=True), strict=True))
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._ask = partial(call, "specdec_ask")
+        self._known: dict[int, tuple[int, bool]] = {}  # row -> token, and whether the row is sound
+
+    def know(self, rows: Iterable[int], tokens: Tokens, sound: NDArray[np.bool_]) -> None:
+        """Keep the choices of these rows."""
+        self._known.update(zip(rows, zip(tokens.tolist(), sound.tolist(), strict=True), strict=True))
 
     def choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> tuple[Tokens, NDArray[np.bool_]]:
         unknown = {row: query for row, query in zip(rows, queries, strict=True) if row not in self._known}
         if unknown:
-            tokens, sound = self._call("specdec_choose", list(unknown), list(unknown.values()))
-            self._known.update(zip(unknown, zip(tokens.tolist(), sound.tolist(), strict=True), strict=True))
+            self.know(unknown, *self._ask("choose", list(unknown), list(unknown.values())))
         chosen, are_sound = zip(*(self._known[row] for row in rows), strict=True)
         return np.array(chosen, dtype=np.int64), np.array(are_sound, dtype=np.bool_)
 
     def plausible(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> list[Tokens]:
-        found: list[Tokens] = self._call("specdec_plausible", list(rows), list(queries))
+        found: list[Tokens] = self._ask("plausible", list(rows), list(queries))
         return found
 
     def verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix]:
-        accepted: list[AcceptedPrefix] = self._call("specdec_verify_chains", list(chains))
+        accepted: list[AcceptedPrefix] = self._ask("verify_chains", list(chains))
         return accepted
 
     def accept_typical(self, queries: Sequence[TypicalQuery]) -> list[list[int]]:
-        accepted: list[list[int]] = self._call("specdec_accept_typical", list(queries))
+        accepted: list[list[int]] = self._ask("accept_typical", list(queries))
         return accepted
 
     def logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs]:
-        found: list[TokenLogprobs] = self._call("specdec_logprobs", list(rows), tokens, list(tops))
+        found: list[TokenLogprobs] = self._ask("logprobs", list(rows), tokens, list(tops))
         return found
 
 

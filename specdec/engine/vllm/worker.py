@@ -24,12 +24,7 @@ from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import current_stream
 from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
 
-from specdec.decoding.block_verification import AcceptedPrefix, ChainQuery
-from specdec.decoding.choice import Tokens
-from specdec.decoding.logprobs import TokenLogprobs
-from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import HostLogits, StepLogits
-from specdec.decoding.typical import TypicalQuery
 from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.gpu.staging import upload
 from specdec.engine.kv.blocks import BLOCK
@@ -38,8 +33,6 @@ from specdec.engine.vllm.fit import rope_factors, why_unfit
 from specdec.engine.vllm.layout import BlockBatch
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Chosen = tuple[Tokens, NDArray[np.bool_]]
-"""Tokens, and which of their rows are sound, as returned by `StepLogits.choose`."""
 
 
 def on_the_stream(method: Method) -> Method:
@@ -93,33 +86,9 @@ class Passes:
             self._specdec_rows = GpuLogits(self._specdec_logits, {})
 
     @on_the_stream
-    def specdec_choose(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> Chosen | None:
-        """Answer sampling queries from the last pass's logits."""
-        if get_tp_group().rank_in_group:
-            return None
-        if not rows:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
-        return self._specdec_rows.choose(rows, queries)
-
-    @on_the_stream
-    def specdec_plausible(self, rows: Sequence[int], queries: Sequence[SamplingQuery]) -> list[Tokens] | None:
-        """Return the plausible tokens of undecided rows, from the last pass's logits."""
-        return None if get_tp_group().rank_in_group else self._specdec_rows.plausible(rows, queries)
-
-    @on_the_stream
-    def specdec_verify_chains(self, chains: Sequence[ChainQuery]) -> list[AcceptedPrefix] | None:
-        """Return the accepted prefixes of chains of draws, from the last pass's logits."""
-        return None if get_tp_group().rank_in_group else self._specdec_rows.verify_chains(chains)
-
-    @on_the_stream
-    def specdec_accept_typical(self, queries: Sequence[TypicalQuery]) -> list[list[int]] | None:
-        """Return the tokens of the accepted paths of trees, from the last pass's logits."""
-        return None if get_tp_group().rank_in_group else self._specdec_rows.accept_typical(queries)
-
-    @on_the_stream
-    def specdec_logprobs(self, rows: Sequence[int], tokens: Tokens, tops: Sequence[int]) -> list[TokenLogprobs] | None:
-        """Return log-probabilities from the last pass's logits."""
-        return None if get_tp_group().rank_in_group else self._specdec_rows.logprobs(rows, tokens, tops)
+    def specdec_ask(self, method: str, *given: Any) -> Any:
+        """Call this method of `StepLogits` on the last pass's logits."""
+        return None if get_tp_group().rank_in_group else getattr(self._specdec_rows, method)(*given)
 
     @on_the_stream
     def specdec_logits(self) -> NDArray[np.float32] | None:
