@@ -29,10 +29,19 @@ from specdec.engine.heads.block import BlockDraft, BlockLayer, BlockWeights, Mar
 from specdec.engine.heads.block_config import LEFT, BlockShape, BlockVariant, Markov
 from specdec.engine.heads.block_files import NAMES
 from specdec.engine.heads.feature_files import tensor_name
+from specdec.engine.heads.fusion import Fusion
 from specdec.engine.heads.layer_config import USUAL_EPSILON
 from specdec.engine.hf.hidden_states import decoder_layers
 from specdec.training.heads import TOLD_RANKS, HeadTraining, as_stored
-from specdec.training.layers import Untrained, check_features, layer_fields, layer_sizes, read_features, rotary_of
+from specdec.training.layers import (
+    Untrained,
+    check_features,
+    layer_fields,
+    layer_sizes,
+    learned,
+    read_features,
+    rotary_of,
+)
 from specdec.training.plan import DSPARK, Origin, Plan
 from specdec.training.texts import Windows
 
@@ -92,7 +101,7 @@ class BlockTraining(HeadTraining[BlockPlan]):
         self._weights = _untrained(shape, model, plan.seed)
         rotary = rotary_of(shape.width, model.device)
         self.draft = BlockDraft(shape, variant, self._weights, rotary, vocabulary=vocabulary)
-        super().__init__(model, windows, plan, origin, _learning(self._weights), MAX_NORM)
+        super().__init__(model, windows, plan, origin, learned(self._weights, "embeddings", "output"), MAX_NORM)
 
     @classmethod
     def check(cls, model: PreTrainedModel) -> None:
@@ -163,9 +172,10 @@ class BlockTraining(HeadTraining[BlockPlan]):
     def _stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, object]]:
         """Return the draft in DeepSpec's layout, without copies of the target's embeddings and output head."""
         weights, shape, variant = self._weights, self.draft.shape, self.draft.variant
+        assert weights.fusion.norm_of_fused is not None
         parts = {
-            "fusion": weights.fusion,
-            "context_norm": weights.context_norm,
+            "fusion": weights.fusion.product,
+            "context_norm": weights.fusion.norm_of_fused,
             "last_norm": weights.last_norm,
         }
         of_layers = zip(
@@ -263,8 +273,7 @@ def _untrained(shape: BlockShape, model: PreTrainedModel, seed: int) -> BlockWei
             begun.product(shape.outputs, shape.rank), torch.zeros(shape.outputs, shape.rank, device=model.device)
         )
     return BlockWeights(
-        fusion=begun.fusion(hidden, shape.features),
-        context_norm=begun.norm(hidden),
+        fusion=Fusion(begun.fusion(hidden, shape.features), USUAL_EPSILON, norm_of_fused=begun.norm(hidden)),
         keys=begun.product(shape.layers * keys, hidden),
         values=begun.product(shape.layers * keys, hidden),
         key_norms=begun.norm(shape.layers, shape.width),
@@ -275,20 +284,3 @@ def _untrained(shape: BlockShape, model: PreTrainedModel, seed: int) -> BlockWei
         markov=markov,
         confidence=(torch.zeros(1, hidden + shape.rank, device=model.device), torch.zeros(1, device=model.device)),
     )
-
-
-def _learning(weights: BlockWeights) -> list[Tensor]:
-    """Return the weights that learn, in a fixed order: all except the target's."""
-    found = [
-        weights.fusion,
-        weights.context_norm,
-        weights.keys,
-        weights.values,
-        weights.key_norms,
-        *(tensor for layer in weights.layers for tensor in vars(layer).values()),
-        weights.last_norm,
-    ]
-    if weights.markov is not None:
-        found += [weights.markov.embeddings, weights.markov.output]
-    assert weights.confidence is not None
-    return [*found, *weights.confidence]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from specdec.engine.heads.eagle3 import Eagle3Heads, Eagle3Weights
 from specdec.engine.heads.eagle3_config import LAYER_IDS, MIN_LAYERS, Eagle3Shape, Eagle3Variant
 from specdec.engine.heads.eagle3_files import NAMES
 from specdec.engine.heads.feature_files import tensor_name
+from specdec.engine.heads.fusion import Fusion
 from specdec.engine.heads.layer_config import USUAL_EPSILON, LayerSizes
 from specdec.engine.hf.hidden_states import decoder_layers
 from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining, as_stored
@@ -34,6 +35,7 @@ from specdec.training.layers import (
     check_features,
     layer_fields,
     layer_sizes,
+    learned,
     read_features,
     rotary_of,
 )
@@ -81,7 +83,7 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
             vocabulary=vocabulary,
             ids=None if shape.outputs == vocabulary else self._ids.cpu().numpy(),
         )
-        super().__init__(model, windows, plan, origin, _learning(self._weights), MAX_NORM)
+        super().__init__(model, windows, plan, origin, learned(self._weights, "embeddings"), MAX_NORM)
 
     @classmethod
     def check(cls, model: PreTrainedModel) -> None:
@@ -142,7 +144,7 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
         query, key, value = torch.split(weights.project, sizes)
         gate, up = weights.gate_and_up.chunk(2)
         parts = {
-            "fusion": weights.fusion,
+            "fusion": weights.fusion.product,
             "embedding_norm": weights.embedding_norm,
             "hidden_norm": weights.hidden_norm,
             "q": query,
@@ -216,9 +218,7 @@ def _untrained(shape: Eagle3Shape, model: PreTrainedModel, output: Tensor, seed:
     table: Any = model.get_input_embeddings()
     hidden, queries = shape.hidden, shape.heads * shape.width
     return Eagle3Weights(
-        fusion=begun.fusion(hidden, shape.features),
-        fusion_norm=None,
-        feature_norms=None,
+        fusion=Fusion(begun.fusion(hidden, shape.features), USUAL_EPSILON),
         embedding_norm=begun.norm(hidden),
         hidden_norm=begun.norm(hidden),
         project=begun.product(queries + 2 * shape.kv_heads * shape.width, 2 * hidden),
@@ -230,9 +230,3 @@ def _untrained(shape: Eagle3Shape, model: PreTrainedModel, output: Tensor, seed:
         embeddings=table.weight.detach(),
         output=output.to(torch.float32, copy=True),
     )
-
-
-def _learning(weights: Eagle3Weights) -> list[Tensor]:
-    """Return the weights that learn, in a fixed order: all except the target's token embeddings."""
-    values = (getattr(weights, field.name) for field in fields(weights) if field.name != "embeddings")
-    return [value for value in values if isinstance(value, Tensor)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -85,6 +87,21 @@ class Untrained:
 
     def norm(self, *shape: int) -> Tensor:
         return torch.ones(shape, device=self._device)
+
+
+def learned(weights: object, *targets: str) -> list[Tensor]:
+    """Return all tensors in a dataclass of weights, in a fixed order, except the fields that are the target's."""
+
+    def tensors(parts: Iterable[object]) -> Iterator[Tensor]:
+        for part in parts:
+            if isinstance(part, Tensor):
+                yield part
+            elif isinstance(part, list | tuple):
+                yield from tensors(part)
+            elif is_dataclass(part):
+                yield from tensors(vars(part).values())
+
+    return [*tensors(part for name, part in vars(weights).items() if name not in targets)]
 
 
 @torch.no_grad()

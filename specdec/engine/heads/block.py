@@ -62,8 +62,7 @@ class BlockWeights:
     """The weights of a block draft: on one device, and of one dtype, except for embeddings or an output head taken from
     the target."""
 
-    fusion: Tensor  # [d', m d]
-    context_norm: Tensor  # [d']
+    fusion: Fusion  # with a norm after its product
     keys: Tensor  # [layers kv_heads width, d']
     values: Tensor  # [layers kv_heads width, d']
     key_norms: Tensor  # [layers, width]
@@ -95,15 +94,14 @@ class BlockDraft:
         self.ids = ids
         self._weights = weights
         self._rotary = rotary
-        self._fusion = Fusion(weights.fusion, variant.epsilon, norm_of_fused=weights.context_norm)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._weights.fusion.dtype
+        return self._weights.fusion.product.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._weights.fusion.device
+        return self._weights.fusion.product.device
 
     @property
     def guesses(self) -> int:
@@ -112,7 +110,7 @@ class BlockDraft:
 
     def fused(self, features: Tensor) -> Tensor:
         """Return c [n, d'] of features [n, m, d] of any float dtype."""
-        return self._fusion(features)
+        return self._weights.fusion(features)
 
     def context(self, fused: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of a context in all layers, [..., layers * kv_heads, width], from c [..., d']

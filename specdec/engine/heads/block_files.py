@@ -70,10 +70,9 @@ class BlockFiles(FeatureFiles[BlockConfig]):
         def read(*names: str) -> Tensor:
             return torch.cat([reader(self.parts[name]) for name in names]).to(device, dtype)
 
-        numbers, fusion = range(config.shape.layers), self.fusion(device, dtype)
+        numbers = range(config.shape.layers)
         weights = BlockWeights(
-            fusion=fusion.product,
-            context_norm=read("context_norm"),
+            fusion=self.fusion(device, dtype),
             keys=read(*(f"k {number}" for number in numbers)),
             values=read(*(f"v {number}" for number in numbers)),
             key_norms=torch.stack([read(f"k_norm {number}") for number in numbers]),

@@ -34,9 +34,7 @@ from specdec.engine.kv.slots import Slots
 class Eagle3Weights:
     """The weights of EAGLE-3 heads, of one dtype on one device."""
 
-    fusion: Tensor  # [d', m d]
-    fusion_norm: Tensor | None  # [m d] before the fusion, over all features (`norm_before_fc`)
-    feature_norms: Tensor | None  # [m, d] before the fusion, of each feature (`fc_norm`, EAGLE-3.1)
+    fusion: Fusion  # with norms before its product (`norm_before_fc`, or EAGLE-3.1's `fc_norm`), or none
     embedding_norm: Tensor  # [d']
     hidden_norm: Tensor  # [d']
     project: Tensor  # [(heads + 2 kv_heads) width, 2 d']: queries, keys, values
@@ -70,21 +68,18 @@ class Eagle3Heads:
         self.ids = ids
         self._weights = weights
         self._rotary = rotary
-        self._fusion = Fusion(
-            weights.fusion, variant.epsilon, norm_of_each=weights.feature_norms, norm_of_all=weights.fusion_norm
-        )
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._weights.fusion.dtype
+        return self._weights.fusion.product.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._weights.fusion.device
+        return self._weights.fusion.product.device
 
     def fused(self, features: Tensor) -> Tensor:
         """Return g [n, d'] of features [n, m, d] of any float dtype."""
-        return self._fusion(features)
+        return self._weights.fusion(features)
 
     def inputs(self, tokens: Tensor, fused: Tensor) -> tuple[Tensor, Tensor]:
         """Return the layer's inputs u [..., 2 d'] for tokens [...] and g [..., d'], and the residual [..., d'] added to

@@ -79,11 +79,8 @@ class Eagle3Files(FeatureFiles[Eagle3Config]):
         def joined(*names: str) -> Tensor:
             return torch.cat([read(parts[name]) for name in names]).to(device, dtype)
 
-        fusion = self.fusion(device, dtype)
         weights = Eagle3Weights(
-            fusion=fusion.product,
-            fusion_norm=fusion.norm_of_all,
-            feature_norms=fusion.norm_of_each,
+            fusion=self.fusion(device, dtype),
             embedding_norm=joined("embedding_norm"),
             hidden_norm=joined("hidden_norm"),
             project=joined("q", "k", "v"),
