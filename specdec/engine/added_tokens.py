@@ -38,8 +38,8 @@ class AddedToken:
     def of(cls, entry: Fields, *, special: bool | None = None) -> AddedToken:
         """Read an entry of a file; `special` overrides the entry's own flag."""
         if special is None:
-            special = entry.has("special") and entry.flag("special")
-        normalized = entry.flag("normalized") if entry.has("normalized") else not special
+            special = entry.flag("special", default=False)
+        normalized = entry.flag("normalized", default=not special)
         others = {name: entry.flag(name) for name in ("single_word", "lstrip", "rstrip") if entry.has(name)}
         return cls(entry.text("content"), special, normalized, **others)
 

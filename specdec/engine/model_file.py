@@ -135,7 +135,7 @@ def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
 @dataclass(frozen=True)
 class Fields:
     """A JSON object with checked access to its fields: reading a field raises ModelDirectoryError unless it has the
-    requested type and range."""
+    requested type and range, or is missing and has a default."""
 
     file: Path
     content: dict[str, Any]
@@ -151,21 +151,27 @@ class Fields:
         found = f"is {shown(self.content[key])}" if key in self.content else "is missing"
         return ModelDirectoryError(f"{self.file}: {self.place}{key} {found}, must be {limit}")
 
-    def integer(self, key: str, least: int, most: int) -> int:
+    def integer(self, key: str, least: int, most: int, *, default: int | None = None) -> int:
         value = self.content.get(key)
+        if value is None and default is not None:
+            return default
         if not is_integer(value, least, most):
             raise self.refusal(key, f"an integer from {least} to {most}")
         return value
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, *, default: float | None = None) -> float:
         """Read a finite number."""
         value = self.content.get(key)
+        if value is None and default is not None:
+            return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
             raise self.refusal(key, "a finite number")
         return float(value)
 
-    def flag(self, key: str) -> bool:
+    def flag(self, key: str, *, default: bool | None = None) -> bool:
         value = self.content.get(key)
+        if value is None and default is not None:
+            return default
         if not isinstance(value, bool):
             raise self.refusal(key, "true or false")
         return value
@@ -182,8 +188,10 @@ class Fields:
         entries = Fields(self.file, {f"{key}[{index}]": entry for index, entry in enumerate(value)}, self.place)
         return [entries.integer(name, least, most) for name in entries.content]
 
-    def text(self, key: str) -> str:
+    def text(self, key: str, *, default: str | None = None) -> str:
         value = self.content.get(key)
+        if value is None and default is not None:
+            return default
         if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
             raise self.refusal(key, "a string of Unicode characters")  # half a surrogate pair is not a valid character
         return value

@@ -58,7 +58,7 @@ class GenerationDefaults:
         found = {name: _number(file, name) for name in FIELDS if file.has(name)}
         if file.has("top_k"):
             found["top_k"] = file.integer("top_k", 0, MAX_VOCABULARY)
-        sampled = file.has("do_sample") and file.flag("do_sample")
+        sampled = file.flag("do_sample", default=False)
         sampling = Sampling(**{"temperature": 1.0, **found})  # type: ignore[arg-type]
         for name, problem in sampling_violations(sampling, directory.vocabulary, frozenset()):
             raise ModelDirectoryError(f"{file.file}: {name.removeprefix('sampling.')} {problem}")

@@ -21,7 +21,6 @@ from specdec.engine.heads.layer_config import (
     SPECULATORS,
     LayerConfig,
     LayerSizes,
-    flag,
     layer_fields,
     outputs_of,
 )
@@ -88,8 +87,8 @@ class BlockConfig:
         for part in (own, config, fields):
             _check_neutral(part)
         markov, rank = _markov(config)
-        confidence = flag(config, "enable_confidence_head")
-        reads_markov = confidence and flag(config, "confidence_head_with_markov")
+        confidence = config.flag("enable_confidence_head", default=False)
+        reads_markov = confidence and config.flag("confidence_head_with_markov", default=False)
         if reads_markov and markov is None:
             raise config.refusal("confidence_head_with_markov", "false without a Markov head")
         rows = (own if own.has("block_size") else config).integer("block_size", 1, MAX_BLOCK)
@@ -160,9 +159,9 @@ def _check_attention(fields: Fields) -> None:
     kinds = fields.content.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise fields.refusal("layer_types", "full_attention in all layers: sliding windows are not supported")
-    if kinds is None and flag(fields, "use_sliding_window"):
+    if kinds is None and fields.flag("use_sliding_window", default=False):
         raise fields.refusal("use_sliding_window", "false: sliding windows are not supported")
-    if flag(fields, "attention_bias"):
+    if fields.flag("attention_bias", default=False):
         raise fields.refusal("attention_bias", "false")
 
 
@@ -190,10 +189,10 @@ def _check_neutral(config: Fields) -> None:
 
 def _markov(config: Fields) -> tuple[Markov | None, int]:
     """Return the kind of the Markov head, and its rank."""
-    rank = config.integer("markov_rank", 0, MAX_SIZE) if config.has("markov_rank") else 0
+    rank = config.integer("markov_rank", 0, MAX_SIZE, default=0)
     if rank == 0:
         return None, 0
-    kind = config.text("markov_head_type").lower() if config.has("markov_head_type") else Markov.VANILLA.value
+    kind = config.text("markov_head_type", default=Markov.VANILLA.value).lower()
     if kind not in {known.value for known in Markov}:
         raise config.refusal("markov_head_type", "vanilla, gated or rnn")
     return Markov(kind), rank

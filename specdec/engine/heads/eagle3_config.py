@@ -16,7 +16,6 @@ from specdec.engine.heads.layer_config import (
     SPECULATORS,
     LayerConfig,
     LayerSizes,
-    flag,
     layer_fields,
     outputs_of,
 )
@@ -65,13 +64,18 @@ class Eagle3Config:
         if fields.integer("num_hidden_layers", 1, MAX_SIZE) != 1:
             raise fields.refusal("num_hidden_layers", "1: heads of several layers are not supported")
         outputs = outputs_of(config, target)
-        before, of_features = flag(config, "norm_before_fc"), flag(config, "fc_norm")
+        before, of_features = config.flag("norm_before_fc", default=False), config.flag("fc_norm", default=False)
         if before and of_features:
             raise config.refusal("fc_norm", "false where norm_before_fc is true")
         layers = _layers(config, target)
         return cls(
             Eagle3Shape(**vars(layer.sizes), stream=target.stream, features=len(layers), outputs=outputs),
-            Eagle3Variant(layer.epsilon, _norm_before_residual(config), flag(config, "norm_output")),
+            Eagle3Variant(
+                layer.epsilon,
+                # Speculators' layout requires the field, because readers disagree on its default.
+                config.flag("norm_before_residual", default=None if config.has(SPECULATORS) else False),
+                config.flag("norm_output", default=False),
+            ),
             layer,
             layers,
             before,
@@ -84,21 +88,12 @@ class Eagle3Config:
         return self.shape.kv_heads
 
 
-def _norm_before_residual(config: Fields) -> bool:
-    """Return whether the residual of attention is normalised. Speculators' layout requires the field, because readers
-    disagree on its default; in EAGLE's layout the default is no norm."""
-    name = "norm_before_residual"
-    if not config.has(name) and config.has(SPECULATORS):
-        raise config.refusal(name, "true or false")
-    return flag(config, name)
-
-
 def _layers(config: Fields, target: TargetShape) -> tuple[int, ...]:
     """Return the layers whose features heads read; by default EAGLE's: the third, the middle and the third-last one."""
     within = config
     if config.has("eagle_config"):
         own = config.fields("eagle_config")
-        if own.has("use_aux_hidden_state") and not own.flag("use_aux_hidden_state"):
+        if not own.flag("use_aux_hidden_state", default=True):
             raise own.refusal("use_aux_hidden_state", "true for EAGLE-3")
         within = own if own.has(LAYER_IDS) else config
     if within.has(LAYER_IDS):

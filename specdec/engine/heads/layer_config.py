@@ -50,22 +50,22 @@ class LayerConfig:
         """Read the configuration of a layer for a target; ModelDirectoryError, naming the field, if it does not fit."""
         hidden = layer.integer("hidden_size", 1, MAX_SIZE)
         heads = layer.integer("num_attention_heads", 1, MAX_SIZE)
-        kv_heads = layer.integer("num_key_value_heads", 1, heads) if layer.has("num_key_value_heads") else heads
+        kv_heads = layer.integer("num_key_value_heads", 1, heads, default=heads)
         if heads % kv_heads:
             raise layer.refusal("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
-        width = layer.integer("head_dim", 2, MAX_SIZE) if layer.has("head_dim") else hidden // heads
+        width = layer.integer("head_dim", 2, MAX_SIZE, default=hidden // heads)
         if width % 2 or not width:
-            field = "head_dim" if layer.has("head_dim") else "num_attention_heads"
-            raise layer.refusal(field, "such that the heads' width is even")
-        if layer.has("hidden_act") and layer.text("hidden_act") not in ("silu", "swish"):
+            if layer.has("head_dim"):
+                raise layer.refusal("head_dim", "even")
+            raise layer.refusal("num_attention_heads", f"a divisor of hidden_size, {hidden}, for heads of even width")
+        if layer.text("hidden_act", default="silu") not in ("silu", "swish"):
             raise layer.refusal("hidden_act", "silu")
-        if layer.has("vocab_size") and layer.integer("vocab_size", 1, MAX_VOCABULARY) != target.vocabulary:
+        if layer.integer("vocab_size", 1, MAX_VOCABULARY, default=target.vocabulary) != target.vocabulary:
             raise layer.refusal("vocab_size", f"{target.vocabulary}, that of the target")
-        epsilon = layer.number("rms_norm_eps") if layer.has("rms_norm_eps") else USUAL_EPSILON
+        epsilon = layer.number("rms_norm_eps", default=USUAL_EPSILON)
         if not epsilon > 0:
             raise layer.refusal("rms_norm_eps", "above 0")
-        has_context = layer.has("max_position_embeddings")
-        context = layer.integer("max_position_embeddings", 1, MAX_CONTEXT) if has_context else USUAL_CONTEXT
+        context = layer.integer("max_position_embeddings", 1, MAX_CONTEXT, default=USUAL_CONTEXT)
         inner = layer.integer("intermediate_size", 1, MAX_SIZE)
         rotary = _rotary(layer, hidden=heads * width, heads=heads, width=width, context=context)
         return cls(LayerSizes(hidden, heads, kv_heads, width, inner), epsilon, context, rotary)
@@ -80,7 +80,7 @@ def layer_fields(config: Fields, *kinds: str) -> Fields:
         if config.text(SPECULATORS) not in kinds:
             raise config.refusal(SPECULATORS, " or ".join(kinds))
         layer = config.fields("transformer_layer_config")
-    if layer.has(ROTATED) and layer.number(ROTATED) != 1:
+    if layer.number(ROTATED, default=1) != 1:
         raise layer.refusal(ROTATED, "1: rotary embeddings of a part of each attention head are not supported")
     return layer
 
@@ -88,16 +88,9 @@ def layer_fields(config: Fields, *kinds: str) -> Fields:
 def outputs_of(config: Fields, target: TargetShape) -> int:
     """Return the number of token ids that the heads can guess; ModelDirectoryError if the file is for a target of
     another width."""
-    if config.has("target_hidden_size") and config.integer("target_hidden_size", 1, MAX_SIZE) != target.stream:
+    if config.integer("target_hidden_size", 1, MAX_SIZE, default=target.stream) != target.stream:
         raise config.refusal("target_hidden_size", f"{target.stream}, the hidden size of the target")
-    if config.has("draft_vocab_size"):
-        return config.integer("draft_vocab_size", 1, target.vocabulary)
-    return target.vocabulary
-
-
-def flag(config: Fields, name: str, default: bool = False) -> bool:
-    """Return a field that is true or false, or the default if it is missing."""
-    return config.flag(name) if config.has(name) else default
+    return config.integer("draft_vocab_size", 1, target.vocabulary, default=target.vocabulary)
 
 
 def _rotary(layer: Fields, *, hidden: int, heads: int, width: int, context: int) -> dict[str, Any]:

@@ -169,9 +169,9 @@ class MedusaFiles:
 
 def _scale(config: Fields | None) -> float:
     """Return the factor on the logits, vLLM's `logit_scale`; 1 if it is missing."""
-    if config is None or not config.has("logit_scale"):
+    if config is None:
         return 1.0
-    scale = config.number("logit_scale")
+    scale = config.number("logit_scale", default=1.0)
     if not scale > 0:
         raise config.refusal("logit_scale", "above 0")
     return scale

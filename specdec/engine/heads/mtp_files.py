@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from specdec.engine.heads.feature_files import FeatureFiles, fields_beside
 from specdec.engine.heads.files import MAX_SIZE, HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
-from specdec.engine.heads.layer_config import LayerConfig, flag
+from specdec.engine.heads.layer_config import LayerConfig
 from specdec.engine.model_file import Fields
 
 if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without it
@@ -77,7 +77,7 @@ class MtpConfig:
         """Read the configuration of an MTP layer for a target; ModelDirectoryError, naming the field, if it does not
         fit."""
         for name in LAYER_COUNTS:
-            if config.has(name) and config.integer(name, 0, MAX_SIZE) != 1:
+            if config.integer(name, 0, MAX_SIZE, default=1) != 1:
                 raise config.refusal(name, "1: one MTP layer, which also reads its own guesses")
         if config.has("quantization_config"):
             raise config.refusal("quantization_config", "left out: an MTP layer with quantised weights is not read")
@@ -86,7 +86,7 @@ class MtpConfig:
             raise config.refusal("hidden_size", f"{target.hidden}, that of the target's output head")
         if _slides(config):
             layer = replace(layer, context=min(layer.context, config.integer(WINDOW, 1, MAX_SIZE)))
-        return cls(layer, (target.layers,), flag(config, "mtp_hidden_states_first"))
+        return cls(layer, (target.layers,), config.flag("mtp_hidden_states_first", default=False))
 
     @property
     def memory_heads(self) -> int:
@@ -96,7 +96,7 @@ class MtpConfig:
 
 def _slides(config: Fields) -> bool:
     """Return whether the MTP layer has a sliding window according to config.json."""
-    if not config.has(WINDOW) or not flag(config, "use_sliding_window", default=True):
+    if not config.has(WINDOW) or not config.flag("use_sliding_window", default=True):
         return False
     types = config.content.get("mtp_layer_types")
     return types is None or types == ["sliding_attention"]

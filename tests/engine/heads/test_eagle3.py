@@ -291,7 +291,7 @@ def tensor(name: str, *shape: int) -> Change:
         (field("hidden_act", "gelu"), 'hidden_act is "gelu", must be silu'),
         (field("hidden_size", None), "hidden_size is null, must be an integer"),
         (field("num_key_value_heads", 3), "num_key_value_heads is 3, must be a divisor of num_attention_heads, 4"),
-        (field("head_dim", 7), "head_dim is 7, must be such that the heads' width is even"),
+        (field("head_dim", 7), "head_dim is 7, must be even"),
         (field("rms_norm_eps", 0), "rms_norm_eps is 0, must be above 0"),
         (field("rope_scaling", {"type": "dynamic", "factor": 2.0}), "rope_scaling is .*, must be of one of the types"),
         (field("partial_rotary_factor", 0.5), "partial_rotary_factor is 0.5, must be 1: rotary embeddings of a part"),
