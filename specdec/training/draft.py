@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,18 +20,8 @@ from specdec.engine.model_file import Fields
 from specdec.training.acceptance import Acceptance, acceptance
 from specdec.training.divergences import NAMES, Loss, divergence, overruled
 from specdec.training.draft_files import DraftFiles
-from specdec.training.files import TEXTS, complete
-from specdec.training.plan import (
-    DRAFT,
-    MAX_TOKENS,
-    TRAINS,
-    Origin,
-    Plan,
-    ResumeError,
-    check_model,
-    check_texts,
-    plan_begun,
-)
+from specdec.training.files import complete
+from specdec.training.plan import DRAFT, Origin, Plan, plan_begun
 from specdec.training.texts import Mixture, Windows
 from specdec.training.training import Batches, Training, rows_a_pass
 
@@ -66,22 +57,20 @@ class DraftOrigin(Origin):
     replay_share: float
 
     @classmethod
-    def kept(cls, fields: Fields) -> DraftOrigin:
-        """Return the origin in PLAN."""
+    def kept(cls, fields: Fields) -> Self:
         return cls(
-            fields.text("target"),
-            fields.text("text"),
-            fields.integer("own_tokens", 0, MAX_TOKENS),
-            fields.text("target_fingerprint"),
-            fields.text("draft"),
-            fields.text("draft_fingerprint"),
-            fields.text("replay"),
-            fields.number("replay_share"),
+            **vars(Origin.kept(fields)),
+            draft=fields.text("draft"),
+            draft_fingerprint=fields.text("draft_fingerprint"),
+            replay=fields.text("replay"),
+            replay_share=fields.number("replay_share"),
         )
 
 
 class DraftTraining(Training[DraftPlan]):
     """A training of a draft beside its frozen target."""
+
+    trains = DRAFT
 
     def __init__(
         self,
@@ -158,7 +147,7 @@ class DraftTraining(Training[DraftPlan]):
     # --- files --------------------------------------------------------------------------------------
 
     def _kept(self) -> dict[str, object]:
-        return {TRAINS: DRAFT, BEFORE: {kind: list(found) for kind, found in self.before.items()}}
+        return {BEFORE: {kind: list(found) for kind, found in self.before.items()}}
 
     def _write(self, out: Path) -> None:
         self._files.write(self._draft, out)
@@ -168,35 +157,5 @@ class DraftTraining(Training[DraftPlan]):
 
     def resume(self, out: Path) -> None:
         super().resume(out)
-        kept = plan_begun(out, DRAFT, self.plan).content.get(BEFORE, {})
+        kept = plan_begun(out, self.trains, self.plan).content.get(BEFORE, {})
         self.before = {kind: Acceptance(*found) for kind, found in kept.items()}
-
-
-def check_unfinished(
-    out: Path,
-    plan: DraftPlan,
-    *,
-    target: tuple[str, str],
-    draft: tuple[str, str],
-    text: str | None,
-    own_tokens: int | None,
-    replay: str | None,
-    replay_share: float | None,
-) -> DraftOrigin:
-    """Return the origin of the unfinished training in a directory. ResumeError, naming the option, if there is none, or
-    if its plan, model or text differs. `target`, `draft`: name and fingerprint; the others: as in DraftOrigin; None:
-    the values at the beginning."""
-    kept = plan_begun(out, DRAFT, plan, TEXTS)
-    origin = DraftOrigin.kept(kept)
-    check_model(out, "for", (origin.target, origin.target_fingerprint), target)
-    check_model(out, "from", (origin.draft, origin.draft_fingerprint), draft)
-    check_texts(out, origin, text=text, own_tokens=own_tokens)
-    if replay not in (None, origin.replay):
-        raise ResumeError(
-            f"{out}: was started with another --replay, and keeps it: continue without --replay, or start elsewhere"
-        )
-    if replay_share not in (None, origin.replay_share):
-        raise ResumeError(
-            f"{out}: was started with --replay-share {origin.replay_share}, cannot be resumed with {replay_share}"
-        )
-    return origin

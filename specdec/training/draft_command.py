@@ -13,13 +13,13 @@ from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom
 from specdec.engine.model_directory import ModelDirectory
 from specdec.text.tokenizer import Tokenizer
-from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining, check_unfinished
+from specdec.training.draft import DraftOrigin, DraftPlan, DraftTraining
 from specdec.training.draft_files import DraftFiles, dtype_of_weights
 from specdec.training.files import STATE, clear, make_folder, replace_json
 from specdec.training.given_draft import GivenDraft
 from specdec.training.models import load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
-from specdec.training.plan import DRAFT, TRAINS, write_plan
+from specdec.training.plan import check_unfinished, write_plan
 from specdec.training.served_labels import ServedLabels, ServedTraining, TextWindows
 from specdec.training.texts import Mixture, Windows, digest_of, tokens_of
 from specdec.training.traffic import TrainingTraffic
@@ -105,9 +105,13 @@ def prepared(
     if resume:
         origin = check_unfinished(
             out,
+            DraftTraining.trains,
             plan,
-            target=(target.name, target.model_fingerprint),
-            draft=(draft.directory.name, draft.fingerprint),
+            DraftOrigin,
+            target=target.name,
+            target_fingerprint=target.model_fingerprint,
+            draft=draft.directory.name,
+            draft_fingerprint=draft.fingerprint,
             text=text_digest,
             own_tokens=options.own_tokens,
             replay=replay_digest,
@@ -151,6 +155,6 @@ def prepared(
         clear(out)
         text.save(out)
         if options.traffic is None:
-            write_plan(out, plan, origin, **{TRAINS: DRAFT})
+            write_plan(out, DraftTraining.trains, plan, origin)
     files = DraftFiles(draft.directory, draft.tokenizer, dtype_of_weights(draft.directory))
     return PreparedDraft(big, small, text, plan, origin, files, learned_from, options.traffic, served)

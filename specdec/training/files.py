@@ -79,7 +79,7 @@ def make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WriteError(f"{out}: cannot be made: {error.strerror or error}") from error
+        raise WriteError(f"{out}: cannot be created: {error.strerror or error}") from error
 
 
 def lock(folder: Path) -> bool:

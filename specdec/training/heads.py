@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.training.files import TEXTS, replace_json, replace_tensors
-from specdec.training.plan import MAX_TOKENS, TRAINS, Origin, check_model, check_texts, plan_begun
+from specdec.training.files import replace_json, replace_tensors
+from specdec.training.plan import Origin
 from specdec.training.texts import Windows
 from specdec.training.training import P, Training, check_room, rows_a_pass
 
@@ -25,9 +25,6 @@ TOLD_RANKS = (1, 3, 10)
 
 class HeadTraining(Training[P]):
     """A training of heads that guess tokens ahead from a target's states."""
-
-    trains: ClassVar[str]
-    """Name of the kind of heads, in PLAN and in messages."""
 
     guess: ClassVar[str]
     """Name of the part that guesses one position ahead, in messages."""
@@ -97,9 +94,6 @@ class HeadTraining(Training[P]):
 
     # --- files --------------------------------------------------------------------------------------
 
-    def _kept(self) -> dict[str, object]:
-        return {TRAINS: self.trains}
-
     def _write(self, out: Path) -> None:
         tensors, config = self._stored()
         replace_tensors(out / "model.safetensors", tensors)
@@ -110,22 +104,3 @@ class HeadTraining(Training[P]):
 def as_stored(tensor: Tensor) -> Tensor:
     """Return a copy of trained weights in the dtype of files of heads, bfloat16."""
     return tensor.detach().to("cpu", torch.bfloat16, copy=True).contiguous()
-
-
-def check_unfinished(
-    out: Path, trains: str, plan: P, *, target: tuple[str, str], text: str | None = None, own_tokens: int | None = None
-) -> Origin:
-    """Return the origin of the unfinished training in a directory. ResumeError, naming the option, if there is none, or
-    if it trains something else or has another plan, target or text. `trains`: as in HeadTraining; `target`: name and
-    fingerprint; `text`, `own_tokens`: as in Origin; None: the values at the beginning."""
-    kept = plan_begun(out, trains, plan, TEXTS)
-    of_target = "target_fingerprint"
-    origin = Origin(
-        kept.text("target"),
-        kept.text("text"),
-        kept.integer("own_tokens", 0, MAX_TOKENS),
-        kept.text(of_target) if kept.has(of_target) else target[1],  # older plans lack it
-    )
-    check_model(out, "for", (origin.target, origin.target_fingerprint), target)
-    check_texts(out, origin, text=text, own_tokens=own_tokens)
-    return origin

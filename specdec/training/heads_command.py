@@ -15,11 +15,11 @@ from specdec.text.tokenizer import Tokenizer
 from specdec.training.block import BlockPlan, BlockTraining
 from specdec.training.eagle3 import Eagle3Plan, Eagle3Training
 from specdec.training.files import STATE, clear
-from specdec.training.heads import HeadTraining, check_unfinished
+from specdec.training.heads import HeadTraining
 from specdec.training.medusa import MedusaPlan, MedusaTraining
 from specdec.training.models import load_target
 from specdec.training.own_text import OwnText, TrainingText
-from specdec.training.plan import TRAINS, Origin, Plan, write_plan
+from specdec.training.plan import Origin, Plan, check_unfinished, write_plan
 from specdec.training.texts import digest_of, tokens_of
 
 TRAININGS: Mapping[type[Plan], type[MedusaTraining] | type[Eagle3Training] | type[BlockTraining]] = {
@@ -65,12 +65,13 @@ def prepared(directory: ModelDirectory, options: HeadsOptions, plan: Plan, out: 
     `out` has nothing to resume, or the target cannot have heads of this kind."""
     kind = TRAININGS[type(plan)]
     digest = digest_of(options.files) if options.files else None
-    target = directory.name, directory.model_fingerprint
+    target = {"target": directory.name, "target_fingerprint": directory.model_fingerprint}
     if resume:
-        origin = check_unfinished(out, kind.trains, plan, target=target, text=digest, own_tokens=options.own_tokens)
+        texts = {"text": digest, "own_tokens": options.own_tokens}
+        origin = check_unfinished(out, kind.trains, plan, Origin, **target, **texts)
         text = TrainingText.kept(out)
     else:
-        origin = Origin(target[0], digest or "", options.own_tokens or 0, target[1])
+        origin = Origin(text=digest or "", own_tokens=options.own_tokens or 0, **target)
         given = tokens_of(options.files, Tokenizer(directory), min(directory.end_tokens, default=None))
         none = torch.empty(0, dtype=torch.int64)
         text = TrainingText(given, none, none.view(0, plan.length))
@@ -80,5 +81,5 @@ def prepared(directory: ModelDirectory, options: HeadsOptions, plan: Plan, out: 
     if not resume:
         clear(out)
         text.save(out)
-        write_plan(out, plan, origin, **{TRAINS: kind.trains})
+        write_plan(out, kind.trains, plan, origin)
     return PreparedHeads(model, text, plan, origin)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self, TypeVar
 
 from specdec.engine.model_file import Fields, ModelDirectoryError, read_fields
-from specdec.training.files import PLAN, make_folder, replace_json
+from specdec.training.files import PLAN, TEXTS, make_folder, replace_json
 
 TRAINS = "trains"
-"""Field of PLAN: what is trained. A plan for Medusa heads may lack it."""
+"""Field of PLAN: what is trained."""
 
 MEDUSA, EAGLE3, DSPARK, DRAFT = "Medusa heads", "EAGLE-3 heads", "a DSpark block draft", "a draft"
 
@@ -45,11 +46,27 @@ class Origin:
     own_tokens: int  # additional tokens, written by the target
     target_fingerprint: str
 
+    @classmethod
+    def kept(cls, fields: Fields) -> Self:
+        """Return the origin in PLAN."""
+        return cls(
+            fields.text("target"),
+            fields.text("text"),
+            fields.integer("own_tokens", 0, MAX_TOKENS),
+            fields.text("target_fingerprint"),
+        )
 
-def write_plan(out: Path, plan: Plan, origin: Origin, **more: object) -> None:
+
+Kept = TypeVar("Kept", bound=Origin)
+
+MODELS = {"target": "for", "draft": "from"}
+"""Fields of an origin with the names of models, and the prepositions before these names in messages."""
+
+
+def write_plan(out: Path, trains: str, plan: Plan, origin: Origin, **more: object) -> None:
     """Write PLAN. WriteError if that fails."""
     make_folder(out)
-    replace_json(out / PLAN, {**asdict(origin), "plan": asdict(plan), **more})
+    replace_json(out / PLAN, {TRAINS: trains, **asdict(origin), "plan": asdict(plan), **more})
 
 
 def plan_begun(out: Path, trains: str, plan: Plan, *needed: str) -> Fields:
@@ -59,7 +76,7 @@ def plan_begun(out: Path, trains: str, plan: Plan, *needed: str) -> Fields:
     kept = read_fields(out / PLAN)
     if kept is None or missing:
         raise ResumeError(f"{out}: has no unfinished training: {', '.join(missing)} not found")
-    if (found := kept.content.get(TRAINS, MEDUSA)) != trains:
+    if (found := kept.content.get(TRAINS)) != trains:
         raise ResumeError(f"{out}: has an unfinished training of {found}, not of {trains}")
     begun = kept.fields("plan").content
     for name, value in asdict(plan).items():
@@ -69,23 +86,25 @@ def plan_begun(out: Path, trains: str, plan: Plan, *needed: str) -> Fields:
     return kept
 
 
-def check_model(out: Path, word: str, begun: tuple[str, str], found: tuple[str, str]) -> None:
-    """Raise ResumeError unless a training is resumed with the model that it started with. `begun`, `found`: name and
-    fingerprint; `word`: preposition before the model's name in the message."""
-    if found[0] != begun[0]:
-        raise ResumeError(f"{out}: was started {word} {begun[0]}, cannot be resumed {word} {found[0]}")
-    if found[1] != begun[1]:
-        raise ResumeError(f"{out}: was started {word} another {found[0]}: its configuration or weights have changed")
-
-
-def check_texts(out: Path, origin: Origin, *, text: str | None, own_tokens: int | None) -> None:
-    """Raise ResumeError unless a training is resumed with the text that it started with. `text`: digest of the files.
-    `text` or `own_tokens` of None means the value at the beginning."""
-    if text not in (None, origin.text):
-        raise ResumeError(
-            f"{out}: was started with another --text, and keeps it: continue without --text, or start elsewhere"
-        )
-    if own_tokens not in (None, origin.own_tokens):
-        raise ResumeError(
-            f"{out}: was started with --own-tokens {origin.own_tokens}, cannot be resumed with {own_tokens}"
-        )
+def check_unfinished(out: Path, trains: str, plan: Plan, origin: type[Kept], **given: str | float | None) -> Kept:
+    """Return the origin of the unfinished training in a directory. ResumeError, naming the option, if there is none, or
+    if it trains something else or has another plan, model or text. `given`: fields of the origin; None: the value at
+    the beginning."""
+    found = origin.kept(plan_begun(out, trains, plan, TEXTS))
+    for name, value in given.items():
+        begun, option = getattr(found, name), f"--{name.replace('_', '-')}"
+        model = name.removesuffix("_fingerprint")
+        if value in (None, begun):
+            continue
+        if name in MODELS:
+            how = f"{MODELS[name]} {begun}, cannot be resumed {MODELS[name]} {value}"
+        elif model in MODELS:
+            how = f"{MODELS[model]} another {getattr(found, model)}: its configuration or weights have changed"
+        elif isinstance(value, str):
+            how = (
+                f"with other {option} files, whose tokens are stored here: resume without {option}, or use another OUT"
+            )
+        else:
+            how = f"with {option} {begun}, cannot be resumed with {value}"
+        raise ResumeError(f"{out}: was started {how}")
+    return found

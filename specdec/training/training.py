@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,6 +52,9 @@ class Training(ABC, Generic[P]):
     """A training, such as of heads or of a draft. Call `step` until `over`, and `save` at any time."""
 
     unit = "step"
+
+    trains: ClassVar[str]
+    """Name of what is trained, in PLAN and in messages."""
 
     resumable = True
     """False: only the trained weights are written, and no state to resume from."""
@@ -113,7 +116,7 @@ class Training(ABC, Generic[P]):
         """Mark the trained weights as complete."""
 
     def _kept(self) -> dict[str, object]:
-        """Return additional fields of PLAN, besides plan and origin."""
+        """Return additional fields of PLAN."""
         return {}
 
     # --- files --------------------------------------------------------------------------------------
@@ -124,7 +127,9 @@ class Training(ABC, Generic[P]):
         make_folder(out)
         if not self.over and self.resumable:
             replace_tensors(out / STATE, self._state())
-            write_plan(out, self.plan, self.origin, **self._kept())  # last, because it makes the training resumable
+            write_plan(
+                out, self.trains, self.plan, self.origin, **self._kept()
+            )  # last, because it makes the training resumable
         self._write(out)
         if self.over:
             self._complete(out)
@@ -149,7 +154,7 @@ class Training(ABC, Generic[P]):
         state = read_tensors(out / STATE)
         numbered = [(f"{number}", parameter) for number, parameter in enumerate(self._trained)]
         if DONE not in state or any(name not in state or state[name].shape != to.shape for name, to in numbered):
-            raise ResumeError(f"{out / STATE}: is not of this model")
+            raise ResumeError(f"{out / STATE}: belongs to another model")
         done = int(state[DONE])
         for number, parameter in numbered:
             parameter.data.copy_(state[number])

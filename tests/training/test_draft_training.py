@@ -25,14 +25,13 @@ from specdec.training.draft import (
     DraftOrigin,
     DraftPlan,
     DraftTraining,
-    check_unfinished,
 )
 from specdec.training.draft_files import DraftFiles, dtype_of_weights
 from specdec.training.files import PLAN as PLAN_FILE
 from specdec.training.files import STATE, TEXTS, WriteError
 from specdec.training.models import load_draft, load_target
 from specdec.training.own_text import OwnText, TrainingText
-from specdec.training.plan import DivergedError, ResumeError
+from specdec.training.plan import DRAFT, DivergedError, ResumeError, check_unfinished
 from specdec.training.texts import PROMPT_TOKENS, Mixture, TextError, Windows
 from specdec.training.training import rows_a_pass
 from tests.models import ARCHITECTURES, END, VOCABULARY, make, near
@@ -240,26 +239,28 @@ def test_a_step_without_a_finite_loss_changes_nothing(
 def checked(out: Path, **changed: Any) -> DraftOrigin:
     arguments: dict[str, Any] = {
         "plan": PLAN,
-        "target": ("target", "fp-target"),
-        "draft": ("draft", "fp-draft"),
+        "target": "target",
+        "target_fingerprint": "fp-target",
+        "draft": "draft",
+        "draft_fingerprint": "fp-draft",
         "text": None,
         "own_tokens": None,
         "replay": None,
         "replay_share": None,
     }
-    return check_unfinished(out, **arguments | changed)
+    return check_unfinished(out, DRAFT, origin=DraftOrigin, **arguments | changed)
 
 
 REFUSALS: dict[str, dict[str, Any]] = {
     "was started with --loss forward, cannot be resumed with tv": {"plan": replace(PLAN, loss="tv")},
     "was started with --overruled 1.0, cannot be resumed with 0.5": {"plan": replace(PLAN, overruled=0.5)},
-    "was started for target, cannot be resumed for other": {"target": ("other", "fp-target")},
-    "was started for another target: its configuration or weights have": {"target": ("target", "fp-other")},
-    "was started from draft, cannot be resumed from other": {"draft": ("other", "fp-draft")},
-    "was started from another draft: its configuration or weights have": {"draft": ("draft", "fp-other")},
-    "was started with another --text, and keeps it": {"text": "89"},
+    "was started for target, cannot be resumed for other": {"target": "other"},
+    "was started for another target: its configuration or weights have": {"target_fingerprint": "fp-other"},
+    "was started from draft, cannot be resumed from other": {"draft": "other"},
+    "was started from another draft: its configuration or weights have": {"draft_fingerprint": "fp-other"},
+    "was started with other --text files, whose tokens are stored here: resume without --text, or": {"text": "89"},
     "was started with --own-tokens 500, cannot be resumed with 0": {"own_tokens": 0},
-    "was started with another --replay, and keeps it": {"replay": "89"},
+    "was started with other --replay files": {"replay": "89"},
     "was started with --replay-share 0.5, cannot be resumed with 0.25": {"replay_share": 0.25},
 }
 
@@ -278,7 +279,7 @@ def test_a_training_of_something_else_is_refused(
         with pytest.raises(ResumeError, match=says):
             checked(tmp_path, **changed)
     for content, says in (
-        ((folder / "target" / "model.safetensors").read_bytes(), "is not of this model"),
+        ((folder / "target" / "model.safetensors").read_bytes(), "belongs to another model"),
         (
             b"cut",
             "cannot be read: ",

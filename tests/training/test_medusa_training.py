@@ -22,9 +22,8 @@ from specdec.local import DEMO
 from specdec.text.tokenizer import Tokenizer
 from specdec.training.files import PLAN as PLAN_FILE
 from specdec.training.files import STATE, TEXTS, write_texts
-from specdec.training.heads import check_unfinished
 from specdec.training.medusa import MedusaPlan, MedusaTraining
-from specdec.training.plan import EAGLE3, MEDUSA, Origin, ResumeError
+from specdec.training.plan import EAGLE3, MEDUSA, Origin, ResumeError, check_unfinished
 from specdec.training.texts import TextError, Windows, continuations, digest_of, tokens_of
 from tests.models import VOCABULARY, make
 
@@ -138,41 +137,31 @@ def test_a_training_of_another_plan_or_target_is_refused(
     training.step()
     training.save(tmp_path)
     with pytest.raises(ResumeError, match=r"no unfinished training: texts.safetensors not found"):
-        check_unfinished(tmp_path, MEDUSA, PLAN, target=("tiny", "fp-tiny"))
+        check_unfinished(tmp_path, MEDUSA, PLAN, Origin)
     write_texts(tmp_path, tokens)
     assert (tmp_path / TEXTS).stat().st_mode & 0o077 == 0
-    check_unfinished(tmp_path, MEDUSA, PLAN, target=("tiny", "fp-tiny"))
+    check_unfinished(tmp_path, MEDUSA, PLAN, Origin)
     other = MedusaPlan(heads=3, steps=6, rows=2, length=16, rate=0.01)
     with pytest.raises(ResumeError, match="was started with --heads 2, cannot be resumed with 3"):
-        check_unfinished(tmp_path, MEDUSA, other, target=("tiny", "fp-tiny"))
+        check_unfinished(tmp_path, MEDUSA, other, Origin)
     with pytest.raises(ResumeError, match="was started for tiny, cannot be resumed for small"):
-        check_unfinished(tmp_path, MEDUSA, PLAN, target=("small", "fp-tiny"))
+        check_unfinished(tmp_path, MEDUSA, PLAN, Origin, target="small")
     with pytest.raises(ResumeError, match="has an unfinished training of Medusa heads, not of EAGLE-3 heads"):
-        check_unfinished(tmp_path, EAGLE3, PLAN, target=("tiny", "fp-tiny"))
-    other_weights = "tiny", "fp-other"
+        check_unfinished(tmp_path, EAGLE3, PLAN, Origin)
     with pytest.raises(ResumeError, match="was started for another tiny: its configuration or weights have changed"):
-        check_unfinished(tmp_path, MEDUSA, PLAN, target=other_weights)
-    older = json.loads((tmp_path / PLAN_FILE).read_text())
-    del older["target_fingerprint"]
-    (tmp_path / PLAN_FILE).write_text(json.dumps(older))
-    assert check_unfinished(tmp_path, MEDUSA, PLAN, target=other_weights).target_fingerprint == "fp-other"
+        check_unfinished(tmp_path, MEDUSA, PLAN, Origin, target="tiny", target_fingerprint="fp-other")
 
 
 def test_a_training_of_another_text_is_refused(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
     training = MedusaTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
     write_texts(tmp_path, tokens)
     training.save(tmp_path)
-    assert check_unfinished(tmp_path, MEDUSA, PLAN, target=("tiny", "fp-tiny")) == ORIGIN
-    assert (
-        check_unfinished(
-            tmp_path, MEDUSA, PLAN, target=("tiny", "fp-tiny"), text=ORIGIN.text, own_tokens=ORIGIN.own_tokens
-        )
-        == ORIGIN
-    )
-    with pytest.raises(ResumeError, match="was started with another --text, and keeps it: continue without --text, or"):
-        check_unfinished(tmp_path, MEDUSA, PLAN, target=("tiny", "fp-tiny"), text="4567")
+    assert check_unfinished(tmp_path, MEDUSA, PLAN, Origin, text=None, own_tokens=None) == ORIGIN
+    assert check_unfinished(tmp_path, MEDUSA, PLAN, Origin, **vars(ORIGIN)) == ORIGIN
+    with pytest.raises(ResumeError, match=r"was started with other --text files, .* resume without --text, or"):
+        check_unfinished(tmp_path, MEDUSA, PLAN, Origin, text="4567")
     with pytest.raises(ResumeError, match="was started with --own-tokens 500, cannot be resumed with 0"):
-        check_unfinished(tmp_path, MEDUSA, PLAN, target=("tiny", "fp-tiny"), own_tokens=0)
+        check_unfinished(tmp_path, MEDUSA, PLAN, Origin, own_tokens=0)
 
 
 def test_a_text_is_known_by_what_is_read_of_it(tmp_path: Path) -> None:
