@@ -32,7 +32,7 @@ from specdec.engine.heads.feature_files import tensor_name
 from specdec.engine.heads.fusion import Fusion
 from specdec.engine.heads.layer_config import USUAL_EPSILON
 from specdec.engine.hf.hidden_states import decoder_layers
-from specdec.training.heads import TOLD_RANKS, HeadTraining, as_stored
+from specdec.training.heads import TOLD_RANKS, HeadTraining
 from specdec.training.layers import (
     Untrained,
     check_features,
@@ -205,7 +205,7 @@ class BlockTraining(HeadTraining[BlockPlan]):
             parts |= {"markov_w1": weights.markov.embeddings, "markov_w2": weights.markov.output}
         assert weights.confidence is not None
         parts |= dict(zip(("confidence weight", "confidence bias"), weights.confidence, strict=True))
-        stored = {tensor_name(part, NAMES): as_stored(tensor) for part, tensor in parts.items()}
+        stored = {tensor_name(part, NAMES): tensor for part, tensor in parts.items()}
         return stored, {
             "architectures": ["Qwen3DSparkModel"],
             "model_type": "qwen3",

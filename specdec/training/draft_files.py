@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from specdec.engine.hf.pretrained import DTYPES
 from specdec.engine.model_directory import WEIGHTS, WEIGHTS_FIELD, ModelDirectory
 from specdec.engine.preflight.weights import tensors
-from specdec.training.files import PARTIAL, WriteError, replace_json, replacing
+from specdec.training.files import PARTIAL, WriteError, as_stored, replace_json, replacing
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -64,7 +64,7 @@ def _write_weights(model: PreTrainedModel, dtype: torch.dtype, file: Path) -> No
     architecture's tensors; other files that transformers writes are discarded."""
     copies: dict[tuple[int, torch.Size], Tensor] = {}  # tied weights stay one tensor, stored once
     state = {
-        name: copies.setdefault((tensor.data_ptr(), tensor.shape), _as_stored(tensor, dtype))
+        name: copies.setdefault((tensor.data_ptr(), tensor.shape), as_stored(tensor, dtype))
         for name, tensor in model.state_dict().items()
     }
     folder = file.with_name(f"{file.name}{PARTIAL}")
@@ -79,10 +79,6 @@ def _write_weights(model: PreTrainedModel, dtype: torch.dtype, file: Path) -> No
         raise WriteError(f"{file}: cannot be written: {why}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _as_stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def dtype_of_weights(directory: ModelDirectory) -> torch.dtype:

@@ -29,7 +29,7 @@ from specdec.engine.heads.feature_files import tensor_name
 from specdec.engine.heads.fusion import Fusion
 from specdec.engine.heads.layer_config import USUAL_EPSILON, LayerSizes
 from specdec.engine.hf.hidden_states import decoder_layers
-from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining, as_stored
+from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining
 from specdec.training.layers import (
     Untrained,
     check_features,
@@ -158,7 +158,7 @@ class Eagle3Training(HeadTraining[Eagle3Plan]):
             "last_norm": weights.last_norm,
             "output": weights.output,
         }
-        stored = {tensor_name(part, NAMES): as_stored(tensor) for part, tensor in parts.items()}
+        stored = {tensor_name(part, NAMES): tensor for part, tensor in parts.items()}
         if shape.outputs < vocabulary:
             ids = self._ids.cpu()
             stored |= {"d2t": ids - torch.arange(shape.outputs), "t2d": self._is_known.cpu()}

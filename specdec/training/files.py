@@ -17,6 +17,7 @@ from specdec.engine.model_directory import COMPLETE
 from specdec.engine.model_file import ModelDirectoryError, in_one_line
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 STATE, PLAN, TEXTS = "training.safetensors", "training.json", "texts.safetensors"
@@ -43,6 +44,12 @@ def replacing(file: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)  # makes room on a full disk
         why = error.strerror if isinstance(error, OSError) and error.strerror else in_one_line(error)
         raise WriteError(f"{file}: cannot be written: {why}") from error
+
+
+def as_stored(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a trained tensor as it is written to a file; floating-point numbers in `dtype`, if given."""
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", wanted).contiguous()
 
 
 def replace_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:

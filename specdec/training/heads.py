@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.training.files import replace_json, replace_tensors
+from specdec.training.files import as_stored, replace_json, replace_tensors
 from specdec.training.plan import Origin
 from specdec.training.texts import Windows
 from specdec.training.training import P, Training, check_room, rows_a_pass
@@ -65,7 +65,8 @@ class HeadTraining(Training[P]):
 
     @abstractmethod
     def _stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, object]]:
-        """Return the tensors and the configuration of heads that can be loaded for the target."""
+        """Return the tensors, to be written in bfloat16, and the configuration of heads that can be loaded for the
+        target."""
 
     def describe(self, loss: float) -> str:
         return f"step {self.done} of {self.total}, {loss:.3f} nats a token at the first {self.guess}"
@@ -96,11 +97,7 @@ class HeadTraining(Training[P]):
 
     def _write(self, out: Path) -> None:
         tensors, config = self._stored()
-        replace_tensors(out / "model.safetensors", tensors)
+        stored = {name: as_stored(tensor, torch.bfloat16) for name, tensor in tensors.items()}
+        replace_tensors(out / "model.safetensors", stored)
         (out / "model.safetensors").chmod(0o644)  # for services of other users; texts stay private
         replace_json(out / "config.json", {**config, "base_model_name_or_path": self.origin.target})
-
-
-def as_stored(tensor: Tensor) -> Tensor:
-    """Return a copy of trained weights in the dtype of files of heads, bfloat16."""
-    return tensor.detach().to("cpu", torch.bfloat16, copy=True).contiguous()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.heads.medusa import MedusaHeads
 from specdec.engine.hf.hidden_states import with_hidden_states
-from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining, as_stored
+from specdec.training.heads import DECAY, TOLD_RANKS, HeadTraining
 from specdec.training.plan import MEDUSA, Origin, Plan
 from specdec.training.texts import Windows
 
@@ -74,12 +74,10 @@ class MedusaTraining(HeadTraining[MedusaPlan]):
     def _stored(self) -> tuple[Mapping[str, Tensor], Mapping[str, object]]:
         """Return the heads in vLLM's layout. Heads without their own output head use the target's."""
         shape = self.heads.shape
-        stored = {name: as_stored(tensor) for name, tensor in _named(self.heads)}
+        stored = dict(_named(self.heads))
         if self.plan.own_outputs:
             assert self.heads.outputs is not None
-            stored |= {
-                f"lm_heads.{number}.weight": as_stored(self.heads.outputs[number]) for number in range(shape.heads)
-            }
+            stored |= {f"lm_heads.{number}.weight": self.heads.outputs[number] for number in range(shape.heads)}
         return stored, {
             "model_type": "medusa",
             "architectures": ["MedusaModel"],

@@ -15,7 +15,7 @@ from specdec.engine.memory import free_bytes
 from specdec.engine.placement import BYTES
 from specdec.engine.preflight.memory_needed import in_gigabytes
 from specdec.engine.unsupported import UnsupportedModelError
-from specdec.training.files import PLAN, STATE, TEXTS, make_folder, read_tensors, replace_tensors
+from specdec.training.files import PLAN, STATE, TEXTS, as_stored, make_folder, read_tensors, replace_tensors
 from specdec.training.plan import DivergedError, Origin, Plan, ResumeError, write_plan
 
 DONE = "done"
@@ -139,13 +139,13 @@ class Training(ABC, Generic[P]):
     def _state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {DONE: torch.tensor(self.done)}
         for number, parameter in enumerate(self._trained):
-            state[f"{number}"] = _stored(parameter)
+            state[f"{number}"] = as_stored(parameter)
             moments = self._optimizer.state.get(parameter, {})  # empty for a weight that no step has used
             for name in MOMENTS:
                 if name in moments:
-                    state[f"{number}.{name}"] = _stored(moments[name])
+                    state[f"{number}.{name}"] = as_stored(moments[name])
             if moments and moments[STEP].item() != self.done:
-                state[f"{number}.{STEP}"] = _stored(moments[STEP])
+                state[f"{number}.{STEP}"] = as_stored(moments[STEP])
         return state
 
     def resume(self, out: Path) -> None:
@@ -187,10 +187,6 @@ def check_room(
             f"{name}: training needs {in_gigabytes(needed)} more for gradients, moments and logits, but {device} "
             f"has {in_gigabytes(free)} free: {remedy}"
         )
-
-
-def _stored(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
 
 
 def _schedule(progress: float) -> float:
