@@ -15,6 +15,9 @@ DraftKind = Literal["torch", "eager", "onnx"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+GraphDtype = Literal["float32", "float16"]
+"""The dtypes of exported graphs: NumPy, which makes their pools, has no bfloat16."""
+
 WantedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 """A dtype, or "auto" for the one that suits model and device (`preflight/dtype.py`)."""
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.engine.gpu.kernels import store
+from specdec.engine.gpu.kernels import INTERPRETED, store
 from specdec.engine.gpu.layout import TILE_ROWS
 from specdec.engine.gpu.staging import SplitKvTensors
 from specdec.engine.partials import SPLIT, numbers_of_a_partial
@@ -41,10 +41,6 @@ products ("ieee") do not use tensor cores, and need more registers than a GPU ha
 
 SPLITS_AT_ONCE = 16
 """Splits per read of the second kernel."""
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""True if Triton's interpreter runs the kernels, as in tests without a GPU. It has no bfloat16 products, so these are
-computed in float32."""
 
 
 class Tiling(NamedTuple):

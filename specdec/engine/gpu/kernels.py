@@ -15,6 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""True if Triton's interpreter runs the kernels, as in tests without a GPU. It has no bfloat16 products, so these are
+computed in float32."""
+
 GATE_BLOCK = 1024
 """Numbers per program of the gate kernel."""
 

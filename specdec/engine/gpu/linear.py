@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.engine.gpu.kernels import INTERPRETED
 from specdec.engine.hf.linear import is_plain
 
 MIN_PART = 512
@@ -38,9 +39,6 @@ Chosen by hand: fewer would leave much of a large GPU idle."""
 
 ADDED = 1024
 """Elements of the result per program of the second kernel."""
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""True if Triton's interpreter runs the kernels. It has no bfloat16 products, so these are computed in float32."""
 
 
 class SplitKLinear(torch.nn.Linear):

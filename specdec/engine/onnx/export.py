@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
@@ -40,6 +40,7 @@ from specdec.engine.model_folder import check_replaceable, replaced
 from specdec.engine.onnx.agreement import Agreement, agreement, logits_of_model, sample_tokens
 from specdec.engine.onnx.weights import Bits, lay_out, size_of
 from specdec.engine.padded.attention import AttentionGroup, PaddedAttention
+from specdec.engine.placement import GraphDtype
 from specdec.engine.preflight.device import installed
 from specdec.engine.preflight.memory_needed import MIN_QUANTISED_BYTES
 from specdec.engine.start_phases import Progress
@@ -60,9 +61,6 @@ COPIED = (
     LEARNED_FROM,
 )
 """Files copied from the original model to the export."""
-
-Dtype = Literal["float32", "float16"]
-"""Possible dtypes of a graph: NumPy, which makes the pools, has no bfloat16."""
 
 MIN_OVERLAP = 0.9
 """Minimum overlap (`Agreement`) with the unquantised model for weights to be quantised by default."""
@@ -126,7 +124,7 @@ class _Graph(torch.nn.Module):
 def export(
     directory: ModelDirectory,
     target: Path,
-    dtype: Dtype = "float32",
+    dtype: GraphDtype = "float32",
     bits: Bits | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Agreement | None:
@@ -186,7 +184,7 @@ def export(
     raise AssertionError("the last candidate is not quantised")
 
 
-def _candidates(dtype: Dtype, weights: int) -> list[Bits]:
+def _candidates(dtype: GraphDtype, weights: int) -> list[Bits]:
     """Return the bits to try by default for `weights` bytes, in order; the last entry needs no check."""
     if dtype != "float32" or weights < MIN_QUANTISED_BYTES:
         return [32]
@@ -266,7 +264,7 @@ def _save(graph: ir.Model, file: Path, progress: Callable[[int, int], None]) -> 
     ir.save(graph, file, external_data=GRAPH_DATA, callback=wrote)
 
 
-def copy_graph(dtype: Dtype) -> onnx.ModelProto:
+def copy_graph(dtype: GraphDtype) -> onnx.ModelProto:
     """Return the graph that copies slots within a pool; it reads all of them before it writes any."""
     kind = {"float32": onnx.TensorProto.FLOAT, "float16": onnx.TensorProto.FLOAT16}[dtype]
     pool = ["slots", "heads", "width"]

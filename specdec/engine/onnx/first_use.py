@@ -7,7 +7,6 @@ import multiprocessing
 import os
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
 
 import structlog
 
@@ -16,16 +15,15 @@ from specdec.engine.cache_folder import temporary
 from specdec.engine.derived_models import make_user_cache, place_of_export, user_cache, what_is_broken
 from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, read_fields
+from specdec.engine.placement import GraphDtype
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.exit_status import how_it_ended
-
-Dtype = Literal["float32", "float16"]
 
 log = structlog.get_logger()
 
 
 def exported(
-    directory: ModelDirectory, dtype: Dtype = "float32", *, quantised: bool = False, niceness: int = 0
+    directory: ModelDirectory, dtype: GraphDtype = "float32", *, quantised: bool = False, niceness: int = 0
 ) -> Path:
     """Return the path of a model's export: the directory itself, or one in the user's cache, created now if it is
     missing or broken. If the cache cannot be written, the export is temporary. `quantised`: choose the number of bits
@@ -49,7 +47,9 @@ def exported(
     return target
 
 
-def _without_cache(directory: ModelDirectory, dtype: Dtype, quantised: bool, niceness: int, error: OSError) -> Path:
+def _without_cache(
+    directory: ModelDirectory, dtype: GraphDtype, quantised: bool, niceness: int, error: OSError
+) -> Path:
     """Export a model into a folder deleted when this process ends, since the cache cannot be written; return its path.
     ModelDirectoryError, naming both folders, if that fails too."""
     folder, why = user_cache(), error.strerror or str(error)
@@ -65,7 +65,7 @@ def _without_cache(directory: ModelDirectory, dtype: Dtype, quantised: bool, nic
     return target
 
 
-def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bool, niceness: int) -> None:
+def _export(directory: ModelDirectory, target: Path, dtype: GraphDtype, quantised: bool, niceness: int) -> None:
     """Run the export in a new process and report its progress. Raise its error; an OSError if the folder cannot be
     written."""
     context = multiprocessing.get_context("spawn")
@@ -88,7 +88,9 @@ def _export(directory: ModelDirectory, target: Path, dtype: Dtype, quantised: bo
         raise UnsupportedModelError(f"{directory.name} was not exported: {how_it_ended(process.exitcode)}")
 
 
-def _in_process(path: Path, target: Path, dtype: Dtype, quantised: bool, niceness: int, sender: Connection) -> None:
+def _in_process(
+    path: Path, target: Path, dtype: GraphDtype, quantised: bool, niceness: int, sender: Connection
+) -> None:
     """Export, sending progress and, if it fails, the error. If the parent has died, sending fails, and the written
     files are removed."""
     os.nice(niceness)

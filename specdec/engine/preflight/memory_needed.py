@@ -17,10 +17,11 @@ from specdec.decoding.block_hashes import HASHED_TOKENS
 from specdec.engine.attention_size import AttentionSize
 from specdec.engine.derived_models import place_of_export, what_is_broken
 from specdec.engine.memory import MIN_SLOTS, slots_wanted, slots_within
-from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
+from specdec.engine.model_directory import DESCRIPTION, ModelDirectory
 from specdec.engine.model_file import Fields, read_fields
 from specdec.engine.partials import numbers_of_a_partial, partials_for
 from specdec.engine.placement import BITS, BLOCK, BYTES, HEAD_BITS, TABLE_BITS, Dtype, Placement
+from specdec.engine.preflight.device import is_exported
 from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.preflight.weights import USUAL, Tensor, bytes_of, kept_format, tensors_of_model
 from specdec.engine.working_memory import MAX_SESSIONS, attention_bytes, logits_bytes, row_bytes, start_bytes
@@ -117,10 +118,10 @@ def memory_needed(directory: ModelDirectory, placement: Placement, free: int | N
     """Return the memory that a model needs as placed. Without `free`, it is the minimum for a start. On a device with
     `free` bytes, it is the total with the default number of slots and the maximum number of sessions."""
     dtype = dtype_of(directory, placement)
-    if placement.kind == "onnx" and not (directory.path / GRAPH).is_file():
+    if placement.kind == "onnx" and not is_exported(directory, placement):
         cached = place_of_export(directory, dtype, quantised=placement.may_quantise)
         directory = directory if what_is_broken(cached) else ModelDirectory(cached)
-    exported = placement.kind == "onnx" and (directory.path / GRAPH).is_file()
+    exported = is_exported(directory, placement)
     numbers = _numbers_of_an_export(directory) if exported else numbers_of_a_token(directory)
     slot = numbers * BYTES[dtype]
     if free is None or placement.kv_tokens is not None:
