@@ -31,7 +31,7 @@ class VllmDraftSettings:
         """Read the settings; ValueError names a missing or invalid variable."""
         given = environment.get(DRAFTS, "")
         if not given:
-            raise ValueError(f"{DRAFTS} is not set: addresses of draft services, comma-separated")
+            raise ValueError(f"{DRAFTS} is not set: set it to the addresses of the draft services, comma-separated")
         try:
             drafts = tuple(parse_addresses(given))
         except ValueError as error:

@@ -140,7 +140,7 @@ class SplitKvPacker(Packer):
         placed = np.bincount([row for path in self._paths for row in path.rows], minlength=count)
         if not (placed == 1).all():
             row = int((placed != 1).argmax())
-            raise ValueError(f"row {row} is on {placed[row]} paths, it must be on one")
+            raise ValueError(f"row {row} is on {placed[row]} paths, must be on one")
         positions = np.asarray(self.positions, dtype=np.int64)
         seen = positions // SPLIT + 1
         first_partials = np.zeros(count, dtype=np.int32)

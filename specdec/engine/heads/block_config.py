@@ -205,5 +205,5 @@ def _layers(config: Fields, target: TargetShape) -> tuple[int, ...]:
     else:
         found = config.integers(ENTERED, 0, target.layers - 1, count=MAX_FEATURES)
     if not found:
-        raise config.refusal(ENTERED if config.has(ENTERED) else LEFT, "a list of layers, one at least")
+        raise config.refusal(ENTERED if config.has(ENTERED) else LEFT, "a non-empty list of layers")
     return tuple(found)

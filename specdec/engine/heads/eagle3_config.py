@@ -99,7 +99,7 @@ def _layers(config: Fields, target: TargetShape) -> tuple[int, ...]:
     if within.has(LAYER_IDS):
         layers = within.integers(LAYER_IDS, 0, target.layers - 1, count=MAX_FEATURES)
         if not layers:
-            raise within.refusal(LAYER_IDS, "a list of layers, one at least")
+            raise within.refusal(LAYER_IDS, "a non-empty list of layers")
         # EAGLE's first layer is 2, which SpecForge calls 1. In a shallow target `train-heads` chooses 1 itself.
         if layers[0] == 1 and target.layers >= MIN_LAYERS and not config.has(SPECULATORS):
             layers = [1 + layer for layer in within.integers(LAYER_IDS, 0, target.layers - 2, count=MAX_FEATURES)]

@@ -179,7 +179,9 @@ class FeatureFiles(ABC, Generic[Config]):
             )
         for part, stored in self.parts.items():
             if part not in wanted:
-                raise HeadsFilesError(f"{stored.file}: {stored.name} is not used by heads of this config.json")
+                raise HeadsFilesError(
+                    f"{stored.file}: {stored.name} is unexpected: heads of this config.json have no such tensor"
+                )
 
 
 def _digest_of(fields: object) -> hashlib._Hash:

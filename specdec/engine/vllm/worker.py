@@ -142,7 +142,8 @@ def _logits(runner: Any, batch: BlockBatch) -> Tensor | None:
     count, sequences, counts = len(batch.tokens), len(batch.lengths), np.diff(batch.starts)
     if count > runner.max_num_tokens or sequences > runner.max_num_reqs:
         raise ValueError(
-            f"a step of {count} rows in {sequences} sequences, at most {runner.max_num_tokens} in {runner.max_num_reqs}"
+            f"the step has {count} rows in {sequences} sequences, must have at most {runner.max_num_tokens} in "
+            f"{runner.max_num_reqs}"
         )
     with runner.synchronize_input_prep():
         _fill(runner, batch)

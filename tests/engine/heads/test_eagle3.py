@@ -275,8 +275,14 @@ def tensor(name: str, *shape: int) -> Change:
         (tensor("midlayer.self_attn.q_norm.weight", 6), "q_norm.weight is no part of EAGLE-3 heads"),
         (tensor("layers.1.mlp.up_proj.weight", 14, 12), "layers.1.mlp.up_proj.weight is no part of EAGLE-3 heads"),
         (tensor("layers.0.hidden_norm.weight", 12), "are the same part"),
-        (tensor("input_norm.weight", 30), "input_norm.weight is not used by heads of this config.json"),
-        (tensor("fc_norm.0.weight", 10), "fc_norm.0.weight is not used by heads of this config.json"),
+        (
+            tensor("input_norm.weight", 30),
+            "input_norm.weight is unexpected: heads of this config.json have no such tensor",
+        ),
+        (
+            tensor("fc_norm.0.weight", 10),
+            "fc_norm.0.weight is unexpected: heads of this config.json have no such tensor",
+        ),
         (field("fc_norm", True), r"lacks fc_norm.0.weight, of the shape \[10\]"),
         (field("norm_before_fc", True), r"lacks input_norm.weight, of the shape \[30\]"),
         (
@@ -300,7 +306,7 @@ def tensor(name: str, *shape: int) -> Change:
             field("eagle_config", {"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}),
             r"eagle_config.eagle_aux_hidden_state_layer_ids\[2\] is 6, must be an integer from 0 to 5",
         ),
-        (field("eagle_config", {"eagle_aux_hidden_state_layer_ids": []}), "must be a list of layers, one at least"),
+        (field("eagle_config", {"eagle_aux_hidden_state_layer_ids": []}), "must be a non-empty list of layers"),
         (field("speculators_model_type", "peagle"), 'speculators_model_type is "peagle", must be eagle3'),
     ],
 )

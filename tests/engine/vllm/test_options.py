@@ -46,7 +46,9 @@ def test_a_device_that_vllm_was_not_built_for_is_refused(device: str, for_cpus: 
     """vLLM would fall back to the devices it was built for."""
     other = "cuda" if device == "cpu" else "cpu"
     versions.check_build(other, for_cpus=for_cpus)
-    with pytest.raises(UnsupportedModelError, match=f"device {device}: vLLM is built for .*: use --device {other}"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"device {device}: the installed vLLM is a build for .*: use --device {other},"
+    ):
         versions.check_build(device, for_cpus=for_cpus)
 
 
