@@ -160,22 +160,19 @@ class GpuEngine:
         return SplitKvPacker(rows=self._rows, tile_rows=self._tile_rows, most_partials=self._partials)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
-        with self._computing():
-            return np.asarray(self._execute(batch).logits.cpu().numpy())
+        return _on_host(self._execute(batch).logits)
 
     def forward_hidden(self, batch: PackedBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        with self._computing():
-            result = self._execute(batch, hidden=True)
-            assert result.hidden is not None
-            return np.asarray(result.logits.cpu().numpy()), np.asarray(result.hidden.float().cpu().numpy())
+        result = self._execute(batch, hidden=True)
+        assert result.hidden is not None
+        return _on_host(result.logits), _on_host(result.hidden)
 
     def forward_features(
         self, batch: PackedBatch, layers: Sequence[int]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        with self._computing():
-            result = self._execute(batch, layers=tuple(layers))
-            assert result.features is not None
-            return np.asarray(result.logits.cpu().numpy()), np.asarray(result.features.float().cpu().numpy())
+        result = self._execute(batch, layers=tuple(layers))
+        assert result.features is not None
+        return _on_host(result.logits), _on_host(result.features)
 
     def layer_count(self) -> int:
         return len(decoder_layers(self.model))
@@ -192,18 +189,14 @@ class GpuEngine:
             return logits[:count]
 
     def launch(self, batch: PackedBatch) -> GpuPass:
-        with self._computing():
-            result = self._execute(batch)
-        return GpuPass(result.logits, self._computing)
+        return GpuPass(self._execute(batch).logits, self._computing)
 
     def launch_hidden(self, batch: PackedBatch) -> GpuPass:
-        with self._computing():
-            result = self._execute(batch, hidden=True)
+        result = self._execute(batch, hidden=True)
         return GpuPass(result.logits, self._computing, result.hidden)
 
     def launch_features(self, batch: PackedBatch, layers: Sequence[int]) -> GpuPass:
-        with self._computing():
-            result = self._execute(batch, layers=tuple(layers))
+        result = self._execute(batch, layers=tuple(layers))
         return GpuPass(result.logits, self._computing, features=RowFeatures(result.features, batch.wanted))
 
     def forward_shortlists(self, batch: PackedBatch) -> GpuDraftLogits:
@@ -244,28 +237,29 @@ class GpuEngine:
         at `layers`."""
         assert isinstance(batch, SplitKvBatch)  # from our own packer
         batch.check(self.capacity, self._context)
-        if self._decoder is None:
-            tensors = SplitKvTensors.of(batch, self._device)
-            if hidden:
-                return _Result(*with_hidden_states(self.model, lambda: self._logits(tensors)))
-            if layers:
-                features = Features(layers)
-                with features.of(self.model):
-                    logits = self._logits(tensors)
-                return _Result(logits, features=features.stacked())
-            return _Result(self._logits(tensors))
-        wanted, rows = len(batch.wanted), len(batch.tokens)
-        if self._graphs is not None and wanted <= rows <= MAX_ROWS and len(batch.waves) == 1:
-            room = np.concatenate([batch.wanted, np.zeros(rows - wanted, dtype=np.int64)])
-            tensors, states = self._graphs_of(layers).forward(replace(batch, wanted=room))
-        else:
-            tensors = SplitKvTensors.of(batch, self._device)
-            states = self._states(layers, tensors)
-        # The head runs outside graphs: a prompt needs the logits of one row of many, and logits are large.
-        chosen = states[:, 0].index_select(0, tensors.wanted[:wanted])
-        # Copied, since the next pass of this size overwrites the graph's memory.
-        kept = states[:, 1:].clone() if layers else None
-        return _Result(self.model.get_output_embeddings()(chosen), chosen, kept)
+        with self._computing():
+            if self._decoder is None:
+                tensors = SplitKvTensors.of(batch, self._device)
+                if hidden:
+                    return _Result(*with_hidden_states(self.model, lambda: self._logits(tensors)))
+                if layers:
+                    features = Features(layers)
+                    with features.of(self.model):
+                        logits = self._logits(tensors)
+                    return _Result(logits, features=features.stacked())
+                return _Result(self._logits(tensors))
+            wanted, rows = len(batch.wanted), len(batch.tokens)
+            if self._graphs is not None and wanted <= rows <= MAX_ROWS and len(batch.waves) == 1:
+                room = np.concatenate([batch.wanted, np.zeros(rows - wanted, dtype=np.int64)])
+                tensors, states = self._graphs_of(layers).forward(replace(batch, wanted=room))
+            else:
+                tensors = SplitKvTensors.of(batch, self._device)
+                states = self._states(layers, tensors)
+            # The head runs outside graphs: a prompt needs the logits of one row of many, and logits are large.
+            chosen = states[:, 0].index_select(0, tensors.wanted[:wanted])
+            # Copied, since the next pass of this size overwrites the graph's memory.
+            kept = states[:, 1:].clone() if layers else None
+            return _Result(self.model.get_output_embeddings()(chosen), chosen, kept)
 
     def _graphs_of(self, layers: tuple[int, ...]) -> Graphs:
         """Return the graphs of passes that keep these layers' features."""
@@ -292,3 +286,7 @@ class GpuEngine:
             packed=SplitKvAttention(self._memory, batch),
         ).logits
         return logits[0]
+
+
+def _on_host(values: Tensor) -> NDArray[np.float32]:
+    return np.asarray(values.float().cpu().numpy())
