@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,34 @@ from specdec.engine.working_memory import ATTENTION_BYTES, attention_bytes, logi
 CPU_DEVICE = OnnxDevice("cpu", 0)
 
 
+class _Description(NamedTuple):
+    """The description of an exported model."""
+
+    pools: list[tuple[int, int, int]]  # of each layer: KV heads, and the widths of keys and values
+    window: int | None
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, directory: ModelDirectory) -> _Description:
+        """Read the description in a directory; ModelDirectoryError if there is none, or it is damaged."""
+        file = directory.path / DESCRIPTION
+        description = read_fields(file)
+        if description is None:
+            raise ModelDirectoryError(
+                f"{directory.path}: not an exported model (no {DESCRIPTION}); run `specdec export`"
+            )
+        try:
+            pools = [(int(heads), int(key), int(value)) for heads, key, value in description.content["pools"]]
+            window = description.content["window"]
+            dtype = np.dtype({"float32": np.float32, "float16": np.float16}[description.content["dtype"]])
+            return cls(pools, None if window is None else int(window), dtype)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {in_one_line(error)}"
+            raise ModelDirectoryError(
+                f"{file}: damaged, or from an earlier version; run `specdec export` again ({reason})"
+            ) from error
+
+
 class OnnxEngine:
     """An exported model and its KV cache, on `device` (cpu, cuda, cuda:1, ...).
 
@@ -54,22 +82,7 @@ class OnnxEngine:
         threads: int,
         device: str = "cpu",
     ) -> None:
-        file = directory.path / DESCRIPTION
-        description = read_fields(file)
-        if description is None:
-            raise ModelDirectoryError(
-                f"{directory.path}: not an exported model (no {DESCRIPTION}); run `specdec export`"
-            )
-        try:
-            shapes = [(int(heads), int(key), int(value)) for heads, key, value in description.content["pools"]]
-            window = description.content["window"]
-            self.window: int | None = None if window is None else int(window)
-            of_pools = np.dtype({"float32": np.float32, "float16": np.float16}[description.content["dtype"]])
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            reason = f"{type(error).__name__}: {in_one_line(error)}"
-            raise ModelDirectoryError(
-                f"{file}: damaged, or from an earlier version; run `specdec export` again ({reason})"
-            ) from error
+        shapes, self.window, of_pools = _Description.of(directory)
         self._onnx_device = parse_device(device)
         chosen = providers(self._onnx_device, ort.get_available_providers())
         if self._onnx_device.kind == "cuda":
@@ -84,9 +97,9 @@ class OnnxEngine:
         self.exact = False  # all lanes of a batch are padded to one shape
         self.vocabulary = directory.vocabulary
         self.device, self.dtype = device, str(of_pools.name)
-        self.threads = (threads,) if self._onnx_device.kind == "cpu" else ()
-        provider = self._session.get_providers()[0]
         on_cpu = self._onnx_device.kind == "cpu"
+        self.threads = (threads,) if on_cpu else ()
+        provider = self._session.get_providers()[0]
         processor = cpu_kind() if on_cpu else gpu_kind(self._onnx_device.number)
         self.numerics = f"onnxruntime-{ort.__version__}/{provider}/{processor}/{of_pools.name}/threads-{threads}"
         slot_bytes = of_pools.itemsize * sum(heads * (key + value) for heads, key, value in shapes)
@@ -104,7 +117,7 @@ class OnnxEngine:
         self._binding = self._session.io_binding()
         taken = {node.name for node in self._session.get_inputs()}
         self._takes_window = "windowed" in taken
-        if self._onnx_device.kind != "cpu" and (directory.path / SHORTLISTS_GRAPH).is_file():
+        if not on_cpu and (directory.path / SHORTLISTS_GRAPH).is_file():
             finding = _session(directory.path / SHORTLISTS_GRAPH, threads, chosen, half=False)
             self.forward_shortlists: DraftPass = lambda batch: OnnxDraftLogits(self._on_gpu(batch), finding)
         for name, pool in self._pools.items():
