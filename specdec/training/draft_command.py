@@ -28,6 +28,9 @@ from specdec.training.training import check_room
 REPLAY_SHARE = 0.25
 """Default fraction of older text in a batch, if there is older text."""
 
+Served = tuple[ServedLabels, TextWindows]
+"""Labels from serving, and their windows."""
+
 
 @dataclass(frozen=True)
 class DraftOptions:
@@ -55,7 +58,7 @@ class PreparedDraft:
         files: DraftFiles,
         learned_from: LearnedFrom | None = None,
         traffic: TrainingTraffic | None = None,
-        served: tuple[ServedLabels, TextWindows] | None = None,
+        served: Served | None = None,
     ) -> None:
         """`learned_from`: tenants whose texts the draft learns from, and tenants that it has learned from before; None:
         there are none. `served`: labels from serving and their windows; the draft then learns only from these, and all
@@ -99,19 +102,22 @@ def prepared(
     learned_from = None if isinstance(draft.directory, RandomWeights) else LearnedFrom.of(draft.directory.path)
     if options.traffic is not None:
         learned_from = (learned_from or LearnedFrom()).with_texts(options.traffic.tenants)
-    served: tuple[ServedLabels, TextWindows] | None = None
+    served: Served | None = None
     text_digest = digest_of(options.files) if options.files else None
     replay_digest = digest_of(options.replay) if options.replay else None
+    models = {
+        "target": target.name,
+        "target_fingerprint": target.model_fingerprint,
+        "draft": draft.directory.name,
+        "draft_fingerprint": draft.fingerprint,
+    }
     if resume:
         origin = check_unfinished(
             out,
             DraftTraining.trains,
             plan,
             DraftOrigin,
-            target=target.name,
-            target_fingerprint=target.model_fingerprint,
-            draft=draft.directory.name,
-            draft_fingerprint=draft.fingerprint,
+            **models,
             text=text_digest,
             own_tokens=options.own_tokens,
             replay=replay_digest,
@@ -121,27 +127,13 @@ def prepared(
     else:
         share = REPLAY_SHARE if options.replay_share is None else options.replay_share
         origin = DraftOrigin(
-            target.name,
-            text_digest or "",
-            options.own_tokens or 0,
-            target.model_fingerprint,
-            draft.directory.name,
-            draft.fingerprint,
-            replay_digest or "",
-            share if options.replay else 0.0,
+            **models,
+            text=text_digest or "",
+            own_tokens=options.own_tokens or 0,
+            replay=replay_digest or "",
+            replay_share=share if options.replay else 0.0,
         )
-        tokenizer, end = Tokenizer(target), min(target.end_tokens, default=None)
-        given, replay = (tokens_of(files, tokenizer, end) for files in (options.files, options.replay))
-        if options.traffic is not None and options.served_labels:
-            learned, held_out = options.traffic.parted(plan.length)
-            learned.check(draft.directory.vocabulary)
-            served = learned.labels(plan.overruled), TextWindows(learned.positions, plan.length)
-            given = held_out.tokens(end)
-        elif options.traffic is not None:
-            given = torch.cat([given, options.traffic.tokens(end)])
-        own = torch.empty(0, plan.length, dtype=torch.int64)
-        text = TrainingText(given, replay, own, in_memory=options.traffic is not None)
-        text.check(plan.length, draft.directory.vocabulary, "draft")  # before the models are loaded
+        text, served = _texts(target, draft, options, plan)
     big, small = load_target(target, options.device), load_draft(draft.directory, options.device)
     check_room(
         draft.directory.name,
@@ -158,3 +150,24 @@ def prepared(
             write_plan(out, DraftTraining.trains, plan, origin)
     files = DraftFiles(draft.directory, draft.tokenizer, dtype_of_weights(draft.directory))
     return PreparedDraft(big, small, text, plan, origin, files, learned_from, options.traffic, served)
+
+
+def _texts(
+    target: ModelDirectory, draft: GivenDraft, options: DraftOptions, plan: DraftPlan
+) -> tuple[TrainingText, Served | None]:
+    """Return the texts of a new training, and the labels from serving if it learns from these; TextError, naming the
+    option, if they are unusable."""
+    served: Served | None = None
+    tokenizer, end = Tokenizer(target), min(target.end_tokens, default=None)
+    given, replay = (tokens_of(files, tokenizer, end) for files in (options.files, options.replay))
+    if options.traffic is not None and options.served_labels:
+        learned, held_out = options.traffic.parted(plan.length)
+        learned.check(draft.directory.vocabulary)
+        served = learned.labels(plan.overruled), TextWindows(learned.positions, plan.length)
+        given = held_out.tokens(end)
+    elif options.traffic is not None:
+        given = torch.cat([given, options.traffic.tokens(end)])
+    own = torch.empty(0, plan.length, dtype=torch.int64)
+    text = TrainingText(given, replay, own, in_memory=options.traffic is not None)
+    text.check(plan.length, draft.directory.vocabulary, "draft")  # before the models are loaded
+    return text, served
