@@ -3,7 +3,7 @@
 The common interface and shared parts are at this level: `engine.py`, `batch.py`, row counts, model directories.
 
 - `kv/`: book-keeping of KV memory
-- `cpu/`: attention on CPUs; `padded/`: attention on any device
+- `cpu/`: attention and decoder layers on CPUs; `padded/`: attention on any device
 - `gpu/`, `onnx/`, `vllm/`: one engine each
 - `engines/`: the other engines, and the loader for all of them
 - `hf/`: everything based on transformers

@@ -17,7 +17,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 """Special tokens that any tokenizer may have, in the order they are added."""
 
 MAX_ADDED_TOKENS = 100_000
-"""Limit on the tokens in files besides tokenizer.json; published models have a few thousand at most."""
+"""Limit on each list of tokens outside tokenizer.json; published models have a few thousand at most."""
 
 MAX_TOKEN_ID = (1 << 32) - 1
 """Largest permitted token id in tokenizer.json; ids there may exceed the model's vocabulary."""

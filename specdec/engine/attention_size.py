@@ -8,7 +8,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import Fields, is_integer
 
 MAX_SIZE = 1 << 20
-"""Sanity limit on the number of layers, heads or widths."""
+"""Sanity limit on the numbers of layers and heads, and on widths."""
 
 
 class AttentionSize(NamedTuple):

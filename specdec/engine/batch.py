@@ -26,7 +26,7 @@ class PackedBatch:
     tokens: NDArray[np.int64]  # [t]
     positions: NDArray[np.int64]  # [t] absolute
     slots: Slots  # [t] destination of each token's key and value
-    wanted: NDArray[np.int64]  # [n] rows whose logits are returned; padded with the first one
+    wanted: NDArray[np.int64]  # [n] rows whose logits are returned; padded by repeating the first
 
 
 @dataclass

@@ -46,9 +46,10 @@ class Pass(Protocol):
     """A launched forward pass."""
 
     def logits(self, asked: Callable[[], Mapping[int, SamplingQuery]]) -> StepLogits:
-        """Wait for the pass and return its wanted rows. Called at most once, and not at all if no row is needed; then
-        the next pass raises any error of this one. `asked` computes the sampling queries known in advance, by index
-        among the wanted rows. Only engines that use queries call it, during the pass if the device is asynchronous."""
+        """Wait for the pass and return its wanted rows. Called at most once. If it is never called, because no row is
+        needed, the next pass raises any error of this one. `asked` computes the sampling queries known in advance, by
+        index among the wanted rows. Only engines that use queries call `asked`, during the pass if the device is
+        asynchronous."""
 
 
 @runtime_checkable
@@ -126,7 +127,7 @@ def draft_pass_of(engine: Engine) -> DraftPass:
 
 @runtime_checkable
 class Placed(Protocol):
-    """An engine's device, dtype and threads, for display."""
+    """An engine that reports its device, dtype and threads."""
 
     device: str  # cpu, cuda:0
     dtype: str

@@ -67,7 +67,8 @@ def slots_wanted(context: int, device: str) -> int:
 
 def slots_within(free: int, slot_bytes: int, wanted: int, working: int, row_bytes: int) -> int:
     """Return how many of the `wanted` slots fit into `free` bytes besides `working` bytes of working memory, using at
-    most SHARE of the rest. Each block counts as an additional session, which needs `row_bytes` of logits."""
+    most SHARE of the rest. `row_bytes` of logits are set aside for each block, since each could belong to another
+    session."""
     rest = max(0, free - working)
     with_rows = slot_bytes + -(-row_bytes // HASHED_TOKENS)
     return min(wanted, int(SHARE * rest) // slot_bytes, rest // with_rows)
@@ -135,7 +136,7 @@ def free_by_driver(driver: Any, index: int) -> int:
         finally:
             call("cuCtxPopCurrent_v2", ctypes.byref(context))
     finally:
-        call("cuDevicePrimaryCtxRelease_v2", device)  # a context takes some hundred megabytes of the device
+        call("cuDevicePrimaryCtxRelease_v2", device)  # a context takes hundreds of megabytes of the device
     return free.value
 
 

@@ -189,8 +189,8 @@ class ModelDirectory:
 
     @cached_property
     def context(self) -> int:
-        """Length of the longest text supported by the model, in tokens. Model cards advise to add YaRN and to leave
-        max_position_embeddings as it was, so that YaRN's context counts if it is longer."""
+        """Length of the longest text supported by the model, in tokens. YaRN's context counts if it is longer than
+        max_position_embeddings, because model cards advise adding YaRN without changing that field."""
         config = self._text_config
         for key in ("max_position_embeddings", "n_positions"):
             if config.has(key):
@@ -220,7 +220,7 @@ class ModelDirectory:
 
     @cached_property
     def tokenizer_files(self) -> TokenizerFiles:
-        """The files that define the tokens; of tokenizer.json only the fields that do."""
+        """The files that define the tokens; tokenizer.json is reduced to the fields that list tokens."""
         settings = Fields(self.path / "tokenizer_config.json", self.tokenizer_config)
         special, added = (self._optional(name) for name in ("special_tokens_map.json", "added_tokens.json"))
         return TokenizerFiles(_listing_tokens(self._needed("tokenizer.json")), settings, special, added)
@@ -319,7 +319,7 @@ class ModelDirectory:
 
 
 def _context_by_yarn(config: Fields) -> int:
-    """Return the context to which YaRN extends the original one that the configuration names; 0 without either."""
+    """Return the context extended by YaRN, in tokens; 0 if there is no YaRN, or no original context to extend."""
     key = next((key for key in ("rope_scaling", "rope_parameters") if config.has(key)), None)
     if key is None:
         return 0

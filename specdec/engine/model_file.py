@@ -25,7 +25,7 @@ MAX_LEVELS = 64
 transformers."""
 
 MAX_NUMBER = 3.4e38
-"""Largest number that a message can carry, in 32 bits."""
+"""Largest number accepted: messages carry numbers as 32-bit floats."""
 
 SAMPLED_BYTES = 1 << 20
 """Bytes of a weight file in a model's fingerprint, in 64 evenly spaced pieces: enough to distinguish two training runs,
@@ -119,7 +119,7 @@ def read_fields(file: Path) -> Fields | None:
 
 
 def _is_deeper(content: object, levels: int) -> bool:
-    """Return whether lists and objects are nested more than `levels` deep; walks them level by level."""
+    """Return whether lists and objects are nested more than `levels` deep, without recursion."""
     level: list[Any] = [content] if isinstance(content, (dict, list)) else []
     for _ in range(levels):
         insides = (container.values() if isinstance(container, dict) else container for container in level)

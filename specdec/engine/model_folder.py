@@ -19,7 +19,7 @@ MARKERS = {"specdec.json": "an exported model", "gguf.json": "a converted GGUF f
 """Marker file -> what its folder contains."""
 
 STALE_SECONDS = 3600.0
-"""An unfinished folder that got no new files for this long is considered abandoned."""
+"""An unfinished folder without new files for this long is considered abandoned."""
 
 
 def check_replaceable(target: Path, marker: str) -> None:

@@ -15,11 +15,11 @@ as the kernels expect."""
 
 
 def partials_for(longest: int) -> int:
-    """Return the partials for which a pass has memory, with texts of up to `longest` tokens."""
+    """Return how many partials a pass has memory for, with texts of up to `longest` tokens."""
     return max(MAX_PARTIALS, WAVE_ROWS * -(-longest // SPLIT))
 
 
 def numbers_of_a_partial(heads: int, value_width: int) -> int:
-    """Return the numbers of a partial: for each query head the largest score, the sum of weights, and the weighted sum
-    of values."""
+    """Return how many numbers a partial has: for each query head the largest score, the sum of weights, and the
+    weighted sum of values."""
     return heads * (2 + value_width)

@@ -1,5 +1,5 @@
-"""Working memory of an engine, besides its weights and KV cache: on a CPU logits and the checks at start-up, and an
-exported model's attention.
+"""Working memory of an engine, besides its weights and KV cache: on a CPU, memory for logits and start-up checks; in an
+exported model, memory for attention.
 
 The preflight counts it (`preflight/memory_needed.py`), and the KV cache leaves room for it (`memory.py`).
 """
@@ -25,10 +25,10 @@ it, a pass runs in several parts, and each reads all weights. A chunk of 512 row
 8,000 tokens with 14 heads."""
 
 ATTENTION_COPIES = 2
-"""Copies of these numbers at a time: keys and values in another order, scores before and after softmax."""
+"""Copies of keys, values and scores at a time: keys and values in two orders, scores before and after softmax."""
 
 CHUNK_LANES, LANE_ROWS = 8, 64
-"""Lanes, and rows of each, of a long text's chunk of 512 rows."""
+"""Lanes in a long text's chunk of 512 rows, and rows in each lane."""
 
 LAID_OUT_AT_ONCE = 4
 """Copies of a layer while it is laid out: two to be joined, the joined one, and the prepacked one."""
