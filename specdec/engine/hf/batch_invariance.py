@@ -29,8 +29,8 @@ PROBED_ROWS = 128
 10,000."""
 
 PROBED_OUTPUTS = 1 << 15
-"""Approximate limit on the outputs compared of a row, at equal distances. A head on a GPU has up to 262,144: several
-gigabytes would be copied and hashed at each start."""
+"""Approximate limit on the compared outputs of a row, which are evenly spaced. A head on a GPU has up to 262,144
+outputs: comparing all would copy and hash several gigabytes at each start."""
 
 Linear = torch.nn.Linear | PackedLinear | GpuHead | BlockLinear
 
@@ -134,8 +134,8 @@ none."""
 def _counterparts(
     layers: Sequence[Linear], products: dict[Shape, InvariantRowCounts], instead: Counterpart, device: str
 ) -> dict[torch.nn.Module, torch.nn.Linear]:
-    """Return counterparts of layers, for shapes whose counterparts are invariant at more row counts; write these counts
-    to `products`."""
+    """Return layer -> counterpart, for shapes whose counterparts are invariant at more row counts than their layers;
+    write these counts to `products`."""
     better: dict[torch.nn.Module, torch.nn.Linear] = {}
     for shape in [shape for shape, rows in products.items() if rows.counts != CANDIDATES]:
         alike = [layer for layer in layers if _shape(layer) == shape]

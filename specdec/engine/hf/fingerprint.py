@@ -1,5 +1,5 @@
 """Everything besides the model that affects bits: our arithmetic and the device, as parts of the numerics fingerprint,
-and the whole machine."""
+and the machine, as part of a cache key (`kept_exactness.py`)."""
 
 from __future__ import annotations
 

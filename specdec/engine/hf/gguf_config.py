@@ -42,18 +42,18 @@ DROPPED = {
     "qwen3": {"attention.key_length": "head_dim"},
     "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
 }
-"""Architecture -> its keys without a place in transformers' table, and their fields. 0 means None."""
+"""Architecture -> its keys that are missing from transformers' table, and their fields. A value of 0 becomes None."""
 
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""Layers by which llama.cpp recognises the models of Gemma that scale queries by the hidden size, not the head's
-width: files do not have the scale."""
+"""Numbers of layers of the Gemma models that scale queries by hidden size / heads instead of the head's width.
+llama.cpp recognises them by this number too, since files do not contain the scale."""
 
 PHI3_CONTEXT, PHI3_WINDOW = 4096, 2047
-"""Context of the Phi-3 models whose early files lack their sliding window, and that window, as in llama.cpp."""
+"""Context and sliding window of the Phi-3 models whose early files lack the window, as in llama.cpp."""
 
 YARN_FIELDS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 YARN_ONES = ("yarn_ext_factor", "yarn_attn_factor")
-"""Keys of `rope.scaling` with a field in transformers' YaRN, and those that it takes as 1."""
+"""Keys of `rope.scaling` with a field in transformers' YaRN, and keys that transformers assumes to be 1."""
 
 
 class GgufKeys(NamedTuple):
@@ -135,7 +135,7 @@ def _set_rope(config: PretrainedConfig, keys: GgufKeys, file: Path) -> None:
 
 
 def _set_rotated_width(config: PretrainedConfig, parameters: dict[str, Any], keys: GgufKeys, file: Path) -> None:
-    """Set the rotated share of a head where the architecture has one; a share without a place is refused."""
+    """Set the rotated share of a head. ModelDirectoryError if part of a head is rotated, but no field can say so."""
     rotated, width = keys("rope.dimension_count"), getattr(config, "head_dim", None)
     width = width or config.hidden_size // config.num_attention_heads
     if rotated in (None, width):
@@ -147,7 +147,7 @@ def _set_rotated_width(config: PretrainedConfig, parameters: dict[str, Any], key
 
 def _scaling(keys: GgufKeys, file: Path) -> dict[str, Any]:
     """Return the scaling given by keys, as transformers' parameters; empty if there is none. As in llama.cpp, a factor
-    without a type is linear, also under its older name, and type `none` has no factor."""
+    without a type means linear scaling, the factor's older key is accepted, and type `none` ignores the factor."""
     kind = keys("rope.scaling.type") or "linear"
     factor = keys("rope.scaling.factor")
     factor = keys("rope.scale_linear") if factor is None else factor

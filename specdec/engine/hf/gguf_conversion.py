@@ -1,7 +1,7 @@
 """Conversion of a GGUF file into a model directory: transformers reads configuration, tokenizer and weights.
 
 This module adds what transformers does not read: fields of the configuration (`hf/gguf_config.py`), and all tokens that
-end a turn. Quantised weights are widened.
+end a turn. Quantised weights are dequantised.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_SHARD_BYTES = 1 << 29
 """Maximum bytes of a weight file: while it is written, memory holds a copy of its weights."""
 
 PIECE_ROWS = 4096
-"""Rows of a tensor widened at a time."""
+"""Rows of a tensor dequantised at a time."""
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Storage formats of unquantised GGUF weights."""
@@ -127,7 +127,7 @@ def _weights(
     reader: gguf.GGUFReader, file: Path, model: PreTrainedModel, dtype: torch.dtype, progress: Progress
 ) -> dict[str, Tensor]:
     """Return the weights by the model's names for them, using transformers' rules for each architecture. transformers'
-    own loop (`load_gguf_checkpoint`) widens whole tensors, using several times their memory."""
+    own loop (`load_gguf_checkpoint`) dequantises whole tensors, using several times their memory."""
     parsed = load_gguf_checkpoint(str(file), return_tensors=False)
     processor = TENSOR_PROCESSORS.get(value_of(reader, "general.architecture"), TensorProcessor)(
         config=parsed["config"]
@@ -161,7 +161,7 @@ class _Tensors(dict[str, Tensor]):
 
 
 def _widened(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
-    """Return a tensor's numbers, widened PIECE_ROWS rows at a time."""
+    """Return a tensor's numbers, dequantised PIECE_ROWS rows at a time."""
     data = tensor.data
     if data.ndim < 2:
         return np.asarray(gguf.dequantize(data, tensor.tensor_type), np.float32)

@@ -2,9 +2,9 @@
 
 The cache key contains everything that decides which kernels run: the model's configuration and weights, its layers as
 laid out, the thread counts, the machine (`fingerprint.py`), our sources and the versions of packages. An entry contains
-the invariant row counts of products, and a digest of a text's logits computed with them. The reader computes these
-again, and accepts the entry only if the digests are equal. Only success is stored: an inexact model is checked again at
-each start.
+the invariant row counts of products, and a digest of a text's logits computed with them. The next start computes these
+logits again, and uses the entry only if the digests are equal. Only success is stored: an inexact model is checked
+again at each start.
 """
 
 from __future__ import annotations

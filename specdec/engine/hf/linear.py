@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from specdec.engine.working_memory import MAX_SLICE_IDS
 
 TYPICAL_ROWS = 8
-"""Row count for which the weight layout is optimised; others work too."""
+"""Row count that the weight layout is optimised for; others work too."""
 
 
 class PackedLinear(torch.nn.Module):

@@ -43,8 +43,8 @@ def load(
     directory: ModelDirectory, dtype: torch.dtype, device: str, kept: torch.dtype | None = None
 ) -> PreTrainedModel:
     """Load a model with our attention, or raise an error with the reason. A quantised model keeps its own linear
-    layers. `kept`: leave parameters in this dtype, of their files, to be converted to `dtype` by the caller; buffers
-    have `dtype` already."""
+    layers. `kept`: dtype of the weight files, in which parameters are left for the caller to convert; buffers have
+    `dtype` already."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # important reports are raised here as one-line errors
     _check_configuration(directory, device)
@@ -104,8 +104,8 @@ def _kind_of(directory: ModelDirectory) -> Any:
 
 
 def _keeping(kind: Any, dtype: torch.dtype) -> Any:
-    """Return a subclass of a model's class that leaves all parameters in `dtype` while it is loaded in another one:
-    the plan is transformers' own means of loading some parameters in float32. Loading the whole model in `dtype` would
+    """Return a subclass of a model's class whose parameters keep `dtype` when it is loaded in another dtype. It
+    overrides the plan by which transformers loads some parameters in float32. Loading the whole model in `dtype` would
     round constants in its buffers."""
     return type(kind.__name__, (kind,), {"_get_dtype_plan": lambda self, _: {"*": dtype}})
 
