@@ -1,1 +1,1 @@
-"""The torch engine on the CPU: ragged batches, their attention, and compiled decoder layers of the Llama kind."""
+"""Parts of the torch engine on the CPU: ragged batches, their attention, and decoder layers of the Llama kind."""

@@ -31,7 +31,7 @@ PIECE = 32
 """Maximum rows of a piece, which are neighbours on one path. A unit of work is one piece with one key head."""
 
 SHARED_FROM = 1 << 16
-"""Minimum elements, in the keys of all rows together, for several threads to pay: some ten microseconds of work."""
+"""Break-even for sharing attention among threads, in elements of all rows' keys: about ten microseconds of work."""
 
 CACHE_LINE = 64
 """Bytes of a cache line."""

@@ -1,9 +1,9 @@
 """Compiled loops in the cache folder, so that only the first start on a machine compiles them.
 
 Numba's own cache checks only the time and size of the file that defines a function, and has no key for functions that
-close over others, as ours do. Here the key consists of the name passed to `kept`, the arguments' types, the processor,
-Numba's settings, and all our sources with the versions of their dependencies (`engine/cache_folder.py`). The code is
-cacheable because it refers to external functions by name: it contains no address of this process.
+close over others, as ours do. Here the key consists of the name and file passed to `kept`, the arguments' types, the
+processor, Numba's settings, and all our sources with the versions of their dependencies (`engine/cache_folder.py`). The
+code is cacheable because it refers to external functions by name: it contains no address of this process.
 """
 
 from __future__ import annotations
