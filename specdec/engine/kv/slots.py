@@ -39,7 +39,8 @@ class KVPool:
         return self.capacity - 1 - self.free
 
     def take(self, count: int) -> Slots:
-        """Take `count` slots in ascending order: from the first run that is long enough, else from several runs."""
+        """Take `count` slots in ascending order: from the first run that is long enough, else from several runs.
+        PoolFullError if fewer are free."""
         if count > self.free:
             raise PoolFullError(count, self.free)
         if not count:
