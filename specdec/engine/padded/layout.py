@@ -63,7 +63,7 @@ class PaddedBatch(PackedBatch):
     place: NDArray[np.int64]  # [t] each token's row among the flattened rows of all groups
 
     def parts(self) -> Iterator[tuple[Mask, PaddedBatch]]:
-        """Yield each group as a batch of its own, and which of the whole batch's wanted rows it has."""
+        """Yield a mask of the whole batch's wanted rows, true for those of a group, and the group as its own batch."""
         for group in self.groups:
             rows, place = np.unique(group.rows, return_index=True)
             wanted = np.isin(self.wanted, rows)
@@ -161,8 +161,8 @@ class PaddedPacker(Packer):
             yield length, width, lanes
 
     def _within(self, memory: GroupMemory) -> Iterator[tuple[int, int, list[Lane]]]:
-        """Yield the length, the rows and the lanes of one group, or of several groups within the memory, shorter lanes
-        first: a row that another lane reads has an earlier position, so its own lane is no longer."""
+        """Yield the length, the rows and the lanes of one group, or of several groups that fit the memory. Shorter
+        lanes come first: a row that another lane reads has an earlier position, so its own lane is at most as long."""
         longest, widest = (max(sizes) for sizes in zip(*map(_shape, self.lanes), strict=True))
         if memory.holds(len(self.lanes), widest, longest):
             yield longest, widest, self.lanes
