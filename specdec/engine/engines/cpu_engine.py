@@ -122,7 +122,7 @@ class CpuEngine(TorchEngine):
 
     @cached_property
     def _largest_tiles(self) -> dict[Shape, int]:
-        """Rows of the fastest tile for each shape of prepacked product, measured once the KV cache exists."""
+        """Rows of the fastest tile for each shape of prepacked product, measured after the KV cache is allocated."""
         head = set(self.model.get_output_embeddings().modules())  # left out, because it computes fewer rows
         products = [
             module for module in self.model.modules() if isinstance(module, PackedLinear) and module not in head
