@@ -111,15 +111,15 @@ class BlockPool:
         if source is not None:
             self._hold(source)  # making room must not evict it; it also becomes most recently used
             if self.available:
-                table._origin = source
+                table._copied = [source]
                 table.shared += common
                 table._grow(1)
             self._release(source)
         table._lay()
-        if table._origin is None:
+        if not table._copied:
             return table, np.arange(0), np.arange(0)
         rows = np.arange(common)
-        return table, table._origin.block * BLOCK + rows, table._blocks[-1] * BLOCK + rows
+        return table, table._copied[0].block * BLOCK + rows, table._blocks[-1] * BLOCK + rows
 
     def forget_prefixes(self) -> None:
         """Free all cached blocks, because their contents may be wrong."""
@@ -199,8 +199,8 @@ class BlockPool:
             del self._roots[parent.key]
 
     def _condemn(self, node: _Node) -> list[int]:
-        """Forget a prefix and all its continuations; return their unheld blocks."""
-        if node.suspect:
+        """Forget a prefix and all its continuations, unless evicted since; return their unheld blocks."""
+        if node.suspect or node.parent is None or node.parent.children.get(node.key) is not node:
             return []
         self._unlink(node)
         unheld: list[int] = []
@@ -246,7 +246,7 @@ class BlockTable:
         self._blocks: list[int] = []
         self._chain: list[_Node] = []  # nodes of the leading blocks, all in the tree
         self._late: list[bytes] = []  # keys of the full blocks after these, to be published by close()
-        self._origin: _Node | None = None  # node whose rows were copied
+        self._copied: list[_Node] = []  # node whose rows were copied, if any
         self._closed = False
 
     @property
@@ -297,16 +297,18 @@ class BlockTable:
     def close(self, *, wipe: bool = False) -> Slots:
         """Release all blocks; full blocks stay cached. Closing twice does nothing.
 
-        `wipe`: the memory may contain NaN, and so may everything it was computed from or used for. The whole prefix is
-        forgotten with all its continuations, including blocks held by other tables: new tables do not find them, and
-        the close() of their other holders wipes too. Returns the slots to overwrite before the pool is used again
-        (empty unless wiping), since a NaN spreads to the next rows that read it, masked or not.
+        `wipe`: the memory may contain NaN, and so may everything it was computed from or used for. The whole prefix,
+        and the block that rows were copied from, are forgotten with all their continuations, including blocks held by
+        other tables: new tables do not find them, and the close() of their other holders wipes too. Returns the slots
+        to overwrite before the pool is used again (empty unless wiping), since a NaN spreads to the next rows that read
+        it, masked or not.
         """
         pool, chain, own = self._pool, self._chain, self._blocks[len(self._chain) :]
         wipe = wipe or self._suspect
         spare = own
         if wipe:
-            spare = own + (pool._condemn(chain[0]) if chain else [])
+            for node in chain[:1] + self._copied:  # the copied block need not continue the first
+                spare += pool._condemn(node)
         elif self._late:
             spare = own[len(self._late) :]
             for key, block in zip(self._late, own, strict=False):
@@ -322,7 +324,7 @@ class BlockTable:
             spare += pool._release(node)
         pool._give(spare)
         self._closed = True
-        self._blocks, self._chain, self._late, self._origin = [], [], [], None
+        self._blocks, self._chain, self._late, self._copied = [], [], [], []
         self._lay()
         return _slots(spare) if wipe else np.arange(0)
 
@@ -330,8 +332,7 @@ class BlockTable:
     def _suspect(self) -> bool:
         """True if a block held by this table, or a block it copied from, may contain NaN."""
         # Checking the last node of the chain is enough: a node is condemned with all its descendants.
-        found = self._chain[-1:] + ([self._origin] if self._origin else [])
-        return any(node.suspect for node in found)
+        return any(node.suspect for node in self._chain[-1:] + self._copied)
 
     def _parent(self) -> _Node:
         return self._chain[-1] if self._chain else self._pool._root(self.scope)

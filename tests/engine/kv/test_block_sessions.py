@@ -82,7 +82,11 @@ class Session:
 
     @property
     def lost(self) -> bool:
-        return any(entry.lost for entry in [*self.chain, *([self.origin] if self.origin else [])])
+        return any(entry.lost for entry in [*self.chain, *self.copied])
+
+    @property
+    def copied(self) -> list[Entry]:
+        return [self.origin] if self.origin else []
 
 
 class Register:
@@ -153,10 +157,11 @@ class Register:
 
     def close(self, session: Session, wipe: bool) -> None:
         if wipe or session.lost:
-            # Forget the prefix, unless another session's newer one has its name since it was evicted.
-            known = session.chain and self.entries.get(session.prefix(0)) is session.chain[0]
+            # Forget the prefix and the copied entry, unless evicted since: then a newer entry may have the same name.
+            first = [*session.chain[:1], *session.copied]
+            known = [name for (_, name), entry in self.entries.items() if entry in first]
             for key, entry in list(self.entries.items()):
-                if known and key[0] == session.scope and key[1][:BLOCK] == tuple(session.tokens[:BLOCK]):
+                if key[0] == session.scope and any(key[1][: len(name)] == name for name in known):
                     entry.lost = True
                     del self.entries[key]
         else:

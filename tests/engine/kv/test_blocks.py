@@ -276,6 +276,23 @@ def test_a_table_is_wiped_if_the_rows_it_copied_are_suspect() -> None:
     assert (pool.held, pool.cached) == (0, 0)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_wiping_forgets_the_block_that_rows_were_copied_from(own: bool) -> None:
+    """With and without a published block of its own, which does not continue the copied one."""
+    pool = BlockPool(10)
+    origin = text((1, BLOCK))
+    filled(pool, origin).close()
+    holder, _, _ = pool.open([*origin, 1])
+    copier, source, _ = pool.open(text((1, 30)))
+    assert len(source) == 29
+    if own:
+        copier.publish(text((1, 30), (2, 34)), BLOCK)
+    copier.close(wipe=True)
+    assert pool.open(text((1, 30)))[0].shared == 0
+    assert len(holder.close()) == BLOCK
+    assert (pool.held, pool.cached) == (0, 0)
+
+
 def test_after_a_plain_close_there_is_nothing_to_overwrite() -> None:
     pool = BlockPool(10)
     assert len(filled(pool, text((1, 3 * BLOCK + 5))).close()) == 0
