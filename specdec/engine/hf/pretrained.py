@@ -3,6 +3,7 @@ whether it can run in a packed batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import structlog
@@ -153,13 +154,24 @@ def _check_configuration(directory: ModelDirectory, device: str) -> None:
         )
 
 
-def window_of(model: PreTrainedModel) -> int | None:
-    """Return the sliding window in tokens; None if no layer has one."""
+def shared_window(layers: Sequence[LayerAttention]) -> int | None:
+    """Return the sliding window of all layers that have one; None if no layer has. Raise UnsupportedModelError if
+    sizes differ: a padded batch has one mask for these layers."""
+    windows = {layer.window for layer in layers if layer.window}
+    if len(windows) > 1:
+        raise UnsupportedModelError(
+            f"its layers have sliding windows of {min(windows)} to {max(windows)} tokens; padded batches "
+            "(--engine eager or onnx) support only one size"
+        )
+    return next(iter(windows), None)
+
+
+def _has_window(model: PreTrainedModel) -> bool:
+    """Return whether the configuration gives some layers a sliding window."""
     config = model.config.get_text_config()
     if getattr(config, "use_sliding_window", True) is False:
-        return None
-    window = getattr(config, "sliding_window", None)
-    return int(window) if window else None
+        return False
+    return bool(getattr(config, "sliding_window", None))
 
 
 def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
@@ -208,12 +220,13 @@ def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
             "other layers with their own state, are not supported"
         )
     kinds = (
-        getattr(config, "layer_types", None) or ["sliding_attention" if window_of(model) else "full_attention"] * layers
+        getattr(config, "layer_types", None)
+        or ["sliding_attention" if _has_window(model) else "full_attention"] * layers
     )
     for layer, kind in enumerate(kinds):
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(f"{name}: layer {layer} is of kind {kind}, which is not supported")
-        if kind == "sliding_attention" and window_of(model) and not found[layer].window:
+        if kind == "sliding_attention" and _has_window(model) and not found[layer].window:
             raise UnsupportedModelError(
                 f"{name}: layer {layer} has a sliding window, but does not pass it to attention"
             )

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS
 from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import Float32Head
-from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, window_of
+from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, shared_window
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.learned_from import LEARNED_FROM
 from specdec.engine.memory import drop_file_pages, give_freed_memory_back
@@ -146,6 +146,7 @@ def export(
     expected = logits_of_model(model, tokens) if tokens else None
     model.set_output_embeddings(Float32Head(model.get_output_embeddings()))
     attends = attention_of(model)
+    window = shared_window(attends)
     with _quiet(directory.name):
         program = _trace(model, attends)
     traced = program.model
@@ -165,7 +166,7 @@ def export(
                 "dtype": dtype,
                 "bits": chosen,
                 "pools": [[attention.kv_heads, attention.width, attention.value_width] for attention in attends],
-                "window": window_of(model),
+                "window": window,
                 "model": directory.name,
                 "model_fingerprint": directory.model_fingerprint,
                 "bytes": {file.name: file.stat().st_size for file in folder.iterdir() if file.name != DESCRIPTION},

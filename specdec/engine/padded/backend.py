@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.engine.batch import PackedBatch
 from specdec.engine.gpu.staging import upload
-from specdec.engine.hf.pretrained import LayerAttention
+from specdec.engine.hf.pretrained import LayerAttention, shared_window
 from specdec.engine.kv.slots import Slots
 from specdec.engine.padded.attention import AttentionGroup, PaddedAttention
 from specdec.engine.padded.layout import MIN_ROWS, PaddedBatch, PaddedGroup, PaddedPacker
@@ -31,7 +31,7 @@ class PaddedBackend:
         self._capacity, self._device = capacity, device
         self._keys = [torch.zeros(capacity, layer.kv_heads, layer.width, **place) for layer in layers]
         self._values = [torch.zeros(capacity, layer.kv_heads, layer.value_width, **place) for layer in layers]
-        self._window = next((layer.window for layer in layers if layer.window), None)
+        self._window = shared_window(layers)
 
     def packer(self, rows: InvariantRowCounts | None) -> PaddedPacker:
         return PaddedPacker(rows=rows, window=self._window, least_rows=1 if rows is None else MIN_ROWS)
