@@ -48,13 +48,15 @@ def load(
     `dtype` already."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # important reports are raised here as one-line errors
-    _check_configuration(directory, device)
+    config, kind = _configuration(directory, device)
     if isinstance(directory, RandomWeights):
-        return _drawn(directory, dtype, device)
+        return _drawn(config, dtype, device)
     if quantised_by(directory) is None or device == "cpu":
-        model = _read(directory, dtype, kept).to(device)
+        model = _read(directory, dtype, kind, kept).to(device)
     else:
-        model = _read(directory, dtype, device_map={"": device})  # not all kinds of quantised weights can be moved
+        model = _read(
+            directory, dtype, kind, device_map={"": device}
+        )  # not all kinds of quantised weights can be moved
     head = model.get_output_embeddings()
     if is_quantised(model) and not is_plain(head):
         raise UnsupportedModelError(f"{directory.name}: its output head is quantised ({type(head).__name__})")
@@ -62,13 +64,13 @@ def load(
 
 
 def _read(
-    directory: ModelDirectory, dtype: torch.dtype, kept: torch.dtype | None = None, **options: Any
+    directory: ModelDirectory, dtype: torch.dtype, kind: Any, kept: torch.dtype | None = None, **options: Any
 ) -> PreTrainedModel:
     directory.weights()  # names an unreadable file; refuses a named pipe, where a read would block
     with vetted(directory) as folder:
         try:
-            kind = AutoModelForCausalLM if kept is None else _keeping(_kind_of(directory), kept)
-            model, report = kind.from_pretrained(
+            loader = AutoModelForCausalLM if kept is None else _keeping(kind, kept)
+            model, report = loader.from_pretrained(
                 folder,
                 dtype=dtype,
                 attn_implementation=attention_hook.NAME,
@@ -95,13 +97,8 @@ def _read(
         unused = sorted(report["unexpected_keys"])
         log.warning("tensors_not_used", model=directory.name, count=len(unused), one=unused[0])
     if kept is not None:
-        model.__class__ = _kind_of(directory)
+        model.__class__ = kind
     return model.eval()
-
-
-def _kind_of(directory: ModelDirectory) -> Any:
-    """Return transformers' class for a model; None if it is not a causal language model."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(_configuration(directory)), None)
 
 
 def _keeping(kind: Any, dtype: torch.dtype) -> Any:
@@ -111,9 +108,8 @@ def _keeping(kind: Any, dtype: torch.dtype) -> Any:
     return type(kind.__name__, (kind,), {"_get_dtype_plan": lambda self, _: {"*": dtype}})
 
 
-def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Create the model with random weights directly on its device; a configuration always gets the same weights."""
-    config = _configuration(directory)
+def _drawn(config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Create a model with random weights directly on its device; a configuration always gets the same weights."""
     on_device = [] if device == "cpu" else [torch.device(device)]
     with torch.random.fork_rng(devices=on_device), torch.device(device):
         torch.manual_seed(0)
@@ -121,21 +117,18 @@ def _drawn(directory: RandomWeights, dtype: torch.dtype, device: str) -> PreTrai
     return model.eval()
 
 
-def _configuration(directory: ModelDirectory) -> PretrainedConfig:
-    with vetted(directory) as folder:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
 def is_quantised(model: PreTrainedModel) -> bool:
     return getattr(model.config, "quantization_config", None) is not None
 
 
-def _check_configuration(directory: ModelDirectory, device: str) -> None:
-    """Reject a configuration known to be unsupported before the weights are loaded."""
+def _configuration(directory: ModelDirectory, device: str) -> tuple[PretrainedConfig, Any]:
+    """Return transformers' configuration and class of a model. Reject those known to be unsupported, before the weights
+    are loaded."""
     check_layers(directory)
     check_quantisation(directory, device)
     try:
-        config = _configuration(directory)
+        with vetted(directory) as folder:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     except Exception as error:  # transformers' errors have no common base
         raise ModelDirectoryError(f"{directory.path}: cannot be loaded: {in_one_line(error)}") from error
@@ -152,6 +145,7 @@ def _check_configuration(directory: ModelDirectory, device: str) -> None:
             f"{directory.name}: {kind.__name__} does not use transformers' attention interface, so it cannot run in "
             "a packed batch"
         )
+    return config, kind
 
 
 def shared_window(layers: Sequence[LayerAttention]) -> int | None:
