@@ -51,6 +51,11 @@ def in_one_line(error: BaseException) -> str:
     return text if len(text) <= REASON_CHARACTERS else f"{text[:REASON_CHARACTERS]}..."
 
 
+def with_class(error: BaseException) -> str:
+    """Return the class and message of another library's error in one line: the message alone may say little."""
+    return f"{type(error).__name__}: {in_one_line(error)}"
+
+
 def unreadable(path: Path, error: OSError) -> ModelDirectoryError:
     """Return the error for an unreadable file or directory, with the reason and the target of a link."""
     link = f" (a link to {shown(os.readlink(path))})" if os.path.islink(path) else ""

@@ -20,7 +20,7 @@ from specdec.engine.hf.checkpoint import vetted
 from specdec.engine.hf.linear import is_plain
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import in_one_line
+from specdec.engine.model_file import in_one_line, with_class
 from specdec.engine.preflight.architectures import check_layers, check_rope
 from specdec.engine.preflight.quantisation import check_quantisation, quantised_by
 
@@ -202,9 +202,7 @@ def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
     except UnsupportedModelError:
         raise
     except Exception as error:  # an unknown architecture may raise anything
-        raise UnsupportedModelError(
-            f"{name} cannot run in a packed batch: {type(error).__name__}: {in_one_line(error)}"
-        ) from error
+        raise UnsupportedModelError(f"{name} cannot run in a packed batch: {with_class(error)}") from error
     finally:
         model.set_attn_implementation(attention_hook.NAME)
     layers = config.num_hidden_layers

@@ -14,6 +14,7 @@ from specdec.engine.engine import Engine, UnsupportedModelError
 from specdec.engine.hf import attention_hook
 from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.hf.pretrained import is_quantised
+from specdec.engine.model_file import with_class
 
 DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest allowed difference from the model's own logits, relative to the largest of them, by dtype."""
@@ -21,6 +22,9 @@ DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 QUANTISED_DISAGREEMENT = 0.05
 """The allowed relative difference for a quantised model is at least this: if activations are quantised too, a rounding
 difference can move a number by a whole quantisation step."""
+
+TOKENS = 24
+"""Length of the text, below the least context (`model_directory.MIN_CONTEXT`)."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,7 @@ class ReferenceCheck:
     @torch.inference_mode()
     def of(cls, model: PreTrainedModel, vocabulary: int) -> ReferenceCheck:
         """Run the model's own forward pass; UnsupportedModelError if it fails, or its logits are not finite."""
-        config = model.config.get_text_config()
-        length = min(24, int(getattr(config, "max_position_embeddings", 24)))
-        text = np.random.default_rng(0).integers(1, vocabulary, length).tolist()
+        text = np.random.default_rng(0).integers(1, vocabulary, TOKENS).tolist()
         branch = [(text[-2] + 1) % vocabulary, (text[-1] + 2) % vocabulary]
         texts = torch.tensor([text, text[:-2] + branch], device=model.device)
         name, dtype = type(model).__name__, model.dtype
@@ -48,7 +50,7 @@ class ReferenceCheck:
             logits = model(input_ids=texts, use_cache=False, logits_to_keep=1).logits[:, -1].float().cpu()
             allowed = max(DISAGREEMENT[dtype], QUANTISED_DISAGREEMENT if _rounds_more(model) else 0.0)
         except Exception as error:  # such as a kernel without support for this shape
-            raise UnsupportedModelError(f"{name} cannot run here: {_reason(error)}") from error
+            raise UnsupportedModelError(f"{name} cannot run here: {with_class(error)}") from error
         finally:
             model.set_attn_implementation(attention_hook.NAME)
         if not logits.isfinite().all():
@@ -77,7 +79,9 @@ class ReferenceCheck:
         try:
             got = torch.from_numpy(engine.forward(packer.pack()))
         except Exception as error:  # such as a kernel's: no compiler for it, or too little shared memory on the GPU
-            raise UnsupportedModelError(f"{self.name} cannot run here in a packed batch: {_reason(error)}") from error
+            raise UnsupportedModelError(
+                f"{self.name} cannot run here in a packed batch: {with_class(error)}"
+            ) from error
         difference = float((got - self.logits).abs().max() / self.logits.abs().max())
         if not difference <= self.allowed:
             raise UnsupportedModelError(
@@ -88,8 +92,3 @@ class ReferenceCheck:
 
 def _rounds_more(model: PreTrainedModel) -> bool:
     return is_quantised(model) or any(isinstance(module, BlockLinear) for module in model.modules())
-
-
-def _reason(error: Exception) -> str:
-    """Return the error's class and message in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -27,7 +27,7 @@ from specdec.engine.model_directory import (
     ModelDirectory,
     ModelDirectoryError,
 )
-from specdec.engine.model_file import in_one_line, opened, read_fields
+from specdec.engine.model_file import in_one_line, opened, read_fields, with_class
 from specdec.engine.onnx.providers import CPU, OnnxDevice, check_started, parse_device, providers
 from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from specdec.engine.onnx_runtime import ort
@@ -61,7 +61,7 @@ class _Description(NamedTuple):
             dtype = np.dtype({"float32": np.float32, "float16": np.float16}[description.content["dtype"]])
             return cls(pools, None if window is None else int(window), dtype)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            reason = f"{type(error).__name__}: {in_one_line(error)}"
+            reason = with_class(error)
             raise ModelDirectoryError(
                 f"{file}: damaged, or from an earlier version; run `specdec export` again ({reason})"
             ) from error
