@@ -116,7 +116,7 @@ class CpuEngine(TorchEngine):
         if self._joined and self._bits is None:
             llama_like.join_products(self.model)
         self._packed = can_pack(dtype) and self._bits is None
-        lay_out(self.model, packed=self._packed)
+        lay_out(self.model, PackedLinear if self._packed else None)
         if self._packed:  # the originals of prepacked weights are not read again
             drop_file_pages(".safetensors")
 

@@ -163,7 +163,7 @@ class TorchEngine:
 
     def _lay_out(self, dtype: torch.dtype) -> None:
         """Prepare the model's linear layers, before the first packed batch."""
-        lay_out(self.model, packed=False)
+        lay_out(self.model)
 
     def _execution(self) -> tuple[str, ...]:
         """Return the parts of the numerics fingerprint about products and layers."""

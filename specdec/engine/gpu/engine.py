@@ -116,7 +116,7 @@ class GpuEngine:
         self._joined = llama_like.fits(self.model)
         if self._joined:
             llama_like.join_products(self.model)
-        lay_out(self.model, packed=False)
+        lay_out(self.model)
         self.vocabulary = directory.vocabulary
         self.device, self.dtype = device, dtype
         self._context = directory.context

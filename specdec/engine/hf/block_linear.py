@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from specdec.engine.hf.linear import as_linear, is_plain
+from specdec.engine.hf.linear import is_plain, lay_out
 from specdec.engine.placement import BLOCK
 from specdec.engine.unsupported import UnsupportedModelError
 
@@ -126,9 +126,4 @@ def check_threads(model: torch.nn.Module, merged: int, threads: int, left: int |
 def quantise(model: torch.nn.Module, bits: int, threads: int, dtype: torch.dtype) -> None:
     """Replace every linear layer in a module by a BlockLinear that computes in `dtype`. Each weight is freed before the
     next one is converted and quantised."""
-    for module in [module for module in model.modules() if next(module.children(), None) is not None]:
-        for name in [name for name, _ in module.named_children()]:
-            child = getattr(module, name)
-            layer = as_linear(child) if isinstance(child, Conv1D) else child
-            if is_plain(layer):
-                setattr(module, name, BlockLinear(layer.to(dtype), bits, threads))
+    lay_out(model, lambda layer: BlockLinear(layer.to(dtype), bits, threads))

@@ -174,9 +174,9 @@ def is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
     )
 
 
-def lay_out(model: torch.nn.Module, *, packed: bool) -> None:
-    """Make every linear layer of a model a Linear, or a PackedLinear if `packed`; leave quantised ones unchanged. The
-    model can then run but not train.
+def lay_out(model: torch.nn.Module, make: Callable[[torch.nn.Linear], torch.nn.Module] | None = None) -> None:
+    """Make every linear layer of a model a Linear, and replace it by `make` of it, if given; leave quantised ones
+    unchanged. The model can then run but not train.
 
     No reference to a replaced layer remains, so that its weights are freed before the next layer's are created.
     """
@@ -185,4 +185,4 @@ def lay_out(model: torch.nn.Module, *, packed: bool) -> None:
             child = getattr(module, name)
             layer = as_linear(child) if isinstance(child, Conv1D) else child
             if is_plain(layer):
-                setattr(module, name, PackedLinear(layer) if packed else layer)
+                setattr(module, name, layer if make is None else make(layer))
