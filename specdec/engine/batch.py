@@ -79,12 +79,18 @@ class Packer(ABC):
     def pack(self) -> PackedBatch:
         """Return the batch; the packer cannot be used again."""
 
-    def _pad(self) -> None:
-        """Add padding rows up to an invariant row count, and pad the wanted rows by repeating the first."""
-        if self.rows is None:
-            return
-        missing = self.rows.padded(len(self.tokens)) - len(self.tokens)
-        if missing:
-            self.add_path(np.asarray([PADDING_SLOT]), [self.add_row(0, 0, PADDING_SLOT) for _ in range(missing)])
-        wanted = self.wanted or [0]  # a compiler would treat an empty selection as a special case
-        self.wanted = wanted + wanted[:1] * (self.rows.padded(len(wanted)) - len(wanted))
+    def _padded(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Slots, NDArray[np.int64]]:
+        """Add padding rows up to an invariant row count, and pad the wanted rows by repeating the first. Return the
+        fields of the PackedBatch."""
+        if self.rows is not None:
+            missing = self.rows.padded(len(self.tokens)) - len(self.tokens)
+            if missing:
+                self.add_path(np.asarray([PADDING_SLOT]), [self.add_row(0, 0, PADDING_SLOT) for _ in range(missing)])
+            wanted = self.wanted or [0]  # a compiler would treat an empty selection as a special case
+            self.wanted = wanted + wanted[:1] * (self.rows.padded(len(wanted)) - len(wanted))
+        return (
+            np.asarray(self.tokens, dtype=np.int64),
+            np.asarray(self.positions, dtype=np.int64),
+            np.asarray(self.slots, dtype=np.int64),
+            np.asarray(self.wanted, dtype=np.int64),
+        )

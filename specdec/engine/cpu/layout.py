@@ -47,12 +47,9 @@ class RaggedPacker(Packer):
         self._length += len(keys)
 
     def pack(self) -> RaggedBatch:
-        self._pad()
+        rows = self._padded()
         return RaggedBatch(
-            tokens=np.asarray(self.tokens, dtype=np.int64),
-            positions=np.asarray(self.positions, dtype=np.int64),
-            slots=np.asarray(self.slots, dtype=np.int64),
-            wanted=np.asarray(self.wanted, dtype=np.int64),
+            *rows,
             keys=np.concatenate(self._keys),
             first=np.asarray([self._first[row] for row in range(len(self.tokens))], dtype=np.int64),
         )

@@ -135,13 +135,12 @@ class SplitKvPacker(Packer):
         self._paths.append(_Path(int(keys.text[0] if len(keys.text) else keys.rest[0]), keys, list(rows)))
 
     def pack(self) -> SplitKvBatch:
-        self._pad()
-        count = len(self.tokens)
+        tokens, positions, slots, wanted = self._padded()
+        count = len(tokens)
         placed = np.bincount([row for path in self._paths for row in path.rows], minlength=count)
         if not (placed == 1).all():
             row = int((placed != 1).argmax())
             raise ValueError(f"row {row} is on {placed[row]} paths, must be on one")
-        positions = np.asarray(self.positions, dtype=np.int64)
         seen = positions // SPLIT + 1
         first_partials = np.zeros(count, dtype=np.int32)
         partials, tiles, waves = 0, list[_Tiles](), list[Wave]()
@@ -154,10 +153,10 @@ class SplitKvPacker(Packer):
             waves.append(Wave(rows, slice(first, first + len(tiles[-1].counts))))
         of_all = tiles[0] if len(tiles) == 1 else _Tiles(*map(np.concatenate, zip(*tiles, strict=True)))
         return SplitKvBatch(
-            tokens=np.asarray(self.tokens, dtype=np.int64),
-            positions=positions,
-            slots=np.asarray(self.slots, dtype=np.int64),
-            wanted=np.asarray(self.wanted, dtype=np.int64),
+            tokens,
+            positions,
+            slots,
+            wanted,
             tile_counts=of_all.counts,
             tile_splits=of_all.splits,
             tile_row_indices=of_all.row_indices,

@@ -61,9 +61,8 @@ class _Description(NamedTuple):
             dtype = np.dtype({"float32": np.float32, "float16": np.float16}[description.content["dtype"]])
             return cls(pools, None if window is None else int(window), dtype)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
-            reason = with_class(error)
             raise ModelDirectoryError(
-                f"{file}: damaged, or from an earlier version; run `specdec export` again ({reason})"
+                f"{file}: damaged, or from an earlier version; run `specdec export` again ({with_class(error)})"
             ) from error
 
 

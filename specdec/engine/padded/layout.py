@@ -133,7 +133,7 @@ class PaddedPacker(Packer):
         self.lanes.append(Lane(keys, np.array(positions), np.asarray(rows), row_positions, visible, _bucket(len(keys))))
 
     def pack(self) -> PaddedBatch:
-        self._pad()
+        rows = self._padded()
         place = np.zeros(len(self.tokens), dtype=np.int64)
         groups: list[PaddedGroup] = []
         offset = 0
@@ -144,10 +144,7 @@ class PaddedPacker(Packer):
                 place[lane.rows] = offset + np.arange(len(lane.rows))
                 offset += width
         return PaddedBatch(
-            tokens=np.asarray(self.tokens, dtype=np.int64),
-            positions=np.asarray(self.positions, dtype=np.int64),
-            slots=np.asarray(self.slots, dtype=np.int64),
-            wanted=np.asarray(self.wanted, dtype=np.int64),
+            *rows,
             groups=groups,
             place=place,
         )

@@ -66,10 +66,10 @@ class BlockPacker(Packer):
         self._sequences.append(_Sequence(own, length, table))
 
     def pack(self) -> BlockBatch:
-        self._pad()
+        tokens, positions, slots, wanted = self._padded()
         sequences = sorted(self._sequences, key=lambda sequence: len(sequence.rows))
         order = np.fromiter(chain.from_iterable(sequence.rows for sequence in sequences), dtype=np.int64)
-        if len(order) != len(self.tokens) or len(np.unique(order)) != len(order):
+        if len(order) != len(tokens) or len(np.unique(order)) != len(order):
             raise ValueError("every row must be in one sequence")
         place = np.empty(len(order), dtype=np.int64)
         place[order] = np.arange(len(order))
@@ -78,10 +78,10 @@ class BlockPacker(Packer):
         for line, sequence in zip(tables, sequences, strict=True):
             line[: len(sequence.table)] = sequence.table
         return BlockBatch(
-            tokens=np.asarray(self.tokens, dtype=np.int64)[order],
-            positions=np.asarray(self.positions, dtype=np.int64)[order],
-            slots=np.asarray(self.slots, dtype=np.int64)[order],
-            wanted=place[np.asarray(self.wanted, dtype=np.int64)],
+            tokens[order],
+            positions[order],
+            slots[order],
+            place[wanted],
             starts=np.asarray([0, *accumulate(counts)], dtype=np.int32),
             lengths=np.asarray([sequence.length for sequence in sequences], dtype=np.int32),
             tables=tables,
