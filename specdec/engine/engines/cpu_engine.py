@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.engine.batch import Packer
 from specdec.engine.cpu.attention import RaggedAttention
 from specdec.engine.cpu.backend import RaggedBackend
 from specdec.engine.cpu.decoder import Decoder
 from specdec.engine.cpu.gemm_tiles import largest_tiles
 from specdec.engine.cpu_count import threads_left
 from specdec.engine.engine import UnsupportedModelError
-from specdec.engine.engines.torch_engine import TorchEngine
+from specdec.engine.engines.torch_engine import AttentionBackend, TorchEngine
 from specdec.engine.hf import llama_like
-from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import tile
 from specdec.engine.hf.block_linear import check_threads, quantise
@@ -66,9 +64,6 @@ class CpuEngine(TorchEngine):
         self.threads = tuple(dict.fromkeys(threads)) or (torch.get_num_threads(),)
         torch.set_num_threads(self.threads[0])
         super().__init__(directory, dtype=dtype, backend=backend, **options)
-
-    def packer(self) -> Packer:
-        return self._backend.packer(self._product_rows)
 
     @property
     def _product_rows(self) -> InvariantRowCounts | None:

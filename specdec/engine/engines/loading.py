@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from specdec.engine import cache_folder, fast_paths, hub
 from specdec.engine.engine import Engine
@@ -16,9 +16,6 @@ from specdec.engine.preflight.dtype import dtype_of
 from specdec.engine.processor import computes_bfloat16
 from specdec.engine.shortage import within_gpu_memory
 from specdec.engine.start_phases import phase
-
-if TYPE_CHECKING:  # imports torch
-    from specdec.engine.hf.attention_backend import AttentionBackend
 
 
 def load_engine(
@@ -73,9 +70,11 @@ def _torch(kind: Kind, directory: ModelDirectory, device: str, threads: int, opt
     with within_gpu_memory(f"device {device}", "use a smaller model or fewer --kv-tokens"):
         torch.set_num_threads(threads)  # used by host computations beside a GPU, too
         if device == "cpu":
+            from specdec.engine.cpu.backend import RaggedBackend
             from specdec.engine.engines.cpu_engine import CpuEngine
+            from specdec.engine.padded.backend import PaddedBackend
 
-            return CpuEngine(directory, backend=_backend(kind), **options)
+            return CpuEngine(directory, backend=PaddedBackend if kind == "eager" else RaggedBackend, **options)
         if kind == "torch":
             from specdec.engine.gpu.engine import GpuEngine
 
@@ -83,14 +82,6 @@ def _torch(kind: Kind, directory: ModelDirectory, device: str, threads: int, opt
         from specdec.engine.engines.torch_engine import TorchEngine
 
         return TorchEngine(directory, device=device, **options)
-
-
-def _backend(kind: Kind) -> type[AttentionBackend]:
-    """Return the attention backend for a kind of torch engine on CPUs."""
-    from specdec.engine.cpu.backend import RaggedBackend
-    from specdec.engine.padded.backend import PaddedBackend
-
-    return PaddedBackend if kind == "eager" else RaggedBackend
 
 
 def _onnx(directory: ModelDirectory, placement: Placement, dtype: Dtype, threads: int) -> Engine:

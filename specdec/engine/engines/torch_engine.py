@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,13 +16,12 @@ from transformers import PreTrainedModel
 
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.gpu.staging import upload
-from specdec.engine.hf.attention_backend import AttentionBackend
 from specdec.engine.hf.attention_hook import PackedAttention
 from specdec.engine.hf.batch_invariance import make_exact, tile, untile
 from specdec.engine.hf.fingerprint import ARITHMETIC, device_kind
 from specdec.engine.hf.hidden_states import Features, decoder_layers, with_hidden_states
 from specdec.engine.hf.linear import Float32Head, Head, lay_out
-from specdec.engine.hf.pretrained import DTYPES, attention_of, load
+from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.kv.slots import Slots
 from specdec.engine.memory import keep_freed_memory, slots_for
@@ -30,6 +30,25 @@ from specdec.engine.padded.backend import PaddedBackend
 from specdec.engine.row_counts import InvariantRowCounts, ShapeRowCounts
 from specdec.engine.start_phases import phase
 from specdec.engine.working_memory import logits_bytes, row_bytes
+
+
+class AttentionBackend(Protocol):
+    """Keys and values of all layers, in one layout."""
+
+    name: str  # part of the numerics fingerprint
+
+    def __init__(
+        self, layers: Sequence[LayerAttention], capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None: ...
+
+    def packer(self, rows: InvariantRowCounts | None) -> Packer:
+        """Return an empty packer; it pads batches to these row counts, if any."""
+
+    def attention(self, batch: PackedBatch) -> PackedAttention:
+        """Return the attention of one forward pass over a batch from this backend's packer."""
+
+    def copy(self, source: Slots, target: Slots) -> None:
+        """Copy keys and values from slots to slots, in every layer."""
 
 
 class TorchEngine:
@@ -104,7 +123,7 @@ class TorchEngine:
         """Quantise the weights, if requested. Called before the model's own logits are recorded for comparison."""
 
     def packer(self) -> Packer:
-        return self._backend.packer(self._rows)
+        return self._backend.packer(self._product_rows)
 
     def forward(self, batch: PackedBatch) -> NDArray[np.float32]:
         return np.asarray(self.logits(batch).cpu().numpy())
