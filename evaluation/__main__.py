@@ -32,11 +32,11 @@ with needed_by("evaluate", "evaluate"):
     from specdec.decoding.noise import MASK
     from specdec.decoding.sampling import Rule
     from specdec.engine.cpu_count import MAX_THREADS, threads_for
-    from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.gguf_file import open_model
     from specdec.engine.kv.blocks import BLOCK
-    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.model_file import ModelDirectoryError
     from specdec.engine.placement import DraftKind, WantedDtype
+    from specdec.engine.unsupported import UnsupportedModelError
     from specdec.engine.working_memory import MAX_STEP_CANDIDATES
     from specdec.exit_status import ExitStatus
     from specdec.local import LocalError

@@ -39,14 +39,14 @@ from bench.engine.systems import SpecdecEngine, SteppedSystem, median_step
 from bench.engine.transformers_steps import KINDS, PEERS, ContinuousBatching, transformers_model
 from bench.report import CUT_OFF, Report, folder, publish
 from specdec.engine.cpu_count import MAX_THREADS
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.hf.pretrained import DTYPES
 from specdec.engine.hf.random_weights import RandomWeights
 from specdec.engine.memory import MIN_SLOTS
-from specdec.engine.model_directory import ModelDirectoryError
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.placement import Dtype, Kind, Placement
 from specdec.engine.preflight.device import check_device
+from specdec.engine.unsupported import UnsupportedModelError
 from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 
 ENGINES = [kind for kind in get_args(Kind) if kind != "onnx"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.engine.model_directory import ModelDirectoryError
+from specdec.engine.model_file import ModelDirectoryError
 
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, **other: Any) -> dict[str, Any]:

@@ -49,9 +49,9 @@ from bench.papers.summary import summarised
 from bench.report import CUT_OFF, Report, folder, publish
 from bench.systems import pair
 from specdec.client import SpecdecError
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.device import check_device
+from specdec.engine.unsupported import UnsupportedModelError
 from specdec.local import LocalError, Stack
 from specdec.wire.address import parse_addresses
 

@@ -16,9 +16,9 @@ from bench.systems.specdec import PLAIN, Window
 from bench.systems.system import Setup
 from demo.prompts import KINDS
 from specdec.engine.cpu_count import cores_given
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.placement import Dtype, Placement
 from specdec.engine.preflight.device import check_device
+from specdec.engine.unsupported import UnsupportedModelError
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import structlog
 from orchestrator.requests.model import ServedModel
 from specdec import strict_yaml
 from specdec.engine.gguf_file import open_model
-from specdec.engine.model_directory import ModelDirectoryError
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.serving.echo import echo
 from specdec.wire.address import Address
 from specdec.wire.file_version import Version, version_of

@@ -37,12 +37,13 @@ def export(
     """Export a model to ONNX. A draft service then runs it without torch."""
     wanted = ("numpy", "structlog", "torch", "transformers", "onnx", "onnx_ir", "onnxscript")
     check_installed(*wanted, *(("onnxruntime",) if bits in ("4", "8") else ()))  # they take seconds to import
-    from specdec.engine.engine import UnsupportedModelError
-    from specdec.engine.model_directory import DESCRIPTION, ModelDirectoryError
+    from specdec.engine.model_directory import DESCRIPTION
+    from specdec.engine.model_file import ModelDirectoryError
     from specdec.engine.model_folder import check_replaceable
     from specdec.engine.placement import Placement
     from specdec.engine.preflight.check import Wanted, check_model
     from specdec.engine.start_phases import progress_to
+    from specdec.engine.unsupported import UnsupportedModelError
     from specdec.serving.process import logs
 
     logs.configure("export", "warning")  # before checks that log, and libraries that write to stderr

@@ -26,7 +26,7 @@ def import_gguf(
     """Convert a GGUF file to a model directory. Services also take the file itself, and convert it into the cache."""
     check_installed("numpy", "structlog", "torch", "transformers", "accelerate", "gguf")  # they take seconds to import
     from specdec.engine.gguf_file import MARKER, check_gguf
-    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.model_file import ModelDirectoryError
     from specdec.engine.model_folder import check_replaceable
     from specdec.engine.start_phases import progress_to
     from specdec.serving.process import logs

@@ -171,7 +171,7 @@ def take_place(out: Path, *, resume: bool, texts: Sequence[Path]) -> None:
 @contextmanager
 def failing_in_one_line() -> Iterator[None]:
     """Within this context, end the process with one line if a training fails while it is prepared or run."""
-    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.model_file import ModelDirectoryError
     from specdec.engine.unsupported import UnsupportedModelError
     from specdec.training.files import WriteError
     from specdec.training.plan import DivergedError

@@ -170,11 +170,11 @@ def up(
     --draft-device cuda, --orchestrator-workers 2, --openai-allow-origin https://chat.example.com. `specdec verifier
     --help`, `specdec draft --help`, `specdec orchestrator --help` and `specdec openai --help` list them.
     """
-    from specdec.engine.engine import UnsupportedModelError
     from specdec.engine.heads.kinds import memory_of_draft_heads, memory_of_features, memory_of_heads
-    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.model_file import ModelDirectoryError
     from specdec.engine.preflight.check import Beside, Wanted, check
     from specdec.engine.preflight.memory_table import memory_lines, memory_of
+    from specdec.engine.unsupported import UnsupportedModelError
     from specdec.local import LocalError, ModelPaths, Stack
     from specdec.local.child import DRAIN_SECONDS
     from specdec.local.upkeep import Upkeep

@@ -21,7 +21,7 @@ from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import HostLogits, RowFeatures, StepLogits
 from specdec.engine.batch import PackedBatch, Packer
 from specdec.engine.kv.slots import Slots
-from specdec.engine.unsupported import UnsupportedModelError as UnsupportedModelError
+from specdec.engine.unsupported import UnsupportedModelError
 
 
 class Engine(Protocol):

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from specdec.engine.derived_models import make_user_cache, place_of_conversion, user_cache
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import add_sample, opened
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError, add_sample, opened
 from specdec.exit_status import how_it_ended
 
 MARKER = "gguf.json"

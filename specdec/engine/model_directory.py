@@ -14,8 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from specdec.engine.added_tokens import MAX_TOKEN_ID, TokenizerFiles
-from specdec.engine.model_file import Fields, add_sample, is_integer, opened, read_fields, shown, unreadable
-from specdec.engine.model_file import ModelDirectoryError as ModelDirectoryError
+from specdec.engine.model_file import (
+    Fields,
+    ModelDirectoryError,
+    add_sample,
+    is_integer,
+    opened,
+    read_fields,
+    shown,
+    unreadable,
+)
 
 GRAPH = "model.onnx"
 COPY_GRAPH = "copy.onnx"

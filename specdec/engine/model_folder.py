@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from specdec.engine.gguf_file import MARKER
+from specdec.engine.model_directory import DESCRIPTION
 from specdec.engine.model_file import ModelDirectoryError
 
-MARKERS = {"specdec.json": "an exported model", "gguf.json": "a converted GGUF file"}
+MARKERS = {DESCRIPTION: "an exported model", MARKER: "a converted GGUF file"}
 """Marker file -> what its folder contains."""
 
 STALE_SECONDS = 3600.0

@@ -18,7 +18,8 @@ from specdec.engine.cpu_count import cores_given
 from specdec.engine.gguf_file import open_model
 from specdec.engine.heads.kinds import memory_of_draft_heads
 from specdec.engine.memory import free_bytes
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.placement import Placement, WantedDtype
 from specdec.engine.preflight.check import Wanted
 from specdec.engine.preflight.memory_needed import in_gigabytes

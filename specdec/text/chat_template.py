@@ -22,8 +22,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from specdec.engine.model_directory import ModelDirectoryError
-from specdec.engine.model_file import Fields, in_one_line, read_fields, read_text
+from specdec.engine.model_file import Fields, ModelDirectoryError, in_one_line, read_fields, read_text
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"

@@ -8,8 +8,8 @@ from typing import Self
 import numpy as np
 
 from specdec.decoding.sampling import NUMBERS, Sampling, sampling_violations
-from specdec.engine.model_directory import MAX_CONTEXT, MAX_VOCABULARY, ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import Fields
+from specdec.engine.model_directory import MAX_CONTEXT, MAX_VOCABULARY, ModelDirectory
+from specdec.engine.model_file import Fields, ModelDirectoryError
 
 FIELDS = tuple(name for name in NUMBERS if name not in ("frequency_penalty", "presence_penalty"))
 """Sampling parameters read from the file: all that transformers knows. `ModelDirectory` reads the file's

@@ -19,8 +19,8 @@ import tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from specdec.engine.added_tokens import AddedToken
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import Fields, in_one_line
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import Fields, ModelDirectoryError, in_one_line
 from specdec.text.chat_template import RESERVED, templates_of
 from specdec.text.special_tokens import special_tokens
 from specdec.text.token_bytes import Characters, TokenBytes

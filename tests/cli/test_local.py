@@ -24,7 +24,8 @@ from specdec import cli
 from specdec.cli.up import lines
 from specdec.client import Client
 from specdec.engine.memory import free_bytes
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import export
 from specdec.engine.placement import Placement

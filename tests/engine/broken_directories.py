@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from specdec.engine.model_directory import ModelDirectoryError
+from specdec.engine.model_file import ModelDirectoryError
 
 MAX_LINE_CHARACTERS = 600
 Break = Callable[[Path], None]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.engine import Placed, UnsupportedModelError, cpu_threads, hidden_states
+from specdec.engine.engine import Placed, cpu_threads, hidden_states
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.hf.pretrained import attention_of
@@ -28,6 +28,7 @@ from specdec.engine.onnx.first_use import exported
 from specdec.engine.padded.backend import PaddedBackend
 from specdec.engine.padded.layout import PaddedBatch
 from specdec.engine.placement import Placement
+from specdec.engine.unsupported import UnsupportedModelError
 from tests.engine.own_forward import CAPACITY, TOLERANCE, Oracle, Session, Step, Subject, Tree, prefilled, words
 from tests.models import ARCHITECTURES, END, VOCABULARY, WINDOW, make
 

@@ -9,7 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from specdec.engine.model_directory import WEIGHTS, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import WEIGHTS, ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.preflight.finite_weights import PIECE_BYTES, check_finite
 from tests.models import make
 

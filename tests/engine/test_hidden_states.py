@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM
 from specdec.decoding.query import RequestSampler, SamplingQuery
 from specdec.decoding.sampling import Sampling
 from specdec.engine.batch import PackedBatch
-from specdec.engine.engine import UnsupportedModelError, hidden_states, launch_of, layer_features
+from specdec.engine.engine import hidden_states, launch_of, layer_features
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.torch_engine import TorchEngine
 from specdec.engine.hf.hidden_states import Features, decoder_layers
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.unsupported import UnsupportedModelError
 from tests.models import ARCHITECTURES, VOCABULARY, make
 from tests.verifier_service.fakes import TextEngine
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import Kind, Placement
+from specdec.engine.unsupported import UnsupportedModelError
 from tests.models import make
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.memory import (
     SHARE,
     TEXT_TOKENS,
@@ -21,6 +20,7 @@ from specdec.engine.memory import (
     slots_wanted,
     slots_within,
 )
+from specdec.engine.unsupported import UnsupportedModelError
 
 
 def machine() -> int:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import transformers
 
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.pretrained import DTYPES, load
 from specdec.engine.model_directory import LEFT_OUT, ModelDirectory
 from specdec.engine.preflight.memory_needed import numbers_of_a_token
 from specdec.engine.preflight.quantisation import check_outliers, quantised_by
+from specdec.engine.unsupported import UnsupportedModelError
 from tests.engine.broken_directories import (
     CONFIG,
     GENERATION,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.model_directory import INDEX, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import INDEX, ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.preflight.weights import check_weights
 
 DEMO = Path(__file__).parent.parent.parent / "demo" / "target"

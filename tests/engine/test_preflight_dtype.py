@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.placement import Dtype, Kind, Placement, WantedDtype
 from specdec.engine.preflight.dtype import dtype_of
 from tests.models import make

@@ -13,15 +13,16 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.memory import free_on_host
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.placement import Kind, Placement
 from specdec.engine.preflight import architectures
 from specdec.engine.preflight.check import Wanted, check, check_memory
 from specdec.engine.preflight.device import check_cuda
 from specdec.engine.preflight.memory_needed import memory_needed
 from specdec.engine.preflight.quantisation import METHODS
+from specdec.engine.unsupported import UnsupportedModelError
 from specdec.engine.working_memory import ATTENTION_BYTES, ATTENTION_COPIES
 from tests.models import make
 

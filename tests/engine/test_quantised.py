@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Sampling
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf.linear import PackedLinear, is_plain
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.unsupported import UnsupportedModelError
 from specdec.v2 import generation_pb2, model_pb2
 from tests.margins import Oracle
 from tests.models import VOCABULARY, make, near, save

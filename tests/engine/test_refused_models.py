@@ -12,11 +12,12 @@ import safetensors.torch
 import torch
 import transformers
 
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.cpu_engine import CpuEngine
-from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import COPY_GRAPH, DESCRIPTION, GRAPH, ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import copy_graph, export
+from specdec.engine.unsupported import UnsupportedModelError
 from tests.captured_logs import captured_logs
 from tests.models import END, VOCABULARY, make, save
 

@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 
 from specdec.engine.hf.pretrained import load
-from specdec.engine.model_directory import INDEX, WEIGHTS, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import INDEX, WEIGHTS, ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check_model
 from specdec.engine.preflight.weights import bytes_of

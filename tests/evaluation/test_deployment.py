@@ -30,7 +30,7 @@ from orchestrator.requests.parsing import parse
 from orchestrator.requests.sample import Sample
 from specdec.client.request import build_request
 from specdec.decoding.sampling import Rule
-from specdec.engine.model_directory import ModelDirectoryError
+from specdec.engine.model_file import ModelDirectoryError
 from tests.services.conftest import Directories
 
 ONE_THREAD = EngineOptions(threads=1, dtype="float32")

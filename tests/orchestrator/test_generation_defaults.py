@@ -18,7 +18,8 @@ from orchestrator.requests.model import ServedModel
 from orchestrator.requests.parsing import parse
 from orchestrator.requests.sample import Sample, resolved
 from specdec.decoding.sampling import Sampling
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.serving.errors import InvalidRequestError
 from specdec.text.generation_defaults import FIELDS, GenerationDefaults
 from specdec.v2 import generation_pb2, model_pb2

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.tools import tool_violations, tools_for_template, turns_for_template
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.text.tokenizer import ChatTemplateError
 from specdec.v2 import generation_pb2
 

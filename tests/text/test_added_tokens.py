@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
 from specdec.text.tokenizer import Tokenizer

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.text.tokenizer import Tokenizer
 from tests.models import make
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.text.check import check_text
 from tests.models import make
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.text.tokenizer import ChatTemplateError, Tokenizer
 from tests.models import make
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.engine.hf.random_weights import RandomWeights
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.training.divergences import divergence
 from specdec.training.draft import (
     HELD_OUT_WINDOWS,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.unsupported import UnsupportedModelError
 from specdec.training.files import PLAN, STATE, TEXTS, clear, is_unused
 from specdec.training.given_draft import GivenDraft

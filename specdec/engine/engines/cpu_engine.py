@@ -16,7 +16,6 @@ from specdec.engine.cpu.backend import RaggedBackend
 from specdec.engine.cpu.decoder import Decoder
 from specdec.engine.cpu.gemm_tiles import largest_tiles
 from specdec.engine.cpu_count import threads_left
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.torch_engine import AttentionBackend, TorchEngine
 from specdec.engine.hf import llama_like
 from specdec.engine.hf.attention_hook import PackedAttention
@@ -30,6 +29,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.placement import HEAD_BITS
 from specdec.engine.preflight.weights import kept_format
 from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, ShapeRowCounts
+from specdec.engine.unsupported import UnsupportedModelError
 
 FORMATS = {"F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of the storage formats of `kept_format`."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig, PretrainedConfig
 
-from specdec.engine.model_directory import ModelDirectoryError
+from specdec.engine.model_file import ModelDirectoryError
 
 ROPE_FACTORS = "rope_freqs.weight"
 

@@ -36,8 +36,8 @@ from specdec.engine import hub
 from specdec.engine.gguf_file import MARKER
 from specdec.engine.hf.gguf_config import ROPE_FACTORS, configuration, value_of
 from specdec.engine.memory import free_on_host
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import in_one_line
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError, in_one_line
 from specdec.engine.model_folder import replaced
 from specdec.engine.start_phases import Progress
 

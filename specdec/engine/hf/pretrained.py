@@ -14,15 +14,15 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf import attention_hook
 from specdec.engine.hf.checkpoint import vetted
 from specdec.engine.hf.linear import is_plain
 from specdec.engine.hf.random_weights import RandomWeights
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import in_one_line, with_class
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError, in_one_line, with_class
 from specdec.engine.preflight.architectures import check_layers, check_rope
 from specdec.engine.preflight.quantisation import check_quantisation, quantised_by
+from specdec.engine.unsupported import UnsupportedModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE = "specdec-probe"

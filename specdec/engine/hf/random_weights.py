@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.engine.engine import Engine, UnsupportedModelError
+from specdec.engine.engine import Engine
 from specdec.engine.hf import attention_hook
 from specdec.engine.hf.block_linear import BlockLinear
 from specdec.engine.hf.pretrained import is_quantised
 from specdec.engine.model_file import with_class
+from specdec.engine.unsupported import UnsupportedModelError
 
 DISAGREEMENT = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest allowed difference from the model's own logits, relative to the largest of them, by dtype."""

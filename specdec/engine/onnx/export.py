@@ -29,7 +29,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.decoding.draft_logits import MAX_DRAFT_LOGITS
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.hf.linear import Float32Head
 from specdec.engine.hf.pretrained import DTYPES, LayerAttention, attention_of, load, shared_window
 from specdec.engine.hf.reference_check import ReferenceCheck
@@ -44,6 +43,7 @@ from specdec.engine.placement import GraphDtype
 from specdec.engine.preflight.device import installed
 from specdec.engine.preflight.memory_needed import MIN_QUANTISED_BYTES
 from specdec.engine.start_phases import Progress
+from specdec.engine.unsupported import UnsupportedModelError
 
 log = structlog.get_logger()
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from specdec.engine.engine import UnsupportedModelError
+from specdec.engine.unsupported import UnsupportedModelError
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 

@@ -15,7 +15,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from specdec.engine.model_directory import GRAPH, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import GRAPH, ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.vllm_version import check_vllm
 from specdec.engine.preflight.weights import tensors

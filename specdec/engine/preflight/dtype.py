@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import read_fields
+from specdec.engine.model_directory import DESCRIPTION, GRAPH, ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError, read_fields
 from specdec.engine.placement import BYTES, Dtype, Placement
 from specdec.engine.preflight.device import cuda_capability, cuda_number
 from specdec.engine.processor import computes_bfloat16

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import opened
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError, opened
 from specdec.engine.preflight.weights import tensors
 
 EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {

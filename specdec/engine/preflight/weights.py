@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec.engine.attention_size import AttentionSize
-from specdec.engine.model_directory import GRAPH, INDEX, WEIGHTS, WEIGHTS_FIELD, ModelDirectory, ModelDirectoryError
-from specdec.engine.model_file import in_one_line, opened
+from specdec.engine.model_directory import GRAPH, INDEX, WEIGHTS, WEIGHTS_FIELD, ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError, in_one_line, opened
 
 Tensor = dict[str, Any]
 """A tensor's entry in a header: `dtype`, `shape`, `data_offsets`."""

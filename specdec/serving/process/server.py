@@ -368,8 +368,8 @@ def run(settings: ServerSettings, load: Callable[[], Awaitable[Service]], servic
 
 def run_program(program: Coroutine[None, None, None], service_name: str) -> None:
     """Run a program. A failed start exits with status 1 and one line on stderr."""
-    from specdec.engine.engine import UnsupportedModelError
-    from specdec.engine.model_directory import ModelDirectoryError
+    from specdec.engine.model_file import ModelDirectoryError
+    from specdec.engine.unsupported import UnsupportedModelError
 
     guard_stderr()
     try:

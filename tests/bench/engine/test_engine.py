@@ -20,7 +20,8 @@ from bench.report import publish
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.hf.random_weights import RandomWeights
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.placement import Placement
 from tests.models import make
 

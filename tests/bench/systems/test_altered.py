@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from bench.systems.altered import copied, other_tokenizer, random_weights
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from tests.models import make
 
 

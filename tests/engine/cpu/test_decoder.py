@@ -19,13 +19,13 @@ from specdec.engine.cpu.decoder import FIRST_POSITIONS
 from specdec.engine.cpu.layers import compiled
 from specdec.engine.cpu.loops import add_and_normalise, gate, rotate
 from specdec.engine.cpu.openmp import Cuts, evenly
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.engines.cpu_engine import CpuEngine
 from specdec.engine.hf import llama_like
 from specdec.engine.hf.linear import Joined, JoinedPart, can_pack, join
 from specdec.engine.hf.llama_like import join_products
 from specdec.engine.hf.pretrained import DTYPES as BY_NAME
 from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.unsupported import UnsupportedModelError
 from tests.models import make
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -15,7 +15,8 @@ import torch
 from specdec.engine.hf import attention_hook
 from specdec.engine.hf.checkpoint import NAMES_CODE, vetted
 from specdec.engine.hf.pretrained import load
-from specdec.engine.model_directory import INDEX, WEIGHTS, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import INDEX, WEIGHTS, ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.placement import Placement
 from specdec.engine.preflight.check import Wanted, check_model
 from tests.models import make

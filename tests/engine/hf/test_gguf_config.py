@@ -10,7 +10,7 @@ from gguf import GGUFReader, GGUFWriter
 from transformers import PretrainedConfig
 
 from specdec.engine.hf.gguf_config import configuration
-from specdec.engine.model_directory import ModelDirectoryError
+from specdec.engine.model_file import ModelDirectoryError
 
 FIELDS: dict[str, Any] = {
     "block_count": 2,

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from specdec.engine.cache_folder import temporary
 from specdec.engine.gguf_file import open_model
 from specdec.engine.hf.gguf_conversion import convert
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from testing.gguf_model import convert as to_gguf
 from testing.gguf_model import write_tokenizer
 from tests.captured_logs import captured_logs

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from specdec.engine.batch import PackedBatch
-from specdec.engine.engine import UnsupportedModelError
 from specdec.engine.gpu.layout import SplitKvPacker
 from specdec.engine.hf.reference_check import ReferenceCheck
+from specdec.engine.unsupported import UnsupportedModelError
 
 OWN = ReferenceCheck("Odd", 1e-3, [5, 6, 7, 8], [9, 4], torch.tensor([[1.0, 2.0, -8.0], [3.0, 0.5, 2.0]]))
 

@@ -19,18 +19,20 @@ from transformers import AutoModelForCausalLM
 
 from specdec.decoding.draft_logits import shortlists
 from specdec.engine.batch import Packer
-from specdec.engine.engine import UnsupportedModelError, draft_pass_of
+from specdec.engine.engine import draft_pass_of
 from specdec.engine.engines.loading import load_engine
 from specdec.engine.hf.reference_check import ReferenceCheck
 from specdec.engine.kv.slots import KVPool
 from specdec.engine.memory import free_by_driver, free_bytes
-from specdec.engine.model_directory import ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.onnx.engine import OnnxEngine
 from specdec.engine.onnx.export import export
 from specdec.engine.onnx.providers import CPU, CUDA, OnnxDevice, check_started, parse_device, providers
 from specdec.engine.onnx.shortlists import OnnxDraftLogits
 from specdec.engine.onnx_runtime import ort
 from specdec.engine.placement import Placement
+from specdec.engine.unsupported import UnsupportedModelError
 from tests.models import VOCABULARY, make, save
 
 HALF_TOLERANCE = 0.03

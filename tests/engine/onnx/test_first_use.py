@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from specdec.engine.cache_folder import temporary
-from specdec.engine.model_directory import DESCRIPTION, ModelDirectory, ModelDirectoryError
+from specdec.engine.model_directory import DESCRIPTION, ModelDirectory
+from specdec.engine.model_file import ModelDirectoryError
 from specdec.engine.onnx import first_use
 from specdec.engine.onnx.first_use import exported
 from specdec.local import DEMO
