@@ -129,9 +129,8 @@ def _thread_counts(engine: Engine) -> Iterator[None]:
 
 def _logits_in_any_batch(engine: Engine, other_texts: Sequence[int]) -> NDArray[np.float32] | None:
     """Return the logits of a text; None unless they are equal in all tested batches."""
-    length = TEXT
     text = _text(engine)
-    other_tokens = np.random.default_rng(2).integers(0, engine.vocabulary, 3 * length).tolist()
+    other_tokens = np.random.default_rng(2).integers(0, engine.vocabulary, 3 * TEXT).tolist()
     own, other_slots, candidates = _places(engine)
 
     def logits(packer: Packer, wanted: int) -> NDArray[np.float32]:
@@ -139,7 +138,7 @@ def _logits_in_any_batch(engine: Engine, other_texts: Sequence[int]) -> NDArray[
 
     packer = engine.packer()
     _add_text(packer, text, 0, own)
-    whole = logits(packer, length)
+    whole = logits(packer, TEXT)
 
     for position, token in enumerate(text[:-AT_ONCE]):
         packer = engine.packer()
@@ -154,7 +153,7 @@ def _logits_in_any_batch(engine: Engine, other_texts: Sequence[int]) -> NDArray[
             return None
 
     packer = engine.packer()
-    start = length - AT_ONCE
+    start = TEXT - AT_ONCE
     _add_text(packer, text[start:], start, np.concatenate([own[:start], candidates]))
     if not np.array_equal(logits(packer, AT_ONCE), whole[start:]):
         return None
@@ -164,7 +163,7 @@ def _logits_in_any_batch(engine: Engine, other_texts: Sequence[int]) -> NDArray[
         for _ in range(others):
             _add_other(packer, other_tokens[0])
         _add_text(packer, text, 0, own)
-        if not np.array_equal(logits(packer, length), whole):
+        if not np.array_equal(logits(packer, TEXT), whole):
             return None
     return whole if _is_the_same_in_decodes(engine, text[-1], own, whole[-1]) else None
 

@@ -50,7 +50,7 @@ class FastPath(NamedTuple):
 
 def off() -> list[FastPathOff]:
     """Return the fast paths of the loaded engines that are off in this process."""
-    loaded = [path.found for path in PATHS if "torch" in sys.modules and path.module in sys.modules]
+    loaded = [path.found for path in PATHS if path.module in sys.modules]
     return [*(found for found in loaded if found is not None), *_settled.values()]
 
 

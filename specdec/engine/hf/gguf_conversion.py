@@ -138,7 +138,7 @@ def _weights(
     total, done = sum(int(tensor.n_bytes) for tensor in reader.tensors), 0
     for tensor in reader.tensors:
         found = processor.process(
-            weights=_widened(tensor), name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed
+            weights=_dequantised(tensor), name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed
         )
         if found.name is not None and found.name not in names and found.name != ROPE_FACTORS:
             raise ModelDirectoryError(f"{file}: {found.name} has no place in transformers' {type(model).__name__}")
@@ -160,18 +160,18 @@ class _Tensors(dict[str, Tensor]):
         super().__setitem__(name, tensor.to(self._dtype))
 
 
-def _widened(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
+def _dequantised(tensor: gguf.ReaderTensor) -> NDArray[np.float32]:
     """Return a tensor's numbers, dequantised PIECE_ROWS rows at a time."""
     data = tensor.data
     if data.ndim < 2:
         return np.asarray(gguf.dequantize(data, tensor.tensor_type), np.float32)
     shape = tuple(int(size) for size in reversed(tensor.shape))
-    widened = np.empty((math.prod(shape[:-1]), shape[-1]), np.float32)
+    numbers = np.empty((math.prod(shape[:-1]), shape[-1]), np.float32)
     rows = data.reshape(-1, data.shape[-1])
     for begin in range(0, len(rows), PIECE_ROWS):
         place = slice(begin, begin + PIECE_ROWS)
-        widened[place] = gguf.dequantize(rows[place], tensor.tensor_type)
-    return widened.reshape(shape)
+        numbers[place] = gguf.dequantize(rows[place], tensor.tensor_type)
+    return numbers.reshape(shape)
 
 
 def _check_room(file: Path, folder: Path, size: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from specdec.engine.hf.linear import join
+from specdec.engine.hf.pretrained import is_quantised
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 """The `model_type`s whose layers are RMS norm, rotary attention, RMS norm and gated SiLU, without scaling or caps.
@@ -24,8 +25,7 @@ MERGED = 3
 def fits(model: PreTrainedModel) -> bool:
     """Return whether a model's configuration is of the Llama kind."""
     config = model.config
-    quantised = getattr(config, "quantization_config", None) is not None
-    return config.model_type in KINDS and config.hidden_act in ("silu", "swish") and not quantised
+    return config.model_type in KINDS and config.hidden_act in ("silu", "swish") and not is_quantised(model)
 
 
 def join_products(model: PreTrainedModel) -> None:

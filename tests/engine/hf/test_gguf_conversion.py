@@ -142,7 +142,7 @@ def test_an_earlier_conversion_is_replaced_and_nothing_else(
         convert(file, tmp_path / "notes")
 
 
-def test_quantised_weights_are_widened(model: ModelDirectory, tmp_path: Path) -> None:
+def test_quantised_weights_are_dequantised(model: ModelDirectory, tmp_path: Path) -> None:
     to_gguf(model.path, tmp_path / "small.gguf", "q8_0")
     convert(tmp_path / "small.gguf", tmp_path / "out")
     weights = load_file(tmp_path / "out" / "model.safetensors")
