@@ -9,7 +9,6 @@ gets the flags in tokenizer_config.json, including `special`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from specdec.engine.model_file import Fields, ModelDirectoryError
 
@@ -105,10 +104,10 @@ class TokenizerFiles:
         tokenizer.json has too (`known`) are skipped."""
         if self._is_modern:
             entries = self.settings.fields("added_tokens_decoder")
-            _check_count(entries.file, "added_tokens_decoder", len(entries.content))
+            _check_count(f"{entries.file}: added_tokens_decoder", len(entries.content))
             by_id = {_id(entries, name): AddedToken.of(entries.fields(name)) for name in entries.content}
         else:
-            _check_count(self.added.file, "it", len(self.added.content))
+            _check_count(f"{self.added.file}:", len(self.added.content))
             special = {token.content for name, token in self._named().items() if name in NAMED}
             special |= {token.content for token in self._unnamed()}
             by_id = {
@@ -140,7 +139,7 @@ class TokenizerFiles:
                 value = source.content.get(name)
                 if not isinstance(value, list) or not value:
                     continue
-                _check_count(source.file, name, len(value))
+                _check_count(f"{source.file}: {name}", len(value))
                 entries = Fields(source.file, {f"{name}[{place}]": entry for place, entry in enumerate(value)})
                 tokens = [AddedToken.named(entries, place) for place in entries.content]
                 found |= {token.content: token for token in tokens}
@@ -157,6 +156,6 @@ def _id(entries: Fields, name: str) -> int:
     return int(name)
 
 
-def _check_count(file: Path, name: str, count: int) -> None:
+def _check_count(what: str, count: int) -> None:
     if count > MAX_ADDED_TOKENS:
-        raise ModelDirectoryError(f"{file}: {name} has {count} entries, must have at most {MAX_ADDED_TOKENS}")
+        raise ModelDirectoryError(f"{what} has {count} entries, must have at most {MAX_ADDED_TOKENS}")

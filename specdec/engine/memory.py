@@ -53,8 +53,8 @@ def slots_for(
     slots = slots_within(free, slot_bytes, slots_wanted(context, device), working, row_bytes)
     if slots < MIN_SLOTS:
         raise UnsupportedModelError(
-            f"the KV cache fits {slots} tokens in free memory, needs at least {MIN_SLOTS}: free memory, or set "
-            "--kv-tokens"
+            f"free memory has room for a KV cache of {slots} tokens, at least {MIN_SLOTS} are needed: free memory, or "
+            "set --kv-tokens"
         )
     return slots
 

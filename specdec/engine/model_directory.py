@@ -204,7 +204,7 @@ class ModelDirectory:
             if config.has(key):
                 return max(config.integer(key, MIN_CONTEXT, MAX_CONTEXT), _context_by_yarn(config))
         raise ModelDirectoryError(
-            f"{config.file}: has neither max_position_embeddings nor n_positions, the context length"
+            f"{config.file}: names no context length: neither max_position_embeddings nor n_positions"
         )
 
     @cached_property

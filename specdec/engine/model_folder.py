@@ -29,7 +29,9 @@ def check_replaceable(target: Path, marker: str) -> None:
     if not target.exists() or (target / marker).is_file():
         return
     if not target.is_dir() or any(target.iterdir()):
-        raise ModelDirectoryError(f"{target}: contains something other than {MARKERS[marker]}, and is not replaced")
+        raise ModelDirectoryError(
+            f"{target}: is not replaced, because it contains something other than {MARKERS[marker]}"
+        )
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def test_more_threads_than_permitted_are_refused(
     engine = CpuEngine(directory, capacity=512, threads=(1,), exact=False, bits=8)
     products = sum(isinstance(module, BlockLinear) for module in engine.model.modules())
     monkeypatch.setattr(cpu_engine, "threads_left", lambda: 2 * products - 1)
-    reason = f"{products} products with 3 threads each start {2 * products} threads, and pids.max permits .* --threads"
+    reason = f"{products} products with 3 threads each need {2 * products} more threads, pids.max permits .* --threads"
     with pytest.raises(UnsupportedModelError, match=reason):
         CpuEngine(directory, capacity=512, threads=(3,), exact=False, bits=8)
 

@@ -261,9 +261,9 @@ def test_a_model_without_a_list_of_layers_is_refused() -> None:
         config = Config()
 
     model: Any = Model()
-    with pytest.raises(UnsupportedModelError, match=r"^Model has no list of its 3 layers"):
+    with pytest.raises(UnsupportedModelError, match=r"^Model does not keep its 3 decoder layers in one list"):
         decoder_layers(model)
-    with pytest.raises(UnsupportedModelError, match=r"^Model has no list"), Features((0,)).of(model):
+    with pytest.raises(UnsupportedModelError, match=r"^Model does not keep"), Features((0,)).of(model):
         pass
 
 

@@ -116,7 +116,7 @@ def cases() -> Iterator[tuple[str, Break, str, str]]:
             fields = {"max_position_embeddings": None, key: value}
             if value != 320 or isinstance(value, float):
                 yield f"{key}-{name}", edit(CONFIG, **fields), CONFIG, f": {key} {said}, {CONTEXTS}"
-    names_none = ": has neither max_position_embeddings nor n_positions"
+    names_none = ": names no context length: neither max_position_embeddings nor n_positions"
     yield "no context", edit(CONFIG, max_position_embeddings=None), CONFIG, names_none
     text = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}
     for name, (value, said) in ODD_ENDS.items():
@@ -256,7 +256,7 @@ def test_weights_that_cannot_be_read(directory: Path, kind: str) -> None:
 def test_a_model_without_layers(directory: Path) -> None:
     edit(CONFIG, num_hidden_layers=0)(directory)
     line = refused(lambda: load(ModelDirectory(directory), DTYPES["float32"], "cpu"))
-    assert line == f"{directory}: config.json asks for 0 layers, must be at least 1"
+    assert line == f"{directory}/config.json: num_hidden_layers is 0, must be at least 1"
 
 
 @pytest.mark.parametrize(

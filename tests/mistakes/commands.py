@@ -63,7 +63,11 @@ MISTAKES = (
         "specdec evaluate target foreign --prompts prompts.jsonl", USAGE, "the tokenizers of target and foreign differ"
     ),
     Mistake("specdec export target-1 exported", USAGE, "target-1: no such directory"),
-    Mistake("specdec export target notes", USAGE, "notes: contains something other than an exported model"),
+    Mistake(
+        "specdec export target notes",
+        USAGE,
+        "notes: is not replaced, because it contains something other than an exported model",
+    ),
     Mistake("specdec train-heads target notes --text notes", USAGE, "notes: is not empty; continue with --resume, or"),
     Mistake(
         "specdec train-heads target new --text notes --kind eagle3 --layers 2", USAGE, "--layers: is for --kind medusa"

@@ -122,7 +122,10 @@ def test_grammars_know_added_tokens(tmp_path: Path) -> None:
         ({SETTINGS: {"added_tokens_decoder": {"4": {}}}}, "added_tokens_decoder.4.content is missing"),
         ({SETTINGS: {"added_tokens_decoder": {"4": entry("b") | {"lstrip": 1}}}}, "lstrip is 1, must be true or false"),
         ({ADDED: {"<b>": "4"}}, '<b> is "4", must be an integer'),
-        ({ADDED: {f"<{n}>": n for n in range(100_001)}}, "has 100001 entries, must have at most 100000"),
+        (
+            {ADDED: {f"<{n}>": n for n in range(100_001)}},
+            "added_tokens.json: has 100001 entries, must have at most 100000",
+        ),
         ({SETTINGS: {"additional_special_tokens": [3]}}, r"additional_special_tokens\[0\] is 3, must be a string"),
         ({SETTINGS: {"eos_token": 3}}, "eos_token is 3, must be a string"),
     ],

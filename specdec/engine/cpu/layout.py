@@ -41,7 +41,7 @@ class RaggedPacker(Packer):
     def add_path(self, keys: Slots, rows: Sequence[int]) -> None:
         last = max(map(self.positions.__getitem__, rows))
         if last >= len(keys):
-            raise ValueError(f"a row at position {last} has only {len(keys)} keys")
+            raise ValueError(f"a row at position {last} needs {last + 1} keys, its path has {len(keys)}")
         self._first.update(dict.fromkeys(rows, self._length))
         self._keys.append(keys)
         self._length += len(keys)

@@ -131,7 +131,7 @@ class SplitKvPacker(Packer):
     def _add(self, keys: _Keys, rows: Sequence[int]) -> None:
         last, count = max(map(self.positions.__getitem__, rows)), len(keys.text) + len(keys.rest)
         if last >= count:
-            raise ValueError(f"a row at position {last} has only {count} keys")
+            raise ValueError(f"a row at position {last} needs {last + 1} keys, its path has {count}")
         self._paths.append(_Path(int(keys.text[0] if len(keys.text) else keys.rest[0]), keys, list(rows)))
 
     def pack(self) -> SplitKvBatch:

@@ -118,8 +118,8 @@ def check_threads(model: torch.nn.Module, merged: int, threads: int, left: int |
     needed = products * (threads - 1)
     if left is not None and needed > left:
         raise UnsupportedModelError(
-            f"quantised weights: {products} products with {threads} threads each start {needed} threads, and pids.max "
-            f"permits {left} more: use fewer --threads"
+            f"quantised weights: {products} products with {threads} threads each need {needed} more threads, "
+            f"pids.max permits {left}: use fewer --threads"
         )
 
 

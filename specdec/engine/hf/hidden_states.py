@@ -38,7 +38,10 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
     for module in model.modules():  # outermost first: a layer may have the same number of experts
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return list(module)
-    raise UnsupportedModelError(f"{type(model).__name__} has no list of its {count} layers, so it gives no features")
+    raise UnsupportedModelError(
+        f"{type(model).__name__} does not keep its {count} decoder layers in one list, so their inputs cannot be "
+        "captured"
+    )
 
 
 class Features:

@@ -135,7 +135,7 @@ def _configuration(directory: ModelDirectory, device: str) -> tuple[PretrainedCo
     check_rope(directory, config.get_text_config().to_dict())  # transformers may rename a kind of rotary embeddings
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if layers is not None and layers < 1:
-        raise ModelDirectoryError(f"{directory.path}: config.json asks for {layers} layers, must be at least 1")
+        raise ModelDirectoryError(f"{directory.path}/config.json: num_hidden_layers is {layers}, must be at least 1")
     if kind is None:
         raise UnsupportedModelError(
             f"{directory.name}: {type(config).__name__} is not the configuration of a causal language model"
@@ -188,7 +188,7 @@ def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
         terms = [term for term, value in asked.items() if isinstance(value, Tensor) and term != "position_ids"]
         if terms:
             raise UnsupportedModelError(
-                f"{name}: its attention has a term that packed attention does not support, {terms[0]}"
+                f"{name}: its layers pass the tensor {terms[0]} to attention, which packed attention does not support"
             )
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 

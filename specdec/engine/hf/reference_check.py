@@ -86,8 +86,8 @@ class ReferenceCheck:
         difference = float((got - self.logits).abs().max() / self.logits.abs().max())
         if not difference <= self.allowed:
             raise UnsupportedModelError(
-                f"{self.name}: packed logits differ from the model's own by {difference:.2g} of their scale; it has "
-                "an operation that packed attention or the fused layers do not support"
+                f"{self.name}: packed logits differ from the model's own by {difference:.2g} times the "
+                "largest logit; the model has an operation that packed attention or the joined layers do not support"
             )
 
 

@@ -284,7 +284,9 @@ class BlockTable:
         if filled <= known:
             return
         if filled > len(self._blocks) or computed > len(tokens):
-            raise ValueError(f"{computed} tokens computed, of {len(tokens)}, in {len(self.slots)} slots")
+            raise ValueError(
+                f"computed is {computed}, must be at most {len(tokens)} tokens and {len(self.slots)} slots"
+            )
         for index in range(known, filled):
             key = _key(tokens[index * BLOCK : (index + 1) * BLOCK])
             if self._late or self._suspect or key in (parent := self._parent()).children:

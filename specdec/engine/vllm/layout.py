@@ -52,7 +52,7 @@ class BlockPacker(Packer):
         if list(rows) != list(own) or self.positions[first : first + count] != list(range(position, length)):
             raise ValueError("the rows of a sequence must be consecutive tokens, next to each other")
         if length > len(keys):
-            raise ValueError(f"a row at position {length - 1} has only {len(keys)} keys")
+            raise ValueError(f"a row at position {length - 1} needs {length} keys, its path has {len(keys)}")
         table = (keys[:length:BLOCK] // BLOCK).astype(np.int32)
         if count == 1:  # the common case: runs for every text in every step
             if not self.slots[first] == keys[position] == int(table[-1]) * BLOCK + position % BLOCK:

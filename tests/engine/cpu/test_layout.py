@@ -79,7 +79,7 @@ def test_any_mixture_reads_what_was_put_in(texts: list[tuple[int, int]], rows: I
 
 def test_a_row_beyond_its_path_is_refused() -> None:
     packer = RaggedPacker()
-    with pytest.raises(ValueError, match="a row at position 3 has only 3 keys"):
+    with pytest.raises(ValueError, match="a row at position 3 needs 4 keys, its path has 3"):
         packer.add_path(np.arange(1, 4), packer.add_rows([1, 2], 2, [3, 4]))
 
 

@@ -229,7 +229,7 @@ def test_a_tile_has_room_for_the_rows_that_fill_it(shared: int, tile_rows: int) 
 
 def test_a_row_beyond_its_path_is_refused() -> None:
     packer = SplitKvPacker()
-    with pytest.raises(ValueError, match="a row at position 3 has only 3 keys"):
+    with pytest.raises(ValueError, match="a row at position 3 needs 4 keys, its path has 3"):
         packer.add_path(np.arange(1, 4), packer.add_rows([1, 2], 2, [3, 4]))
 
 

@@ -413,7 +413,7 @@ def test_the_cache_leaves_them_room(tmp_path: Path) -> None:
     needed = memory_of_heads(make_eagle3(tmp_path / "heads", RandomEagle3()), target, "float32", None)
     assert needed.owed == (needed.weights + needed.working, 4 * 48)
     for owed, owed_a_slot in ((1 << 50, 0), (0, 1 << 40)):
-        with pytest.raises(UnsupportedModelError, match="the KV cache fits 0 tokens"):
+        with pytest.raises(UnsupportedModelError, match="room for a KV cache of 0 tokens"):
             load_engine(target, Placement("torch"), threads=(1,), promised=owed, promised_a_slot=owed_a_slot)
 
 

@@ -220,10 +220,10 @@ def test_publishing_touches_no_token_until_a_block_is_filled() -> None:
 def test_misuse_is_refused() -> None:
     pool = BlockPool(4)
     table, _, _ = pool.open([1])
-    with pytest.raises(ValueError, match="64 tokens computed, of 64, in 0 slots"):
+    with pytest.raises(ValueError, match="computed is 64, must be at most 64 tokens and 0 slots"):
         table.publish([1] * BLOCK, BLOCK)
     table.reserve(BLOCK)
-    with pytest.raises(ValueError, match="64 tokens computed, of 63, in 64 slots"):
+    with pytest.raises(ValueError, match="computed is 64, must be at most 63 tokens and 64 slots"):
         table.publish([1] * (BLOCK - 1), BLOCK)
     table.close()
     with pytest.raises(RuntimeError, match="closed"):

@@ -43,7 +43,7 @@ def test_memory_is_left_for_the_weights(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
-    with pytest.raises(UnsupportedModelError, match=r"fits \d+ tokens in free memory"):
+    with pytest.raises(UnsupportedModelError, match=r"room for a KV cache of \d+ tokens"):
         memory_options(directory, None, "float32", "cpu", {})
     assert memory_options(directory, 16 * BLOCK, "float32", "cpu", {})["num_gpu_blocks_override"] == 16
 

@@ -77,7 +77,7 @@ def test_what_is_no_sequence_is_refused() -> None:
         packed(keys, [3], [2 * BLOCK + 3])
     with pytest.raises(ValueError, match="in its blocks"):
         packed(np.arange(10) + BLOCK + 1, [3], [BLOCK + 4])
-    with pytest.raises(ValueError, match="only 10 keys"):
+    with pytest.raises(ValueError, match="needs 11 keys, its path has 10"):
         packed(keys, [10], [BLOCK + 10])
     packer = BlockPacker()
     with pytest.raises(ValueError, match="in its blocks"):
