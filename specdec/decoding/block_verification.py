@@ -30,13 +30,13 @@ from specdec.decoding.noise import DOMAIN_BLOCK, DOMAIN_RESIDUAL, uniform
 from specdec.decoding.processing import MAX_ABS_LOGIT, Logits, adjusted
 from specdec.decoding.query import SamplingQuery
 from specdec.decoding.rejection import (
-    Ids,
     Weights,
     draft_probabilities,
     draw,
     probabilities_of,
     target_probabilities,
 )
+from specdec.decoding.truncation import Ids
 
 
 class ChainQuery(NamedTuple):

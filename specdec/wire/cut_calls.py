@@ -58,7 +58,7 @@ def _named_call(text: str, style: NamedCall) -> list[ToolCall]:
 
 
 def _tagged_calls(text: str, style: TaggedCall, schemas: Schemas) -> list[ToolCall]:
-    calls = []
+    calls = list[ToolCall]()
     parts = text.split(style.end) if style.end else [text]
     for number, part in enumerate(parts):
         whole = number < len(parts) - 1
