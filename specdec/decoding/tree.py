@@ -35,14 +35,6 @@ class Paths(NamedTuple):
     logprobs: Sequence[float]
     distributions: Sequence[tuple[int, DraftDistribution]] = ()
 
-    def deepest(self, base: int) -> int:
-        """Return the position of the deepest node; `base` - 1, the root's, without nodes. Parents must precede their
-        children."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return base - 1 + max(depths)
-
 
 class Node:
     """One candidate. `logprob` is log P(the target takes this token | it reaches the parent)."""
@@ -130,8 +122,6 @@ class TokenTree:
         """Number of committed tokens, prompt included; stored, since a step reads it about a dozen times."""
         self.root = Node(self.committed[-1], len(self.committed) - 1, None, 0.0, 0)
         self.size = 0
-        self.deepest = self.base - 1
-        """Position of the deepest candidate; the root's if there is none."""
         self._vocabulary = vocabulary
         self._last_position = last_position
         self._end_tokens = end_tokens
@@ -214,7 +204,6 @@ class TokenTree:
         node = Node(token, position, parent, min(logprob, 0.0), origin)
         parent.children[token] = node
         self.size += 1
-        self.deepest = max(self.deepest, position)
         return node
 
     def commit(self, tokens: Sequence[int]) -> list[Node]:
@@ -230,7 +219,6 @@ class TokenTree:
         _unlink(former, self.root)
         alive = self.root.walk()
         self.size = len(alive)
-        self.deepest = max((node.position for node in alive), default=self.base - 1)
         return alive
 
     def by_path_logprob(self, usable: Callable[[Node], bool] | None = None) -> Iterator[tuple[float, Node]]:

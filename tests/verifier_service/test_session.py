@@ -303,7 +303,7 @@ class TestCandidates:
 
     def test_what_a_session_hopes_for_follows_its_tree(self) -> None:
         session = decoding(max_candidates=2)
-        session.draft_timing.committed(3, 2, 0.0)
+        session.draft_timing.committed(3, 0.0)
         assert session.wait_estimate(0.0, 0.0).expected == 1.0
         session.extend(3, Paths([4, 5, 6], [0, 1, 2], [0.0] * 3), 0.0)
         assert session.wait_estimate(0.0, 0.0).expected == 3.0  # the tip and two candidates

@@ -22,14 +22,14 @@ def wait(
     return delay_until([wait_estimate], now, now, STEP)
 
 
-def learned(delay: float, gap: float = 0.001, levels: int = 1) -> DraftTiming:
-    """Return a draft timing for a draft that answers with so many levels after `delay`, then with one every `gap`."""
+def learned(delay: float, gap: float = 0.001) -> DraftTiming:
+    """Return a draft timing for a draft that answers after `delay`, then every `gap`."""
     draft_timing = DraftTiming()
     for base in range(100):
-        draft_timing.committed(base, base - 1, float(base))
-        draft_timing.arrived(base, base - 1 + levels, base + delay)
-        draft_timing.arrived(base, base + levels, base + delay + gap)
-    draft_timing.committed(100, 99, 100.0)
+        draft_timing.committed(base, float(base))
+        draft_timing.arrived(base, base + delay)
+        draft_timing.arrived(base, base + delay + gap)
+    draft_timing.committed(100, 100.0)
     return draft_timing
 
 
@@ -38,18 +38,18 @@ class TestRoundTrip:
         draft_timing = DraftTiming()
         assert not draft_timing.round_trip
         for base in range(40):
-            draft_timing.committed(base, base - 1, float(base))
-            draft_timing.arrived(base, base, base + 0.018 + 0.004, 0.004)
-            draft_timing.arrived(base, base, base + 0.018 + 0.009, 0.009)
+            draft_timing.committed(base, float(base))
+            draft_timing.arrived(base, base + 0.018 + 0.004, 0.004)
+            draft_timing.arrived(base, base + 0.018 + 0.009, 0.009)
         assert draft_timing.round_trip == pytest.approx(0.018)
 
     def test_who_does_not_say_or_cannot_be_right_teaches_nothing(self) -> None:
         """A draft may report an impossible age: another verifier sent it this text before this one had the text."""
         draft_timing = DraftTiming()
-        draft_timing.committed(5, 4, 10.0)
-        draft_timing.arrived(5, 5, 10.1)
-        draft_timing.arrived(5, 5, 10.1, 3.0)
-        draft_timing.arrived(4, 4, 10.1, 0.05)
+        draft_timing.committed(5, 10.0)
+        draft_timing.arrived(5, 10.1)
+        draft_timing.arrived(5, 10.1, 3.0)
+        draft_timing.arrived(4, 10.1, 0.05)
         assert not draft_timing.round_trip
 
 
@@ -61,7 +61,7 @@ class TestOneSession:
 
     def test_it_goes_on_waiting_while_messages_add_enough(self) -> None:
         draft_timing = learned(0.002, gap=0.001)
-        draft_timing.arrived(100, 100, 100.002)
+        draft_timing.arrived(100, 100.002)
         assert wait(draft_timing, 100, 100.002, expected=1.7, leaf=0.7) is not None
         assert wait(draft_timing, 100, 100.002, expected=3.0, leaf=0.05) is None
 
@@ -70,26 +70,6 @@ class TestOneSession:
 
     def test_a_slow_draft_is_not_waited_for(self) -> None:
         assert wait(learned(0.050), 100, 100.0) is None
-
-    def test_a_message_of_several_levels_is_worth_a_longer_wait(self) -> None:
-        """As from heads that grow a whole tree once the text's features have arrived."""
-        assert wait(learned(0.012), 100, 100.0) is None
-        deep = learned(0.012, levels=5)
-        assert wait(deep, 100, 100.0) is not None
-        deep.arrived(100, 104, 100.012)
-        assert wait(deep, 100, 100.012, expected=3.0, leaf=0.2) is None  # the next message adds one level
-
-    def test_late_messages_teach_how_many_levels_they_add(self) -> None:
-        """The levels that survived the commit are not counted: a message repeats them as ancestors."""
-        drafts = {levels: DraftTiming() for levels in (1, 5)}
-        for levels, draft_timing in drafts.items():
-            for base in range(100):
-                draft_timing.committed(base, base + 4 - levels, float(base))
-                draft_timing.committed(base + 1000, base + 999, base + 0.001)
-                draft_timing.arrived(base, base + 4, base + 0.012)
-            draft_timing.committed(200, 199, 200.0)
-        assert wait(drafts[1], 200, 200.0) is None
-        assert wait(drafts[5], 200, 200.0) is not None
 
     def test_a_draft_that_is_always_wrong_is_not_waited_for(self) -> None:
         draft_timing = learned(0.002)
@@ -107,18 +87,18 @@ class TestOneSession:
         until = wait(draft_timing, 100, 100.0)
         assert until is not None
         assert wait(draft_timing, 100, until + 0.5) is None
-        draft_timing.committed(101, 100, 101.0)
+        draft_timing.committed(101, 101.0)
         assert wait(draft_timing, 101, 101.0) is None
 
     def test_a_wait_in_vain_for_the_next_message_teaches_too(self) -> None:
         draft_timing = learned(0.002, gap=0.001)
-        draft_timing.arrived(100, 100, 100.002)
+        draft_timing.arrived(100, 100.002)
         until = wait(draft_timing, 100, 100.002)
         assert until is not None
         assert wait(draft_timing, 100, until + 0.5) is None
-        draft_timing.committed(101, 100, 101.0)
+        draft_timing.committed(101, 101.0)
         assert wait(draft_timing, 101, 101.0) is not None  # the draft's first answers are as quick as before
-        draft_timing.arrived(101, 101, 101.002)
+        draft_timing.arrived(101, 101.002)
         assert wait(draft_timing, 101, 101.002) is None
 
     def test_what_is_given_up_is_not_hoped_for_again_before_the_next_commit(self) -> None:
@@ -133,23 +113,23 @@ class TestOneSession:
     def test_late_messages_teach_that_a_draft_is_quick_again(self) -> None:
         draft_timing = learned(0.050)
         for base in range(101, 140):  # the verifier does not wait; answers are for positions already passed
-            draft_timing.committed(base, base - 1, float(base))
-            draft_timing.committed(base + 1000, base + 999, base + 0.001)
-            draft_timing.arrived(base, base, base + 0.002)
-        draft_timing.committed(200, 199, 200.0)
+            draft_timing.committed(base, float(base))
+            draft_timing.committed(base + 1000, base + 0.001)
+            draft_timing.arrived(base, base + 0.002)
+        draft_timing.committed(200, 200.0)
         assert wait(draft_timing, 200, 200.0) is not None
 
     def test_it_remembers_only_recent_commits(self) -> None:
         draft_timing = learned(0.002)
-        draft_timing.arrived(5, 5, 200.0)  # long past: ignored
+        draft_timing.arrived(5, 200.0)  # long past: ignored
         assert wait(draft_timing, 100, 100.0) is not None
 
     def test_a_session_that_gets_memory_anew_starts_over_where_it_was(self) -> None:
         draft_timing = learned(0.002)
-        draft_timing.arrived(100, 100, 100.002)
-        draft_timing.committed(100, 99, 500.0)  # preempted meanwhile
+        draft_timing.arrived(100, 100.002)
+        draft_timing.committed(100, 500.0)  # preempted meanwhile
         assert wait(draft_timing, 100, 500.0) is None  # answers to the old commit are long overdue
-        draft_timing.committed(101, 100, 500.01)
+        draft_timing.committed(101, 500.01)
         assert wait(draft_timing, 101, 500.01) is not None
 
 
@@ -211,7 +191,7 @@ class TestManySessions:
         ]
         until = delay_until(estimates, 100.0, 100.0, STEP)
         assert until == pytest.approx(100.004, abs=0.002)
-        quick.arrived(100, 100, 100.002)
+        quick.arrived(100, 100.002)
         estimates = [
             quick.wait_estimate(100, 100.002, expected=3.0, leaf=0.1, break_even=0.0, patience=1.0),
             slow.wait_estimate(100, 100.002, expected=1.0, leaf=1.0, break_even=0.0, patience=1.0),
@@ -222,7 +202,7 @@ class TestManySessions:
 def test_a_row_must_be_worth_its_price() -> None:
     """The gain of expected candidates is net of their verification cost, and 0 where they cost more than they bring."""
     draft_timing = DraftTiming()
-    draft_timing.committed(100, 99, 100.0)
+    draft_timing.committed(100, 100.0)
 
     def gain(break_even: float) -> float:
         return draft_timing.wait_estimate(100, 100.0, expected=1.0, leaf=1.0, break_even=break_even, patience=1.0).gain

@@ -172,11 +172,11 @@ async def test_a_refusal_shows_that_a_lost_draft_is_back(directories: Directorie
             drafts, text_of = drafts_of(directories, services.drafts[0].address)
             text = text_of()
             async with asyncio.timeout(30):
-                while not any(line["event"] == "pod_back" for line in logs):
+                while not any(line["event"] == "breaker_closed" for line in logs):
                     await grow(drafts, text, until_drafted=False)
                     await asyncio.sleep(0.01)
             assert [line["event"] for line in logs if line["event"].startswith("pod_")] == [
-                "pod_left_alone",
-                "pod_back",
+                "breaker_opened",
+                "breaker_closed",
             ]
         drafts.forget([text])

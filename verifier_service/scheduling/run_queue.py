@@ -199,7 +199,7 @@ class RunQueue:
         insort(self.running, entry, key=lambda a: a.arrival)
         self._copy(source, target)
         now = entry.admitted_at = time.monotonic()
-        session.draft_timing.committed(session.tree.base, session.tree.deepest, now)
+        session.draft_timing.committed(session.tree.base, now)
         entry.queued += now - entry.waiting_since
         if not entry.preemptions:
             session.cached_tokens = session.computed

@@ -1,11 +1,11 @@
 """The step delay: whether to postpone a step for candidates in flight.
 
 A step of T seconds started now, w seconds after the last one ended, yields E tokens: a rate of E / (T + w). A session's
-next draft message, expected in r seconds, adds d levels of candidates below the best leaf. With path probability q of
-that leaf, acceptance A and break-even probability p, level i yields about A^i * q tokens, and its row costs p tokens.
-All sessions of a step wait together, so waiting pays while
+next draft message, expected in r seconds, adds about A * q tokens and costs a row worth p tokens: q is the path
+probability of the best leaf, A the acceptance, p the break-even probability. All sessions of a step wait together, so
+waiting pays while
 
-    sum over sessions of (sum over i <= d of max(0, A^i * q - p)) / r  >  E / (T + w)
+    sum over sessions of (A * q - p) / r  >  E / (T + w)
 
 The condition is checked for each tenant's sessions separately, and the step waits only if it holds for all tenants: no
 tenant waits for candidates of another tenant's draft.

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from verifier_service.settings.tuning import DEFAULTS, DraftGainTuning, DraftTimingTuning
 
 MAX_ROUND_TRIP_SECONDS = 60.0
 """Maximum plausible round trip in seconds; beyond it, the age that the draft reports for a text is ignored."""
-
-MAX_LEVELS = 16
-"""Maximum levels that a message is expected to add: few texts accept more candidates in a step."""
 
 
 class WaitEstimate(NamedTuple):
@@ -23,71 +19,45 @@ class WaitEstimate(NamedTuple):
     until: float = 0.0  # time to stop waiting for it
 
 
-@dataclass
-class MessageEstimate:
-    """The expected next message of a draft: seconds until it arrives, and levels that it adds below the candidates that
-    are here."""
-
-    seconds: float
-    levels: float = 1.0
-
-    def learn(self, seconds: float, levels: int, smoothing: float) -> None:
-        self.seconds += smoothing * (seconds - self.seconds)
-        self.levels += smoothing * (levels - self.levels)
-
-
-@dataclass
-class DraftedCommit:
-    """A commit, and what the draft has sent since."""
-
-    at: float
-    deepest: int  # position of the deepest candidate
-    last: float | None = None  # time of the last message that starts at this commit
-
-
 class DraftTiming:
-    """A session's measurements of its draft: the first message after a commit, the messages after it, acceptance.
-    Durations are in seconds, times from `time.monotonic`."""
+    """A session's measurements of its draft: delay from a commit to the first candidates, gap between messages,
+    acceptance. Durations are in seconds, times from `time.monotonic`."""
 
     def __init__(self, tuning: DraftTimingTuning = DEFAULTS.draft_timing) -> None:
         self._tuning = tuning
         self._acceptance = tuning.first_acceptance
-        self._first = MessageEstimate(tuning.first_delay)  # since the commit
-        self._next = MessageEstimate(tuning.first_gap)  # since the message before
+        self._delay = tuning.first_delay  # from a commit to the first candidates based on it
+        self._gap = tuning.first_gap  # from one message of candidates to the next
         self.round_trip = 0.0  # from the verifier to the draft and back; 0: unknown
-        self._commits: dict[int, DraftedCommit] = {}  # by length of the text
+        self._commits: dict[int, float] = {}  # base -> time of the commit that reached it
+        self._last: dict[int, float] = {}  # base -> time of the last message that starts there
         self._awaited: float | None = None  # time to give up waiting for a message
         self._given_up = False  # gave up since the last commit or message
 
-    def committed(self, base: int, deepest: int, now: float) -> None:
-        """Record that the text has `base` tokens as of `now`. `deepest`: position of the deepest candidate below it;
-        `base` - 1 if there is none."""
+    def committed(self, base: int, now: float) -> None:
+        """Record that the text has `base` tokens as of `now`."""
         self._awaited, self._given_up = None, False
-        if (known := self._commits.get(base)) is not None:
-            known.at = now  # preempted in between: the draft sends nothing twice
-            return
-        self._commits[base] = DraftedCommit(now, deepest)
+        self._commits[base] = now
         if len(self._commits) > self._tuning.remembered_commits:
-            del self._commits[next(iter(self._commits))]
+            oldest = next(iter(self._commits))
+            del self._commits[oldest]
+            self._last.pop(oldest, None)
 
-    def arrived(self, base: int, deepest: int, at: float, held: float = 0.0) -> None:
-        """Update the estimates from a message that starts at `base`, even a late one. `deepest`: position of its
-        deepest candidate; `held`: seconds that the draft had known the text up to `base`; the rest of the time since
-        the commit is the round trip."""
+    def arrived(self, base: int, at: float, held: float = 0.0) -> None:
+        """Update the estimates from a message that starts at `base`, even a late one. `held`: seconds that the draft
+        had known the text up to `base`; the rest of the time since the commit is the round trip."""
         self._awaited, self._given_up = None, False
-        commit = self._commits.get(base)
-        if commit is None:
+        begun = self._commits.get(base)
+        if begun is None:
             return
-        way = at - commit.at - held
+        way = at - begun - held
         if held > 0 and 0 < way < MAX_ROUND_TRIP_SECONDS:
             self.round_trip += self._tuning.smoothing * (way - self.round_trip) if self.round_trip else way
-        # A message that only adds siblings counts as one level: they, too, are worth about as much as the best leaf.
-        levels = min(max(1, deepest - commit.deepest), MAX_LEVELS)
-        if commit.last is None:
-            self._first.learn(at - commit.at, levels, self._tuning.smoothing)
+        if base in self._last:
+            self._gap += self._tuning.smoothing * (at - self._last[base] - self._gap)
         else:
-            self._next.learn(at - commit.last, levels, self._tuning.smoothing)
-        commit.last, commit.deepest = at, max(commit.deepest, deepest)
+            self._delay += self._tuning.smoothing * (at - begun - self._delay)
+        self._last[base] = at
 
     def verified(self, accepted: int, corrected: bool) -> None:
         """Update the acceptance from a step with `accepted` accepted candidates; `corrected`: the next token was not
@@ -106,36 +76,23 @@ class DraftTiming:
         """
         if self._awaited is not None and now >= self._awaited:
             self._give_up(base, now)
-        commit = self._commits[base]
-        since, message = (commit.at, self._first) if commit.last is None else (commit.last, self._next)
-        until = min(since + 2 * message.seconds, commit.at + patience)
-        gain = self._gain(leaf, break_even, message.levels)
+        begun = self._commits[base]
+        since, usual = (self._last[base], self._gap) if base in self._last else (begun, self._delay)
+        until = min(since + 2 * usual, begun + patience)
+        gain = self._acceptance * leaf - break_even
         if self._given_up or now >= until or gain <= 0:
             return WaitEstimate(expected)
         self._awaited = until
         # An overdue message is expected at any moment; the lower bound avoids a division by zero.
-        return WaitEstimate(expected, gain / max(since + message.seconds - now, 1e-4), until)
-
-    def _gain(self, leaf: float, break_even: float, levels: float) -> float:
-        """Return the expected tokens from a chain of candidates below the best leaf, less what their rows cost. Levels
-        that cost more than they bring are not verified."""
-        gain = 0.0
-        while levels > 0:
-            leaf *= self._acceptance
-            if leaf <= break_even:
-                break
-            gain += min(levels, 1.0) * (leaf - break_even)
-            levels -= 1
-        return gain
+        return WaitEstimate(expected, gain / max(since + usual - now, 1e-4), until)
 
     def _give_up(self, base: int, now: float) -> None:
-        """Stop waiting; the time waited is a lower bound for the time of the awaited message."""
+        """Stop waiting; the time waited is a lower bound for the awaited message's delay."""
         self._awaited, self._given_up = None, True
-        commit = self._commits[base]
-        if commit.last is None:
-            self._first.seconds = max(self._first.seconds, now - commit.at)
+        if base in self._last:
+            self._gap = max(self._gap, now - self._last[base])
         else:
-            self._next.seconds = max(self._next.seconds, now - commit.last)
+            self._delay = max(self._delay, now - self._commits[base])
 
 
 MAX_TENANTS = 256

@@ -195,7 +195,7 @@ class VerifierSession:
         row = self.tree.root.distribution
         if self._query is not None and row is not None and not contrastive.answers(row, self._query.ids):
             self.tree.root.distribution = None  # sent before the draft had the query
-        self.draft_timing.arrived(base, paths.deepest(base), arrived, held)
+        self.draft_timing.arrived(base, arrived, held)
 
     def ask(self, plausible: NDArray[np.int64]) -> DraftQuery:
         """Return the query to the draft after an undecided row: the draft's distribution at the root lacks some of the
@@ -393,7 +393,7 @@ class VerifierSession:
         self.draft_timing.verified(result.accepted, CORRECTION in result.sources)
         self.tree.commit(result.tokens)
         self._query = None
-        self.draft_timing.committed(self.tree.base, self.tree.deepest, now)
+        self.draft_timing.committed(self.tree.base, now)
         self.ngrams.extend(result.tokens, result.sources)
         self._best_nodes = None
         if self.penalty_state is not None:

@@ -217,8 +217,7 @@ def test_a_step_in_which_others_sit_out_waits_for_no_draft() -> None:
             plain.read()
         sitting_out = 0
         for _ in range(20):
-            tree = drafted.session.tree
-            drafted.session.draft_timing.committed(tree.base, tree.deepest, clock.now)
+            drafted.session.draft_timing.committed(drafted.session.tree.base, clock.now)
             before = len(plain.tokens)
             assert loop.turn() == 0.0
             drafted.read()
