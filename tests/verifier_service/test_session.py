@@ -279,13 +279,14 @@ class TestCandidates:
     def test_none_without_speculation_or_in_the_prompt(self) -> None:
         session = made(max_candidates=5)
         session.allocate(BlockPool(2))
-        assert session.wait_estimate(0.0, 0.0).expected == 1.0
+        assert session.wait_estimate(0.0, 0.0, drafted=True).expected == 1.0
         session.extend(3, Paths([4, 5], [0, 1], [-0.1] * 2), 0.0)
         assert (session.remaining_prompt, session.candidates().nodes) == (2, [])
         session.computed = 2
         assert len(session.candidates().nodes) == 2
         session.set_policy(Policy(NO_DRAFTERS, 5, 0.0))
         assert session.candidates().nodes == []
+        assert session.wait_estimate(0.0, 0.0, drafted=False).expected == 1.0
 
     def test_those_past_the_memory_are_left_out(self) -> None:
         """A text almost fills its blocks: candidates with room are verified, the others kept."""
@@ -304,11 +305,12 @@ class TestCandidates:
     def test_what_a_session_hopes_for_follows_its_tree(self) -> None:
         session = decoding(max_candidates=2)
         session.draft_timing.committed(3, 0.0)
-        assert session.wait_estimate(0.0, 0.0).expected == 1.0
+        assert session.wait_estimate(0.0, 0.0, drafted=True).expected == 1.0
         session.extend(3, Paths([4, 5, 6], [0, 1, 2], [0.0] * 3), 0.0)
-        assert session.wait_estimate(0.0, 0.0).expected == 3.0  # the tip and two candidates
+        for drafted in (True, False):
+            assert session.wait_estimate(0.0, 0.0, drafted=drafted).expected == 3.0  # the tip and two candidates
         step(session, Script({(1, 2, 3): 4}, default=8))
-        assert session.wait_estimate(0.0, 0.0).expected == 1.0
+        assert session.wait_estimate(0.0, 0.0, drafted=True).expected == 1.0
 
 
 class TestMemory:

@@ -21,9 +21,6 @@ from verifier_service.costs.step_latency import StepLatency
 from verifier_service.sessions.draft_timing import WaitEstimate
 from verifier_service.sessions.session import VerifierSession
 
-WITHOUT_DRAFT = WaitEstimate(1.0)
-"""The wait estimate of a session with nothing to wait for: one token now."""
-
 
 def delay_until(estimates: Sequence[WaitEstimate], now: float, last_step: float, step_time: float) -> float | None:
     """Return the time until which to delay the step; None: step now. A message that arrives earlier leads to a new
@@ -59,7 +56,7 @@ class StepDelay:
         if any(session.remaining_prompt for session in sessions):
             return None
         estimates = [
-            session.wait_estimate(now, break_even) if has_draft else WITHOUT_DRAFT
+            session.wait_estimate(now, break_even, drafted=has_draft)
             for session, has_draft in zip(sessions, drafted, strict=True)
         ]
         of_tenants: defaultdict[str, list[WaitEstimate]] = defaultdict(list)

@@ -338,9 +338,11 @@ class VerifierSession:
         influenced where a step ended."""
         return self.block_verification and self.tree.base > self._compared
 
-    def wait_estimate(self, now: float, break_even: float) -> WaitEstimate:
-        best = self.best_nodes
-        if self.policy.patience <= 0:
+    def wait_estimate(self, now: float, break_even: float, *, drafted: bool) -> WaitEstimate:
+        """Return the session's wait estimate. `drafted`: whether it uses a remote draft; if not, it waits for nothing,
+        but its own candidates would be delayed."""
+        best = self.candidates()
+        if not drafted or self.policy.patience <= 0:
             return WaitEstimate(best.expected)
         return self.draft_timing.wait_estimate(
             self.tree.base,
