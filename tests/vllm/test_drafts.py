@@ -175,7 +175,7 @@ async def test_a_refusal_shows_that_a_lost_draft_is_back(directories: Directorie
                 while not any(line["event"] == "breaker_closed" for line in logs):
                     await grow(drafts, text, until_drafted=False)
                     await asyncio.sleep(0.01)
-            assert [line["event"] for line in logs if line["event"].startswith("pod_")] == [
+            assert [line["event"] for line in logs if line["event"].startswith("breaker_")] == [
                 "breaker_opened",
                 "breaker_closed",
             ]
