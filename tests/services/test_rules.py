@@ -183,14 +183,14 @@ async def rejected(services: Stack, tokens: int = 60, **fields: Any) -> generati
 
 
 async def rejected_until(
-    services: Stack, accepted: int, tokens: int = 60, **limits: Any
+    services: Stack, accepted: int, declined: int, tokens: int = 60, **limits: Any
 ) -> tuple[list[generation_pb2.Completion], Counter[str]]:
-    """Send requests with consecutive seeds until `accepted` candidates were accepted and one was not: on a busy machine
-    drafts are late, and there is little to accept. Return the completions and their summed counts."""
+    """Send requests with consecutive seeds until `accepted` candidates were accepted and `declined` were not: on a busy
+    machine drafts are late, and there is little to accept. Return the completions and their summed counts."""
     texts: list[generation_pb2.Completion] = []
     total: Counter[str] = Counter()
     async with asyncio.timeout(120):
-        while total["accepted"] < accepted or total["accepted"] == total["offered"]:
+        while total["accepted"] < accepted or total["offered"] - total["accepted"] < declined:
             sampling = {"temperature": 1.0, "seed": 3 + len(texts), **limits}
             texts.append(await rejected(services, tokens, sampling=sampling))
             found = texts[-1].finish.speculation
@@ -208,14 +208,14 @@ async def test_rejection_without_temperature_is_greedy(directories: Directories)
 
 async def test_rejection_accepts_and_rejects(directories: Directories) -> None:
     async with stack(directories.target, directories.near, target_delay=slow_target) as services:
-        texts, _ = await rejected_until(services, 10, TOKENS)
+        texts, _ = await rejected_until(services, 10, 1, TOKENS)
     assert not any(each.finish.reproducible for each in texts)
 
 
 async def test_a_draft_equal_to_the_target_is_always_accepted(directories: Directories) -> None:
     """Except for losses by rounding to float16."""
     async with stack(directories.target, directories.target, target_delay=slow_target) as services:
-        texts, total = await rejected_until(services, 21, top_k=40)
+        texts, total = await rejected_until(services, 21, 0, top_k=40)
     assert total["corrections"] <= len(texts)
 
 
