@@ -111,10 +111,10 @@ def plot(report: Report, file: Path) -> None:
     for axes, key, label in zip(
         panels, ("guessed", "tokens_per_second"), ("tokens that the draft guessed", "tokens/s"), strict=True
     ):
-        for name, found in report["runs"].items():
+        for number, (name, found) in enumerate(report["runs"].items()):
             if name != "plain" or key != "guessed":
-                windows = found["windows"]
-                axes.plot([window["texts"] for window in windows], [window[key] for window in windows], label=name)
+                texts, values = zip(*((window["texts"], window[key]) for window in found["windows"]), strict=True)
+                axes.plot(texts, values, label=name, color=f"C{number}")  # the same in both panels
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         for phase in range(1, len(report["plan"]["phases"])):
