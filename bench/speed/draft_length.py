@@ -40,8 +40,8 @@ from specdec.local import DEMO, LocalError, Stack
 SYSTEMS = ("specdec", "transformers")
 EXACT = "specdec, exact"
 REFERENCES = {"specdec": EXACT, "transformers": "transformers"}
-"""By system, the configuration whose plain texts are compared with the drafted ones. specdec's timed plain decoding has
-fast numerics, so its texts may differ."""
+"""For each system, the configuration whose plain texts are compared with the drafted ones. specdec's timed plain
+decoding has fast numerics, so its texts may differ."""
 PLAIN = 0
 """Number of tokens drafted in plain decoding."""
 

@@ -18,7 +18,7 @@ BESIDE = 16
 
 
 INSTEAD = {"draft-gpu": "draft"}
-"""By extra, the one that it excludes."""
+"""For each of these extras, the extra that it excludes."""
 
 
 def lines(report: DoctorReport) -> Iterator[str]:

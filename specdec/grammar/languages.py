@@ -70,7 +70,7 @@ class Expression(NamedTuple):
 
 
 class Place(Enum):
-    """What is known about a position in a string: it is the beginning, a later one, or either."""
+    """A position in a string, as far as it is known: the beginning, a later one, or either."""
 
     BEGIN = 0
     LATER = 1

@@ -33,8 +33,9 @@ from specdec.engine.heads.growth import BEAM, HeadsReader, Level, TreeAnchor
 from specdec.engine.heads.text_memory import TextSlots
 from specdec.engine.kv.slots import PoolFullError, Slots
 from verifier_service.backend.result import HEADS
-from verifier_service.proposers.heads import HeadsProposer, HeadsText, certain, rows_before_root
+from verifier_service.proposers.heads import HeadsProposer, HeadsText, certain
 from verifier_service.proposers.proposer import ComingStep
+from verifier_service.proposers.state_reader import rows_before_root
 from verifier_service.proposers.usefulness import Usefulness
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS, DraftModelTuning

@@ -20,8 +20,8 @@ from specdec.decoding.step_logits import StepLogits
 from specdec.engine.engine import Engine, Launch, launch_of
 from specdec.engine.heads.fusion import Fusion, as_bytes
 from verifier_service.backend.result import FeatureRows
-from verifier_service.proposers.heads import StateReader, rows_before_root
 from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, ProposalStats
+from verifier_service.proposers.state_reader import StateReader, rows_before_root
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.verification.tree_verification import Prompts, TreeVerification
 

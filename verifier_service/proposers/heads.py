@@ -1,4 +1,4 @@
-"""What reads the target's own states: heads, which guess from them between two steps, and the features for drafts.
+"""Heads in the verifier: the common part of proposers that guess from the target's own states between two steps.
 
 Under COUPLED, guesses are ranked with the noise of their position, as the target would rank them if it had the heads'
 logits. Under REJECTION each position has one candidate, drawn with certainty.
@@ -8,70 +8,20 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, TypeVar
-
-import structlog
+from typing import TypeVar
 
 from specdec.decoding.calibration import Calibration, Calibrations
 from specdec.decoding.proposal import DraftDistribution
 from specdec.decoding.query import RequestSampler
 from specdec.decoding.speculation import CandidateSource
 from specdec.decoding.tree import Paths
-from specdec.engine.engine import Engine, Launch
-from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats, Proposer
+from verifier_service.proposers.proposer import NO_PROPOSALS, ComingStep, Phase, ProposalStats
+from verifier_service.proposers.state_reader import StateReader
 from verifier_service.proposers.usefulness import Usefulness
 from verifier_service.sessions.session import VerifierSession
-from verifier_service.sessions.step_rows import ScheduledRows
 from verifier_service.settings.tuning import DraftModelTuning
-from verifier_service.verification.tree_verification import TreeVerification
-
-log = structlog.get_logger()
-
-State = TypeVar("State")
-
-
-class StateReader(Proposer, Generic[State]):
-    """Keeps something of each text, made from the target's states at its rows. Owned by the step loop's thread. After a
-    failure it is not used again; no token is lost."""
-
-    failure: ClassVar[str]  # log event
-
-    def __init__(self) -> None:
-        self.works = True
-        self._texts: dict[VerifierSession, State] = {}
-
-    @abstractmethod
-    def launch_of(self, engine: Engine) -> Launch:
-        """Return the function that launches the target's passes with the states to read."""
-
-    @abstractmethod
-    def _reads(self, session: VerifierSession) -> bool:
-        """Return whether to read the states of a session's rows."""
-
-    def forget(self, session: VerifierSession) -> None:
-        self._texts.pop(session, None)
-
-    @contextmanager
-    def _failing_alone(self) -> Iterator[None]:
-        """Stop reading on an error, without failing the step."""
-        try:
-            yield
-        except Exception as error:
-            log.error(self.failure, exc_info=error)
-            self.works = False
-            for session in list(self._texts):
-                self.forget(session)
-
-    def _continuing(self, verifications: Sequence[TreeVerification]) -> list[TreeVerification]:
-        """Return the verifications of texts that go on and are read."""
-        return [
-            verification
-            for verification in verifications
-            if verification.error is None and not verification.result.finish and self._reads(verification.session)
-        ]
 
 
 @dataclass
@@ -143,16 +93,6 @@ class HeadsProposer(StateReader[Text]):
                 Usefulness(self._tuning),
             )
         return text
-
-
-def rows_before_root(
-    session: VerifierSession, planned: ScheduledRows, context: int, length: int
-) -> tuple[int, Sequence[int]]:
-    """Return a session's rows of committed tokens in a step, without the root's and without rows more than `context`
-    tokens before `length`: the position of the first row, and the places of all in the batch."""
-    count = planned.count - (planned.root_row is not None)
-    skipped = min(max(0, length - context - session.computed), count)
-    return session.computed + skipped, range(planned.first_row + skipped, planned.first_row + count)
 
 
 def certain(paths: Paths) -> Paths:
