@@ -34,8 +34,8 @@ Session = TypeVar("Session")
 
 
 SHORTAGE_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8)
-"""Pauses in seconds after consecutive steps that got no memory: another process may need the memory only briefly.
-One more failure ends the process, or only a session if steps with it alone fail and others succeed."""
+"""Pauses in seconds after consecutive steps that got no memory: another process may need the memory only briefly. One
+more failure ends the process. If only steps with one session fail, it ends that session."""
 
 
 class StepRetry(Generic[Session]):
@@ -60,8 +60,8 @@ class StepRetry(Generic[Session]):
         return session
 
     def got_no_memory(self, sessions: Sequence[Session]) -> Session | None:
-        """Record a step that got no memory. If it had one session, and too many steps with that session alone got none,
-        return the session: it must end. Otherwise return None; the other sessions on trial are stepped before these."""
+        """Record a step that got no memory. Return the session that must end, if any: one whose steps alone got no
+        memory too often. The sessions of this step go to the end of the trials."""
         for session in sessions:  # no failure: a shortage is no session's fault
             self._failures[session] = self._failures.pop(session, 0)
         (session, *others) = sessions
@@ -94,7 +94,7 @@ class EngineWorker(Worker, Generic[Session]):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._worked = 0.0  # last known time that the engine computed; set only while it fails
+        self._worked = 0.0  # time of the last failure
         self._retry: StepRetry[Session] = StepRetry()
         self._shortages = 0  # consecutive steps that got no memory
         self._resume_at = 0.0  # no step before this time, after a shortage
@@ -147,6 +147,7 @@ class EngineWorker(Worker, Generic[Session]):
         if is_shortage(error):
             self._got_no_memory(sessions, error)
             return
+        self._shortages = 0
         log.error("step_failed", sessions=len(sessions), exc_info=error)
         self._worked = time.monotonic()
         self.works = self.recover()

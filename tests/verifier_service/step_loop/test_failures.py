@@ -20,7 +20,7 @@ from specdec.engine.engine import Pass
 from specdec.engine.gpu.sampler import GpuLogits
 from specdec.engine.kv.blocks import BLOCK
 from specdec.grammar.grammar import GrammarTooComplexError
-from specdec.serving.engine_worker import CHECK_SECONDS, LOST_SECONDS, SHORTAGE_PAUSES
+from specdec.serving.engine_worker import CHECK_SECONDS, LOST_SECONDS, SHORTAGE_PAUSES, SHORTAGE_SECONDS
 from specdec.serving.errors import EngineLostError, GrammarFailureError, ModelFailureError, ShortOfMemoryError
 from tests.verifier_service.fakes import (
     BAD,
@@ -315,6 +315,18 @@ class TestFailures:
         run(loop, again)
         assert again.mail.times[0].cached == 0
         check_over(loop, engine, again)
+
+    def test_a_device_lost_after_a_shortage_is_given_time_to_come_back(self) -> None:
+        """Only a process without memory ends early: a restarted one needs less of it."""
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        client(loop, 30, 1, 20)
+        engine.failure = MemoryError()
+        turns_until(loop, lambda: engine.failure is None)
+        engine.dead = True
+        turns_until(loop, lambda: not loop.works)
+        loop._worked -= 2 * SHORTAGE_SECONDS
+        assert loop.turn() == CHECK_SECONDS
 
     def test_an_engine_that_cannot_clear_single_tokens_comes_back(self) -> None:
         """Like vLLM on CPUs: it loses all sessions and nothing else."""
