@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ OF_STRING = frozenset(
 KEY = re.compile(r"[^<>\"\s]+")
 
 
-def tagged_problem(schema: Mapping[str, Any], style: TaggedCall, work: Work) -> str:
+def tagged_problem(schema: Mapping[str, Any], style: TaggedCall, marker: str, work: Work) -> str:
     """Return why a schema cannot be enforced; empty if it can."""
     if others := sorted(set(schema) - OF_OBJECT):
         return f"has {others[0]}, which cannot be enforced in the model's format of calls"
@@ -106,7 +106,7 @@ def tagged_problem(schema: Mapping[str, Any], style: TaggedCall, work: Work) -> 
         if not KEY.fullmatch(name):
             return f"has a property {json.dumps(name)[:80]}, which the model's format cannot name"
         if is_text(types_of(inner, schema)):
-            if problem := _string_problem(inner, schema, style):
+            if problem := _string_problem(inner, schema, (style.value[1], marker)):
                 return f"has a property {name} {problem}"
             continue
         try:
@@ -122,7 +122,8 @@ def _required(schema: Mapping[str, Any]) -> list[str]:
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
-def _string_problem(inner: Mapping[str, Any], root: Mapping[str, Any], style: TaggedCall) -> str:
+def _string_problem(inner: Mapping[str, Any], root: Mapping[str, Any], ends: Sequence[str]) -> str:
+    """Return why a string's schema cannot be enforced; empty if it can. `ends`: texts that end a value for a parser."""
     schema = resolved(inner, root)
     beside = set(inner) - {"$ref", "default", "description", "title"} if "$ref" in inner else set()
     others = (set(schema) - OF_STRING) | beside
@@ -134,73 +135,74 @@ def _string_problem(inner: Mapping[str, Any], root: Mapping[str, Any], style: Ta
         return "with alternatives, which cannot be enforced for a string in the model's format"
     if any(type(schema[key]) is not int or schema[key] < 0 for key in ("minLength", "maxLength") if key in schema):
         return "with a length that is not an integer"
-    held = not any(style.value[1] in value for value in _values(schema) or [])
-    return "" if held else "with a value that the model's format cannot hold"
+    ended = any(end in value for value in _values(schema) or [] for end in ends)
+    return "with a value that the model's format cannot hold" if ended else ""
 
 
 def _is_plain(schema: object) -> bool:
     return isinstance(schema, dict) and set(schema) <= {"type", "title", "description"}
 
 
-def tagged_call(
-    rule: str, name: str, schema: Mapping[str, Any], style: TaggedCall, marker: str, marks: Marks
-) -> Iterator[str]:
-    """Yield the rules for a call of one function, with arguments in the order of the schema."""
-    line = marks.spelt(style.line)
-    parts = [marks.spelt(style.name[0]), marks.spelt(name), marks.spelt(style.name[1])]
-    required, properties = _required(schema), property_schemas(schema)
-    separator = style.line if style.value[0] else ""
-    close = [marks.spelt(style.key[1]), marks.spelt(separator), marks.spelt(style.value[0]), marks.spelt(style.pad)]
-    for number, (key, inner) in enumerate(properties.items()):
-        argument = f"{rule}_{number}"
-        parts.append(f"({line} {argument}){'' if key in required else '?'}")
-        opening = [marks.spelt(style.key[0]), marks.spelt(key), *close]
-        yield f"{argument}: {' '.join(filter(None, opening))} {argument}_value"
-        yield from _value(f"{argument}_value", inner, schema, style, marker, marks)
-    if not properties and schema.get("additionalProperties", True) is True:
-        parts.append(f"({line} {rule}_any)*")
-        opening = [marks.spelt(style.key[0]), "/[a-zA-Z0-9_]+/", *close]
-        yield f"{rule}_any: {' '.join(filter(None, opening))} {rule}_any_value"
-        yield from _text(f"{rule}_any_value", "(.|\\n)*", style, marker, marks)
-    if style.end:
-        parts += [line, marks.spelt(style.end)]
-    yield f"{rule}: {' '.join(filter(None, parts))}"
+@dataclass(frozen=True)
+class TaggedRules:
+    """Writes the rules for calls in a format with tags. `marker`: the text before each call."""
 
+    style: TaggedCall
+    marker: str
+    marks: Marks
 
-def _value(
-    rule: str, schema: Mapping[str, Any], root: Mapping[str, Any], style: TaggedCall, marker: str, marks: Marks
-) -> Iterator[str]:
-    """Yield the rules for a value and its closing tag."""
-    types = types_of(schema, root)
-    closing = f"{marks.spelt(style.pad)} {marks.spelt(style.value[1])}"
-    if not is_text(types):
-        yield f"{rule}: {rule}_json {closing}"
-        yield json_rule(f"{rule}_json", supported(_with_definitions(schema, root)))
-        return
-    found = resolved(schema, root)
-    if (values := _values(found)) is not None:
-        yield f"{rule}: ({' | '.join(lark_string(value) for value in values)}) {closing}"
-        return
-    least, most = found.get("minLength", 0), found.get("maxLength", "")
-    yield from _text(
-        rule, "(.|\\n)*" if (least, most) == (0, "") else f"(.|\\n){{{least},{most}}}", style, marker, marks
-    )
+    def call(self, rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the rules for a call of one function, with arguments in the order of the schema."""
+        style, spelt = self.style, self.marks.spelt
+        line = spelt(style.line)
+        parts = [spelt(style.name[0]), spelt(name), spelt(style.name[1])]
+        required, properties = _required(schema), property_schemas(schema)
+        separator = style.line if style.value[0] else ""
+        close = [spelt(style.key[1]), spelt(separator), spelt(style.value[0]), spelt(style.pad)]
+        for number, (key, inner) in enumerate(properties.items()):
+            argument = f"{rule}_{number}"
+            parts.append(f"({line} {argument}){'' if key in required else '?'}")
+            opening = [spelt(style.key[0]), spelt(key), *close]
+            yield f"{argument}: {' '.join(filter(None, opening))} {argument}_value"
+            yield from self._value(f"{argument}_value", inner, schema)
+        if not properties and schema.get("additionalProperties", True) is True:
+            parts.append(f"({line} {rule}_any)*")
+            opening = [spelt(style.key[0]), "/[a-zA-Z0-9_]+/", *close]
+            yield f"{rule}_any: {' '.join(filter(None, opening))} {rule}_any_value"
+            yield from self._text(f"{rule}_any_value", "(.|\\n)*")
+        if style.end:
+            parts += [line, spelt(style.end)]
+        yield f"{rule}: {' '.join(filter(None, parts))}"
+
+    def _value(self, rule: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[str]:
+        """Yield the rules for a value and its closing tag."""
+        closing = f"{self.marks.spelt(self.style.pad)} {self.marks.spelt(self.style.value[1])}"
+        if not is_text(types_of(schema, root)):
+            yield f"{rule}: {rule}_json {closing}"
+            yield json_rule(f"{rule}_json", supported(_with_definitions(schema, root)))
+            return
+        found = resolved(schema, root)
+        if (values := _values(found)) is not None:
+            yield f"{rule}: ({' | '.join(lark_string(value) for value in values)}) {closing}"
+            return
+        least, most = found.get("minLength", 0), found.get("maxLength", "")
+        yield from self._text(rule, "(.|\\n)*" if (least, most) == (0, "") else f"(.|\\n){{{least},{most}}}")
+
+    def _text(self, rule: str, pattern: str) -> Iterator[str]:
+        """Yield the rules for a string and its closing tag. The string must contain neither the closing tag nor a
+        marker: a parser would take them for real ones."""
+        end, marks = self.style.value[1], self.marks
+        ends = "|".join(_escaped(text) for text in (end, self.marker) if text not in marks.tokens)
+        excluded = f" & ~/(.|\\n)*({ends})(.|\\n)*/" if ends else ""
+        terminal = rule.upper()
+        lazy = "" if end in marks.tokens else "[lazy]"  # a special token cannot occur in text
+        yield f"{rule}{lazy}: {terminal} {marks.spelt(self.style.pad + end)}"
+        yield f"{terminal}: /{pattern}/{excluded}"
 
 
 def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of an argument, with the definitions of the whole schema that it may refer to."""
     return {key: root[key] for key in DEFINITIONS if key in root} | dict(schema)
-
-
-def _text(rule: str, pattern: str, style: TaggedCall, marker: str, marks: Marks) -> Iterator[str]:
-    """Yield the rules for a string and its closing tag. The string must contain neither the closing tag nor a marker: a
-    parser would take them for real ones."""
-    ends = "|".join(_escaped(text) for text in (style.value[1], marker) if text not in marks.tokens)
-    excluded = f" & ~/(.|\\n)*({ends})(.|\\n)*/" if ends else ""
-    terminal = rule.upper()
-    lazy = "" if style.value[1] in marks.tokens else "[lazy]"  # a special token cannot occur in text
-    yield f"{rule}{lazy}: {terminal} {marks.spelt(style.pad + style.value[1])}"
-    yield f"{terminal}: /{pattern}/{excluded}"
 
 
 def _escaped(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import jiter
 
 from orchestrator.requests.model import ServedModel
-from orchestrator.requests.tagged_grammar import Marks, json_rule, tagged_call, tagged_problem
+from orchestrator.requests.tagged_grammar import Marks, TaggedRules, json_rule, tagged_problem
 from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError, lark_string
 from specdec.grammar.json_schema.rewriter import Work
 from specdec.grammar.json_schema.rewriting import supported
@@ -93,15 +93,15 @@ def _forced_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> l
     size = sum(len(tool.parameters.encode()) for tool in chat.tools)
     if size > MAX_SOURCE_BYTES:
         return [("chat.tools", f"has {size} bytes of parameters, must have at most {MAX_SOURCE_BYTES} to be enforced")]
-    style, work = model.tool_format.call, Work()
-    problems = [(index, _arguments_problem(parameters_of(tool), style, work)) for index, tool in enumerate(chat.tools)]
+    wanted, work = model.tool_format, Work()
+    problems = [(index, _arguments_problem(parameters_of(tool), wanted, work)) for index, tool in enumerate(chat.tools)]
     return [(f"chat.tools[{index}].parameters", problem) for index, problem in problems if problem]
 
 
-def _arguments_problem(schema: Mapping[str, Any], style: JsonCall | NamedCall | TaggedCall, work: Work) -> str:
+def _arguments_problem(schema: Mapping[str, Any], wanted: ToolFormat, work: Work) -> str:
     """Return why the schema of a function's arguments cannot be enforced; empty if it can."""
-    if isinstance(style, TaggedCall):
-        return tagged_problem(schema, style, work)
+    if isinstance(wanted.call, TaggedCall):
+        return tagged_problem(schema, wanted.call, wanted.marker, work)
     try:
         supported(schema, work)
     except GrammarError as error:
@@ -318,7 +318,7 @@ def _call_rules(
                 yield f"call_{number}: {head} {marks.spelt(style.opening)} {arguments}"
                 yield json_rule(arguments, supported(schema))
             case TaggedCall() as style:
-                yield from tagged_call(f"call_{number}", name, schema, style, wanted.marker, marks)
+                yield from TaggedRules(style, wanted.marker, marks).call(f"call_{number}", name, schema)
 
 
 def _call_schema(name: str, style: JsonCall, schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -195,6 +195,7 @@ def test_marks_that_are_special_tokens_are_forced_by_their_ids(source: Path, tmp
         ),
         ({"properties": {"a": {"type": "string", "minLength": -1}}}, "has a property a with a length that is not an"),
         ({"properties": {"a": {"enum": ["</parameter>"]}}}, "has a property a with a value that"),
+        ({"properties": {"a": {"enum": ["x", "a <tool_call>"]}}}, "has a property a with a value that"),
         ({"properties": {"a": {"items": {"$ref": "#"}}}}, "is recursive at its root"),
     ],
 )
