@@ -129,6 +129,15 @@ class CandidateQueue:
             self._unsent_distributions.insert(0, root)
         self._release()
 
+    def rescore(self) -> None:
+        """Follow changed logprobs of nodes, and a new order of the root's children."""
+        self._held_back.rescore()
+        likeliest = self._likeliest
+        if likeliest is not None and self._held_back.remove(likeliest):  # others may be equally likely
+            self._held_nodes -= self._count_together(likeliest)
+            self._offer(likeliest)
+        self._release()
+
     def commit_arrived(self, now: float) -> None:
         self._timer.committed(now, unsent=self.has_unsent)
 

@@ -55,5 +55,10 @@ class Frontier:
         self._heap = [entry for entry in self._heap if entry[2] in alive]
         heapq.heapify(self._heap)
 
+    def rescore(self) -> None:
+        """Compute all path logprobs again: logprobs of nodes have changed."""
+        self._heap = [(-node.path_logprob() - self._passed, order, node) for _, order, node in self._heap]
+        heapq.heapify(self._heap)
+
     def clear(self) -> None:
         self._heap, self._passed = [], 0.0

@@ -2,8 +2,8 @@
 
 Heads read fused features that the verifier sends (`Features`): one row for each token of the text except the last. Once
 the last of these rows has arrived, a tree grows from it as in a verifier (`specdec/engine/heads/growth.py`), a level at
-a time and for several texts concurrently. Nodes keep the children that they already have. Until that row arrives, the
-only candidates are those grown from earlier rows.
+a time and for several texts concurrently. Nodes keep the children that they already have; the root's are ranked again.
+Until that row arrives, the only candidates are those grown from earlier rows.
 
 If rows are missing, the heads see the text only from the first row after the gap, and guess worse.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +50,7 @@ class DrafterSession:
     """A draft session, owned by the draft loop's thread.
 
     A drafter takes the best unexpanded node (`best_logprob`, `take_best`) and gives it children. Their logprobs are
-    calibrated; a child is sent, or held back until it is probable enough. All children are kept: an improbable one may
+    calibrated; a child is sent, or held back until it is probable enough. A child held back stays in the tree: it may
     become likely once the text comes near, and its parent is not expanded again.
     """
 
@@ -229,9 +229,9 @@ class DrafterSession:
         return self.tree.root in self._expanded
 
     def abandon_frontier(self) -> None:
-        """Take all nodes off the frontier, except a root without children: the model that takes over has computed none
-        of their ancestors. That model expands nodes once the text has left the tree. The tree's candidates, and the
-        distributions they were drawn from, stay."""
+        """Take all nodes off the frontier, except a root that is not expanded: the next model has computed none of
+        their ancestors. It goes on when the text has left the tree. The tree's candidates, and the distributions they
+        were drawn from, stay."""
         self._frontier.clear()
         self._too_deep.clear()
         if not self.root_is_expanded:
@@ -244,7 +244,7 @@ class DrafterSession:
 
     @property
     def _full(self) -> bool:
-        """True if `max_nodes` nodes are expanded or offered, not counting the root."""
+        """True if the expanded nodes (without the root), or the offered ones, number `max_nodes`."""
         expanded = len(self._expanded) - (self.tree.root in self._expanded)
         return max(expanded, self.outgoing.offered) >= self.policy.max_nodes
 
@@ -280,13 +280,31 @@ class DrafterSession:
         return self._calibration.shifts(self._expanded[node])
 
     def add_calibrated(self, node: Node, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add the children that the policy allows, from `tokens` with calibrated logprobs, both likeliest first."""
+        """Add the children that the policy allows, from `tokens` with calibrated logprobs, both likeliest first. A
+        child that exists already (`take_root`) gets its new logprob; one that is missing from `tokens` becomes the
+        last."""
         path_logprob, least = node.path_logprob(), -math.inf if self.policy.expansion else MIN_CHILD_LOGPROB
+        earlier = frozenset(node.children)
+        found: dict[int, float] = {}
         for token, logprob in zip(tokens[: self.width(node)], logprobs, strict=False):
             # Keep the first child even if improbable: the likeliest next token is always sent.
-            if logprob == -math.inf or (logprob < least and node.children):
+            if logprob == -math.inf or (logprob < least and found):
                 break
-            self._add_child(node, token, logprob, path_logprob + logprob)
+            found[token] = logprob
+            if token not in earlier:
+                self._add_child(node, token, logprob, path_logprob + logprob)
+        if earlier and found:
+            self._rank_again(node, found)
+
+    def _rank_again(self, node: Node, found: Mapping[int, float]) -> None:
+        """Give children their new logprobs, likeliest first. The others follow them, none more likely."""
+        children, lowest = node.children, min(found.values())
+        for token, child in children.items():
+            child.logprob = found.get(token, min(child.logprob, lowest))
+        node.children = {token: children[token] for token in (*found, *children) if token in children}
+        self._restore_deep()
+        self._frontier.rescore()
+        self.outgoing.rescore()
 
     def add_draws(self, node: Node, tokens: Sequence[int], distribution: DraftDistribution) -> None:
         """Add children drawn from this distribution without replacement, in the order of the draws (REJECTION). The
@@ -310,8 +328,6 @@ class DrafterSession:
         self.outgoing.add_distribution(node)
 
     def _add_child(self, parent: Node, token: int, logprob: float, path_logprob: float) -> None:
-        if token in parent.children:  # added before `take_root`
-            return
         child = self._grow(parent, token, logprob, path_logprob)
         if child is not None:
             self.outgoing.add(path_logprob, child)

@@ -327,6 +327,32 @@ def test_the_likeliest_next_token_is_sent_however_unlikely() -> None:
     assert draft.take().tokens == [child.token]
 
 
+def test_a_root_expanded_again_has_its_children_in_their_new_order() -> None:
+    """Heads expand a root again when a newer row has arrived: calibration learns by rank, and the likeliest next token
+    is always sent."""
+    draft = Draft(calibration=Untaught(), min_path_probability=0.1)
+    session, tree = draft.session, draft.tree
+    assert session.take_root()
+    session.add_calibrated(tree.root, [4, 5, 6], [-0.5, -1.0, -4.0])
+    below = session.take_best()
+    session.add_calibrated(below, [8], [-0.1])
+    assert draft.take().tokens == [4, 5, 8]
+    assert session.take_root()
+    session.add_calibrated(tree.root, [7, 5], [-2.0, -2.5])
+    assert [(child.token, child.logprob) for child in tree.root.children.values()] == [
+        (7, -2.0),
+        (5, -2.5),
+        (4, -2.5),
+        (6, -4.0),
+    ]
+    assert draft.take().tokens == [7]  # although it is improbable
+    assert session.take_root()
+    session.add_calibrated(tree.root, [9], [-4.0])
+    assert draft.take().tokens == [9]  # although 6 was held back before it, and is as probable now
+    draft.commit(3, [4])  # brings back what was improbable below 4
+    assert session.take_best() is tree.root.children[8]
+
+
 def test_the_draw_of_the_next_token_is_sent_at_once_and_those_after_it_just_in_time() -> None:
     draft = Draft(Rule.REJECTION, temperature=1.0, extend_interval=0.03)
     for number in range(20):
