@@ -16,6 +16,10 @@ from specdec.grammar.json_schema.rewriting import MAX_COMBINATIONS, MAX_TOLD_CHA
 from tests.grammar.followed import Followed
 
 
+CHAINED = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(60)} | {"60": {"pattern": "^a"}}
+"""Definitions that each refer to the next."""
+
+
 @pytest.mark.parametrize(
     ("schema", "problem"),
     [
@@ -46,6 +50,10 @@ from tests.grammar.followed import Followed
                 ],
             },
             "/allOf/0/then/not/oneOf: cannot be enforced within not or if",
+        ),
+        (
+            {"propertyNames": {"$ref": "#/$defs/0"}, "$defs": CHAINED},
+            "/$ref: cannot be enforced: has more than 50 nested negations and references, or one refers to itself",
         ),
         ({"oneOf": [{"type": "object"}, {"$ref": "#/x"}]}, "/oneOf/1/$ref: #/x is not in the schema"),
         ({"minProperties": 2, "allOf": [{"$ref": "#/x"}]}, "/allOf/0/$ref: #/x is not in the schema"),

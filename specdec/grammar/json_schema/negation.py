@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.numbers import BOUNDS, inexact, rewritten_bound
-from specdec.grammar.json_schema.rewriter import MAX_NEGATIONS, Rewriter
+from specdec.grammar.json_schema.rewriter import Rewriter
 from specdec.grammar.json_schema.schemas import Schema, any_of, both
 from specdec.grammar.json_schema.strings import FORMAT_PATTERNS, LIBRARY_FORMATS
 from specdec.grammar.json_schema.values import are_texts, is_number, is_one_of, pointer_part
@@ -48,7 +48,7 @@ def negation(rewriter: Rewriter, schema: Schema, place: str) -> Schema:
         return not schema
     if not isinstance(schema, dict):
         raise GrammarError(f"{place}: must be an object, true or false")
-    with rewriter.level(place, f"it negates more than {MAX_NEGATIONS} levels of schemas"):
+    with rewriter.level(place):
         ways: list[Schema] = []
         for key, value in schema.items():
             ways += _ways_out(rewriter, key, value, schema, f"{place}/{pointer_part(key)}")

@@ -23,8 +23,8 @@ Made = TypeVar("Made")
 MAX_SCHEMAS = 20_000
 """Maximum schemas visited for one request: some 100 ms."""
 
-MAX_NEGATIONS = 50
-"""Maximum depth of a negated schema."""
+MAX_NESTING = 50
+"""Maximum nesting of negations, and of references whose targets are expanded in place."""
 
 
 def refused(place: str, key: str, why: str) -> GrammarError:
@@ -91,14 +91,15 @@ class Rewriter(ABC):
 
     def entered(self, made: Callable[[Schema, str], Made], schema: Mapping[str, Any], place: str) -> Made:
         """Return the result of `made` for the target of a schema's reference."""
-        with self.level(place, "it refers to itself"):
+        with self.level(place):
             return made(self.document.resolved(schema, place), place)
 
     @contextmanager
-    def level(self, place: str, why: str) -> Iterator[None]:
+    def level(self, place: str) -> Iterator[None]:
         """Limit the nesting of negations, and of references whose targets are expanded in place (`entered`)."""
         self._levels += 1
-        if self._levels > MAX_NEGATIONS:
-            raise GrammarError(f"{place}: cannot be enforced: {why}")
+        if self._levels > MAX_NESTING:
+            problem = f"has more than {MAX_NESTING} nested negations and references, or one refers to itself"
+            raise GrammarError(f"{place}: cannot be enforced: {problem}")
         yield
         self._levels -= 1
