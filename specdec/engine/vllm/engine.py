@@ -140,8 +140,8 @@ class VllmEngine:
                 and rows_are_independent(self, most_texts=sequences)
                 and long_rows_are_independent(self, self.longest_text)
             )
-        layers = "compiled" if compiled else "layers"
-        where = [layers, f"{threads}-threads"] if device == "cpu" else ["graphs" if cuda_graphs else "layers"]
+        on_cpu = ["compiled" if compiled else "layers", f"{threads}-threads"]
+        where = on_cpu if device == "cpu" else ["graphs" if cuda_graphs else "layers"]
         self.numerics = "/".join(
             (
                 f"vllm-{vllm.__version__}",
@@ -294,8 +294,8 @@ def _variables() -> list[str]:
     from vllm import envs
 
     names = envs.compile_factors().keys() | KERNEL_VARIABLES
-    set_by_others = sorted(names & os.environ.keys() - ENVIRONMENT.keys())
-    return [f"{name}={os.environ[name]}" for name in set_by_others if name.startswith("VLLM_")]
+    set_by_user = os.environ.keys() - ENVIRONMENT.keys()
+    return [f"{name}={os.environ[name]}" for name in sorted(names & set_by_user) if name.startswith("VLLM_")]
 
 
 Start = Callable[..., Callable[[], Any]]
@@ -346,7 +346,7 @@ def _lost() -> NoReturn:
 def reason_of(error: Exception) -> str:
     """Return the message of a vLLM error in one line; for a failed configuration check, its third line. Errors about
     memory also name our option for it."""
-    lines = str(error).splitlines() or [type(error).__name__]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
     told = lines[2] if "validation error" in lines[0] and len(lines) > 2 else lines[0]
     told = told.strip().partition(" [type=")[0].removeprefix("Value error, ")
     if "out of memory" in told.lower():
@@ -358,7 +358,7 @@ def memory_options(
     directory: ModelDirectory, capacity: int | None, dtype: Dtype, device: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return vLLM's options for a KV cache of `capacity` slots, and for the longest text that fits. Without `capacity`,
-    vLLM determines both on a GPU; on a CPU it would take nearly all memory."""
+    vLLM sizes the cache on a GPU. On a CPU it is sized here, because vLLM would take nearly all memory."""
     slot = numbers_of_a_token(directory) * BYTES[dtype]
     if capacity is None and device == "cpu" and slot and "kv_cache_memory_bytes" not in options:
         weights = memory_needed(directory, Placement("vllm", dtype)).weights  # not loaded yet

@@ -85,4 +85,4 @@ def test_what_vllm_says_of_memory_names_our_option() -> None:
     assert reason_of(RuntimeError(out)) == ("CUDA out of memory: use fewer --kv-tokens, or --no-cuda-graphs")
     told = "Available memory on node 0 (1/2 GiB) on kv cache allocation is less than requested memory for kv (3 GiB)."
     assert reason_of(ValueError(told)) == f"{told[:-1]}, or use fewer --kv-tokens"
-    assert reason_of(ValueError("it is broken.\nIn many lines")) == "it is broken."
+    assert reason_of(ValueError("\nit is broken.\nIn many lines")) == "it is broken."
