@@ -98,7 +98,7 @@ HTTP = [
         "HTTP requests in flight",
         "short",
         {"{{instance}}": f"{OPENAI}_requests_running{JOB}"},
-        "Requests of each HTTP server.",
+        "Requests received and not yet answered, by server.",
     ),
     Panel(
         "Time to first byte by HTTP",
@@ -365,7 +365,7 @@ FAILURES = [
         "Sessions of orchestrators at pods",
         "short",
         {"{{role}} {{pod}}": total(f"{ORCHESTRATOR}_pod_sessions", "role, pod")},
-        "Distribution of texts over pods.",
+        "Open sessions at each pod, summed over orchestrators.",
     ),
     Panel(
         "Failover events, by reason",
