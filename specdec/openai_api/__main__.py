@@ -1,4 +1,4 @@
-"""`python -m specdec.openai_api`, or `specdec openai`: serve OpenAI's HTTP API in front of orchestrators."""
+"""`specdec openai`: serve OpenAI's and Anthropic's HTTP APIs in front of orchestrators."""
 
 from __future__ import annotations
 
@@ -61,9 +61,8 @@ def main(
         bool | None,
         typer.Option(
             "--serve-metrics/--no-serve-metrics",
-            help="Serve this server's Prometheus metrics at /metrics on this port too, for callers with an accepted "
-            "key, and the pods' statistics at /v1/specdec/stats, for callers allowed to read them. Default: only if "
-            "--host is a loopback address.",
+            help="Also serve /metrics (for callers with an accepted key) and /v1/specdec/stats (for callers allowed to "
+            "read statistics) on this port. Default: only if --host is a loopback address.",
         ),
     ] = None,
     strict_fields: Annotated[

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain as chain_of
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -20,7 +19,7 @@ from specdec.openai_api.anthropic_request import NAMES, MessagesRequest, parse_c
 from specdec.openai_api.bodies import MAX_BODY_BYTES, Bodies
 from specdec.openai_api.errors import ApiError, refused, unsupported, wrong
 from specdec.openai_api.event_stream import COMMENT, EventStream, ignored_header, typed_event_of
-from specdec.openai_api.gateway import Caller, Gateway
+from specdec.openai_api.gateway import Gateway
 from specdec.openai_api.json_text import Json, as_bytes, encoded
 from specdec.openai_api.parsing import Intake, TakenRequest
 from specdec.openai_api.parts import Part
@@ -72,12 +71,7 @@ class StoredAnswer:
 class Responses:
     """The endpoints of the Responses API."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        intake: Intake,
-        store: ResponseStore | None,
-    ) -> None:
+    def __init__(self, gateway: Gateway, intake: Intake, store: ResponseStore | None) -> None:
         """`store`: None if nothing is stored."""
         self._gateway = gateway
         self._intake = intake
@@ -85,13 +79,11 @@ class Responses:
 
     async def create(self, http: Request) -> Response | EventStream:
         taken = await self._intake.take(http, ResponsesReader)
-        reader, caller, owner = taken.request, taken.caller, taken.owner
-        stores = self._stores(reader)
+        stores = self._stores(taken.request)
         async with self._continued(taken) as (earlier, size):
-            begun = self._begun(reader, earlier, size, caller, owner)
-            request, parts = await while_present(http.receive, begun)
+            request, parts = await while_present(http.receive, self._begun(taken, earlier, size))
         answer = ResponseAnswer(request, f"resp_{new_request_id()}", stored=stores)
-        events = self._events(answer, request, parts, owner if stores else None)
+        events = self._events(answer, request, parts, taken.owner if stores else None)
         return await _sent(http, request, answer, events)
 
     async def count_tokens(self, http: Request) -> JSONResponse:
@@ -192,14 +184,15 @@ class Responses:
         return total
 
     async def _begun(
-        self, reader: ResponsesReader, earlier: list[Json], size: int, caller: Caller, owner: str
+        self, taken: TakenRequest[ResponsesReader], earlier: list[Json], size: int
     ) -> tuple[ResponsesRequest, Parts]:
         """Start generation. While the prompt is too long, drop the oldest items, if the request allows this."""
         refusal: ApiError | None = None
-        for cut in chain_of((0,), reader.cuts(earlier)):
-            request = await self._intake.parser.parse(size, partial(reader.request, earlier, cut), owner)
+        for cut in (0, *taken.request.cuts(earlier)):
+            read = partial(taken.request.request, earlier, cut)
+            request = await self._intake.parser.parse(size, read, taken.owner)
             try:
-                chat, parts = await self._gateway.parts(request.chat, caller)
+                chat, parts = await self._gateway.parts(request.chat, taken.caller)
                 return replace(request, chat=chat), parts
             except ApiError as error:
                 if error.code != "context_length_exceeded":
@@ -231,11 +224,7 @@ class Responses:
 class Messages:
     """The endpoints of the Messages API."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        intake: Intake,
-    ) -> None:
+    def __init__(self, gateway: Gateway, intake: Intake) -> None:
         self._gateway = gateway
         self._intake = intake
 
