@@ -1,7 +1,7 @@
 """Verification: yields the commits of one text, from any verifier available.
 
 When a verifier is lost, the text is resumed from its committed tokens, on another pod or on the same one once it is
-back. Tokens are a function of the text and its sampling, so the client does not see the change.
+back. Under COUPLED, on verifiers with equal numerics, the client gets the same tokens as without the change.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Verification:
             pod, since = self._asked
             pod.admission.cancelled.add(self._context.sample.tenant, since)
 
-    # --- to the verifier that has the text; no-ops while none has it --------------------------------
+    # --- to the verifier that has the text, if any --------------------------------------------------
 
     async def extend(self, extend: model_pb2.Extend) -> None:
         if self._stream is not None:
@@ -268,7 +268,7 @@ class Verification:
 
     @property
     def _pinned(self) -> str:
-        """The revision that must continue the text; empty before it is begun."""
+        """The revision that must continue the text. Before the text is begun: the request's, or empty."""
         return self.revision if self._context.text.begun else self._context.sample.revision
 
     @property
@@ -354,21 +354,19 @@ class Verification:
             self._context.timeline.event("verifier_not_opened", pod=str(pod))
 
     def _note_failed(self, pod: Pod, error: ServiceError) -> None:
-        """Note that a verifier's model has failed on this text, or that the verifier rejects a text begun elsewhere:
-        other verifiers may take it. If no verifier has begun the text, the request may really be invalid: raise the
-        error to the caller once a second opening has confirmed it, since the first may have been corrupted in transit
-        together with its checksum."""
-        if isinstance(error, InvalidRequestError) and not self._begun:
-            if not isinstance(error, PromptTooLongError):
-                if self._refused:
-                    raise error
-                self._refused = True
-                log.info("request_refused", pod=str(pod), why=str(error))
-                return
-            self._choice.exclude(pod, error)  # another verifier may have more memory
+        """Exclude a verifier that failed on this text or refused it: others may take it. If none has begun the text,
+        the request may be invalid: raise the second refusal. The first may have been corrupted in transit together with
+        its checksum."""
+        refused = isinstance(error, InvalidRequestError) and not self._begun
+        if refused and not isinstance(error, PromptTooLongError):  # another verifier may have more memory
+            if self._refused:
+                raise error
+            self._refused = True
+            log.info("request_refused", pod=str(pod), why=str(error))
             return
         self._choice.exclude(pod, error)
-        self._context.events.record("verifier_lost", pod, str(error))
+        if not refused:
+            self._context.events.record("verifier_lost", pod, str(error))
 
     def _as_of_request(self, error: InvalidRequestError) -> InvalidRequestError:
         """Return a verifier's error with the request's fields in place of those of the session's opening."""

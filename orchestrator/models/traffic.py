@@ -1,7 +1,7 @@
 """Traffic splitting: picks the revision of a model for a request, by shares.
 
-Requests without a seed are split at random. A seeded request gets the same revision while the shares stay the same,
-since another revision would give it other tokens. The choice ignores speculation options.
+Requests without a seed are split at random. A seeded request gets the same revision while the shares stay the same and
+that revision is ready, since another revision would give it other tokens. The choice ignores speculation options.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ class Readiness:
         return None
 
     async def _refusal(self, pod: Pod) -> str | None:
-        """Ask a verifier whether it is serving, and after an outage also whether it serves our model. Return the
-        problem; None if there is none."""
+        """Ask a verifier whether it is serving, and for its model unless that is known since its last failure. Return
+        the problem; None if there is none."""
         try:
             await self._check(pod)
         except grpc.aio.AioRpcError as error:
