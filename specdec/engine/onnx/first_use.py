@@ -26,9 +26,9 @@ def exported(
     directory: ModelDirectory, dtype: GraphDtype = "float32", *, quantised: bool = False, niceness: int = 0
 ) -> Path:
     """Return the path of a model's export: the directory itself, or one in the user's cache, created now if it is
-    missing or broken. If the cache cannot be written, the export is temporary. `quantised`: choose the number of bits
-    of its weights, as `export` does by default. `niceness`: of the exporting process, for exports while another process
-    serves."""
+    missing or broken. If the cache cannot be written, the export is temporary. `quantised`: quantise the weights, to a
+    number of bits that `export` chooses; otherwise they stay float. `niceness`: of the exporting process, for exports
+    while another process serves."""
     if (directory.path / GRAPH).is_file():
         return directory.path
     target = place_of_export(directory, dtype, quantised=quantised)
@@ -53,7 +53,7 @@ def _without_cache(
     """Export a model into a folder deleted when this process ends, since the cache cannot be written; return its path.
     ModelDirectoryError, naming both folders, if that fails too."""
     folder, why = user_cache(), error.strerror or str(error)
-    log.warning("cache_not_used", folder=str(folder), why=why, cost="every start exports the draft again")
+    log.warning("cache_not_used", folder=str(folder), why=why, cost="every start exports the model again")
     target = temporary() / directory.name
     try:
         _export(directory, target, dtype, quantised, niceness)
@@ -75,17 +75,17 @@ def _export(directory: ModelDirectory, target: Path, dtype: GraphDtype, quantise
     process.start()
     sender.close()
     progress = start_phases.progress_to(start_phases.report)
-    error: Exception | None = None
     try:
         while not isinstance(message := receiver.recv(), Exception):
             progress(*message)
-        error = message
     except EOFError:  # the process has ended
         process.join()
-    if error is not None:
-        raise error
-    if process.exitcode:
-        raise UnsupportedModelError(f"{directory.name} was not exported: {how_it_ended(process.exitcode)}")
+        if process.exitcode:
+            raise UnsupportedModelError(
+                f"{directory.name} was not exported: {how_it_ended(process.exitcode)}"
+            ) from None
+        return
+    raise message
 
 
 def _in_process(
