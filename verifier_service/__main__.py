@@ -81,8 +81,8 @@ def main(
         typer.Option(
             min=1,
             max=MAX_THREADS,
-            help="CPU threads of the forward pass while a draft works, or while another program slows it down: fewer "
-            "than --threads if others share the machine. Default: --threads.",
+            help="CPU threads of forward passes while a draft works, or while another program slows them down. Set "
+            "fewer than --threads on a shared machine. Default: --threads.",
         ),
     ] = None,
     kv_tokens: KvTokens = None,
@@ -96,9 +96,9 @@ def main(
         int,
         typer.Option(
             min=8,
-            help="Maximum rows (tokens) of a step with prefill; more only if decoding sessions nearly fill the step, "
-            "or for one row of each prompt. Steps of prompts alone have fewer rows if measurements at start-up show "
-            "that more rows make a row no cheaper.",
+            help="Maximum rows (tokens) of a step with prefill; a step exceeds it only to give each prompt one row, or "
+            "if decoding sessions nearly fill it. Steps of prompts alone stop at the size above which rows get no "
+            "cheaper, as measured at start-up.",
         ),
     ] = 512,
     max_candidates: Annotated[
@@ -144,8 +144,8 @@ def main(
         typer.Option(
             min=0,
             max=1 << 17,
-            help="Size of each tenant's suffix cache in tokens: its latest finished texts, searched by n-gram lookup "
-            "for its next requests, which also share the n-grams of lookahead windows. 0 turns it off.",
+            help="Size of each tenant's suffix cache in tokens: its latest finished texts, which n-gram lookup "
+            "searches. Its requests then also share the n-grams of their lookahead windows. 0 turns it off.",
         ),
     ] = 0,
     exact: Annotated[
@@ -257,18 +257,18 @@ def main(
     def start() -> VerifierServicer:
         check_launcher()
         target = Placement(engine, dtype, device, kv_tokens, compile, max_sessions, weights=weights)
-        beside = replace(target, beside=True, weights="stored")
+        draft_placement = replace(target, beside=True, weights="stored")
         directory, *drafts = check(
             Wanted(model, target),
-            *([] if draft_model is None else [Wanted(draft_model, beside)]),
+            *([] if draft_model is None else [Wanted(draft_model, draft_placement)]),
             beside=memory_beside,
         )
         files = None if heads is None else read_heads(heads, heads_tree, directory)
         most = threads or threads_for(device)
         counts = most, most if threads_while_drafting is None else min(most, threads_while_drafting)
-        owed, owed_a_slot = 0, 0  # memory for the heads or their fusion, loaded after the KV cache
+        promised, promised_a_slot = 0, 0  # memory for the heads or their fusion, loaded after the KV cache
         if memory_beside is not None:
-            owed, owed_a_slot = memory_beside(directory, dtype_of(directory, target), kv_tokens).owed
+            promised, promised_a_slot = memory_beside(directory, dtype_of(directory, target), kv_tokens).owed
         loaded = load_engine(
             directory,
             target,
@@ -276,8 +276,8 @@ def main(
             exact=exact,
             cuda_graphs=cuda_graphs,
             vllm_options=for_vllm,
-            promised=owed,
-            promised_a_slot=owed_a_slot,
+            promised=promised,
+            promised_a_slot=promised_a_slot,
         )
         if exact and not loaded.exact:
             fast_paths.found_off(
@@ -293,8 +293,8 @@ def main(
             )
         local_draft = None
         for draft in drafts:
-            promised = loaded.lazy_bytes if isinstance(loaded, LazyMemory) else 0
-            small = load_engine(draft, beside, threads=counts, cuda_graphs=cuda_graphs, promised=promised)
+            lazy = loaded.lazy_bytes if isinstance(loaded, LazyMemory) else 0
+            small = load_engine(draft, draft_placement, threads=counts, cuda_graphs=cuda_graphs, promised=lazy)
             local_draft = DraftModelProposer(small, draft.context)
         loop = StepLoop(
             loaded,
@@ -331,10 +331,10 @@ def default_speculation(
     lookahead: tuple[int, int, int] | None,
     jacobi: int | None,
     most_rows: int,
-    model: str | None = None,
+    model_option: str | None = None,
 ) -> SpeculationOptions:
-    """Return the default speculation of requests; typer.BadParameter names the wrong option. `model`: the option that
-    gave a local draft or heads."""
+    """Return the default speculation of requests; typer.BadParameter names the wrong option. `model_option`: "--heads"
+    or "--draft-model", if given."""
     if lookahead is not None and jacobi is not None:
         raise typer.BadParameter("cannot be combined with --lookahead: both set the window size", param_hint="--jacobi")
     options = speculation_from(SPECULATIONS[name])
@@ -347,9 +347,10 @@ def default_speculation(
     problems = []
     if CandidateSource.LOOKAHEAD not in options.drafters:
         problems.append(f"is {given}, but --speculation {name} uses no lookahead windows")
-    if name in ("auto", "local") and model is not None:
+    if name in ("auto", "local") and model_option is not None:
         problems.append(
-            f"would replace {model} in every request; with --speculation lookahead, requests can still ask for {model}"
+            f"would replace {model_option} in every request; with --speculation lookahead, requests can still ask for "
+            f"{model_option}"
         )
     for field, problem in lookahead_violations("", size, most_rows):
         part = {".window": "W", ".ngram": "N", ".guesses": "G"}.get(field)
