@@ -23,9 +23,9 @@ from specdec.decoding.query import SamplingQuery
 from specdec.decoding.step_logits import StepLogits
 from specdec.decoding.tree import Paths
 from specdec.engine.engine import Engine, Launch, launch_of
-from specdec.engine.heads.files import MAX_LOGITS
 from specdec.engine.heads.growth import draft_logits
 from specdec.engine.heads.medusa import MedusaHeads
+from specdec.engine.heads.medusa_files import MAX_LOGITS
 from verifier_service.backend.result import HEADS
 from verifier_service.proposers.heads import HeadsProposer, HeadsText, certain
 from verifier_service.proposers.proposer import ComingStep

@@ -23,14 +23,14 @@ LEGACY = "medusa_lm_head"
 PICKLED = "pytorch_model.bin"
 """Name of EAGLE's early weight files."""
 
-MAX_LOGITS = 1 << 22
-"""Approximate limit on the logits in a pass of Medusa heads, which takes at least one text."""
-
 HIDDEN_SIZE = "word_embed_proj_dim", "hidden_size", "n_embd"
+"""Fields of config.json with the width of the output head's inputs; the first one present counts."""
+
 STREAM = "hidden_size", "n_embd"
+"""The same for the width of the residual stream."""
+
 LAYERS = "num_hidden_layers", "n_layer"
-"""Fields of config.json with the width of the output head's inputs, the width of the residual stream, and the number of
-layers; the first field present counts."""
+"""The same for the number of layers."""
 
 MAX_SIZE = 1 << 20
 
@@ -116,7 +116,7 @@ def _pickled(file: Path) -> Mapping[str, Tensor]:
     and calls no other code named in the file."""
     import torch
 
-    with opened(file):
+    with opened(file):  # raises our error if the file cannot be opened
         pass
     try:
         found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from specdec.engine.heads.feature_files import parts_in
-from specdec.engine.heads.files import MAX_LOGITS, HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
+from specdec.engine.heads.files import HeadsFilesError, Reader, Stored, TargetShape, stored_tensors
 from specdec.engine.model_file import Fields, read_fields
 from specdec.engine.placement import BYTES, Dtype
 from specdec.engine.preflight.memory_needed import MemoryNeeded
@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and headers are read without
 MAX_HEADS, MAX_LAYERS = 32, 16
 """Maximum number of heads, and of residual blocks per head. Published files have 3 to 5 heads of one block."""
 
+MAX_LOGITS = 1 << 22
+"""Approximate maximum logits of a pass; a pass has at least one text, even if it exceeds this."""
 
 BLOCK = re.compile(r"(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight$")
 """End of the name of a block's weight: the tensors that all heads have."""
