@@ -268,10 +268,14 @@ class BestNodes(NamedTuple):
     nodes: list[Node]
     logprobs: list[float]  # of their paths, never rising
     expected: float
-    """Expected number of tokens committed by a step over these nodes."""
+    """Expected number of tokens committed by a step over these nodes: the accepted ones, and the target's own."""
     leaf: float
     """Path probability of the most likely leaf among them; 0 if there are `count` nodes, the maximum. Without nodes the
     root is the leaf, with probability 1."""
+
+    @property
+    def expected_accepted(self) -> float:
+        return self.expected - 1.0
 
     @classmethod
     def of(cls, nodes: Iterable[tuple[float, Node]], count: int) -> BestNodes:

@@ -87,7 +87,7 @@ class DraftModelProposer(Proposer):
                 [
                     session
                     for session in sessions
-                    if session.best_nodes.expected - 1.0 < self._expected_accepted(session)
+                    if session.best_nodes.expected_accepted < self._expected_accepted(session)
                 ]
             )
             self._go_on(chains, decoding, latency, break_even, begin)

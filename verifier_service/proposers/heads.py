@@ -1,7 +1,7 @@
 """Heads in the verifier: the common part of proposers that guess from the target's own states between two steps.
 
 Under COUPLED, guesses are ranked with the noise of their position, as the target would rank them if it had the heads'
-logits. Under REJECTION each position has one candidate, drawn with certainty.
+logits. Under REJECTION each position has one candidate, whose draft probability counts as 1.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HeadsProposer(StateReader[Text]):
         """Add candidates to the trees of these sessions (at least one)."""
 
     def serves(self, session: VerifierSession) -> bool:
-        """Return True if the heads may propose candidates for a session, now or later."""
+        """Return whether the heads work; they serve every session."""
         return self.works
 
     def propose(self, step: ComingStep) -> ProposalStats:
@@ -71,7 +71,7 @@ class HeadsProposer(StateReader[Text]):
             and (text := self._texts.get(session)) is not None
             and text.length == session.tree.base
             and text.proposed != session.tree.base
-            and session.best_nodes.expected - 1.0 < text.usefulness.expected_accepted
+            and session.best_nodes.expected_accepted < text.usefulness.expected_accepted
         ]
         if not asked:
             return NO_PROPOSALS
