@@ -142,17 +142,15 @@ def _samples(model: ServedModel, file: PromptFile, most: int, most_tokens: int) 
             sample = parse(build_request(prompt.text, **prompt.options), model).samples[0]
         except ServiceError as error:
             raise PromptFileError(f"{file.path}:{prompt.line}: {error}") from None
+        longest, problem = len(sample.prompt) + sample.max_tokens, ""
         if sample.rule in (Rule.CONTRASTIVE, Rule.TYPICAL):
-            raise PromptFileError(
-                f"{file.path}:{prompt.line}: rule: is {sample.rule.value}, must be coupled or rejection: acceptance "
-                "is not measured under others"
-            )
-        longest = len(sample.prompt) + sample.max_tokens
-        if longest > most_tokens:
-            raise PromptFileError(
-                f"{file.path}:{prompt.line}: may have {longest} tokens, must have at most {most_tokens}, the share "
-                "of --kv-tokens per stream"
-            )
+            name = sample.rule.value
+            problem = f"rule: is {name}, must be coupled or rejection: acceptance is not measured under others"
+        elif longest > most_tokens:
+            share = "the share of --kv-tokens per stream"
+            problem = f"may have {longest} tokens, must have at most {most_tokens}, {share}"
+        if problem:
+            raise PromptFileError(f"{file.path}:{prompt.line}: {problem}")
         yield sample
 
 
@@ -164,7 +162,7 @@ def _evaluated(
     draft_speed: float,
     concurrent: int | None,
 ) -> EvaluationReport:
-    """Measure everything, and show the progress."""
+    """Measure acceptance, speeds and pool sizes, showing the progress."""
     delay = distance.hop + distance.network  # in every way, orchestrator and verifier are separate services
     ways = {
         way: replace(way, layout=replace(way.layout, delay=delay))
@@ -239,7 +237,7 @@ def _repeated(samples: Sequence[Sample], streams: int) -> list[Sample]:
     rounds = -(-2 * streams // len(samples))
     return [
         replace(sample, tenant=f"{turn}", sampling=replace(sample.sampling, seed=(sample.sampling.seed + turn) & MASK))
-        for turn in range(max(1, rounds))
+        for turn in range(rounds)
         for sample in samples
     ]
 

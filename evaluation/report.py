@@ -106,7 +106,7 @@ class EvaluationReport:
         fast = "" if self.draft_speed == 1 else f", {self.draft_speed:g} times as fast"
         hop, network = 1000 * self.distance.hop, 1000 * self.distance.network
         yield (
-            f"A remote draft has a device like the one above to itself{fast}. A message from one service to another "
+            f"A remote draft has its own device, like the one above{fast}. A message from one service to another "
             f"takes {hop:.2f} ms, as measured here, and {network:g} ms of network. Each way speculates when it pays."
         )
         yield ""
@@ -160,7 +160,7 @@ def _counts(figures: Figures) -> dict[str, Any]:
 
 
 def _figures_json(figures: Figures) -> dict[str, Any]:
-    return _counts(figures) | asdict(figures) | {"tokens_per_second": figures.rate}
+    return asdict(figures) | _counts(figures) | {"tokens_per_second": figures.rate}
 
 
 def _speeds(ways: Mapping[Way, Figures]) -> Iterator[str]:
@@ -176,9 +176,9 @@ def _count(number: int, what: str) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield aligned rows: the first column to the left, all others to the right."""
-    all = [head, *rows]
-    widths = [max(len(row[column]) for row in all) for column in range(len(head))]
-    for row in all:
+    lines = [head, *rows]
+    widths = [max(len(row[column]) for row in lines) for column in range(len(head))]
+    for row in lines:
         cells = [
             cell.ljust(width) if not place else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
