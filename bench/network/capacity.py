@@ -5,9 +5,8 @@
 A session-step is one commit, relayed to the draft and (coalesced over 20 ms) to the client, plus the draft's
 candidates, relayed to the verifier. Verifier and draft compute nothing (`bench.network.echo`, one process); the client
 (this process) reads only the number of steps in each message. All processes share the machine's cores, so steps are
-divided by the orchestrator's measured processor time. Sessions share up to 16 client connections. The last
-measurement is the round-trip time of a single session through the orchestrator, with two links to cross and back, and
-over a direct stream to the draft, with one.
+divided by the orchestrator's measured processor time. Sessions share up to 16 client connections. Before that, a lone
+session's round trip is measured twice: through the orchestrator (two links each way), and directly to the draft (one).
 """
 
 from __future__ import annotations

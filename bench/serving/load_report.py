@@ -54,7 +54,8 @@ def report_of(answers: Sequence[Answer], limits: Mapping[str, float], now: float
 
 
 def _within(answer: Answer, limits: Mapping[str, float]) -> bool:
-    """Return whether an answer's latencies are within their limits; one that it lacks (TPOT of one token) passes."""
+    """Return whether an answer's latencies are within their limits. A missing latency passes: an answer of one token
+    has no TPOT."""
     return all(value <= limit for name, limit in limits.items() for value in LATENCIES[name][1](answer))
 
 

@@ -30,7 +30,8 @@ MAX_TOKENS = 64
 REQUESTS = 48
 """Requests of a round, sequential or concurrent."""
 FULL_SECONDS = 0.05
-"""Pause before a refused request is sent again: shorter than the server suggests, since it is measured too."""
+"""Pause before a refused request is sent again: it counts as measured time, so it is shorter than the server
+suggests."""
 
 
 class Figures(NamedTuple):

@@ -6,9 +6,9 @@ SIMULATED: devices, network and language are models; the services run their real
 round trip between any two of the three services, in steps of the target; a verify result takes two hops to reach the
 draft, and candidates two to come back.
 
-Each row is one deployment after its warm-up. Tokens a second are of all sessions together. For comparison a row has the
-rates of the target alone (plain), of drafts that wait for each verify result (synchronous), of an idealised schedule of
-the same deployment (`ideal.py`), and the upper bound (`bound.py`).
+Each row is one deployment after its warm-up. Tokens a second are of all sessions together. Further columns divide this
+rate by those of the target alone (plain), of drafts that wait for each verify result (synchronous), of an idealised
+schedule of the same deployment (`ideal.py`), of the upper bound (`bound.py`), and of the same deployment without delay.
 
 Synchronous drafting is the best of several variants, picked by short trials: chains and trees of up to 64 nodes. Each
 is tried with steps that wait for all sessions, and with steps over the ready ones, so that groups of them alternate.
@@ -42,7 +42,7 @@ TRIAL, FINALISTS = 1 / 4, 3
 """Length of a trial as a fraction of the measured time; number of variants measured after trials."""
 
 SESSION_STEPS = 600
-"""Minimum number of measured session-steps, since the tokens of one vary by a factor of two."""
+"""Minimum number of measured session-steps, since the number of tokens per session-step varies twofold."""
 
 measured = cache(simulate)
 
@@ -80,11 +80,10 @@ class Row:
 
 def synchronous(scenario: Scenario, answers: Sequence[tuple[int, int]] = CHAINS + TREES) -> Scenario:
     """Return the best synchronous variant of the same deployment; `answers` are (nodes, branches), as in CHAINS."""
+    lockstep_values = (False, True) if scenario.sessions > 1 else (False,)  # a single session waits for itself anyway
     variants = [
         replace(scenario, synchronous=True, lockstep=lockstep, nodes=nodes, branches=branches)
-        for lockstep in (
-            (False, True) if scenario.sessions > 1 else (False,)
-        )  # a single session waits for itself anyway
+        for lockstep in lockstep_values
         for nodes, branches in answers
         if scenario.sessions * nodes <= TOO_MANY
     ]

@@ -2,10 +2,10 @@
 
     python -m bench.systems.vllm --model DIR --dtype bfloat16 --speculation none --threads 2
 
-is the program that answers loads, under the interpreter of an environment with vLLM (`make bench-peers`). The engine
-runs in this process. As a server vLLM gives its scheduler a core and a polling process; on a machine with few cores
-that costs more than it gains, and an idle server would disturb the others. OpenMP is set as vLLM sets it for its own
-workers: Intel's runtime, a thread bound to every core.
+This program answers loads. It runs under the interpreter of an environment with vLLM (`make bench-peers`), with the
+engine in its own process. As a server vLLM gives its scheduler a core and a polling process; on a machine with few
+cores that costs more than it gains, and an idle server would disturb the others. OpenMP is set as vLLM sets it for its
+own workers: Intel's runtime, a thread bound to every core.
 """
 
 from __future__ import annotations

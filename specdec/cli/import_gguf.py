@@ -24,7 +24,9 @@ def import_gguf(
     stop_with_stdin: Annotated[bool, typer.Option("--stop-with-stdin", hidden=True)] = False,
 ) -> None:
     """Convert a GGUF file to a model directory. Services also take the file itself, and convert it into the cache."""
-    check_installed("numpy", "structlog", "torch", "transformers", "accelerate", "gguf")  # they take seconds to import
+    check_installed(
+        "numpy", "structlog", "torch", "transformers", "accelerate", "gguf"
+    )  # before their import, which takes seconds
     from specdec.engine.gguf_file import MARKER, check_gguf
     from specdec.engine.model_file import ModelDirectoryError
     from specdec.engine.model_folder import check_replaceable

@@ -61,14 +61,16 @@ def coloured(chunk: Chunk, console: Console) -> str:
 
 
 def speculation_lines(speculation: Speculation, console: Console, *, in_colours: bool) -> list[str]:
-    """Return lines of a summary: the tokens by source, and the reasons for steps with and without candidates. With
+    """Return lines of a summary: the tokens by source, and the modes, with why steps had no candidates. With
     `in_colours`, the first line is also the legend: each source has the colour of its tokens."""
     counts = sorted(speculation.sources.items(), key=lambda entry: -entry[1])
     from_where = [
         styled(f"{SOURCES.get(source, source)} {count}", STYLES.get(source, "dim") if in_colours else "dim", console)
         for source, count in counts
     ]
-    lines = [styled("tokens by source: ", "dim", console) + styled(", ", "dim", console).join(from_where)]
+    lines = []
+    if from_where:
+        lines.append(styled("tokens by source: ", "dim", console) + styled(", ", "dim", console).join(from_where))
     if speculation.decisions.why:
         lines.append(styled(f"speculation mode {speculation.decisions.why}", "dim", console))
-    return lines if counts else lines[1:]
+    return lines

@@ -29,15 +29,9 @@ VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 
 class WaitReporter:
     """A context manager around a call that waits for tokens from orchestrators. `heard` is called for every response.
-    The reason for waiting is reported once, and again when it changes."""
+    In each silence the reason for waiting is reported once, and again when it changes."""
 
-    def __init__(
-        self,
-        address: str,
-        say: Callable[[str], None] = say,
-        *,
-        access: Access = OPEN,
-    ) -> None:
+    def __init__(self, address: str, say: Callable[[str], None] = say, *, access: Access = OPEN) -> None:
         """`address` is one address or several, comma-separated; `say` receives a line for a person, in another
         thread."""
         self._access = access

@@ -5,8 +5,8 @@ Under the COUPLED rule, draft and verifier both compute
     choice = argmax over surviving v of  z[v] + g(seed, position, v)
 
 where z are the processed logits and g is the shared Gumbel noise. Reproducibility requires a pure function of one row
-and its sampling query, never of other rows in the call. The other rules (`rejection.py`, `contrastive.py`) also use the
-draft's proposal.
+and its sampling query, never of other rows in the call. TYPICAL chooses in the same way. REJECTION (`rejection.py`) and
+CONTRASTIVE (`contrastive.py`) also use the draft's proposal.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def _choose(logits: Logits, queries: Sequence[SamplingQuery]) -> Tokens:
     tokens = np.asarray(z.argmax(axis=1))
     peaks = z[np.arange(len(z)), tokens]
     groups: dict[Decide, list[int]] = defaultdict(list)
-    for row, (query, sound) in enumerate(zip(queries, (np.abs(peaks) < MAX_ABS_LOGIT).tolist(), strict=True)):
-        decide = _decider(query.sampler) if sound else None
+    for row, (query, is_sound) in enumerate(zip(queries, sound(peaks, tokens).tolist(), strict=True)):
+        decide = _decider(query.sampler) if is_sound else None
         if decide is not None:
             groups[decide].append(row)
     for decide, group in groups.items():

@@ -16,7 +16,7 @@ DraftKind = Literal["torch", "eager", "onnx"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 GraphDtype = Literal["float32", "float16"]
-"""The dtypes of exported graphs: NumPy, which makes their pools, has no bfloat16."""
+"""The dtypes of exported graphs: their KV caches are NumPy arrays, and NumPy has no bfloat16."""
 
 WantedDtype = Literal["auto", "float32", "bfloat16", "float16"]
 """A dtype, or "auto" for the one that suits model and device (`preflight/dtype.py`)."""
@@ -57,5 +57,5 @@ class Placement:
 
     @property
     def may_quantise(self) -> bool:
-        """Return whether an export on first use chooses the number of bits of its weights."""
+        """True if an export on first use may quantise the weights."""
         return self.is_draft and self.kind == "onnx" and self.device == "cpu" and self.dtype in ("auto", "float32")

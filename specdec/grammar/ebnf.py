@@ -133,7 +133,7 @@ class _Reader:
 
     def _alternatives(self) -> Part:
         parts = [self._sequence()]
-        while self._peek().text == "|" and self._peek().kind == "sign":
+        while self._peek().text == "|":
             self._at += 1
             parts.append(self._sequence())
         return parts[0] if len(parts) == 1 else Alternation(tuple(parts))
@@ -168,7 +168,7 @@ class _Reader:
                     raise self._wrong(token.at, f"groups are nested more than {MAX_GROUPS} deep")
                 inner = self._alternatives()
                 self._depth -= 1
-                if self._peek().text != ")" or self._peek().kind != "sign":
+                if self._peek().text != ")":
                     raise self._wrong(token.at, "the parenthesis is not closed")
                 self._at += 1
                 return inner

@@ -48,7 +48,7 @@ class GenerationDefaults:
     not_taken: tuple[str, ...] = ()
     """Fields of the file that request unsupported features. They have no effect, and are reported at start-up."""
     greedy: bool = False
-    """True if the file itself sets greedy decoding; a request's fallback temperature is then ignored."""
+    """True if the file itself sets greedy decoding. Then `fallback_temperature` of a request has no effect."""
 
     @classmethod
     def of(cls, directory: ModelDirectory) -> Self:

@@ -48,7 +48,8 @@ class DraftFiles:
     dtype: torch.dtype
 
     def write(self, model: PreTrainedModel, out: Path) -> None:
-        """Write all files. Raise WriteError if one cannot be written; its previous version is kept."""
+        """Write weights and config.json, and copy the other files unless they exist. Raise WriteError if one cannot be
+        written; its previous version is kept."""
         for source, names in ((self.tokenizer.path, TOKENIZER_FILES), (self.draft.path, (GENERATION,))):
             for name in names:
                 if (source / name).is_file() and not (out / name).is_file():

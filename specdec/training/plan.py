@@ -70,8 +70,8 @@ def write_plan(out: Path, trains: str, plan: Plan, origin: Origin, **more: objec
 
 
 def plan_begun(out: Path, trains: str, plan: Plan, *needed: str) -> Fields:
-    """Return the fields of PLAN of an unfinished training. ResumeError, naming the option, if there is none, or if it
-    trains something else or has another plan. `needed`: further files that must exist."""
+    """Return the fields of PLAN of an unfinished training. ResumeError if there is none, if it trains something else,
+    or if it has another plan; then the error names the option. `needed`: further files that must exist."""
     missing = [name for name in (PLAN, *needed) if not (out / name).is_file()]
     kept = read_fields(out / PLAN)
     if kept is None or missing:
@@ -87,9 +87,9 @@ def plan_begun(out: Path, trains: str, plan: Plan, *needed: str) -> Fields:
 
 
 def check_unfinished(out: Path, trains: str, plan: Plan, origin: type[Kept], **given: str | float | None) -> Kept:
-    """Return the origin of the unfinished training in a directory. ResumeError, naming the option, if there is none, or
-    if it trains something else or has another plan, model or text. `given`: fields of the origin; None: the value at
-    the beginning."""
+    """Return the origin of the unfinished training in a directory. ResumeError if there is none, if it trains something
+    else, or if it has another plan, model or text; then the error names the option. `given`: fields of the origin;
+    None: the value at the beginning."""
     found = origin.kept(plan_begun(out, trains, plan, TEXTS))
     for name, value in given.items():
         begun, option = getattr(found, name), f"--{name.replace('_', '-')}"

@@ -39,8 +39,7 @@ class RemoteDraft:
     """Proposes candidates from draft services for vLLM's texts. Used by one thread of vLLM's worker."""
 
     def __init__(self, vllm_config: Any, worth: Worth | None = None) -> None:
-        """`vllm_config` is vLLM's, `worth` decides when to propose. ValueError if the environment lacks the addresses
-        of drafts (`settings.py`)."""
+        """`vllm_config` is vLLM's, `worth` decides when to propose. Errors as in `VllmDraftSettings.of`."""
         settings = VllmDraftSettings.of()
         model = vllm_config.model_config
         self._depth: int = vllm_config.speculative_config.num_speculative_tokens

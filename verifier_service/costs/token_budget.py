@@ -19,7 +19,7 @@ from specdec.decoding.tree import BestNodes, Node
 from verifier_service.costs.step_latency import StepLatency
 
 EXPLORED_PROBABILITY = 0.1
-"""Minimum probability of the candidates that drafters are asked for to explore uncertain row costs."""
+"""To explore uncertain row costs, drafters are asked for candidates down to this probability."""
 
 
 class RowPrice(NamedTuple):
@@ -41,8 +41,8 @@ class Selection(NamedTuple):
     """The break-even probability for drafters. Where row costs are uncertain, it is the optimistic one, so that there
     are candidates to try."""
     exploring: float | None = None
-    """Set if the step explores, with more or fewer rows than the current estimate favours: the seconds that its
-    expected tokens would take at the rate of the favoured step."""
+    """Only in a step that explores, with more or fewer rows than the estimate favours: the seconds that the favoured
+    step would need for the same expected tokens."""
 
 
 def select_candidates(
@@ -62,8 +62,8 @@ def select_candidates(
 
     With `explore`, and if the latency model permits it now, the step may be an experiment. It adds candidates that may
     pay despite the estimate, up to the next measured point, or leaves out some that pay, to learn whether fewer rows
-    cost as much as estimated. Without `leave_out`, and if `spent` does not depend on the offers, the decision on a
-    candidate depends on no probability below it except its first child's, as block verification requires.
+    cost as much as estimated. Block verification requires that a candidate's choice depends on no probability below it
+    except its first child's. That holds without `leave_out`, if `spent` does not depend on the offers.
     """
     ranked = sorted((-logprob, index) for index, offer in enumerate(offers) for logprob in offer.logprobs)
     ranked = ranked[: max(0, most)]
@@ -91,7 +91,7 @@ def select_candidates(
     chosen = [offer.nodes[:count] for offer, count in zip(offers, counts, strict=True)]
     if taken == paying:
         return Selection(chosen, price, break_even)
-    if taken < paying:  # the paying candidates left out may have raised the break-even probability above their own
+    if taken < paying:  # with these candidates counted, break-even may exceed their probability
         price = price._replace(break_even=min(price.break_even, gains[paying - 1]))
     return Selection(chosen, price, break_even, seconds[paying] * (rows + sum(gains[:taken])) / expected)
 

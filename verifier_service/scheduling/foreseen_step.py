@@ -2,8 +2,8 @@
 
 A text continuing without candidates gets exactly one token. Its next row is therefore known in advance: position, slot
 and keys. Only the token is filled in later. On a GPU this hides most of the planning behind the current pass; vLLM
-calls it async scheduling. If a text joins or gets candidates, or if a text ends and the step is not launched early, the
-packed batch is dropped and the step is planned when due.
+calls it async scheduling. The packed batch is dropped, and the step planned when due, if a text joins or gets
+candidates. A text that ends drops it only if the step is not launched early.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tuning: a verifier's fitted constants, in groups, as one immutable value.
 
 They were fitted on two CPU cores with models of 12M to 230M parameters, with steps of 1.5 to 60 ms, and not on GPUs.
-None changes a token; all change speed or latency. For other devices, pass another `Tuning` to `StepLoop` and the same
-to `DraftModelProposer`.
+Under COUPLED none changes a token; all change speed or latency. For other devices, pass another `Tuning` to `StepLoop`
+and the same to `DraftModelProposer`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class ControllerTuning:
 
     early_stop_seconds: float = 0.1
     hopeless_ratio: float = 0.8
-    """After `early_stop_seconds` of steps with candidates, a mode that is probed, or measured first, is abandoned if
-    its rate is below `hopeless_ratio` times the best one. Steps without candidates do not count: early in a text there
-    is nothing to look up, and drafts have to read the prompt."""
+    """After `early_stop_seconds` and `min_steps` steps with candidates, the first mode or a probed one is abandoned if
+    its rate is below `hopeless_ratio` times the best or plain rate. Steps without candidates do not count: early in a
+    text there is nothing to look up, and drafts have to read the prompt."""
 
     warmup_seconds: float = 0.1
     """Unmeasured seconds after a change of mode: drafts must be notified and catch up with the text."""
@@ -68,7 +68,7 @@ class LatencyTuning:
     """Error of a step's time; `slower_step_error` is for a slower step than expected, which may have been delayed."""
 
     most_slower: float = 1.0
-    """Cap on the surprise of a slower step."""
+    """Cap on log(measured / expected time) of a slower step."""
 
     speed_drift: float = 2.0
     """Change of all points together in a second of steps."""
@@ -219,8 +219,8 @@ class NgramTuning:
 
     min_probability: float = 0.02
     break_even_share: float = 0.5
-    """Minimum path probability of a proposal in the tree: `min_probability`, and `break_even_share` of the break-even
-    probability. Proposals below the latter may still pay if rows get cheaper."""
+    """Minimum path probability of a proposal in the tree: the larger of `min_probability` and `break_even_share` times
+    break-even. A proposal below break-even may still pay if rows get cheaper."""
 
     fruitless_steps: int = 8
     max_skipped: int = 15
@@ -262,9 +262,9 @@ class WindowTuning:
     trial_steps: int = 16
     least_trial_steps: int = 6
     """`priced_steps`: steps in the price of a trial. `trial_steps`, `least_trial_steps`: the trial's maximum and
-    minimum number of steps with a full window. The trial of a window that finds nothing ends when the window's rows and
-    wrong candidates have used up the price. A trial with fewer steps than the minimum shows only that the cost estimate
-    was wrong: the next trial, at the right price, decides."""
+    minimum number of steps with a full window. A window is charged for its rows and wrong candidates: if it finds
+    nothing, its trial ends when they have cost the price. A trial with fewer steps than the minimum shows only that the
+    cost estimate was wrong: the next trial, at the right price, decides."""
 
     first_pause: int = 64
     longest_pause: int = 4096

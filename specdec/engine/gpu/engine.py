@@ -78,8 +78,10 @@ class GpuPass:
         with self._on_gpu():
             queries = asked()
             rows = GpuLogits(logits, queries, self._hidden, self._features)
-            if not queries and logits.device.type == "cuda":
-                torch.cuda.synchronize()  # no fetch has waited for the pass, which must be complete on return
+            if (
+                not queries and logits.device.type == "cuda"
+            ):  # nothing was fetched, and the pass must be complete on return
+                torch.cuda.synchronize()
         return rows
 
 
@@ -140,7 +142,7 @@ class GpuEngine:
         self.tile(None)
         with phase("compiled_loops"):
             own.check(self)
-        with phase("exactness"), self._computing():  # tries products one by one, outside of passes
+        with phase("exactness"), self._computing():  # no pass has set the current device
             self.exact = exact and make_exact(self, instead=split_k, split_context=self._context)
         self.numerics = "/".join(
             (
@@ -203,8 +205,8 @@ class GpuEngine:
         with self._computing():
             logits = self._execute(batch).logits
             rows = GpuDraftLogits(logits)
-            if not len(logits) and self._device.type == "cuda":
-                torch.cuda.synchronize()  # no fetch has waited for the pass, which must be complete on return
+            if not len(logits) and self._device.type == "cuda":  # nothing was fetched, as in `GpuPass.logits`
+                torch.cuda.synchronize()
         return rows
 
     def copy(self, source: Slots, target: Slots) -> None:

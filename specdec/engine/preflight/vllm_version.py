@@ -1,6 +1,7 @@
 """Supported versions and builds of vLLM, checked without importing it.
 
-The engine uses vLLM internals that may change with any minor version (`worker.py`), so it needs a tested version.
+The engine uses vLLM internals that may change with any minor version (`engine/vllm/worker.py`), so it needs a tested
+version.
 """
 
 from __future__ import annotations

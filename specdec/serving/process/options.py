@@ -1,4 +1,4 @@
-"""Options of several services. All have those for listening, TLS, observability and shutdown."""
+"""Options shared by services: for all, listening, TLS, observability and shutdown; for some, those of a model."""
 
 from __future__ import annotations
 
