@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import markdown
-from bench.arguments import names, parser_of
+from bench.arguments import limit, names, parser_of
 from bench.conditions import as_installed
 from bench.systems.altered import random_weights
 from specdec.local import DEMO
@@ -119,6 +119,7 @@ def main(given: list[str]) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="the demo target alone, once cold and once warm")
     options = parser.parse_args(given)
+    limit(parser, options, 1, "warm")
     with tempfile.TemporaryDirectory() as folder:
         models = [Path(each) for each in options.models or [str(TARGET)]]
         if options.models is None and not options.quick:

@@ -23,7 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench import markdown
-from bench.arguments import parser_of, whole_numbers
+from bench.arguments import limit, parser_of, whole_numbers
 from specdec.decoding.token_mask import barriers
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.grammar import Grammar, Kind
@@ -137,6 +137,7 @@ def main(given: list[str]) -> None:
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, instead of trained ones")
     parser.add_argument("--texts", type=int, default=20, help="number of texts (default: %(default)s)")
     options = parser.parse_args(given)
+    limit(parser, options, 1, "vocabularies", "texts")
     print("Microseconds: median and 99th percentile; seconds for grammars.\n", flush=True)
     is_first = True
     with tempfile.TemporaryDirectory() as folder:

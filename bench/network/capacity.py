@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 
 from bench import markdown
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.network.echo import before
 from bench.systems.processor_time import Watch
 from specdec.v2 import draft_pb2, draft_pb2_grpc, generation_pb2, model_pb2
@@ -174,4 +174,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=3)
-    asyncio.run(measure_all(parser.parse_args(given)))
+    args = parser.parse_args(given)
+    limit(parser, args, 1, "workers", "sessions", "rounds")
+    limit(parser, args, 0.1, "seconds")
+    asyncio.run(measure_all(args))

@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from bench import markdown
-from bench.arguments import numbers, parser_of, whole_numbers
+from bench.arguments import limit, numbers, parser_of, whole_numbers
 from bench.paired import ratios
 from demo.prompts import held_out
 from specdec.client import AsyncClient, GenerateOptions, Speculation
@@ -294,6 +294,8 @@ def parsed(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--branches", type=whole_numbers, default=[1, 3], help="branches to try; 1: a chain")
     parser.add_argument("--search-texts", type=int, default=2)
     args = parser.parse_args(given)
+    limit(parser, args, 1, "streams", "rounds", "prompt_tokens", "tokens", "nodes", "branches", "search_texts")
+    limit(parser, args, 0, "temperature", "round_trips", "target_step_ms", "draft_step_ms")
     if 0.0 not in args.round_trips:  # the rates are divided by those of no delay
         args.round_trips.insert(0, 0.0)
     return args

@@ -18,7 +18,7 @@ from typing import Literal
 import grpc
 
 from bench import markdown
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from demo.prompts import held_out
 from specdec.client import Client
 from specdec.engine.placement import Dtype
@@ -118,6 +118,9 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args(given)
+    limit(parser, args, 1, "prompts")
+    limit(parser, args, 2, "tokens")  # the last step of a text counts as none with a draft
+    limit(parser, args, 0, "step_ms")
     print(markdown.head(COLUMNS))
     with Counted.start(args.dtype, args.step_ms) as counted, Client(counted.stack.address) as client:
         for rule, temperature in SETTINGS:
@@ -135,5 +138,6 @@ def main(given: Sequence[str]) -> None:
             n = counted.count().since(before)
             ways = [n.to_verifier, n.from_verifier, n.to_draft, n.from_draft]
             cells = [f"{way / n.tokens:.0f}" for way in [*ways, sum(ways)]]
-            cells += [f"{n.tokens / n.steps:.2f}", f"{n.draft_ready_steps / n.drafted_steps:.2f}"]
+            in_time = f"{n.draft_ready_steps / n.drafted_steps:.2f}" if n.drafted_steps else "-"
+            cells += [f"{n.tokens / n.steps:.2f}", in_time]
             print(markdown.row([rule.upper(), f"{temperature:g}", *cells]), flush=True)

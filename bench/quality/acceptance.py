@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench import markdown
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.systems import pair
 from demo.prompts import held_out
 from draft_service.candidate_queue import Extension
@@ -197,6 +197,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args(given)
+    limit(parser, args, 1, "prompts", "tokens")
     models = Pair(*pair.both(parser, args))
     prompts = held_out(args.prompts)
     print(markdown.head(["T", "rule", "tree", "acceptance", "tokens a step", "bounds (1-TV)/(1+TV), 1-TV"]))

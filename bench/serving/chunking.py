@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.serving.answers import Answer
 from bench.systems.altered import copied
 from demo.prompts import held_out
@@ -84,6 +84,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args(given)
+    limit(parser, args, 1, "rounds")
     with tempfile.TemporaryDirectory() as folder:
         target = copied(DEMO / "target", Path(folder, "target"), max_position_embeddings=CONTEXT)
         # Every prompt is new: otherwise prefix caching would leave nothing to compute.

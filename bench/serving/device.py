@@ -27,7 +27,7 @@ from typing import Any
 import grpc
 
 from bench import markdown
-from bench.arguments import names, numbers, parser_of, whole_numbers
+from bench.arguments import limit, names, numbers, parser_of, whole_numbers
 from bench.conditions import machine, versions
 from bench.report import Report, folder, publish
 from bench.systems.altered import copied
@@ -252,6 +252,9 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--out", type=folder, help="folder for the report")
     args = parser.parse_args(given)
+    limit(parser, args, 1, "streams")
+    limit(parser, args, 0, "temperatures", "settle")
+    limit(parser, args, 0.1, "seconds")
     if unknown := set(args.ways) - set(WAYS):
         parser.error(f"--ways: {', '.join(sorted(unknown))} is none of {', '.join(WAYS)}")
     profile = PROFILES[args.profile]

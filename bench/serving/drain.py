@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 
 from bench import markdown
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.serving.pods import START_SECONDS, Pod, running
 from demo.prompts import held_out
 from specdec.client import AsyncClient, SpecdecError
@@ -121,5 +121,6 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=8)
     args = parser.parse_args(given)
+    limit(parser, args, 1, "rounds", "streams")
     with running() as pods:
         asyncio.run(measure(pods, args.rounds, args.streams))

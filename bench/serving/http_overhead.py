@@ -15,7 +15,7 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.paired import in_turns, ratios, spread
 from bench.serving.answers import Answer
 from bench.systems.processor_time import processor_seconds
@@ -117,6 +117,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args(given)
+    limit(parser, args, 1, "streams", "rounds")
     options = {"dtype": "float32", "verifier_options": FEW, "draft_options": FEW, "openai_options": ()}
     with Stack.start(DEMO / "target", str(DEMO / "draft"), **options) as stack:  # type: ignore[arg-type]
         for streams in args.streams:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from demo.prompts import held_out
 from specdec.client import AsyncClient
 from specdec.local import DEMO, Stack
@@ -115,6 +115,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--speculation", choices=["auto", "off"], default="auto")
     parser.add_argument("--seconds", type=int, default=10)
     args = parser.parse_args(given)
+    limit(parser, args, 1, "streams", "seconds")
     spy = Path(sys.executable).parent / "py-spy"
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from demo.prompts import held_out
 from specdec.client.errors import from_rpc
 from specdec.local import DEMO, Stack
@@ -95,6 +95,8 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--bursts", type=int, default=5)
     parser.add_argument("--within", type=float, default=0.0, help="seconds over which a burst is spread")
     args = parser.parse_args(given)
+    limit(parser, args, 1, "requests", "bursts")
+    limit(parser, args, 0, "within")
     # One core computes; the other is for the orchestrator and for all clients.
     options = ("--kv-tokens", str(MEMORY), "--max-waiting", str(WAITING), "--threads", "1")
     with Stack.start(DEMO / "target", "none", dtype="bfloat16", verifier_options=options) as stack:

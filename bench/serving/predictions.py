@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 from bench import markdown
-from bench.arguments import parser_of, whole_numbers
+from bench.arguments import limit, parser_of, whole_numbers
 from bench.systems.altered import random_weights
 from bench.systems.long_steps import read_device, with_long_steps, write_devices
 from bench.systems.specdec import Specdec
@@ -186,6 +186,9 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=PAIRS)
     parser.add_argument("--quick", action="store_true", help="the demo pair alone, one round")
     args = parser.parse_args(given)
+    limit(parser, args, 1, "rounds", "streams", "tokens")
+    limit(parser, args, 0, "temperature")
+    limit(parser, args, 1, "slower")
     loads = {
         streams: Load(held_out(streams, tokens=64, seed=3), args.tokens, args.temperature) for streams in args.streams
     }

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.serving.pods import running
 from demo.prompts import held_out
 from specdec.client import AsyncClient
@@ -126,8 +126,8 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--chats", type=int, default=40)
     parser.add_argument("--turns", type=int, default=6)
     args = parser.parse_args(given)
-    if args.turns < 4:
-        parser.error("--turns: at least 4, two before a verifier dies and two after")
+    limit(parser, args, 1, "chats")
+    limit(parser, args, 4, "turns")  # two before a verifier dies and two after
     half = args.turns // 2 + 1
     alone: Found | None = None
     for verifiers, killing in ((1, False), (3, False), (3, True)):

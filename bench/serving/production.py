@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 import trustme
 
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.paired import in_turns, ratios
 from bench.serving.answers import Answer
 from bench.systems.http_server import free_port
@@ -35,6 +35,7 @@ from specdec.wire.tls_files import TlsFiles, channel_credentials
 TOKENS = 200
 FEW = ("--kv-tokens", "16384", "--threads", "1")
 KEY = "a key"
+FEATURES = ("tls", "keys", "metrics", "traces")
 COLLECTOR = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 
@@ -148,12 +149,13 @@ async def measure(
 
 def main(given: Sequence[str]) -> None:
     parser = parser_of("production", __doc__)
-    parser.add_argument(
-        "--features", nargs="+", default=["tls", "keys", "metrics", "traces", "tls,keys,metrics,traces"]
-    )
+    parser.add_argument("--features", nargs="+", default=[*FEATURES, ",".join(FEATURES)])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args(given)
+    limit(parser, args, 1, "streams", "rounds")
+    if unknown := {feature for named in args.features for feature in named.split(",")} - set(FEATURES):
+        parser.error(f"--features: {', '.join(sorted(unknown))} is none of {', '.join(FEATURES)}")
     for named in args.features:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as exits:
             plain = Deployment(frozenset(), Path(folder), exits)

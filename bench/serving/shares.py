@@ -21,7 +21,7 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.serving.answers import Answer
 from demo.prompts import held_out
 from specdec.client import AsyncClient, SpecdecError
@@ -155,5 +155,6 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     args = parser.parse_args(given)
+    limit(parser, args, 1, "rounds", "texts")
     with Stack.start(dtype="float32") as stack:
         asyncio.run(measure(stack.address, args.kinds, args.rounds, args.texts))

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.paired import in_turns, ratios
 from demo.prompts import held_out
 from specdec.client import AsyncClient, Overloaded
@@ -119,6 +119,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM (`make bench-peers`)")
     args = parser.parse_args(given)
+    limit(parser, args, 1, "streams", "rounds")
     with Stack.start(DEMO / "target", "none", local_draft=DEMO / "draft", dtype="float32") as stack:
         for streams in args.streams:
             print(told(streams, asyncio.run(measure(stack.address, streams, args.rounds))), flush=True)
