@@ -35,7 +35,7 @@ from typing import Any
 
 import grpc
 
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.conditions import machine, versions
 from bench.report import Report, folder, publish
 from bench.serving.learning_report import plot, summary, table
@@ -150,11 +150,11 @@ async def traffic(address: str, plan: Plan, phases: Sequence[int], speculation: 
 
 @dataclass
 class TriedVersion:
-    """A version, its times in seconds since the run began, and its verdict."""
+    """A version, its times in seconds since the run began (`decided`: None before the verdict), and its verdict."""
 
     name: str
     trained: float
-    decided: float = 0.0
+    decided: float | None = None
     verdict: str = "not decided"
 
 
@@ -321,6 +321,8 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--oracle-steps", type=int, default=600, help="steps of an oracle's training; default: 600")
     parser.add_argument("--out", type=folder, help="folder for learning.json, .md and .png")
     args = parser.parse_args(given)
+    limit(parser, args, 1, "texts", "tokens", "streams", "steps", "oracle_steps")
+    limit(parser, args, 0, "rate")
     target, draft = pair.both(parser, args)
     with tempfile.TemporaryDirectory(prefix="specdec-learning-") as name:
         place = Path(name)

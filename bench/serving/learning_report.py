@@ -87,7 +87,9 @@ def table(report: Report) -> str:
     ]
     lines += markdown.table(["run", *heads], rows)
     tried = [
-        f"{version['name']}: {version['verdict']} at {version['decided']:.0f} s, trained at {version['trained']:.0f} s"
+        f"{version['name']}: {version['verdict']}"
+        + ("" if version["decided"] is None else f" at {version['decided']:.0f} s")
+        + f", trained at {version['trained']:.0f} s"
         for version in runs["learning"]["versions"]
     ]
     pays = pays_from(report)

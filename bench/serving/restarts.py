@@ -37,7 +37,7 @@ import httpx2
 import numpy as np
 
 from bench import markdown
-from bench.arguments import parser_of
+from bench.arguments import limit, parser_of
 from bench.conditions import as_installed
 from bench.serving.answers import at_poisson_times
 from bench.serving.pods import Pod, running
@@ -307,18 +307,21 @@ def told(seen: Sequence[Seen], wants: Mapping[int, str], seconds: float) -> list
     silences = [max((late - early for early, late in pairwise(each.times)), default=0.0) for each in seen]
     whole = [each for each in seen if not each.failed]
     tokens = TOKENS * len(whole)
-    p50, p99 = np.quantile(first, [0.5, 0.99])
-    between, late = 1000 * np.quantile(gaps, [0.5, 0.99])
     return [
         str(len(seen)),
         str(sum(each.failed for each in seen)),
         str(sum(each.begun_again > 0 for each in seen)),
         str(sum(each.text != wants.get(each.number) for each in whole)),
-        f"{p50:.2f}, {p99:.2f}",
-        f"{between:.1f}, {late:.1f}",
-        f"{np.quantile(silences, 0.99):.1f}, {max(silences):.1f}",
+        _quantiles(first, "{:.2f}, {:.2f}"),
+        _quantiles([1000 * gap for gap in gaps], "{:.1f}, {:.1f}"),
+        f"{np.quantile(silences, 0.99):.1f}, {max(silences):.1f}" if silences else "-",
         f"{tokens / seconds:.0f}",
     ]
+
+
+def _quantiles(values: Sequence[float], form: str) -> str:
+    """Return the median and the 99th percentile; "-" if there are no values."""
+    return form.format(*np.quantile(values, [0.5, 0.99])) if values else "-"
 
 
 COLUMNS = (
@@ -375,6 +378,8 @@ def main(given: Sequence[str]) -> None:
     )
     parser.add_argument("--every", type=float, default=20.0, help="seconds from one kill to the next")
     args = parser.parse_args(given)
+    limit(parser, args, 10, "seconds")
+    limit(parser, args, 1, "every")
     systems: dict[str, Callable[[], AbstractAsyncContextManager[System]]] = {"specdec": specdec}
     if (python := peer_options.vllm_python(parser, args)) is not None:
         systems["vllm serve"] = partial(vllm, python)
