@@ -1,4 +1,4 @@
-"""Statistics of a verifier: its memory, its load, and its throughput."""
+"""Statistics of a verifier: its load and its throughput."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ class VerifierStats:
     def observe_pace(
         self, seconds: float, results: Sequence[VerifyResult], *, texts_waited: bool = False, in_turn: int = 0
     ) -> None:
-        """Count the seconds since the last step, however spent. `texts_waited`: decoding texts sat this step out for a
-        prompt, and still wait for the next step; `in_turn`: number of sessions that sit this step out because tenants
-        take turns."""
+        """Count the seconds since the end of the last step; after idle time, since the start of this one.
+        `texts_waited`: decoding texts sat this step out for a prompt, and still wait for the next step; `in_turn`:
+        number of sessions that sit this step out because tenants take turns."""
         self._held_up += seconds
         if texts_waited:
             return
@@ -109,8 +109,8 @@ class VerifierStats:
 
     def too_late(self, most: int, deadline: float | None, waiting: int) -> TooLateError | None:
         """Return the error if a text behind `waiting` others would miss its deadline (`time.monotonic`) at the current
-        pace; None if it would not, or if no session is running. The text's expected length is the average of ended
-        texts, at most `most` tokens; 0 if none has ended yet."""
+        pace; None if it would not, if it has no deadline, or if no session is running. The text's expected length is
+        the average of ended texts, at most `most` tokens; 0 if none has ended yet."""
         if deadline is None or not self.running:
             return None
         wait = self.expected_wait(waiting) if waiting else 0.0
