@@ -123,9 +123,9 @@ class AdaptiveSpeculation:
         """Update each controller with the tokens of its own sessions, over the `seconds` of the whole step.
 
         Other sessions' tokens do not count: the mode did not produce them, and in large numbers they would hide its
-        effect. Their time counts, since it passes for all sessions; dividing the time by rows would charge a candidate
-        as much as a root, which costs far more. So the upper bound on the rate of plain decoding is computed for a step
-        that also has the other sessions' rows.
+        effect. Their time counts, since it passes for all sessions, so the upper bound on the rate of plain decoding
+        includes their rows. The time is not divided by rows: that would charge a candidate as much as a root, which
+        costs far more.
         """
         rows_of = {entry.session: rows.rows for entry, rows in plan.entries}
         tokens_of = {entry.session: len(result.tokens) for entry, result in results}

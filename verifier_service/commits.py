@@ -1,4 +1,4 @@
-"""Commits: when to send a session's verify results, and the message's other fields."""
+"""Commits: decides when to send a session's verify results, and adds the commit's other fields."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CommitPublisher:
         ResponseQueue.send_all([self._message(entry, StepSeconds()) for entry in pending])
 
     def publish(self, results: Sequence[tuple[RunningSession, VerifyResult]], seconds: StepSeconds) -> None:
-        """Add a step's results to the pending ones, and send the results that are due."""
+        """Add a step's results to the pending ones, and send those that are due, awaited, or the last of a text."""
         self._drafted = sum(self._eligibility.uses_remote_draft(entry.session) for entry in self._queue.running)
         is_due = self._due(time.monotonic())
         messages = []

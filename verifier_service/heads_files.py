@@ -35,7 +35,8 @@ class HeadsFiles:
 
     def load(self, engine: Engine) -> HeadsProposer[Any]:
         """Read the weights onto the target's device, in its dtype. UnsupportedModelError if the engine lacks the states
-        that the heads read, or its device lacks memory."""
+        that the heads read, or its GPU lacks memory; HeadsFilesError if the loaded model has another number of
+        layers."""
         with within_gpu_memory(self.files.path):
             return self._loaded(engine)
 
@@ -65,7 +66,8 @@ class HeadsFiles:
 
 def feature_source(path: Path, window: int, directory: ModelDirectory, engine: Engine) -> FeatureSource:
     """Return the source of features for draft services that run the heads in a directory; it keeps `window` rows of a
-    text. ModelDirectoryError or UnsupportedModelError if the target or the engine does not fit the heads."""
+    text. ModelDirectoryError or UnsupportedModelError if the target or the engine does not fit the heads, or the GPU
+    lacks memory."""
     from specdec.engine.hf.pretrained import DTYPES
     from verifier_service.proposers.feature_source import FeatureSource
 

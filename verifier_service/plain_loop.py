@@ -1,7 +1,7 @@
 """The step loop without speculation, one token per session and step: it specifies the output of `StepLoop`.
 
 No candidates, modes, delay, windows or coalesced commits: only admission, one packed forward pass and the sampler's
-choice. Speculation must not change these tokens; tests compare the two loops.
+choice. Under COUPLED, speculation must not change these tokens; tests compare the two loops.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from verifier_service.verification.verified_step import VerifiedStep
 
 
 class PlainLoop(EngineWorker[VerifierSession]):
-    """A verifier's loop with the interface of `StepLoop`. `step_rows`: limit on prompt tokens of one session in a
-    step."""
+    """A verifier's loop with the part of `StepLoop`'s interface that tests use; it is no `SessionBackend`. `step_rows`:
+    limit on prompt tokens of one session in a step."""
 
     def __init__(self, engine: Engine, *, step_rows: int = 512, max_unread_tokens: int = 256) -> None:
         super().__init__("plain-loop")

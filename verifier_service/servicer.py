@@ -91,7 +91,8 @@ class VerifierLimits:
 
 
 class Queue(NamedTuple):
-    """Numbers of sessions waiting for memory; negative: free room."""
+    """Numbers of sessions waiting for memory; negative: number of further sessions that would get memory
+    immediately."""
 
     new: int
     """Sessions never admitted, which fill the waiting room. Preempted sessions do not count: those of a flooding tenant

@@ -83,13 +83,13 @@ class _FailedPass:
 class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     """The step loop of a verifier.
 
-    `step_rows`: limit on rows as in `prefill_chunks`, lowered for steps of only prompts if more rows save nothing;
-    `max_unread_tokens`: tokens a session may be ahead of its client's reading; `suffix_cache_tokens`: tokens of
-    finished texts kept per tenant; unless it is 0, a tenant's texts also share the n-grams of their windows; `latency`:
-    latency model of the target's steps, measured by default; `controller`: a single controller for all texts, instead
-    of one per group; `draft_model`: the local draft; `heads`: used in place of a local draft; `features`: source of
-    features for draft services, not together with heads; `proposers`: additional proposers; `block_verification`:
-    verify chains of draws as blocks (REJECTION); `tuning`: fitted constants.
+    `step_rows`: limit on the rows of a step with prompts (`most` in `prefill_chunks`), lowered for steps of only
+    prompts if more rows save nothing; `max_unread_tokens`: tokens a session may be ahead of its client's reading;
+    `suffix_cache_tokens`: tokens of finished texts kept per tenant; unless it is 0, a tenant's texts also share the
+    n-grams of their windows; `latency`: latency model of the target's steps, measured by default; `controller`: a
+    single controller for all texts, instead of one per group; `draft_model`: the local draft; `heads`: used in place of
+    a local draft; `features`: source of features for draft services, not together with heads; `proposers`: additional
+    proposers; `block_verification`: verify chains of draws as blocks (REJECTION); `tuning`: fitted constants.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._delay = StepDelay()
         self._last_step = 0.0  # end of the last step
         self._idle = True  # nothing to do since the last step
-        self._looked_up = 0.0  # proposers' seconds for the coming step, summed over its delays
+        self._looked_up = 0.0  # seconds of proposers that run before the step delay, since the last step
 
     @property
     def features_fingerprint(self) -> str:  # type: ignore[override]
@@ -228,7 +228,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         return wait
 
     def _run_due(self) -> float | None:
-        """Run the next step. Return the seconds to wait if it is delayed; None if no session is ready."""
+        """Run the next step and return 0. Return the seconds to wait if the step is delayed; None if no session is
+        ready."""
         self._queue.admit()
         ready, on_trial = self._ready()
         if not ready:
@@ -273,7 +274,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
 
     def _seconds_to_wait(self, sessions: Sequence[VerifierSession], division: Division | None) -> float | None:
         """Return the seconds to delay the step for candidates in flight; None: step now. A delay has to pay for every
-        tenant, and one that sits the step out gains nothing from it."""
+        tenant, so there is none while a tenant sits the step out."""
         now = time.monotonic()
         drafted = [self._speculation.eligibility.uses_remote_draft(session) for session in sessions]
         self._threads.choose(drafting=any(drafted), now=now)
@@ -295,7 +296,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         """Collect every session's rows, and run a step over them."""
         begun = time.monotonic()
         plan = self._planner.plan(ready, proposed.seconds, division)
-        if not plan.entries:  # others sit out this step for sessions that have been preempted
+        if not plan.entries:  # the sessions chosen for this step were preempted, the others sit it out
             return
         self.stats.step_expected = plan.expected
         self._publisher.send_before(plan.expected, plan.sitting_out)
@@ -366,7 +367,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         *,
         since_last: float,
     ) -> None:
-        """Update the statistics and the models of gain. `since_last`: seconds since the last step, however spent."""
+        """Update the statistics and the models of gain. `since_last`: seconds since the end of the last step; after
+        idle time, since the start of this one."""
         looked_up, self._looked_up = self._looked_up, 0.0
         self._planner.shares.observe_grammars(results)
         if self._queue.memory_shares.tenants > 1:
