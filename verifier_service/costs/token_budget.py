@@ -62,8 +62,9 @@ def select_candidates(
 
     With `explore`, and if the latency model permits it now, the step may be an experiment. It adds candidates that may
     pay despite the estimate, up to the next measured point, or leaves out some that pay, to learn whether fewer rows
-    cost as much as estimated. Block verification requires that a candidate's choice depends on no probability below it
-    except its first child's. That holds without `leave_out`, if `spent` does not depend on the offers.
+    cost as much as estimated. Block verification requires that whether a candidate is chosen depends on no probability
+    of its descendants except its first child's. That holds if `leave_out` is False and `spent` does not depend on the
+    offers.
     """
     ranked = sorted((-logprob, index) for index, offer in enumerate(offers) for logprob in offer.logprobs)
     ranked = ranked[: max(0, most)]
