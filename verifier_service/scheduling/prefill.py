@@ -2,7 +2,7 @@
 
 A step with prompts is longer, and all decoding sessions wait for it; smaller chunks make the prompt itself take longer.
 As in Sarathi-Serve (Agrawal et al. 2024), the slowdown of a step is bounded. With r rows of d decoding sessions, P
-prompts and slowdown s, a chunk of c tokens is within the time limit if
+prompts and slowdown s, chunks of c tokens in total are within the time limit if
 
     s * T_v(r + c) <= max((1 + max_decode_slowdown * k) * T_v(r), slice_seconds * k),    k = max(1, P / d)
 """
@@ -44,8 +44,9 @@ def prefill_chunks(
     (default: equally), and the unused share of a short prompt goes to the others (max-min).
 
     The step already has `rows` rows of `decoding` sessions and `urgent_rows` rows of urgent prompts. Without decoding
-    sessions, `most` alone limits the prompts, urgent ones included. With them, the lowest multiple of `most` that
-    leaves room for `min_chunk_tokens` limits all rows together, and the time limit in the module docstring applies too.
+    sessions, `most` alone limits the prompts, urgent ones included. With decoding sessions, the lowest multiple of
+    `most` that leaves room for `min_chunk_tokens` limits all rows together, and the time limit in the module docstring
+    applies too.
     """
     budget = most - urgent_rows
     if decoding:

@@ -176,8 +176,8 @@ class RunQueue:
         return False
 
     def _may_fit(self, entry: RunningSession) -> bool:
-        """Return False if memory was too short for this session a moment ago, no block has become available since, and
-        a running session will step: the session is tried again after that step."""
+        """Return False if memory was too short for this session less than ADMISSION_RETRY_SECONDS ago, no block has
+        become available since, and a running session is ready, after whose step this is asked again."""
         before = self._refusal
         return (
             before is None

@@ -37,7 +37,8 @@ a row."""
 
 BURST = 4.0
 """Credit of a tenant that returns from idle, in texts of mean cost. Light users often send a few requests together;
-without credit, each would wait until the other tenants had received as much service per weight as the previous one."""
+without credit, each request would wait until the other tenants had been served as much, per weight, as the request
+before it."""
 
 USUAL_SMOOTHING = 0.05
 """Weight of the latest text in the moving average of text costs."""

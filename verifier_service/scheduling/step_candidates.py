@@ -39,7 +39,7 @@ class StepCandidates(NamedTuple):
 
     nodes: list[list[Node]]
     windows: list[LookaheadRows | None]
-    prices: list[RowPrice]  # price of one more row, by session; less probable candidates are left out
+    prices: list[RowPrice]  # price of one more row, by session: candidates below its break-even are left out
     break_even: float  # break-even probability for drafters
     exploring: bool = False  # has fewer or more candidates than pay, to learn the cost of rows
 

@@ -93,7 +93,7 @@ def _wanted(session: VerifierSession, cost: Cost, eligibility: Eligibility) -> L
         return None
     if policy.lookahead is not None:
         return policy.lookahead
-    if eligibility.uses_local_model(session):  # beside a local draft a window gains little
+    if eligibility.uses_local_model(session):  # beside a local draft or heads a window gains little
         return None
     sizes, ngrams = session.window_sizes, session.ngrams
     size = ngrams.gain.wanted(sizes, cost, ngrams.size)
