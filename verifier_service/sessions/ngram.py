@@ -81,7 +81,8 @@ class SessionNgrams:
         self._text[: len(text)] = text
         self._length = len(text)
         self._end = end
-        # Proposals are deterministic: under a rule with its own randomness, the most probable token is the best guess.
+        # Under COUPLED and TYPICAL, a window chooses tokens with the target's noise. Under other rules the target's
+        # draw cannot be foreseen: the most probable token is the best guess.
         likeliest = replace(sampler.sampling, temperature=0.0)
         self._sampler = sampler if sampler.rule in (Rule.COUPLED, Rule.TYPICAL) else RequestSampler(likeliest)
         self.lookup_confidence, self.lookahead_confidence = Confidence(tuning), Confidence(tuning)
@@ -108,9 +109,9 @@ class SessionNgrams:
     ) -> bool:
         """Add candidates to the tree: n-gram lookups in the text and in `shared` texts, and n-grams of the window.
 
-        Candidates far below `break_even`, a path probability, are dropped. `every`: add all n-grams of the window;
-        `sampled`: candidates need a distribution (REJECTION). Return False if nothing was looked up: the text has not
-        grown since the last call, or this step is skipped.
+        Candidates far below `break_even`, a path probability, are dropped. `every`: skip no step, and add all n-grams
+        of the window; `sampled`: candidates need a distribution (REJECTION). Return False if nothing was looked up: the
+        text has not grown since the last call, or this step is skipped.
         """
         if self._proposed == self._length:
             return False
@@ -150,7 +151,8 @@ class SessionNgrams:
             (self.lookup_confidence if node.origin == NGRAM else self.lookahead_confidence).learn(node.match, right)
 
     def extend(self, tokens: Sequence[int], sources: Sequence[int]) -> None:
-        """Append committed tokens to the text, and update the statistics from their sources."""
+        """Append committed tokens to the text, and update the statistics from their sources. Close the window if its
+        trial has ended and no window pays now."""
         self._text[self._length : self._length + len(tokens)] = tokens
         self._length += len(tokens)
         self._fruitless = 0 if NGRAM in sources or LOOKAHEAD in sources else self._fruitless + 1

@@ -153,9 +153,9 @@ class VerifierSession:
     def allocate(self, pool: BlockPool, make_room: Callable[[int], None] = lambda _: None) -> tuple[Slots, Slots]:
         """Allocate memory for the text; PoolFullError, with nothing allocated, if there is too little.
 
-        The prefix cache is used only up to the next row whose logits score a token of the prompt. `make_room` is called
-        with the number of missing blocks, after the blocks found in the prefix cache are taken; it may raise
-        PoolFullError too. Return the slots (from, to) to copy before the next step.
+        While tokens of the prompt need log-probabilities, the prefix cache is used only up to the first row whose
+        logits give them. `make_room` is called with the number of missing blocks, after the blocks found in the prefix
+        cache are taken; it may raise PoolFullError too. Return the slots (from, to) to copy before the next step.
         """
         known = self.tree.committed
         self.table, source, target = pool.open(
@@ -222,8 +222,8 @@ class VerifierSession:
             return grammar.permits([node.token for node in parent.path()], token)
 
     def allowed(self, path: Sequence[int]) -> TokenMask | None:
-        """Return the tokens permitted by the grammar after the committed text and a path; None: all. GrammarError if
-        the grammar is too complex."""
+        """Return the tokens permitted by the grammar after the committed text and a path; None without a grammar, or if
+        it excludes the path itself. GrammarError if the grammar is too complex."""
         if self.grammar is None:
             return None
         with self._asking() as grammar:
