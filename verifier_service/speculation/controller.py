@@ -7,8 +7,9 @@ modes as arms and kinds of batch as contexts. It explores by probes with exponen
 measured occasionally, less often after every loss.
 
 Kinds of batch differ in size (a power of two; speculation gains less with more sessions), in the drafters that their
-sessions permit, in whether tokens are sampled, and in the number of exempt sessions. Exempt sessions speculate in
-every mode: their rows cost all modes the same, and their tokens are credited to none.
+sessions permit, in whether tokens are sampled, and in the number of exempt sessions. These are sessions of other
+groups, and sessions that speculate in every mode: their rows cost all modes the same, and their tokens are credited to
+none.
 
 Acceptance depends on the text and its tenant, so a pod has a controller for each group of texts with similar
 acceptance. One tenant's texts must not decide another's modes: each tenant's modes are measured separately, by its own
@@ -83,7 +84,7 @@ class ModeStats:
         return self.speculated >= self.tuning.min_steps and self.speculated_seconds >= self.tuning.early_stop_seconds
 
     def _hopeless(self, plain_rate: float) -> bool:
-        """True if the probed mode, or the very first one, is far below the best rate so far."""
+        """True if the probed mode, or the very first one, is far below the larger of best and plain rate."""
         if self.probing is None and self.rates:
             return False
         return self.tokens < self.tuning.hopeless_ratio * max(self.rates.get(self.best, 0.0), plain_rate) * self.seconds
