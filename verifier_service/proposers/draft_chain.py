@@ -105,7 +105,7 @@ class DraftChain:
         self.path_logprob = 0.0  # of its last token
         self.expected_accepted = 0.0
         self.ended = False  # complete
-        self.broken = False  # the draft's logits are not finite
+        self.broken = False  # the draft's logits are not finite, or an error ended the chain
         self.calibration = prefix.calibration
         self._tuning = tuning
         self._places: list[tuple[list[int], list[float]]] = []  # tokens and logprobs of siblings

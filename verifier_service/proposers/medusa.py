@@ -1,7 +1,7 @@
 """Medusa heads in the verifier (Cai et al. 2024): candidates from the hidden state that chose a text's last token.
 
-One small pass between two steps guesses all positions of all sessions. The heads need no KV cache: they read only that
-hidden state.
+A small pass between two steps guesses all positions of all sessions, in parts of at most MAX_LOGITS logits. The heads
+need no KV cache: they read only that hidden state.
 """
 
 from __future__ import annotations
