@@ -95,8 +95,8 @@ class TreeVerification:
 
     def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
         """Yield (row index among the results, sampling query) for every row the step may reach: the root's, the
-        candidates', and the window's. Rows covered by a chain query are left out unless the window uses them; so are
-        rows whose mask the grammar cannot give in advance. Verification queries these when it reaches them."""
+        candidates', and the window's. Leave out rows covered by a chain query, unless the window uses them, and rows
+        whose mask the grammar cannot give in advance: verification queries the latter when it reaches them."""
         tree = self.planned.tree
         nodes, paths = {self.row: self._node}, {id(self._node): self._path}
         if tree is not None:
