@@ -2,7 +2,7 @@
 
 They were fitted on two CPU cores with models of 12M to 230M parameters, with steps of 1.5 to 60 ms, and not on GPUs.
 Under COUPLED none changes a token; all change speed or latency. For other devices, pass another `Tuning` to `StepLoop`
-and the same to `DraftModelProposer`.
+and the same to `DraftModelProposer`; heads take its `draft_model`.
 """
 
 from __future__ import annotations
@@ -287,7 +287,8 @@ class WindowTuning:
 
 @dataclass(frozen=True)
 class DraftModelTuning:
-    """The local draft model."""
+    """The local draft model; heads also use `min_probability`, `first_acceptance`, `first_expected_accepted` and
+    `smoothing`."""
 
     max_prefill_rows: int = 256
     """Limit on committed tokens, over all sessions, that the draft reads between two steps, since the next step waits
