@@ -94,7 +94,8 @@ class Mode(StrEnum):
     OFF = "off"
     """None: one token a step."""
     NGRAM = "ngram"
-    """Candidates found by the verifier without a model: n-grams of the text and lookahead windows."""
+    """Candidates found by the verifier without a model: by n-gram lookup, by lookahead windows, or forced by a
+    grammar."""
     LOCAL_DRAFT = "local_draft"
     """The candidates of NGRAM, and of a draft model in the verifier's process."""
     HEADS = "heads"
