@@ -5,7 +5,8 @@ The common interface and shared parts are at this level: `engine.py`, `batch.py`
 - `kv/`: book-keeping of KV memory
 - `cpu/`: attention and decoder layers on CPUs; `padded/`: attention on any device
 - `gpu/`, `onnx/`, `vllm/`: one engine each
+- `heads/`: heads, which guess tokens from the target's states
 - `engines/`: the other engines, and the loader for all of them
-- `hf/`: everything based on transformers
+- `hf/`: models of transformers: loading, layers, checks of their results
 - `preflight/`: checks before start-up
 """

@@ -66,8 +66,8 @@ class TokenizerFiles:
         return None if found is None else found.content
 
     def to_add(self) -> list[AddedToken]:
-        """Return the tokens to add to those in tokenizer.json, in order. Raises ModelDirectoryError, naming file and
-        field, if a field is invalid."""
+        """Return, in order, the tokens that tokenizer.json lacks or has with other flags. Raises ModelDirectoryError,
+        naming file and field, if a field is invalid."""
         known = {entry.integer("id", 0, MAX_TOKEN_ID): AddedToken.of(entry) for entry in self._known()}
         unchanged = set(known.values())
         adding = [token for token in self._by_id(set(known)) if token not in unchanged]

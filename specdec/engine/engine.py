@@ -1,8 +1,8 @@
 """The engine's interface: one forward pass over a packed batch, and copying slots of the KV cache.
 
-Optional features are capabilities: protocols besides `Engine`. An engine's capabilities depend on the loaded model, so
-they are looked up at run time, with one function each: `launch_of`, `queues_passes`, `draft_pass_of`, `cpu_threads`,
-`hidden_states`, `layer_features`, `chains_only`, `longest_text`.
+Optional features are capabilities: protocols or attributes besides `Engine`. An engine's capabilities depend on the
+loaded model, so they are looked up at run time, with one function each: `launch_of`, `queues_passes`, `draft_pass_of`,
+`on_cpu`, `cpu_threads`, `hidden_states`, `layer_features`, `chains_only`, `longest_text`.
 """
 
 from __future__ import annotations

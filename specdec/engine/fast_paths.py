@@ -103,7 +103,8 @@ def _products() -> str:
 
 
 def _team() -> str:
-    """Return why compiled loops are not distributed over torch's OpenMP team; empty if they are."""
+    """Return why compiled loops are not distributed over torch's OpenMP team; empty if they are, or if there is only
+    one core."""
     if sys.modules["specdec.engine.cpu.openmp"].AVAILABLE or cores_given() == 1:
         return ""
     return f"torch has no GNU OpenMP interface on {platform.system()} {platform.machine()}"

@@ -1,7 +1,7 @@
 """GGUF files (llama.cpp's format), used in place of model directories.
 
-A file is converted once to a directory in Hugging Face's layout (`hf/gguf_conversion.py`), stored in the cache folder.
-Detecting a GGUF file and finding its conversion need no torch.
+A file is converted once to a directory in Hugging Face's layout (`hf/gguf_conversion.py`), stored in the user's cache
+(`derived_models.py`). Detecting a GGUF file and finding its conversion need no torch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def check_gguf(file: Path) -> None:
 
 
 def _converted(file: Path) -> Path:
-    """Return the directory of a file's conversion in the cache, creating it if it is missing. The conversion runs in a
-    separate process, so that its memory is freed; progress and errors appear on stderr."""
+    """Return the directory of a file's conversion, creating it if it is missing: in the user's cache, or in a temporary
+    folder if the cache cannot be written. The conversion runs in a separate process, so that its memory is freed;
+    progress and errors appear on stderr."""
     check_gguf(file)
     digest = hashlib.sha256(str(file.stat().st_mtime_ns).encode())  # mtime, since tools edit fields in place
     add_sample(digest, file)

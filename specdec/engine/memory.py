@@ -60,7 +60,8 @@ def slots_for(
 
 
 def slots_wanted(context: int, device: str) -> int:
-    """Return the number of slots for TEXTS texts, but at least for one text as long as the model's context."""
+    """Return the number of slots for TEXTS texts, but at least MIN_SLOTS, and enough for one text as long as the
+    model's context."""
     length = min(context, TEXT_TOKENS) if device == "cpu" else context
     return max(MIN_SLOTS, context, TEXTS * length)
 

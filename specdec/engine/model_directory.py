@@ -249,7 +249,8 @@ class ModelDirectory:
         return hashlib.sha256(json.dumps(meaning).encode()).hexdigest()
 
     def check_pair(self, other: ModelDirectory) -> None:
-        """Raise ModelDirectoryError unless one of the two models can draft for the other."""
+        """Raise ModelDirectoryError unless the two tokenizers are the same, so that one model can draft for the
+        other."""
         if self.tokenizer_fingerprint != other.tokenizer_fingerprint:
             raise ModelDirectoryError(
                 f"the tokenizers of {other.path} and {self.path} differ ({self._difference(other)}): the models "

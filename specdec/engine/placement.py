@@ -7,8 +7,8 @@ from typing import Literal
 
 Kind = Literal["torch", "eager", "onnx", "vllm"]
 """The kinds of engine. On a GPU, `torch` is the engine made for GPUs. `eager` runs the model's own layers, with
-attention by tensor operations: it is slower everywhere, and is the reference on any device. In `vllm`, vLLM runs the
-model."""
+attention by tensor operations: it is slower everywhere, and is the reference on any device. `onnx` runs a model
+exported for ONNX Runtime. In `vllm`, vLLM runs the model."""
 
 DraftKind = Literal["torch", "eager", "onnx"]
 """The kinds of engine for a draft. Drafts grow trees, which vLLM's attention does not support."""
@@ -44,7 +44,7 @@ class Placement:
     dtype: WantedDtype = "auto"
     device: str = "cpu"
     kv_tokens: int | None = None
-    """Slots of the KV cache; None: as many as memory allows."""
+    """Slots of the KV cache; None: by free memory (`memory.py`); on GPUs, vLLM decides for itself."""
     compiled: bool = False
     """True if vLLM compiles the model's layers."""
     sessions: int | None = None

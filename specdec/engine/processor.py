@@ -42,7 +42,7 @@ def cpu_kind(cpuinfo: Path = CPUINFO) -> str:
 
 
 def gpu_kind(index: int, driver: Any = None) -> str:
-    """Return the name of a CUDA device, from the driver; "unknown" without one."""
+    """Return the name of a CUDA device, from the driver; "unknown" if the driver is missing or fails."""
     name, device = ctypes.create_string_buffer(256), ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1") if driver is None else driver

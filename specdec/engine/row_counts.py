@@ -3,8 +3,8 @@
 A kernel may split its sums differently for one, eight and sixty-four rows; then a token's logits would depend on the
 number of rows in its step. At a fixed number of rows, the split is always the same. So when a model is loaded,
 `hf/batch_invariance.py` groups the row counts of each shape of product by equal bits, and a product runs only at the
-counts of one group. A batch is padded to a number of rows that every product can compose from its own counts: a product
-without that count in its group runs as several tiles.
+counts of one group. A batch is padded to a row count that is a sum of counts in every product's group. A product whose
+group lacks the row count itself runs as several tiles.
 """
 
 from __future__ import annotations

@@ -5,4 +5,5 @@ from __future__ import annotations
 
 
 class UnsupportedModelError(Exception):
-    """Raised, with the reason, if a model cannot run in a packed batch."""
+    """Raised, with a one-line reason, if a model cannot run as requested: in a packed batch, on this device, with these
+    options, or in this memory."""

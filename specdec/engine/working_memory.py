@@ -52,14 +52,14 @@ def logits_bytes(vocabulary: int, sessions: int = 0) -> int:
 
 def attention_bytes(longest: int, key_bytes: int, pair_bytes: int) -> int:
     """Return the bytes of attention in an exported model's largest pass, with texts of up to `longest` tokens.
-    `key_bytes`, `pair_bytes`: as in `GroupMemory`."""
+    `key_bytes`, `pair_bytes`: as in `GroupMemory` (`padded/layout.py`)."""
     chunk = CHUNK_LANES * longest * (key_bytes + LANE_ROWS * pair_bytes)
     return ATTENTION_COPIES * min(ATTENTION_BYTES, chunk)
 
 
 def start_bytes(vocabulary: int, hidden: int, layer: int, outputs: int) -> int:
-    """Return the working memory, in bytes, for laying out layers and comparing row counts. The largest layer has
-    `layer` bytes and `outputs` columns; an output head has `hidden` inputs."""
+    """Return the working memory, in bytes, for laying out layers and comparing row counts. `layer`: bytes of the
+    largest layer; `outputs`: upper bound on the outputs of a layer; `hidden`: inputs of an output head."""
     ids = min(vocabulary, MAX_SLICE_IDS)
     laid_out = LAID_OUT_AT_ONCE * max(layer, ids * hidden * NUMBER)
     compared: int = COMPARED_AT_ONCE * CANDIDATES[-1] * max(outputs, ids) * NUMBER

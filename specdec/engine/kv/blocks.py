@@ -88,8 +88,7 @@ class BlockPool:
         return known
 
     def open(self, tokens: Sequence[int], scope: bytes = b"") -> tuple[BlockTable, Slots, Slots]:
-        """Open a table that starts with the longest published prefix of `tokens` without the last token, which must be
-        computed.
+        """Open a table that starts with the longest published prefix of tokens[:-1]; the last token must be computed.
 
         Returns the table and the (source, target) slots to copy before anything is written. If the prefix ends inside a
         block and memory allows, the table gets its own block for that part.
