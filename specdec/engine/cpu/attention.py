@@ -160,7 +160,7 @@ def shares(
     positions: NDArray[np.int64], pieces: NDArray[np.int64], kv_heads: int, width: int, threads: int
 ) -> openmp.Cuts:
     """Cut the sequence of the batch's (piece, key head) units into one share per thread, with about equal numbers of
-    keys; with little work, into a single share."""
+    keys; into a single share if there is little work, or no OpenMP."""
     keys = np.repeat(np.add.reduceat(positions + 1, pieces[:-1]), kv_heads)
     ends = np.cumsum(keys)
     if not openmp.AVAILABLE or ends[-1] * width < SHARED_FROM:

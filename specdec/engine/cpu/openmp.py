@@ -48,8 +48,8 @@ _team = types.ExternalFunction("specdec.omp_get_num_threads", types.int32())
 
 @functools.cache
 def evenly(rows: int, threads: int, least: int) -> Cuts:
-    """Cut rows into equal shares, one per thread; a single share if there are fewer rows than threads, or fewer than
-    `least`, the break-even for sharing. The result is cached and must not be written to."""
+    """Cut rows into equal shares, one per thread; a single share if there is no OpenMP, or if there are fewer rows than
+    threads or than `least`, the break-even for sharing. The result is cached and must not be written to."""
     shares = threads if AVAILABLE and rows >= max(least, threads) else 1
     return np.arange(shares + 1) * rows // shares
 

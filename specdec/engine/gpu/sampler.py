@@ -4,8 +4,8 @@ Copying rows of the whole vocabulary to the host for every token costs too much.
 differ from one made elsewhere, because the logarithms of different libraries differ in their last bits. So a step
 fetches, in one copy, a shortlist: the few ids of each row that can be the choice. The host chooses among them with the
 same arithmetic as everywhere else. Most steps wait for the GPU once; rows are fetched whole only if a shortlist is not
-enough: broken rows, very flat rows, rows under REJECTION and CONTRASTIVE, and rows that decide acceptance under
-TYPICAL.
+enough: broken rows, very flat rows, rows truncated by typical-p alone, rows under REJECTION and CONTRASTIVE, and rows
+that decide acceptance under TYPICAL.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 A *lane* is a list of key slots and the query rows that read them. A chain of text becomes one lane for each padded
 length of its keys. A token tree becomes a chain for each of its paths, with keys in order of absolute position, without
-gaps; where bits do not matter, it becomes a single lane with a mask.
+gaps (`add_branch`). The leaves of a draft's tree, whose bits do not matter, become a single lane with a mask
+(`add_leaves`).
 
-Exactness depends on two rules. A chain's lane is padded to a length determined only by the positions of its rows.
-Unless an engine takes one group at a time, the lane also has at least MIN_ROWS rows. Then a row's attention is the same
-in a prompt, a tree or a plain step.
+Exactness depends on two rules: a chain's lane is padded to a length determined only by the positions of its rows, and
+to at least MIN_ROWS rows. Then a row's attention is the same in a prompt, a tree or a plain step. Packers with
+`group_memory` follow neither rule.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class PaddedBatch(PackedBatch):
     place: NDArray[np.int64]  # [t] each token's row among the flattened rows of all groups
 
     def parts(self) -> Iterator[tuple[Mask, PaddedBatch]]:
-        """Yield a mask of the whole batch's wanted rows, true for those of a group, and the group as its own batch."""
+        """Yield for each group a mask over the batch's wanted rows, true for those in the group, and the group as a
+        batch of its own."""
         for group in self.groups:
             rows, place = np.unique(group.rows, return_index=True)
             wanted = np.isin(self.wanted, rows)
@@ -97,8 +99,8 @@ class PaddedPacker(Packer):
     """A packer of padded batches.
 
     `window` is the model's sliding window in tokens, if any. `group_memory` pads all lanes to one shape, for engines
-    that take one group at a time; if that needs more memory, lanes of similar lengths form several groups, to be
-    computed in order. `least_rows` below MIN_ROWS trades exactness for speed.
+    that take one group at a time. If the group would exceed this limit, lanes of similar lengths form several groups,
+    to be computed in order. `least_rows` below MIN_ROWS trades exactness for speed.
     """
 
     window: int | None = None
@@ -150,7 +152,7 @@ class PaddedPacker(Packer):
         )
 
     def _by_shape(self) -> Iterator[tuple[int, int, list[Lane]]]:
-        """Yield the length, the rows and the lanes of a group for each shape."""
+        """Yield a group for each shape: its padded numbers of keys and of rows per lane, and its lanes."""
         shapes: dict[tuple[int, int], list[Lane]] = {}
         for lane in self.lanes:
             shapes.setdefault((lane.padded_keys, self._row_class(len(lane.rows))), []).append(lane)
@@ -158,8 +160,8 @@ class PaddedPacker(Packer):
             yield length, width, lanes
 
     def _within(self, memory: GroupMemory) -> Iterator[tuple[int, int, list[Lane]]]:
-        """Yield the length, the rows and the lanes of one group, or of several groups that fit the memory. Shorter
-        lanes come first: a row that another lane reads has an earlier position, so its own lane is at most as long."""
+        """Yield one group, or several groups that fit the memory, as `_by_shape` does. Shorter lanes come first: a row
+        that another lane reads has an earlier position, so its own lane is at most as long."""
         longest, widest = (max(sizes) for sizes in zip(*map(_shape, self.lanes), strict=True))
         if memory.holds(len(self.lanes), widest, longest):
             yield longest, widest, self.lanes
