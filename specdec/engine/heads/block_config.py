@@ -126,9 +126,8 @@ class BlockConfig:
 
 
 def _from_anchor(own: Fields, config: Fields, rows: int) -> bool:
-    """Return whether the first row of a block guesses, too. DSpark files may lack the field. Then the first row guesses
-    in DeepSpec's layout, including its DFlash drafts, and in speculators' layout if a block has as many guesses as
-    rows."""
+    """Return whether the first row of a block guesses, too. Without the field `sample_from_anchor`, it guesses in
+    DeepSpec's layout, including its DFlash drafts, and in speculators' DSpark drafts with as many guesses as rows."""
     name = "sample_from_anchor"
     for fields in (own, config):
         if fields.has(name):

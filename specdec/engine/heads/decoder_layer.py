@@ -23,7 +23,8 @@ class Rotary(NamedTuple):
     @classmethod
     def of(cls, fields: Mapping[str, Any], width: int, path: Path, device: str) -> Rotary:
         """Return the rotary embeddings of attention heads of this width, from their fields in transformers' form.
-        HeadsFilesError, naming the heads' path, if transformers rejects the fields."""
+        HeadsFilesError, naming the heads' path, if transformers rejects the fields, or if they rotate only a part of a
+        head."""
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -78,7 +78,8 @@ class Stored(NamedTuple):
 
 
 def stored_tensors(path: Path) -> list[Stored]:
-    """Return the tensors of a directory, or of a file of weights; HeadsFilesError if it has none."""
+    """Return the tensors of a directory's weight files, or of a file of weights; HeadsFilesError if there is no such
+    file."""
     return [tensor for file in _files(path) for tensor in _tensors(file)]
 
 

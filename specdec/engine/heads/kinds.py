@@ -49,8 +49,8 @@ def feature_heads_in(path: Path, target: TargetShape) -> FeatureFiles[FeatureCon
 
 def memory_of_features(path: Path, directory: ModelDirectory, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
     """Return the memory that a verifier needs for the fusion of these heads, which run in draft services;
-    ModelDirectoryError if they do not fit the target. `kv_tokens` has no effect: it is part of the signature
-    `Beside`."""
+    ModelDirectoryError if they do not fit the target. `kv_tokens` has no effect; `Beside` (`preflight/check.py`)
+    requires it."""
     return feature_heads_in(path, TargetShape.of(directory)).fusion_memory(dtype)
 
 

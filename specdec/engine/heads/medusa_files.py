@@ -56,8 +56,8 @@ LAYOUTS: Sequence[Mapping[str, str]] = [
         },
     )
 ]
-"""Kind of part -> tensor name, in FasterDecoding's layout and in vLLM's. {} stands for the numbers of head and block;
-FasterDecoding's output head has the number after the last block's."""
+"""Kind of part -> tensor name, in FasterDecoding's layout and in vLLM's, each without a prefix or with one of two. {}
+stands for the numbers of head and block; FasterDecoding's output head has the number after the last block's."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class MedusaFiles:
         return found
 
     def memory_needed(self, dtype: Dtype, kv_tokens: int | None) -> MemoryNeeded:
-        """Return the memory that the weights and a block of logits need beside the target's. `kv_tokens` has no effect:
+        """Return the memory that the weights and a pass's logits need beside the target's. `kv_tokens` has no effect:
         it is for heads with attention."""
         numbers = sum(stored.numbers for stored in self.parts.values())
         logits = 2 * MAX_LOGITS * BYTES["float32"]
@@ -134,7 +134,7 @@ class MedusaFiles:
 
     @property
     def _outputs(self) -> list[str]:
-        """The parts with the output heads of the heads, in either layout; an empty list if there are none."""
+        """The parts with each head's own output head, in either layout; an empty list if there are none."""
         numbers = [f"output {head}" for head in range(self.heads)]
         layouts = numbers, [f"{number} {self.layers}" for number in numbers]
         return next((parts for parts in layouts if not self.parts.keys().isdisjoint(parts)), [])

@@ -37,8 +37,8 @@ class StoredEnds(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, shape: TargetShape, wanted: Collection[str]) -> StoredEnds:
-        """Return the `wanted` ends of the model in a directory; HeadsFilesError, naming the tensor, if one is missing
-        or has another size."""
+        """Return the `wanted` ends of the model in a directory; HeadsFilesError, naming the tensor, if one is missing,
+        has another size, or is not a single matrix."""
         if not wanted:
             return cls(None, None)
         tensors = [tensor for tensor in stored_tensors(path) if not IN_LAYERS.match(tensor.name)]
