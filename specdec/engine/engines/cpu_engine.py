@@ -32,7 +32,7 @@ from specdec.engine.row_counts import CANDIDATES, InvariantRowCounts, Shape, Sha
 from specdec.engine.unsupported import UnsupportedModelError
 
 FORMATS = {"F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of the storage formats of `kept_format`."""
+"""Storage format, as returned by `kept_format` -> dtype."""
 
 
 class CpuEngine(TorchEngine):

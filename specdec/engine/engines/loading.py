@@ -34,7 +34,7 @@ def load_engine(
     `threads`: thread counts for an engine on the CPU, the largest first. `cuda_graphs`: use CUDA graphs in the GPU
     engine and vLLM; without them kernels are launched one by one. `promised`: device bytes that other parts of this
     process will still allocate, such as heads, or an engine with lazy KV memory (`LazyMemory`). `promised_a_slot`:
-    bytes that these parts take per slot of the KV cache.
+    bytes that these parts take per slot of the KV cache. The ONNX engine and vLLM ignore both.
     """
     kind, device = placement.kind, placement.device
     dtype = dtype_of(directory, placement)

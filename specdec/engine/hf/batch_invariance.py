@@ -171,9 +171,9 @@ def make_exact(
     not, the restriction is undone.
 
     `instead` provides counterparts for layers that are invariant at few row counts. `contents` is a digest of the
-    model's weights, part of the key under which the result is cached for the next start (`kept_exactness.py`). Without
-    it, no result is stored. `split_context`: length of the longest text, if attention splits long texts; these are
-    checked too.
+    model's weights, part of the key under which a CPU's result is cached for the next start (`kept_exactness.py`).
+    Without it, no result is stored. `split_context`: length of the longest text, if attention splits long texts; these
+    are checked too.
     """
 
     def is_independent() -> bool:

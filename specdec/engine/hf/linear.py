@@ -175,8 +175,8 @@ def is_plain(layer: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
 
 
 def lay_out(model: torch.nn.Module, make: Callable[[torch.nn.Linear], torch.nn.Module] | None = None) -> None:
-    """Make every linear layer of a model a Linear, and replace it by `make` of it, if given; leave quantised ones
-    unchanged. The model can then run but not train.
+    """Convert GPT-2's transposed layers in a model to `torch.nn.Linear`, then replace every linear layer that is not
+    quantised by `make(layer)`, if given. The model can then run but not train.
 
     No reference to a replaced layer remains, so that its weights are freed before the next layer's are created.
     """

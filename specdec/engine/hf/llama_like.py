@@ -23,7 +23,7 @@ MERGED = 3
 
 
 def fits(model: PreTrainedModel) -> bool:
-    """Return whether a model's configuration is of the Llama kind."""
+    """Return whether a model is of the Llama kind by its configuration, with weights that are not quantised."""
     config = model.config
     return config.model_type in KINDS and config.hidden_act in ("silu", "swish") and not is_quantised(model)
 

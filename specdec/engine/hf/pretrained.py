@@ -43,9 +43,9 @@ class LayerAttention(NamedTuple):
 def load(
     directory: ModelDirectory, dtype: torch.dtype, device: str, kept: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """Load a model with our attention, or raise an error with the reason. A quantised model keeps its own linear
-    layers. `kept`: dtype of the weight files, in which parameters are left for the caller to convert; buffers have
-    `dtype` already."""
+    """Load a model with our attention; ModelDirectoryError or UnsupportedModelError, with the reason, if impossible. A
+    quantised model keeps its own linear layers. `kept`: the weight files' dtype; if given, parameters stay in it until
+    the caller converts them, while buffers have `dtype`."""
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # important reports are raised here as one-line errors
     config, kind = _configuration(directory, device)
@@ -122,8 +122,8 @@ def is_quantised(model: PreTrainedModel) -> bool:
 
 
 def _configuration(directory: ModelDirectory, device: str) -> tuple[PretrainedConfig, Any]:
-    """Return transformers' configuration and class of a model. Reject those known to be unsupported, before the weights
-    are loaded."""
+    """Return transformers' configuration and class of a model. Before any weights are loaded, this raises
+    ModelDirectoryError or UnsupportedModelError for a model known to be unsupported."""
     check_layers(directory)
     check_quantisation(directory, device)
     try:
@@ -171,8 +171,8 @@ def _has_window(model: PreTrainedModel) -> bool:
 def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
     """Return the `LayerAttention` of every layer.
 
-    Runs one token with a dummy attention that records its arguments for each layer. A model is refused if it passes a
-    tensor argument that our attention does not support.
+    Runs one token with a dummy attention that records its arguments for each layer. Raises UnsupportedModelError if a
+    layer passes a tensor argument that our attention does not support, runs no attention, or is of an unsupported kind.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
