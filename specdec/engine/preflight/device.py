@@ -27,7 +27,8 @@ INSTALLS = "TORCH_INDUCTOR_INSTALL_GXX"
 
 
 def check_compiler(placement: Placement) -> None:
-    """Raise UnsupportedModelError if a model must be compiled and this machine cannot compile it."""
+    """Raise UnsupportedModelError if `--compile` is given for another engine or device than vLLM on a CPU, or without a
+    C++ compiler."""
     if not placement.compiled:
         return
     if placement.kind != "vllm":

@@ -1,5 +1,5 @@
-"""Memory requirements of a model: its weights (by their files' headers), its keys and values, and, on a CPU, the
-process around them with the working memory of its checks and steps.
+"""Memory requirements of a model: its weights (by their files' headers), its keys and values, the working memory of its
+checks and steps (on a GPU, attention's partials), and on a CPU the process around them.
 
 Only the process's own memory counts. Weight files are mapped: their pages belong to the system's page cache, and can be
 reclaimed. Anything that headers and configuration do not show is left out, so that no start is refused that would
@@ -255,7 +255,8 @@ def _largest_in_float32(found: Iterable[Tensor]) -> int:
 
 
 def _largest(found: Iterable[Tensor], vocabulary: int, width: int) -> tuple[int, int, int]:
-    """Return the inputs of an output head, and the bytes and outputs of the largest layer."""
+    """Return the inputs of an output head, the bytes of the largest layer, and the largest dimension of a layer, an
+    upper bound on outputs."""
     hidden = next((tensor["shape"][1] for tensor in found if _is_of_vocabulary(tensor, vocabulary)), 0)
     layers = [
         tensor["shape"] for tensor in found if len(tensor["shape"]) == 2 and not _is_of_vocabulary(tensor, vocabulary)

@@ -32,8 +32,9 @@ EMBEDDINGS = (".embed_tokens.weight", "wte.weight", ".word_embeddings.weight")
 
 
 def check_weights(directory: ModelDirectory, *, by_transformers: bool = False) -> None:
-    """Raise ModelDirectoryError unless the weight files exist with the lengths given by their headers. Loading
-    `by_transformers` also requires transformers' standard file names, or a name in config.json."""
+    """Raise ModelDirectoryError unless the weight files exist with the lengths given by their headers, and token
+    embeddings have a row for each id. Loading `by_transformers` also requires transformers' standard file names, or a
+    name in config.json."""
     files = directory.weights()
     if not files:
         raise ModelDirectoryError(f"{directory.path}: no weights (*.safetensors or {GRAPH}){_other_format(directory)}")

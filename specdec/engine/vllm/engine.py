@@ -61,8 +61,8 @@ KERNEL_VARIABLES = {"VLLM_TUNED_CONFIG_FOLDER", "VLLM_FLASHINFER_AUTOTUNE_SKIP_O
 class VllmEngine:
     """A model in vLLM, and its KV cache.
 
-    `capacity` is in slots; None: sized by free memory. A pass has rows of at most `sessions` texts. CPUs compute with
-    `threads` threads.
+    `capacity` is in slots; None: sized by free memory. A pass has rows of at most `sessions` texts, or of MIN_SEQUENCES
+    if that is more. CPUs compute with `threads` threads.
 
     `compiled` uses torch.compile for the layers on CPUs; without `cuda_graphs` a GPU's kernels are launched one by one.
     `options` are vLLM's own (`vllm.EngineArgs`), such as tensor_parallel_size. The parameter `exact` requests the check

@@ -63,7 +63,7 @@ OWN = {
     "watermark_config": "the verifier samples tokens",
     "worker_extension_cls": "the engine installs its own",
 }
-"""vLLM options that the engine sets, with the reason or the option to use instead."""
+"""vLLM options that users cannot set, with the reason or the option to use instead."""
 
 
 def read_options(text: str) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class Passes:
 
     @on_the_stream
     def specdec_written(self, block: int) -> list[int]:
-        """Return the tokens of a block that have any non-zero key or value, in any layer."""
+        """Return the places in a block whose tokens have a non-zero key or value in any layer."""
         found: set[int] = set()
         for cache in self.model_runner.kv_caches:
             size = self._specdec_tokens_in(cache)
