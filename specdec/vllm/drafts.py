@@ -134,8 +134,8 @@ class Drafts:
         threading.Thread(target=self._run, name="remote-draft", daemon=True).start()
 
     def follow(self, text: VllmText, tokens: list[int], *, proposing: bool) -> None:
-        """Send a text's draft the tokens that the target has committed, and whether to propose. Find a draft for a text
-        without one. The caller holds the lock."""
+        """Send a text's draft the tokens that the target has committed, and whether to propose. If `proposing`, find a
+        draft for a text without one. The caller holds the lock."""
         session, now = self._sessions.setdefault(text, RemoteDraftSession(text)), time.monotonic()
         session.followed_at = now
         if session.open and self._may_outgrow(session):  # the next session has room again
@@ -253,7 +253,8 @@ class Drafts:
                 self.lock.notify_all()
 
     def _failed(self, session: RemoteDraftSession, pod: DraftPod, error: grpc.aio.AioRpcError | TimeoutError) -> None:
-        """Update the pod's back-off and breaker after an error or timeout of its session."""
+        """Update the pod's back-off and breaker after an error or timeout of its session. A text that the draft rejects
+        is not offered again."""
         if isinstance(error, TimeoutError):
             self._tell(pod, f"sent nothing for {SILENCE_SECONDS} seconds")
             pod.breaker.failed(conclusive=True)

@@ -39,7 +39,8 @@ class RemoteDraft:
     """Proposes candidates from draft services for vLLM's texts. Used by one thread of vLLM's worker."""
 
     def __init__(self, vllm_config: Any, worth: Worth | None = None) -> None:
-        """`vllm_config` is vLLM's, `worth` decides when to propose. Errors as in `VllmDraftSettings.of`."""
+        """`vllm_config` is vLLM's, `worth` decides when to propose. Raises the errors of `VllmDraftSettings.of`, and
+        ModelDirectoryError for the target's directory."""
         settings = VllmDraftSettings.of()
         model = vllm_config.model_config
         self._depth: int = vllm_config.speculative_config.num_speculative_tokens
@@ -67,8 +68,8 @@ class RemoteDraft:
         *_: Any,
         **__: Any,
     ) -> list[list[int]]:
-        """Return candidates for each row of vLLM's batch; none for rows without sampled tokens, or if none arrived in
-        time.
+        """Return candidates for each row of vLLM's batch; none for rows without sampled tokens, if none arrived in
+        time, or while proposing does not pay.
 
         `token_ids_cpu` [rows, context] holds the texts, num_tokens_no_spec [rows] their lengths including sampled
         tokens. An exception here would end vLLM's engine with all its requests. So any error results in no proposals,

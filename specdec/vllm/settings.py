@@ -28,7 +28,8 @@ class VllmDraftSettings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> VllmDraftSettings:
-        """Read the settings. ValueError, or TlsError for a file of TLS, names a missing or invalid variable."""
+        """Read the settings. ValueError if a variable is missing or invalid, TlsError for invalid TLS files; both name
+        the variable."""
         given = environment.get(DRAFTS, "")
         if not given:
             raise ValueError(f"{DRAFTS} is not set: set it to the addresses of the draft services, comma-separated")

@@ -19,10 +19,11 @@ FIRST_PAUSE, MAX_PAUSE = 5.0, 160.0
 """Initial and maximum back-off before retrying the worse alternative, in seconds of steps."""
 
 CLEARLY = 1.05
-"""Factor by which the alternative must be faster to replace the one in use."""
+"""Factor by which the other alternative must be faster to replace the one in use, or to be tried at once."""
 
 NOTICED = 2
-"""Consecutive measurements below the other's last result that trigger an immediate trial: a single one may be noise."""
+"""Consecutive measurements clearly below the other alternative's last result that trigger its immediate trial: a single
+one may be noise."""
 
 
 @dataclass
@@ -35,7 +36,7 @@ class _Size:
     clock: float = 0.0  # seconds of steps
     next_trial: float = 0.0
     pause: float = FIRST_PAUSE
-    behind: int = 0  # consecutive measurements below the other's last result
+    behind: int = 0  # consecutive measurements clearly below the other's last result
     warm_up: float = WARM_UP_SECONDS
     tokens: int = 0  # of the current measurement
     seconds: float = 0.0
