@@ -83,7 +83,8 @@ def parse_addresses(given: str | Sequence[str]) -> list[Address]:
 
 
 def may_be_several(target: str) -> bool:
-    """Return True if an address's target may mean several servers: a DNS name, or several IP addresses."""
+    """Return True if an address's target may mean several servers: a DNS name other than localhost, or several IP
+    addresses."""
     scheme, _, rest = target.partition(":")
     if scheme in ("ipv4", "ipv6"):
         return "," in rest

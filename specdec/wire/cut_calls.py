@@ -19,7 +19,7 @@ _NAMED = re.compile(r"\s*([a-zA-Z0-9_.\-]+)")
 
 def cut_calls(text: str, tool_format: ToolFormat, schemas: Schemas) -> list[ToolCall]:
     """Return the calls in the text after a marker: complete ones, and a last one with only the start of its arguments.
-    Empty if the text is no call, has an invalid complete call, or ends before a function's name is complete."""
+    Empty if the text is no call, has an invalid complete call, or ends before the first function's name is complete."""
     match tool_format.call:
         case JsonCall() as style:
             calls = _json_calls(text, style)

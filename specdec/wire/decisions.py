@@ -11,8 +11,8 @@ ROW_COST = "row_cost"
 means over the steps with this reason."""
 
 NO_DRAFTER, OFF, NO_DRAFT_SERVICE = "no_drafter", "off", "no_draft_service"
-"""Reasons: the first is given by a verifier without drafters, the others by an orchestrator, which knows the
-request."""
+"""Reasons. The orchestrator, which knows the request, may replace a verifier's NO_DRAFTER by one of the others. A
+verifier itself reports NO_DRAFT_SERVICE only for its default speculation."""
 
 MODES: Mapping[str, str] = {
     "off": "off",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 Version = tuple[tuple[int, int, int, int], ...]
-"""Inode, mtime, ctime and size of each file; any difference means another version. The ctime covers permissions, since
-an unreadable file may become readable."""
+"""Inode, mtime, ctime and size of each file; any difference means another version. The ctime also changes with
+permissions: an unreadable file may become readable."""
 
 
 def version_of(*files: Path) -> Version:

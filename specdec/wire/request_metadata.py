@@ -12,7 +12,7 @@ REQUEST_ID = "x-request-id"
 REQUEST_ID_CHARACTERS = 64
 
 PROMPTS = "specdec-prompts"
-"""Metadata key of the number of prompts of an HTTP request. Each is a request of its own to an orchestrator."""
+"""Metadata key of the number of prompts of an HTTP request. Each prompt is a separate request to an orchestrator."""
 
 MAX_DIGITS = 6
 """Maximum digits of the number of prompts; longer ones are ignored."""

@@ -42,7 +42,8 @@ class TlsFiles:
         return version_of(*(file for file in self.all if file is not None))
 
     def read(self) -> Contents:
-        """Read the files; TlsError if one is unreadable or not PEM, or the key belongs to another certificate."""
+        """Read the files. TlsError if one is unreadable or not PEM, if the key is encrypted or belongs to another
+        certificate, or if only one of certificate and key is given."""
         cert, key, ca = self.options
         if (self.certificate is None) != (self.key is None):
             there, missing = (key, cert) if self.certificate is None else (cert, key)
