@@ -116,8 +116,8 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Maximum bytes of a single token. Exceptions: white space absorbed by a special token, and text that the model
-        has no tokens for."""
+        """Upper bound on the bytes of a single token, except for white space absorbed by a special token and text that
+        the model has no tokens for."""
         return max(len(piece.encode()) for piece in self._tokenizer.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str, *, special: bool = True, limit: int | None = None) -> list[int]:
