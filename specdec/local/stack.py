@@ -33,8 +33,8 @@ START_SECONDS = 1800.0
 """Start-up timeout of all services in seconds, long enough for large weights on slow disks."""
 
 MIN_FAILOVER_SECONDS = 30.0
-"""Minimum seconds that requests wait for a verifier. They wait for twice the duration of its first start if that is
-longer: a stack has one verifier, which must load its model again after a crash."""
+"""Minimum seconds that requests wait for a verifier. They wait twice as long as verifier and draft took to start, if
+that is longer: a stack has one verifier, which must load its model again after a crash."""
 
 PROGRAMS = {role: (package,) for role, package in PACKAGES.items()}
 """Arguments of `python -m` for each role."""

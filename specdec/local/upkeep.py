@@ -43,8 +43,8 @@ class _Life:
 class Upkeep:
     """Restarts the services of a stack. `say` receives a line for the user about each death and each return.
 
-    An OOM-killed service is restarted only if it sizes its KV cache by the memory free at its start; with a fixed size,
-    it would be killed again. `memory_kills` returns the number of OOM kills on this machine.
+    An OOM-killed service is not restarted if its KV cache has a fixed size, since it would be killed again.
+    `memory_kills` returns the number of OOM kills on this machine.
     """
 
     def __init__(
