@@ -19,7 +19,7 @@ from specdec.extras import DISTRIBUTION, install_command
 EXTRAS = (
     "cli", "orchestrator", "draft", "draft-gpu", "verifier", "cuda", "export", "evaluate", "otel", "openai",
 )  # fmt: skip
-"""Extras for users. The others are for development, or combine several of these."""
+"""Extras for users. The others are parts of these, combine several of them, or are for development."""
 
 
 class Package(NamedTuple):

@@ -100,7 +100,7 @@ class DoctorReport:
 
     @property
     def lacking(self) -> str:
-        """Why `specdec up` cannot start here; "" if it can. With models: why they cannot be served."""
+        """Why `specdec up` cannot start here; "" if it can. With models or a missing device: `problem`."""
         if self.models is not None or self.problem:
             return self.problem
         if not self.packages:
@@ -112,7 +112,7 @@ class DoctorReport:
 
     @property
     def verdict(self) -> str:
-        """The verdict in one sentence: the models can run here, or the first problem."""
+        """The verdict in one sentence: what can run here, or the first problem."""
         if self.lacking:
             what = "only part of specdec can run here"
             if self.problem:
