@@ -127,7 +127,8 @@ def with_access(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def api_key_in(file: Path, option: str) -> str:
-    """Return the key in a file; BadParameter, naming the option, if the file contains none."""
+    """Return the key in a file; BadParameter, naming the option, if the file is unreadable or does not contain one
+    key."""
     hint = f"'{option}'"
     try:
         return _checked(file.read_text().strip(), hint, f"{file}: ")

@@ -127,7 +127,7 @@ def _discard_output() -> None:
 
 
 def ending(command: Callable[Arguments, None]) -> Callable[Arguments, None]:
-    """Wrap a command so that no failure ends it with a traceback."""
+    """Wrap a command so that a failure ends it with one line, and with a traceback only if TRACEBACK is set."""
 
     @functools.wraps(command)
     def run(*args: Arguments.args, **options: Arguments.kwargs) -> None:

@@ -216,7 +216,7 @@ def tell_gain(training: DraftTraining) -> None:
 
 
 def _check_served_labels(traffic: str | None, loss: str, others: Mapping[str, object]) -> None:
-    """End the process unless all training texts have labels from serving."""
+    """End the process unless all training texts have labels from serving, and the loss is forward KL."""
     if traffic is None:
         fail("--served-labels: needs --traffic", ExitStatus.USAGE)
     if loss != "forward":
@@ -227,7 +227,7 @@ def _check_served_labels(traffic: str | None, loss: str, others: Mapping[str, ob
 
 
 def _read(addresses: str, allowed: Access) -> TrainingTraffic:
-    """Return the texts that draft services keep; TextError if one cannot be read."""
+    """Return the texts that draft services keep; TextError if a service does not return its texts."""
     from specdec.training.traffic import TrainingTraffic, kept_texts
 
     texts, begin = [], time.time()

@@ -145,7 +145,7 @@ class TimeLimit:
 
 
 def check_begin(text: list[Path] | None, *, resume: bool, traffic: bool = False) -> None:
-    """End the process unless there is text, or a training to resume."""
+    """End the process unless there is text, traffic, or a training to resume."""
     if not text and not resume and not traffic:
         fail("--text: give the text to train on, or continue with --resume", ExitStatus.USAGE)
 

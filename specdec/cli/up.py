@@ -29,7 +29,7 @@ from specdec.roles import PACKAGES, load
 ANSWER_SECONDS = 5.0
 
 ALWAYS_SET = SET_BY_UP | {"log_level", "drain_seconds"}
-"""Options that this command always passes to services, which overrides their environment and files."""
+"""Options that this command always passes to services: their environment and files cannot set these."""
 
 
 def description(stack: Stack) -> dict[str, Any]:
