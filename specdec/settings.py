@@ -101,7 +101,7 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
 
 def check_settings(service: str, command: Callable[..., None]) -> dict[str, Any]:
     """Return the values that a service's command would take from its environment and file, by parameter name;
-    typer.BadParameter as it would raise for them."""
+    typer.BadParameter if the command would refuse one."""
     made = _made(configurable(service, command))
     context = typer.Context(made, info_name=f"specdec {service}")
     (config,) = [parameter for parameter in made.params if parameter.name == "config"]

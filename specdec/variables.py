@@ -34,8 +34,8 @@ READ = frozenset(
 """The variables that are read besides the services' options; a test finds missing ones."""
 
 SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
-"""Suffixes of the variables that Kubernetes sets in all containers for a Service, after the Service's name. It also
-sets ..._PORT, whose value begins with SCHEME."""
+"""Matches the end of a variable that Kubernetes sets in every container for each Service, except ..._PORT: that one is
+recognised by its value, which begins with SCHEME."""
 
 SCHEME = re.compile(r"(tcp|udp|sctp)://")
 
