@@ -35,7 +35,7 @@ Session = TypeVar("Session")
 
 SHORTAGE_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8)
 """Pauses in seconds after consecutive steps that got no memory: another process may need the memory only briefly. One
-more failure ends the process. If only steps with one session fail, it ends that session."""
+more failure ends the process or, if steps of other sessions succeeded meanwhile, the session whose steps fail."""
 
 
 class StepRetry(Generic[Session]):

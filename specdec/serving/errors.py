@@ -301,7 +301,7 @@ def to_status(error: ServiceError, request_id: str = "") -> grpc.Status:
 
 def from_rpc(error: grpc.aio.AioRpcError, peer: str) -> ServiceError:
     """Translate a peer's error for our own caller. The peer's message may contain addresses and exceptions, which
-    belong in the log, so only its list of invalid fields is passed on."""
+    belong in the log. So of the peer's texts, only invalid fields and the tenant's name are passed on."""
     match error.code():
         case grpc.StatusCode.RESOURCE_EXHAUSTED if quota := _detail(error, error_details_pb2.QuotaFailure()):
             violation = next(iter(quota.violations), error_details_pb2.QuotaFailure.Violation())

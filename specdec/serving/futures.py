@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 def for_other_thread(action: Callable[[], T]) -> tuple[asyncio.Future[T], Callable[[], None]]:
-    """Return a future of this event loop, and a function that runs an action in another thread and settles the future.
-    Cancelling the future does not stop the action. The loop may be closed by then."""
+    """Return a future of this event loop, and a function to call in another thread: it runs the action and settles the
+    future. Cancelling the future does not stop the action. The loop may be closed before the action ends."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # a cancelled caller does not cancel it
 

@@ -48,7 +48,7 @@ PROCESSES = 2
 """Grammars tried concurrently. A named owner has at most one process, so that no other owner waits for its trials."""
 
 MAX_WAITING = 64
-"""Maximum number of waiting grammars, including those whose requests were cancelled."""
+"""Maximum number of grammars that are waiting or being tried, including those whose requests were cancelled."""
 
 MAX_REPLAYS = 8
 """Maximum concurrent replays of one owner after a pod has died: each takes some 50 ms."""
@@ -107,9 +107,10 @@ class GrammarTrials:
         return verdict if time.monotonic() < until else None
 
     async def verdict(self, grammar: Grammar, owner: str = "") -> TrialResult:
-        """Return the verdict on an owner's grammar. TenantLimitError if too many grammars of the owner are waiting;
-        OverloadedError if too many are waiting in total, or the machine is too busy. Cancelling the caller does not
-        cancel the trial."""
+        """Return the verdict on an owner's grammar. An expired verdict without a problem is returned at once, while the
+        grammar is tried again. TenantLimitError if too many grammars of the owner are waiting; OverloadedError if too
+        many are waiting in total, or the machine is too busy; InternalError if no trial process starts. Cancelling the
+        caller does not cancel the trial."""
         key = key_of(grammar, owner)
         verdict, until = self._known.get(key, (None, 0.0))
         if verdict is not None:

@@ -99,7 +99,7 @@ class Grammars:
 
     def compiled(self, message: model_pb2.Grammar, owner: str = "") -> CompiledGrammar | None:
         """Return the compiled grammar of a prepared message; None if the message has none. Raise InvalidRequestError if
-        the grammar cannot be compiled, NotBuiltError without a compiler."""
+        the grammar cannot be compiled, OverloadedError if there is no room for it, NotBuiltError without a compiler."""
         grammar = grammar_from(message)
         if grammar is None:
             return None

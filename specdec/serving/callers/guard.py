@@ -1,4 +1,5 @@
-"""The guard closes or mutes connections that make only wasted calls (refused or immediately reset).
+"""The guard closes or mutes connections that make only wasted calls: refused ones, immediately reset ones, and calls
+that need no authorization.
 
 A refused call still takes a sixth of a millisecond of the event loop, so a caller without a key could saturate it with
 some thousands per second. Each connection has a budget for such calls. So has each address, because a caller may open
@@ -56,7 +57,7 @@ MAX_CONNECTIONS = MAX_ADDRESSES = 8192
 """Maximum connections and addresses remembered, the most recent ones; about 1 KB each."""
 
 SWEEP_SECONDS = 0.01
-"""Seconds between scans of this process's sockets; one scan closes all connections due."""
+"""Minimum seconds between scans of this process's sockets; one scan closes all connections due."""
 
 LOOK_SECONDS = 1.0
 """Maximum seconds between scans while connections are muted, since some become due or disappear."""
@@ -137,7 +138,7 @@ class ConnectionGuard:
         self._waste(peer, self._addresses)
 
     def charge_open_call(self, peer: str) -> None:
-        """Charge the budgets for a call of an open service, which does not show its caller's authorization."""
+        """Charge a call of an open service like a refused one: it does not prove that its caller is authorized."""
         self._waste(peer, self._open_addresses)
 
     def begin(self, peer: str) -> GuardedCall:
@@ -169,7 +170,8 @@ class ConnectionGuard:
             self._spend(connection, addresses)
 
     def _spend(self, connection: CallerConnection, addresses: TokenBuckets, *, mutes: bool = True) -> None:
-        """Charge a wasted call to both budgets; close or mute the connection when one is exhausted."""
+        """Charge a wasted call to both budgets, unless its connection is trusted; close or mute the connection when one
+        is exhausted."""
         if connection.is_trusted(self._clock()):
             return
         connection.wasted += 1

@@ -81,7 +81,7 @@ class Discovery:
         await self._watching.close()
 
     async def _look_again(self) -> None:
-        """Resolve the names again; this may fail, for example while certificates are being replaced."""
+        """Resolve the names again, and close the channels of removed pods that are no longer in use."""
         await self._look_up()
         await self._pods.close_idle()
 

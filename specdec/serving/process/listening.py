@@ -85,7 +85,7 @@ def is_loopback(host: str) -> bool:
 def bound(host: str, port: int, *, shared: bool = False, option: str = "--port") -> socket.socket:
     """Return a socket bound to an address but not listening; ListenError if that fails.
 
-    Other processes may bind a `shared` port too, if they also share it, by SO_REUSEPORT.
+    Several processes may bind the same `shared` port (SO_REUSEPORT).
     """
     with ExitStack() as failed:
         try:

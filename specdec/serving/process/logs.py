@@ -140,8 +140,8 @@ class LossyStream(io.TextIOBase):
 
 
 def guard_stderr() -> LossyStream:
-    """Return a `LossyStream` in place of `sys.stderr`, for all writers in this process. A stream in memory, as of a
-    test's runner, stays in place: it never blocks."""
+    """Replace `sys.stderr` by a `LossyStream`, for all writers in this process, and return it. A stream in memory, such
+    as a test runner's, stays in place, since it never blocks."""
     if isinstance(sys.stderr, LossyStream):
         return sys.stderr
     guarded = LossyStream(_descriptor(sys.stderr))

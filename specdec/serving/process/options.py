@@ -1,4 +1,5 @@
-"""Options shared by services: for all, listening, TLS, observability and shutdown; for some, those of a model."""
+"""Options shared by services: listening, TLS, observability and shutdown for all, and the options of a model for
+some."""
 
 from __future__ import annotations
 
