@@ -32,7 +32,8 @@ WAITING = 4
 """Maximum results per concurrent prompt that are held in memory until earlier ones are printed."""
 
 OVERLOADED_SECONDS = 600.0
-"""Seconds during which a prompt is retried while the servers are full, unless its timeout is shorter."""
+"""Seconds during which a prompt without a timeout is retried while the servers are full; any other, until its
+timeout."""
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
