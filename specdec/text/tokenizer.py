@@ -51,7 +51,7 @@ PIECE = 1 << 16
 
 
 class TooManyTokensError(Exception):
-    """A text exceeds its token limit; the message gives its number of tokens."""
+    """A text exceeds its token limit; the message gives its number of tokens, or a lower bound."""
 
 
 class Tokenizer:
@@ -180,8 +180,8 @@ class Tokenizer:
         """Render a conversation as the prompt text of the assistant's next turn, or of the rest of the last message if
         the text `continues` it. `generation_prompt`: end with the template's start of that turn. `messages` have a
         `role`, a `content`, and optional fields for calls. `time` is the only clock that the template sees. `arguments`
-        are further variables. ChatTemplateError if an argument has the name of a built-in variable, or if the template
-        fails."""
+        are further variables. ChatTemplateError if the model has no template, if an argument has the name of a built-in
+        variable or a special token, or if the template fails."""
         if self.chat_templates is None:
             raise ChatTemplateError("the model has no chat template")
         for name in arguments:
