@@ -111,7 +111,7 @@ class Carrier:
         return self._connections
 
     def whole(self) -> ClientConnection | None:
-        """Return a connection for new streams; None if the service did not support connections when last asked."""
+        """Return a connection for new streams; None for PLAIN_SECONDS after the service did not support connections."""
         connections = self.connections
         if time.monotonic() < self._plain_until:
             return None

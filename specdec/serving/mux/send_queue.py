@@ -17,8 +17,8 @@ MAX_UNSENT_BYTES = 4 << 20
 """Approximate bytes of queued frames above which senders of messages wait."""
 
 MAX_UNSENT_FRAMES = 1 << 14
-"""Maximum number of queued frames. Messages wait for room; other frames, such as an end, do not. Only a peer that has
-stopped reading fills the queue."""
+"""Number of queued frames above which the connection is ended. Messages wait for room, but other frames, such as an
+end, do not. So only a peer that has stopped reading fills the queue."""
 
 
 @dataclass(slots=True)

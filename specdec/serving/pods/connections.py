@@ -63,7 +63,7 @@ class SecureConnections:
         return cast("grpc.aio.Channel", MuxChannel(channel(), renewed))
 
     def _contents(self) -> Contents:
-        """Return the contents of the files. Each call to a pod asks for them, so changes are looked for at most once in
+        """Return the contents of the files. Each call to a pod asks for them, so the files are checked at most once in
         CHECK_SECONDS."""
         now = self._clock()
         if now - self._checked_at >= CHECK_SECONDS:
