@@ -80,7 +80,8 @@ MAX_CACHE_SALT_CHARACTERS = 256
 def open_size_violations(
     message: verifier_pb2.VerifyOpen | draft_pb2.DraftOpen, vocabulary: int, context: int
 ) -> list[tuple[str, str]]:
-    """Return violations for fields of a session's opening with too many entries to check one by one."""
+    """Return violations of the limits on the size of a session's opening: entries of its lists, and characters of its
+    tenant."""
     counts = (
         too_many("prompt_tokens", len(message.prompt_tokens), context, "tokens"),
         too_many("generated_tokens", len(message.generated_tokens), context, "tokens"),
@@ -202,7 +203,7 @@ def weight_violations(weight: float) -> list[tuple[str, str]]:
 
 
 MAX_LOGPROBS = 20
-"""Top log-probabilities per token, as in the OpenAI API."""
+"""Maximum top log-probabilities per token, as in the OpenAI API."""
 
 MAX_CANDIDATES = 128
 MAX_DEPTH = 128

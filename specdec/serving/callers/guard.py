@@ -184,7 +184,8 @@ class ConnectionGuard:
             self._end(connection, self._closing)
 
     def _count(self, peer: str, why: str) -> None:
-        """Count a wasted call; log the waste since the last line if it is large enough."""
+        """Count a wasted call. At most once in LOG_SECONDS, log the calls since the last line if they are many, or if
+        connections were closed."""
         now = self._clock()
         if now - self._counted_from >= LOG_SECONDS and self.wasted_calls - self._calls_before < LOGGED_CALLS:
             self._counted_from, self._calls_before = now, self.wasted_calls

@@ -63,7 +63,7 @@ class _Allowance:
 class LimitRate:
     """Drops lines of an event above its rate; the event's next line reports their number as `suppressed`.
 
-    Critical lines always pass: a process logs one when it terminates.
+    Critical lines always pass: they say why the process ends itself.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
