@@ -1,6 +1,6 @@
 """Default ports of the services.
 
-The services, `specdec up` and `specdec generate` read them from here, so that their defaults agree.
+Services and commands read them from here, so that their defaults agree.
 """
 
 from __future__ import annotations

@@ -422,7 +422,7 @@ def _complete(
 
 
 def _summarise(report: CompletionReport, options: Mapping[str, Any], *, in_colours: bool) -> None:
-    """Print the speed of a completion and the sources of its tokens on stderr."""
+    """Print the summary of a completion on stderr: speed, schema check and sources of tokens."""
     seconds, finish = report.seconds, report.finish
     s, count = finish.speculation, len(report.tokens)
     err = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -1,6 +1,7 @@
 """Commands that run services. `specdec draft`, `specdec verifier`, `specdec orchestrator` and `specdec openai` each run
-one service in this process; `specdec up` runs all three on this machine. `specdec warm-up` and `specdec evaluate` only
-use the services' code. Options are defined next to that code, which other commands do not import."""
+one service in this process; `specdec up` and `specdec serve` run all three on this machine. `specdec warm-up` and
+`specdec evaluate` only use the services' code. Options are defined next to that code, which other commands do not
+import."""
 
 from __future__ import annotations
 
