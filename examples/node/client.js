@@ -106,7 +106,7 @@ function makeExplicit(asked, response) {
   asked.model_fingerprint = response.model_fingerprint;
   asked.sampling = { ...resolved.sampling, ...asked.sampling, seed: response.seed };
   asked.max_tokens = resolved.max_tokens;
-  asked.ignore_end_token = true; // it is among these tokens
+  asked.ignore_end_token = true; // `resolved.end_tokens` has it
   asked.stop_tokens = resolved.end_tokens;
   asked.prompt_digest = resolved.prompt_digest;
   if (resolved.model) asked.model = resolved.model; // the revision in use
