@@ -128,7 +128,7 @@ class Finish:
 class ReasoningPosition:
     """The position of a text's reasoning."""
 
-    opening_token: int  # the opening mark, if it is at the start of the text
+    opening_token: int  # the opening mark; unless `begun`, only a text that begins with it has reasoning
     closing_token: int  # the closing mark
     begun: bool  # True: the prompt ends inside the reasoning
 
@@ -146,7 +146,7 @@ class Resolved:
     frequency_penalty: float
     presence_penalty: float
     max_tokens: int
-    end_tokens: list[int]  # all end tokens: the model's and the request's
+    end_tokens: list[int]  # all end tokens: the model's, unless ignored, and the request's
     prompt_digest: str  # of the prompt's tokens
     time: datetime | None  # current time passed to the chat template; None without one
     model: str = ""  # the revision serving the request, as NAME@REVISION; empty if the model has no named revisions

@@ -84,7 +84,7 @@ class Endpoint(Generic[Channel]):
         self._options = list((_OPTIONS | dict(options)).items())
         self._channels: dict[str, Channel] = {}  # by address
         self._closed = 0  # how many times
-        self._pausing: WeakSet[threading.Event | asyncio.Event] = WeakSet()  # of open calls; set by closing the client
+        self._pausing: WeakSet[threading.Event | asyncio.Event] = WeakSet()  # of open calls; `_end` sets them
         self._lock = threading.Lock()  # guards the three above: threads may share a synchronous client
 
     def _ended_by_closing(self, pause: Event) -> Event:
@@ -111,7 +111,7 @@ class Endpoint(Generic[Channel]):
         self, request_id: str | None, metadata: Sequence[tuple[str, str | bytes]] = ()
     ) -> tuple[str, Metadata]:
         """Return the id of a request and the metadata of its calls. The id is the given one, else the one in the
-        client's metadata, else a new one. ValueError if services would not accept it."""
+        metadata, else a new one. ValueError if services would not accept it."""
         all_metadata = self._with(metadata)
         usual = next((value for key, value in all_metadata if key == REQUEST_ID), None)
         found = request_id if request_id is not None else usual if isinstance(usual, str) else new_request_id()

@@ -77,7 +77,7 @@ class Overloaded(SpecdecError):
 
 
 class Unavailable(SpecdecError):
-    """No server answers, and the retries are used up."""
+    """No server answers, and the retries are used up or the stream cannot be resumed."""
 
 
 class PromptChanged(SpecdecError):

@@ -20,8 +20,8 @@ _MAX_REST = 10.0
 class Rotation:
     """The servers of a client, shared by all of its calls and threads.
 
-    It starts at a random server, so that clients do not all start at the same one. After a failure a server is avoided
-    for a while ("rest"), twice as long after each consecutive failure, unless no other server is left.
+    It starts at a random server, so that clients do not all start at the same one. A server rests after a failure: for
+    1 s, and twice as long after each consecutive one, up to 10 s. Calls prefer servers that do not rest (`take`).
     """
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,8 +85,8 @@ reaches the next one."""
 _WAITED = ("DRAFT_REQUIRED", "VERIFIER_LOST")
 _PERMANENT = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
 """Reasons for a permanent refusal: the server has another model or chat template, or has waited in vain for a draft or
-a verifier. Another server may serve the text; this one will not soon. After such a wait (`_WAITED`), which has taken
-long, no other server with the same name is tried."""
+a verifier. Another server may serve the text; this one will not soon. A refusal after a wait (`_WAITED`) gives up a
+name at once, since the wait has taken long."""
 _PERMANENT_ONCE_BEGUN = (*_PERMANENT, "UNKNOWN_MODEL")
 """The same for a text in progress: a server may not yet, or no longer, know the text's revision."""
 
@@ -141,7 +141,8 @@ class Retries:
             raise Cancelled("the client was closed", code=grpc.StatusCode.CANCELLED)
 
     def pause(self, error: grpc.RpcError, *, begun: bool = False) -> float:
-        """Return the seconds to wait before the next try, at the new `address`; raise the error if no try is left.
+        """Return the seconds to wait before the next try, at the new `address`; raise the error if no try is left, or
+        DeadlineExceeded if the wait would outlast the timeout.
 
         If the server is full, the error is raised, unless the text has `begun`: then the call waits for room. After
         permanent refusals the address is given up; the other addresses are still tried and waited for.

@@ -43,8 +43,8 @@ class Client(Endpoint[grpc.Channel]):
         """Request a completion and stream its chunks. The request is sent immediately.
 
         `prompt` is text to continue. `timeout` (seconds) replaces the client's own. `request_id` identifies the request
-        in the logs and traces of services; the default is a new id, available from the stream. `metadata` is sent with
-        this call, and replaces the client's entries with the same keys.
+        in the logs and traces of services; the default is the id in the metadata, else a new one. The stream has it.
+        `metadata` is sent with this call, and replaces the client's entries with the same keys.
         """
         request_id, sent = self._identified(request_id, metadata)
         retries = self._retries(timeout)

@@ -1,4 +1,4 @@
-"""The transcript: the delivered part of a stream and, after a failure, the missing one. It makes no calls itself."""
+"""The transcript of a stream: what was delivered, and the request for the rest after a failure. It makes no calls."""
 
 from __future__ import annotations
 
