@@ -159,8 +159,9 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar, owner: str = "", weight: int = 0) -> CompiledGrammar:
         """Compile a grammar for texts of an owner; `weight` is its size in bytes before its lexer grows. GrammarError
-        if it is invalid or matches no text; GrammarRoomError if there is no room. Takes a millisecond, or a second for
-        the largest grammars, without the GIL. Concurrent calls for the same grammar share one compilation."""
+        if it is invalid, too large, or matches no text; GrammarRoomError if there is no room. Takes a millisecond, or a
+        second for the largest grammars, without the GIL. Concurrent calls for the same grammar share one
+        compilation."""
         key, size = (owner, grammar.kind, grammar.source), weight + growth_bytes(grammar)
         if size > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"takes up to {size >> 20} MiB compiled, must take at most {MAX_GRAMMAR_BYTES >> 20}")

@@ -1,7 +1,8 @@
 """Grammars in EBNF, as accepted by llama.cpp (GBNF) and vLLM, translated into Lark for llguidance.
 
 EBNF derives a text character by character, while a Lark grammar first cuts it into terminals, each as long as possible.
-So the result's terminals are single characters, except that a grammar without recursive rules becomes one terminal.
+So the result's terminals are single characters, except that a grammar without recursive rules becomes one terminal, if
+its expression is short enough.
 """
 
 from __future__ import annotations

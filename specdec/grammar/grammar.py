@@ -82,8 +82,8 @@ _RULE = re.compile(
 """The head of a Lark rule, with its priority and its attributes."""
 
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
-"""A JSON string, or a bracket outside strings. An unclosed string extends to the end: searching for brackets after each
-of its quotes would take quadratic time."""
+"""A JSON string, or a bracket outside strings. An unclosed string matches up to the end of the text: otherwise a search
+would start at each of its escaped quotes, in quadratic time."""
 
 
 def _nesting(source: str) -> int:

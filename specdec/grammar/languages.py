@@ -37,7 +37,7 @@ from specdec.grammar.patterns import (
 )
 
 MAX_WORK = 20_000
-"""Maximum expressions built for one request: some 50 ms."""
+"""Maximum expressions, and maximum derivatives, built for one request: some 50 ms."""
 
 MAX_STATES = 64
 """Maximum states of an automaton that is turned into an expression."""

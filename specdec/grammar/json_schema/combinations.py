@@ -51,7 +51,7 @@ def _conditional(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> S
 
 
 def _cases(rewriter: Rewriter, schema: Mapping[str, Any], place: str) -> tuple[list[Schema], set[int]]:
-    """For each group of ifs that test the same property, return one condition, a list of cases; also return the
+    """Merge the ifs that test the same property: return one condition per property, with a case per value, and the
     identities of the schemas with these ifs. Rewritten one by one, the ifs would make too many combinations."""
     groups: dict[str, list[tuple[list[Any], Mapping[str, Any], str]]] = {}
     if schema.get("type") == "object":

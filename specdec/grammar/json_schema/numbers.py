@@ -21,7 +21,7 @@ LARGEST = 2**63 - 1024
 
 
 LEAST = 1e-30
-"""The smallest bound that is used in place of 0. llguidance spells all its digits."""
+"""The bound in place of an excluded 0. It is not the smallest float, since llguidance spells out all digits."""
 
 
 def rewrite_listed_values(rewriter: Rewriter, part: Rewrite) -> None:

@@ -41,8 +41,8 @@ def rewrite_object(rewriter: Rewriter, part: Rewrite) -> None:
 
 
 def _check_minimum(rewriter: Rewriter, part: Rewrite) -> None:
-    """Leave `minProperties` to the check where the grammar would count a repeated name twice, and beside optional
-    properties, where llguidance refuses it. Drop it if the required properties suffice."""
+    """Drop `minProperties` if the required properties suffice. Leave it to the check where the grammar would count a
+    repeated name twice, and beside optional properties, where llguidance refuses it; GrammarError without a check."""
     source, place = part.source, part.place
     if "minProperties" not in source or "object" not in source.get("type", "object"):
         part.keywords.pop("minProperties", None)
@@ -53,7 +53,7 @@ def _check_minimum(rewriter: Rewriter, part: Rewrite) -> None:
         properties |= object_of(schema.get("properties")).keys()
         patterns |= bool(named := object_of(schema.get("patternProperties")))
         closed |= schema.get("additionalProperties") is False and not named
-    # Further names have one spelling only beside properties or patterns: see `spelled_names`.
+    # Without properties or patterns, a required name has several spellings (`spelled_names`): each would count.
     can_repeat = (required and not (properties or patterns)) or any(map(CONTROL.search, required))
     least, optional = source["minProperties"], not properties <= required
     if least <= len(required):
@@ -89,7 +89,7 @@ def _rewrite_dependencies(rewriter: Rewriter, part: Rewrite, key: str) -> None:
     for name, wanted in dependencies.items():
         inner = f"{part.place}/{key}/{pointer_part(name)}"
         then = {"required": [name, *wanted]} if are_texts(wanted) else rewriter.schema(wanted, inner)
-        # Only `absent` fits other types: the parser would follow them once per fitting alternative.
+        # The second part has a type, since the parser follows a value of another type once per part that it fits.
         absent = {"properties": {name: False}}
         part.conditions.append({"anyOf": [absent, both({"type": "object", "required": [name]}, then)]})
 

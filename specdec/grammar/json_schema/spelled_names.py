@@ -3,8 +3,8 @@ property, so that `"\\u0061"` would escape the schema of `a`.
 
 A name that matches a pattern has only one spelling. So the schema of a value with named properties gets a condition:
 every further name matches a pattern. Each condition is a definition, written once. Schemas that apply beside others (in
-allOf, or by reference) get none, since llguidance cannot combine patterns that overlap. A definition that is used in
-both ways becomes two.
+allOf, or by reference) get none, since llguidance cannot combine patterns that overlap. A definition that is used both
+as a whole value and beside others becomes two.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class SpelledNames:
                         name: self._of_value(part, f"{inner}/{pointer_part(name)}", NONE)
                         for name, part in value.items()
                     }
-                case "patternProperties" if isinstance(value, dict):  # the patterns are rewritten ones
+                case "patternProperties" if isinstance(value, dict):  # rewritten: the source has no such place
                     found[key] = {name: self._of_value(part, inner, NONE) for name, part in value.items()}
                 case "additionalProperties" | "items":
                     found[key] = self._of_value(value, inner, NONE)
@@ -186,7 +186,7 @@ class SpelledNames:
         if names.patterns not in self._others:
             self._others[names.patterns] = self._besides(names.patterns, place)
         others = self._others[names.patterns]
-        listed = frozenset[str]() if others else names.properties | names.required  # then other names are not written
+        listed = frozenset[str]() if others else names.properties | names.required  # else other names are excluded
         key = (names.patterns, listed)
         if key not in self._conditions:
             self._count(place, len(listed) + len(names.patterns))
@@ -202,7 +202,8 @@ class SpelledNames:
         return f"#/$defs/{self._conditions[key][0]}"
 
     def _besides(self, patterns: frozenset[str], place: str) -> str | None:
-        """Return an expression for the names that match none of these; None if it would be too large."""
+        """Return an expression for the names that match none of these; None if it would be too large or if one of these
+        cannot be parsed."""
         if not patterns:
             return ANY_NAME
         languages = self._languages

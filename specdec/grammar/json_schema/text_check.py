@@ -48,7 +48,7 @@ class TextCheck:
 
     def __init__(self, root: Mapping[str, Any], document: Document, unenforced: Mapping[tuple[int, str], str]) -> None:
         """`unenforced`: places of the keywords that are left to the check, by the identity of their schema in
-        `document` and the keyword. GrammarError if more than types decides whether one of these schemas applies."""
+        `document` and the keyword. GrammarError unless types alone decide whether each of these schemas applies."""
         self._root = root
         self._document = document
         self._unenforced = frozenset(unenforced)
@@ -97,8 +97,8 @@ class TextCheck:
         return TextVerdict(True)
 
     def _reached(self) -> tuple[dict[int, list[tuple[Select, Schema]]], set[int]]:
-        """Return the steps from each schema that certainly applies, by its identity, and the identities of all other
-        schemas."""
+        """Return the steps from each schema that certainly applies, by its identity, and the identities of the schemas
+        that are also, or only, reached in another way."""
         steps: dict[int, list[tuple[Select, Schema]]] = {}
         others, ahead = list[Any](), [self._root]
         while ahead:
