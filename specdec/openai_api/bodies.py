@@ -93,7 +93,7 @@ class Bodies:
 
     @contextmanager
     def reserved(self, caller: str, size: int) -> Iterator[None]:
-        """Reserve bytes for data that belongs to a body; ApiError if there is no room."""
+        """Reserve bytes for stored data, which counts like a body; ApiError if there is no room."""
         if not size:  # no bytes needed: never fail, even if room has run out since
             yield
             return

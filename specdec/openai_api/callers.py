@@ -1,4 +1,4 @@
-"""Callers: identifies them by headers alone, and limits their requests.
+"""Callers: identifies them before a body is read, and limits their requests.
 
 Only orchestrators know the keys. Their verdict on a key is cached for a while, so that a request with a wrong key costs
 no call and no resource that tenants share. An orchestrator refuses a call with a key revoked in the meantime, so a
@@ -90,8 +90,8 @@ class Keys:
         self._all_unknown = TokenBuckets(ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST, 1)
 
     async def refusal(self, authorization: str, network: str, *, calls: bool = True) -> ApiError | None:
-        """Return the orchestrators' refusal of a key; None if they accept it. ApiError if no orchestrator can check it.
-        A request that `calls` an orchestrator does not wait while an old verdict is renewed."""
+        """Return the orchestrators' refusal of a key; None if they accept it. ApiError if it cannot be checked now. A
+        request that `calls` an orchestrator does not wait while a verdict that lasts `ACCEPTED_SECONDS` is renewed."""
         key, now = hashlib.sha256(authorization.encode()).digest(), time.monotonic()
         accepted = self._accepted.get(key)
         error, until = (None, accepted) if accepted is not None else self._refused.get(key, (None, 0.0))

@@ -23,7 +23,7 @@ FURTHER = ("json_object", "structural_tag")
 
 
 def constraint(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the grammar option: from `response_format`, OpenAI's field, or `structured_outputs`, vLLM's."""
+    """Yield the grammar option, if the request has a constraint; ApiError for an invalid one, or for several."""
     wanted = given.get("response_format", {"type": "text"})
     if isinstance(wanted, dict) and wanted.get("type") == "json":
         wanted = _of_tgi(wanted)

@@ -23,8 +23,8 @@ DONE = b"data: [DONE]\n\n"
 
 COMMENT = b":\n\n"
 QUIET_SECONDS = 15.0
-"""Seconds without an event after which a comment is sent: a held-back tool call or hidden reasoning may take minutes,
-and proxies cut silent connections after 60 s."""
+"""Seconds without an event after which a ping is sent: a held-back tool call or hidden reasoning may take minutes, and
+proxies cut silent connections after 60 s."""
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -36,7 +36,7 @@ PING = "specdec.ping"
 """Key of the ASGI messages that are pings, not parts of the answer."""
 
 FAILED = "specdec.failed"
-"""ASGI scope key for the HTTP status that a failed stream would have had before its first event."""
+"""ASGI scope key for a failure in mid-stream: the HTTP status of the same failure before the first event."""
 
 IGNORED_HEADER = "specdec-ignored"
 MAX_HEADER_CHARACTERS = 1024

@@ -40,7 +40,7 @@ RENAMED = {
     "max_completion_tokens": "max_tokens",
     "n_predict": "max_tokens",  # llama.cpp's
     "repeat_penalty": "repetition_penalty",  # llama.cpp's
-    "return_token_ids": "return_prompt_token_ids",  # the text's token ids are always included
+    "return_token_ids": "return_prompt_token_ids",  # gRPC always sends the text's token ids
     "stop_token_ids": "stop_tokens",
 }
 """Fields equal to client options with another name."""
@@ -73,7 +73,7 @@ READ = frozenset(
         "top_logprobs",
     }
 )
-"""Fields read individually in `requests.py`."""
+"""Fields read individually in `requests.py`, `conversation.py` and `constraints.py`."""
 
 FLAGS = frozenset({"ignore_end_token", "include_stop", "return_prompt_token_ids"})
 """Client options that are true or false."""

@@ -18,7 +18,7 @@ UNTIMED = frozenset({*PROBES, METRICS})
 """Routes whose latency is not measured: they are requested every few seconds and answered immediately."""
 
 OTHER = "other"
-"""The route label of unknown paths."""
+"""The route label of paths with variables, of the page's files, and of unknown paths."""
 
 
 class Counted:

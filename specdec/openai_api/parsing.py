@@ -45,7 +45,8 @@ class Parser:
         self._long_bodies = BoundedThreads("long bodies", 1, MAX_LONG_WAITING)
 
     async def parse(self, size: int, work: Callable[[], Parsed], caller: str) -> Parsed:
-        """Run `work`, which parses a body of `size` bytes, and return its result; OverloadedError if too many wait."""
+        """Run `work`, which parses a body of `size` bytes, and return its result; OverloadedError if too many wait, or
+        if no thread is free within `WAIT_SECONDS`."""
         if size <= SHORT_BODY:
             return work()
         threads = self._bodies if size < LONG_BODY else self._long_bodies

@@ -45,7 +45,7 @@ class CallPart:
 
     @property
     def input(self) -> dict[str, Any] | None:
-        """The arguments as an object; None if the sample ended within them."""
+        """The arguments as an object; None if they are cut off or not an object."""
         try:
             found = json.loads(self.arguments)
         except ValueError:

@@ -240,7 +240,7 @@ def _check_entries(name: str, value: object) -> None:
 
 
 def _check_names(given: Mapping[str, Any], *, chat: bool) -> list[str]:
-    """Refuse unsupported fields; return the names of unknown ones."""
+    """Refuse unsupported and conflicting fields; return the names of unknown ones."""
     known, other = (CHAT_FIELDS, OF_COMPLETIONS) if chat else (COMPLETION_FIELDS, OF_CHAT)
     hints = dict.fromkeys(other, f"is a field of {'completions' if chat else 'chats'}")
     defaults = {"best_of": given.get("n", 1), "add_special_tokens": not chat, "echo": False}

@@ -130,7 +130,7 @@ class ResponseStore:
 
     async def chain(self, caller: str, response_id: str) -> tuple[list[str], int]:
         """Return the ids of a response and of all responses that it continues, earliest first, and their total bytes.
-        Raise ApiError if one of them is missing."""
+        Raise ApiError if one of them is missing, or if there are more than `MAX_CHAIN`."""
         return await self._run(caller, lambda: self._chain(caller, response_id))
 
     async def conversation(self, caller: str, chain: Sequence[str]) -> list[Json]:

@@ -1,7 +1,7 @@
 """Requests of the Responses API, translated into chat fields and parsed as a chat.
 
-Sampling fields have the same names and meaning as in chats; the others are read below. As for chats, unknown fields are
-ignored and listed in the answer; unsupported ones are refused (`specdec/openai_api/fields.py`).
+Fields in `SAME` mean the same as in chats; fields in `READ` are read below. As for chats, unknown fields are ignored
+and listed in the answer; unsupported ones are refused (`specdec/openai_api/fields.py`).
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def openapi() -> Json:
 
 
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
-"""Headers of the page, which loads no resources."""
+"""Headers of the page at `/docs`, which loads no resources."""
 
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"

@@ -119,7 +119,7 @@ def _encodable(name: str, text: str) -> str:
 
 
 class Tokens:
-    """The endpoints."""
+    """Serves `/tokenize` and `/detokenize`."""
 
     def __init__(
         self,
