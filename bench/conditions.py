@@ -32,7 +32,8 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of specdec's dependencies; other systems report their own."""
+    """Return the versions of Python, specdec (with its commit) and its main dependencies; other systems report their
+    own."""
     found = {name: version(name) for name in PACKAGES}
     return {"python": platform.python_version(), "commit": _commit()} | found
 
