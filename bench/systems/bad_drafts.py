@@ -39,8 +39,8 @@ def _slow(setup: Setup, least: float) -> AbstractContextManager[Specdec]:
 
 @contextlib.contextmanager
 def _replaced(setup: Setup, make: Callable[[Path, Path], Path]) -> Iterator[Specdec]:
-    """Run specdec with a draft made from the setup's draft. Only the draft service gets it: `Stack` compares the
-    tokenizers of the target and the setup's draft."""
+    """Run specdec with a draft made from the setup's draft. Only the draft service gets it: `Stack` sees the setup's
+    draft, and so passes no `--target-tokenizer` for a draft of another tokenizer."""
     assert setup.draft is not None
     with tempfile.TemporaryDirectory() as folder:
         other = make(setup.draft, Path(folder, "draft"))

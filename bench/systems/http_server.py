@@ -61,7 +61,7 @@ def healthy(
 
 
 def end_with_parent() -> None:
-    """Make the child end with the benchmark, even a killed one. (Programs under test notice the end of their stdin.)"""
+    """Make the child end with the benchmark, even if that is killed. (A `Program` ends with its stdin instead.)"""
     _process.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -1,8 +1,8 @@
 """An engine whose passes take the time of another device, slower than this machine's processor.
 
-It computes here and sleeps for the rest of each forward pass, which takes no processor time of the host, as if a GPU
-did the work. So services sharing a few cores seem to have one device each. A file holds the pass times of devices, so
-that several processes can share them.
+It computes here and sleeps for the rest of each forward pass. Sleeping takes no processor time, as if a GPU did the
+work. So services sharing a few cores seem to have one device each. A file holds the pass times of devices, so that
+several processes can share them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Lasting = Callable[[int], float]
 
 
 def at_least(seconds: float) -> Lasting:
-    """Make every pass take at least `seconds`: more rows cost nothing until the pass takes longer on this machine."""
+    """Return a `Lasting` of `seconds` for any pass: rows cost nothing until a pass takes longer on this machine."""
     return lambda _: seconds
 
 

@@ -37,7 +37,8 @@ class Program:
     @classmethod
     @contextlib.contextmanager
     def start(cls, name: str, python: str, module: str, options: Sequence[str]) -> Iterator[Program]:
-        """Start `python -m MODULE`, wait until its model is loaded, and end it when the context exits."""
+        """Start `python -m MODULE`, wait until its model is loaded, and end it when the context exits; NotServingError
+        if it cannot serve."""
         with tempfile.TemporaryDirectory() as folder, open(log := Path(folder, "stderr"), "w") as stderr:
             process = subprocess.Popen(
                 [python, "-m", module, *options],

@@ -42,7 +42,7 @@ TUNING = replace(DEFAULTS, latency=replace(DEFAULTS.latency, certain_error=math.
 
 
 class RankedFrontier(Frontier):
-    """A frontier that knows the logprobs behind its best node's."""
+    """A frontier that also returns the path logprob of its k-th best node."""
 
     def logprob_of(self, place: int) -> float:
         """Return the path logprob of the best node (`place` 1), the second best (2), ...; -inf if there are fewer."""

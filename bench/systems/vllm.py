@@ -2,10 +2,10 @@
 
     python -m bench.systems.vllm --model DIR --dtype bfloat16 --speculation none --threads 2
 
-This program answers loads. It runs under the interpreter of an environment with vLLM (`make bench-peers`), with the
-engine in its own process. As a server vLLM gives its scheduler a core and a polling process; on a machine with few
-cores that costs more than it gains, and an idle server would disturb the others. OpenMP is set as vLLM sets it for its
-own workers: Intel's runtime, a thread bound to every core.
+This program answers loads. It runs under the interpreter of an environment with vLLM (`make bench-peers`), and the
+engine runs in its process. As a server vLLM gives its scheduler a core and a polling process; on a machine with few
+cores that costs more than it gains, and an idle server would disturb the other systems. OpenMP is set as vLLM sets it
+for its own workers: Intel's runtime, a thread bound to every core.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def options_of(setup: Setup, threads: int) -> list[str]:
 
 
 def threads_of(setup: Setup, spared: int = 0) -> int:
-    """Return vLLM's number of threads: one per available core, less those `spared`."""
+    """Return vLLM's number of threads: the setup's if set, else one per available core less those `spared`."""
     return setup.threads or max(1, len(os.sched_getaffinity(0)) - spared)
 
 
 def openmp(prefix: Path, threads: int) -> dict[str, str]:
-    """Return the environment variables for a vLLM environment at `prefix`: Intel's OpenMP if installed, and threads
-    with a core each. They must be set before any library is loaded."""
+    """Return the variables that load Intel's OpenMP from a vLLM environment at `prefix` and bind each thread to a core;
+    none if it is not installed there. They must be set before any library is loaded."""
     library = prefix / "lib" / "libiomp5.so"
     if not library.is_file():
         return {}
