@@ -39,8 +39,8 @@ def step_size(text: str) -> Combination:
 
 
 def measured(engine: GpuEngine, what: Combination, times: int) -> dict[str, Any]:
-    """Return milliseconds of the first step and, for a later step, of its packing, its rest, all its GPU kernels
-    together and the slowest of them."""
+    """Return milliseconds of the first step; of later steps the median packing, the median of the rest, and the mean
+    times of all GPU kernels together and of the slowest ones."""
     launch = launch_of(engine)
     queries = dict.fromkeys(range(what.rows), GREEDY)
 

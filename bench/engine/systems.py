@@ -30,7 +30,7 @@ class SteppedSystem(Protocol):
 
 
 def packed(engine: Engine, what: Combination) -> PackedBatch:
-    """Return a step of `what`. Texts lie side by side in the engine's KV cache, starting at slot 1."""
+    """Return a step of this size. Its texts lie side by side in the engine's KV cache, starting at slot 1."""
     packer = engine.packer()
     for session in range(what.sessions):
         first = 1 + session * (what.context + what.tokens)
@@ -64,7 +64,8 @@ class SpecdecEngine:
 
 
 def median_step(system: SteppedSystem, what: Combination, seconds: float, repeats: int) -> dict[str, float]:
-    """Return the median times of 3 to `repeats` steps, limited to about `seconds`, after two warm-up steps."""
+    """Return the median milliseconds of 3 to `repeats` steps, limited to about `seconds`, after two warm-up steps. A
+    system that is not `repeated` is called once, without warm-up."""
     if system.repeated:
         system.step(what)
         system.step(what)

@@ -49,7 +49,7 @@ TRAINING_BYTES = 48 << 20
 """Bytes of Python files to train tokenizers on."""
 
 CANDIDATES = 4
-"""Length of the chain of candidates below the text whose masks are computed as well."""
+"""Length of the chain of candidates below a text; their masks are computed as well."""
 
 
 def texts() -> Iterator[str]:
