@@ -6,9 +6,9 @@
 
 First it lists missing requirements, a line each; steps that need them are skipped, and all others run. Each step has a
 time limit and runs regardless of the outcome of earlier ones. The steps run the tests; check exact numerics, CUDA
-graphs, and that a draft and a verifier on the GPU give the tokens of plain decoding; and measure step times over the
-memory roofline, and tokens a second with and without CUDA graphs. No network is needed. The exit status is 1 if a step
-failed or was skipped.
+graphs, and that a draft and a verifier on the GPU give the tokens of plain decoding; and measure the time to choose
+tokens, step times (over the memory roofline, and by kernel), and tokens a second with and without CUDA graphs. No
+network is needed. The exit status is 1 if a step failed or was skipped.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from bench.gpu.probe import MODULES, Facts
 
 MIN_VERSIONS = {"torch": (2, 9), "triton": (3, 4), "transformers": (5, 20)}
-"""Oldest supported versions."""
+"""Oldest versions accepted for a GPU run; pyproject.toml requires newer ones of torch and Triton."""
 
 SERVICE = (
     "numpy",

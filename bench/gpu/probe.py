@@ -1,7 +1,7 @@
 """The facts about a machine for a run on a GPU, as JSON: `python -m bench.gpu.probe`.
 
-It runs in its own process, so that a library that breaks on import breaks nothing else. It never fails: absent things
-are null.
+It runs in its own process, so that a library that breaks on import breaks nothing else. It never fails: what is absent
+is null, false or an empty list.
 """
 
 from __future__ import annotations

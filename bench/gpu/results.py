@@ -26,7 +26,7 @@ def keep(folder: Path, found: dict[str, Any]) -> None:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """Return the figures in a step's folder; empty if they are absent or truncated."""
+    """Return the figures and the counts of tests in a step's folder, without those absent or truncated."""
     try:
         found: dict[str, Any] = json.loads((folder / FIGURES).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -173,4 +173,4 @@ STEPS = (
         ),
     ),
 )
-"""All steps in order: prerequisites of later steps first, long steps last."""
+"""All steps in order: checks of correctness, then measurements from small models to large ones."""
