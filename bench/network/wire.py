@@ -67,7 +67,7 @@ class Count:
 
 
 class Counted:
-    """A running stack whose connections are counted."""
+    """A running stack, and the counters of its traffic and steps."""
 
     def __init__(self, stack: Stack, proxy: DelayProcess, load: verifier_pb2_grpc.VerifierServiceStub) -> None:
         self.stack = stack
