@@ -27,7 +27,7 @@ from specdec.client import AsyncClient, Completion, GenerateOptions, InvalidRequ
 
 ANSWER_SECONDS = 900.0
 SEEDS_A_ROUND = 1_000_000
-SEEDS_A_QUESTION = 100  # more than any question has turns
+SEEDS_A_QUESTION = 100  # a question has fewer turns
 
 
 class EvaluationError(Exception):
@@ -153,8 +153,8 @@ class Evaluation:
         return [answer for answer in self.answers if answer.question not in self.skipped]
 
     async def run(self, address: str, console: Console) -> None:
-        """Measure everything at a deployment; EvaluationError if plain decoding fails or no question is left. However
-        the run ends, the measurements so far are kept."""
+        """Measure everything at a deployment; EvaluationError if no served model fits the settings, plain decoding
+        fails or no question is left. However the run ends, the measurements so far are kept."""
         settings = self._settings
         cells = [Cell(temperature, streams) for temperature in settings.temperatures for streams in settings.streams]
         async with AsyncClient(address, timeout=ANSWER_SECONDS, max_retries=0) as client:

@@ -21,7 +21,7 @@ PLAIN = "plain"
 AUTO = "auto"
 
 DRAFTED = 5
-"""Default length of a drafted chain: `num_assistant_tokens` of transformers' first releases."""
+"""Default length of a drafted chain: `num_assistant_tokens` of the first transformers with assisted generation."""
 
 JACOBI_WINDOW = 8
 """Default window of `jacobi`, in positions."""

@@ -19,9 +19,10 @@ expansion:W,W,... (fixed widths of the tree); contrastive; and chains of N draft
 coupled[:N] and rejection[:N] (above temperature 0). N may be a range, as in rejection:1-10.
 
 Reported for each temperature and number of streams: speed-up as Spec-Bench defines it (ratio of means, with the
-deviation over rounds) and its median by question, tokens a step (MAT, bonus included), rows and steps, tokens equal to
-plain decoding's, histogram and conditional acceptance by position, entropy and distinct-n of words. --out writes
-papers.json, .md and .png, and the plots -acceptance, -drafted and -windows. Ctrl-C prints the results so far.
+deviation over rounds) and its median by question, tokens a step (MAT, bonus included), rows a step, steps a second of a
+stream, tokens equal to plain decoding's, histogram and conditional acceptance by position, entropy and distinct-n of
+words. --out writes papers.json, .md and .png, and the plots -acceptance, -drafted and -windows. Ctrl-C prints the
+results so far.
 """
 
 from __future__ import annotations
