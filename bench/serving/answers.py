@@ -58,7 +58,8 @@ class Answer:
 
     @property
     def a_token(self) -> float | None:
-        """Seconds per token after the first piece (TPOT); None for a single token or piece."""
+        """Seconds from the first piece to the last, divided by the tokens less one (TPOT); None for a single token or
+        piece."""
         if len(self.pieces) < 2 or self.tokens < 2:
             return None
         return (self.pieces[-1] - self.pieces[0]) / (self.tokens - 1)

@@ -91,7 +91,7 @@ class Plan:
     """The models of a measurement, and its numbers of texts, tokens and steps."""
 
     target: Path
-    draft: Path  # initial draft of all runs
+    draft: Path  # initial draft; oracles are trained from it
     texts: int  # of a phase
     tokens: int  # of a text
     streams: int
@@ -193,7 +193,7 @@ class Trainer:
             number += 1
 
     def _trained(self, base: Path, number: int) -> Path | None:
-        """Return a new version; None if there were too few texts, or the run is over."""
+        """Return a new version; None if the training failed, as with too few texts, or if the run is over."""
         hidden, version = self._folder / f".{number}", self._folder / str(number)
         options = ("--traffic", self._service, "--api-key-file", str(self._key_file), "--served-labels", "--niced")
         command = train_command(self._plan, base, hidden, self._plan.steps, *options, "--threads", "1")

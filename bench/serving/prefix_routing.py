@@ -3,7 +3,7 @@
     python -m bench prefix-routing [--chats 40 --turns 6]
 
 Chats with the same system prompt send their turns through either of two orchestrators, first with one verifier, then
-with three. One of the three is killed once all chats are half way. Users think between two turns.
+with three. In a third run, one of three is killed once all chats are half way. Users think between two turns.
 """
 
 from __future__ import annotations

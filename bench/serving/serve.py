@@ -5,11 +5,11 @@
     python -m bench serve http://127.0.0.1:8000 --rate 4 --seconds 60 --goodput ttft:500 tpot:50
 
 Requests are streamed. With --rate they arrive at Poisson times, as from independent users; with --concurrency each
-answer is followed by the next request. It reports, over complete answers: the time to the first token (TTFT), the
-time per token after the first piece (TPOT), the pauses between pieces (ITL; with speculation a piece may have several
-tokens), the time of the whole request (E2E), tokens a second, and the goodput: complete answers a second within all
-limits of --goodput. Nothing is retried; errors are counted by kind. The client is one process: if it uses a whole core,
-the figures measure the client. Ctrl-C ends the load and prints the results so far. The exit status is 1 if no answer is
+answer is followed by the next request. It reports, over complete answers: the time to the first token (TTFT), the time
+per token after the first (TPOT), the pauses between pieces (ITL; with speculation a piece may have several tokens), the
+time of the whole request (E2E), tokens a second, and the goodput: complete answers a second within all limits of
+--goodput. Nothing is retried; errors are counted by kind. The client is one process: if it uses a whole core, the
+figures measure the client. Ctrl-C ends the load and prints the results so far. The exit status is 1 if no answer is
 complete. --out writes serve.json and .md.
 """
 
