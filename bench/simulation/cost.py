@@ -51,7 +51,7 @@ WARM_UP = 60
 """Steps of the warm-up, prompts included."""
 
 ALONE = 10
-"""Factor on the number of measured steps of a single stream, since the tokens of one step vary by a factor of two."""
+"""Minimum measured session-steps as a multiple of --steps, since the tokens of one step vary by a factor of two."""
 
 RESOLUTION = 16
 """Precision of a capacity: one part in this number."""

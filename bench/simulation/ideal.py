@@ -44,8 +44,8 @@ SMOOTHING = 0.1
 @dataclass(eq=False)
 class Text:
     """A node. `apply` creates its children, (logprob, node) by rank. The draft sees them once the node is computed
-    (`read`), the target once they have `arrived`. `next` is the rank of the target's choice; one past the last: none of
-    them."""
+    (`read`), the target from the time `arrived` on. `next` is the rank of the child that the target chooses, or the
+    number of children if it chooses none of them."""
 
     children: list[tuple[float, Text]] = field(default_factory=list)
     next: int = -1
