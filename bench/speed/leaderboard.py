@@ -21,11 +21,11 @@ from bench.systems.vllm_verifier import is_of_both
 
 
 def lead(report: Report, temperature: float, streams: int, system: str = "") -> str:
-    """Return the names of specdec's best configuration and of the best of another system (or of all others), and the
-    median of their ratios within a round."""
+    """Return a cell: the median ratio, within a round, of specdec's best configuration to the best of `system` (or of
+    all others if it is ""), and the names of both; "-" if they were never measured together."""
 
     def best(ours: bool) -> tuple[str, list[Report]]:
-        """Return the configuration with the best median rate over kinds."""
+        """Return the configuration with the best median rate over kinds, and its measurements; ("", []) if none."""
         names = [each for each in _alone(report) if each.startswith(NAME) is ours]
         candidates = {
             name: found(report, configuration=name, temperature=temperature, streams=streams)

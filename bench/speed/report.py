@@ -203,7 +203,7 @@ def plot(report: Report, file: Path) -> None:
 
 
 def _in_words(name: str) -> str:
-    """Return a configuration's name for the plot, which is also shown without the page that explains the names."""
+    """Return a configuration's name in words: plots are also shown without the page that explains the names."""
     return WORDS.get(name, name)
 
 
