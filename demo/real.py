@@ -81,7 +81,8 @@ class RealPairError(Exception):
 
 
 def fetch(model: Model, folder: Path, console: Console) -> Path:
-    """Return the model's GGUF file, downloaded now if it is missing; RealPairError if its hash is wrong."""
+    """Return the model's GGUF file, downloaded now if it is missing; RealPairError if a part cannot be downloaded or
+    the hash is wrong."""
     file = folder / f"{model.name}.gguf"
     if file.is_file() and file.stat().st_size == model.bytes:
         return file

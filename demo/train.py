@@ -124,7 +124,8 @@ def optimise(
     loss_of_batch: Callable[[], torch.Tensor],
     evaluate: Callable[[], float],
 ) -> int:
-    """Minimise until the time is up: linear warm-up (2 %), constant, linear decay (last half)."""
+    """Minimise until the time is up, and return the number of steps. The learning rate has a linear warm-up (2 %), is
+    constant, then decays linearly (last half)."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [
