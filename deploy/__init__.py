@@ -1,1 +1,1 @@
-"""Monitoring of the services: rules and an example configuration for Prometheus, a dashboard for Grafana."""
+"""Deployment: container images, the Helm chart, and monitoring with Prometheus and Grafana."""

@@ -1,4 +1,4 @@
-"""Print the requirements of some extras of this project, including those of nested extras.
+"""Print the requirements of this project with some of its extras, nested ones included.
 
     python3 requirements.py pyproject.toml verifier,otel
 
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def requirements(project: Mapping[str, Any], extras: Iterable[str]) -> list[str]:
-    """Return the requirements of these extras of the table [project], in order; KeyError for an unknown extra."""
+    """Return the requirements of the table [project] and of these extras, sorted; KeyError for an unknown extra."""
     own = re.compile(rf"{re.escape(project['name'])}\[([\w,-]+)\]")
     found = set(project["dependencies"])
     seen: set[str] = set()
