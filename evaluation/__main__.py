@@ -135,8 +135,8 @@ def main(
 
 
 def _samples(model: ServedModel, file: PromptFile, most: int, most_tokens: int) -> Iterator[Sample]:
-    """Yield the samples of a file's first `most` prompts; PromptFileError names a line if it cannot be served, or if
-    its text may exceed `most_tokens`."""
+    """Yield the samples of a file's first `most` prompts; PromptFileError names the line of a prompt that cannot be
+    served, whose acceptance is not measured under its rule, or whose text may exceed `most_tokens`."""
     for prompt in islice(file.prompts(), most):
         try:
             sample = parse(build_request(prompt.text, **prompt.options), model).samples[0]

@@ -45,8 +45,8 @@ class LoadedModel:
 
 
 class Pair:
-    """A target and a draft to serve together. The draft is loaded twice: as in a draft service, and as a local draft of
-    the verifier."""
+    """A target and a draft to serve together. The draft is loaded twice: as in a draft service and, unless it is an
+    export, as a local draft of the verifier."""
 
     def __init__(
         self,
