@@ -114,7 +114,10 @@ Syntax: TypeAlias = (
     "CharacterClass | Concatenation[Syntax] | Alternation[Syntax] | Quantified[Syntax] | LookAhead | Anchor"
 )
 
-_QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d{1,6})(?:(,)(\d{1,6})?)?\})\??")
+MAX_DIGITS = 6
+"""Maximum digits of a number of repetitions."""
+
+_QUANTIFIER = re.compile(r"(?:([*+?])|\{(\d+)(?:(,)(\d+)?)?\})\??")
 _GROUP = re.compile(r"\((\?:|\?=|\?!|\?<=|\?<!|\?<[A-Za-z_]\w*>|\?)?")
 _HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
 
@@ -180,7 +183,7 @@ class PatternReader:
         assert found is not None
         kind = found[1] or ""
         if kind in ("?<=", "?<!"):
-            raise PatternError("looks behind, which has no equivalent here")
+            raise PatternError("uses look-behind, which has no equivalent here")
         if kind == "?":
             raise UnreadableError("has a group that is not valid in ECMA-262")
         self._at = found.end()
@@ -206,7 +209,7 @@ class PatternReader:
             if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._at += 1
                 high = self._member()
-                if len(low) > 1 or len(high) > 1 or low[0][0] != low[0][1] or low[0][0] > high[0][1]:
+                if any(len(end) > 1 or end[0][0] != end[0][1] for end in (low, high)) or low[0][0] > high[0][0]:
                     raise UnreadableError("has an invalid range")
                 low = ((low[0][0], high[0][1]),)
             found += low
@@ -252,6 +255,8 @@ def _times(found: re.Match[str]) -> tuple[int, int | None]:
     sign, least, comma, most = found.groups()
     if sign:
         return {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
+    if max(len(least), len(most or "")) > MAX_DIGITS:
+        raise UnreadableError(f"has a number of more than {MAX_DIGITS} digits")
     if not comma:
         return int(least), int(least)
     if most is not None and int(most) < int(least):
