@@ -189,6 +189,18 @@ SCHEMAS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{}, {"a": 1}],
         [{"a": 1, "b": 1}],
     ),
+    "an if with keywords that exclude nothing": (
+        {
+            "if": {
+                "properties": {"a": {"uniqueItems": False, "unevaluatedItems": True, "const": 1}},
+                "required": ["a"],
+            },
+            "then": {"required": ["b"], "properties": {"b": {"type": "integer"}}},
+            "type": "object",
+        },
+        [{"a": 1, "b": 2}, {"a": 2}, {}],
+        [{"a": 1}, {"a": 1, "b": "x"}],
+    ),
     "not one of two": (
         {"not": {"anyOf": [{"type": "string"}, {"properties": {"a": {"type": "number"}}, "required": ["a"]}]}},
         [{"a": "x"}, {"b": 1}],

@@ -118,7 +118,16 @@ def _ways_out(rewriter: Rewriter, key: str, value: Any, schema: Mapping[str, Any
             return [rewriter.schema(value, place)]
         case "$ref":
             return [rewriter.entered(opposite, schema, place)]
-        case "items" | "additionalProperties" | "unevaluatedProperties" if value in (True, {}):
+        case (
+            "items"
+            | "additionalItems"
+            | "unevaluatedItems"
+            | "additionalProperties"
+            | "unevaluatedProperties"
+            | "propertyNames"
+        ) if value in (True, {}):
+            return []
+        case "uniqueItems" if value is False:
             return []
         case "format" if not is_one_of(value, LIBRARY_FORMATS) and not is_one_of(value, FORMAT_PATTERNS):
             return []
