@@ -92,7 +92,9 @@ def _memory(process: int) -> int:
     mapped files, such as libraries and weights, which are page cache."""
     with contextlib.suppress(OSError):
         status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
-        return 1024 * int(status.get("RssAnon", status["VmRSS"]).split()[0])  # some sandboxes report only the sum
+        return 1024 * int(
+            (status.get("RssAnon") or status.get("VmRSS", "0")).split()[0]
+        )  # sandboxes may report only the sum
     return 0
 
 
@@ -231,8 +233,8 @@ def up(
                 continue
             if "tls_cert" in values and "peer_tls_ca" not in of_orchestrator:
                 fail(
-                    f"--{role}-tls-cert (SPECDEC_{role.upper()}_TLS_CERT): the orchestrator does not reach a {role} "
-                    "with TLS; give --orchestrator-peer-tls-ca FILE too",
+                    f"--{role}-tls-cert (SPECDEC_{role.upper()}_TLS_CERT): the orchestrator cannot connect "
+                    f"to a {role} with TLS without its CA; give --orchestrator-peer-tls-ca FILE too",
                     ExitStatus.USAGE,
                 )
         listening = {

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli
-from specdec.cli.up import lines
+from specdec.cli.up import _memory, lines
 from specdec.client import Client
 from specdec.engine.memory import free_bytes
 from specdec.engine.model_directory import ModelDirectory
@@ -243,6 +243,15 @@ def test_a_start_that_fails_is_one_line(pair: Pair, tmp_path: Path) -> None:
         assert message in done.stderr
         assert "Traceback" not in done.stderr
         assert done.stdout == ""
+
+
+def test_a_process_that_has_ended_has_no_memory() -> None:
+    """Whether or not its parent has read its exit status."""
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert _memory(process.pid) == 0
+    process.wait()
+    assert _memory(process.pid) == 0
 
 
 def test_a_start_that_is_killed_is_told_with_the_memory_that_it_needs(pair: Pair) -> None:
