@@ -92,7 +92,7 @@ class Stack:
             say(f"{role} starts" if model is None else f"{role} starts: {model}")
             # If an option is given twice, the last one wins.
             common = ("--port", "0", "--log-level", log_level, "--stop-with-stdin")
-            draining = ("--drain-seconds", f"{DRAIN_SECONDS:g}")
+            draining = ("--drain-seconds", f"{drain_seconds:g}")
             served = () if model is None else ("--model", str(model))
             children[role] = Child.start(role, "-m", *programs[role], *common, *draining, *served, *options)
 
