@@ -87,4 +87,6 @@ def _one(path: Path, tensors: Sequence[Stored], names: tuple[str, ...], what: st
     if len(found) != 1:
         listed = ", ".join(tensor.name for tensor in found) or "none"
         raise HeadsFilesError(f"{path}: has {listed} as {what}, must have one tensor named *{' or *'.join(names)}")
+    if len(found[0].shape) != 2:
+        raise HeadsFilesError(f"{path}: {found[0].name} has the shape {list(found[0].shape)}, must be a matrix")
     return found[0]

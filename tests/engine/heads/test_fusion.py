@@ -104,6 +104,12 @@ def test_the_ends_of_a_target_are_those_that_its_engine_has(tmp_path: Path, fami
     assert torch.allclose(ends.logits(states), engine.output_head(states), atol=1e-5)
 
 
+def test_embeddings_that_are_no_matrix_are_named(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", {"model.embed_tokens.weight": torch.zeros(12)})
+    with pytest.raises(HeadsFilesError, match=r"model.embed_tokens.weight has the shape \[12\], must be a matrix"):
+        ends_of(folder, TARGET, "cpu", torch.float32)
+
+
 def test_an_end_that_is_missing_is_named(tmp_path: Path) -> None:
     folder = written(tmp_path / "model", {"other.weight": torch.zeros(3, 4)})
     with pytest.raises(HeadsFilesError, match=r"none as token embeddings, must have one tensor named \*\.embed_tokens"):
