@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2 import model_pb2, verifier_pb2
 from specdec.wire.decisions import explained, main_mode
+from specdec.wire.sources import source_name
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,6 @@ class Model:
 
 
 # Values unknown to this client, from a newer server, become "unspecified".
-_SOURCES = {number: name.removeprefix("TOKEN_SOURCE_").lower() for name, number in model_pb2.TokenSource.items()}
 _REASONS = {number: name.removeprefix("FINISH_REASON_").lower() for name, number in model_pb2.FinishReason.items()}
 
 
@@ -246,7 +246,7 @@ def read_chunk(response: pb.GenerateResponse, *, before_seconds: float = 0.0) ->
         text=response.text,
         tokens=list(response.tokens),
         token_texts=list(response.token_texts),
-        sources=[_SOURCES.get(source, "unspecified") for source in response.sources],
+        sources=list(map(source_name, response.sources)),
         logprobs=[_read_logprobs(logprobs) for logprobs in response.logprobs],
         elapsed_seconds=before_seconds + response.timings.elapsed_us / 1e6,
         forward_seconds=response.timings.forward_us / 1e6,
@@ -271,7 +271,7 @@ def read_result(response: pb.CompleteResponse) -> Result:
         Completion(
             text=completion.text,
             tokens=list(completion.tokens),
-            sources=[_SOURCES.get(source, "unspecified") for source in completion.sources],
+            sources=list(map(source_name, completion.sources)),
             logprobs=[_read_logprobs(logprobs) for logprobs in completion.logprobs],
             finish=_read_finish(completion.finish),
             rejected=_read_rejected(completion.rejected),
@@ -308,9 +308,7 @@ def read_models(response: pb.ListModelsResponse) -> list[Model]:
 
 
 def _read_rejected(rejected: Sequence[model_pb2.RejectedCandidate]) -> tuple[Rejected, ...]:
-    return tuple(
-        Rejected(r.position, r.depth, r.token, _piece(r.bytes), _SOURCES.get(r.source, "unspecified")) for r in rejected
-    )
+    return tuple(Rejected(r.position, r.depth, r.token, _piece(r.bytes), source_name(r.source)) for r in rejected)
 
 
 def _read_finish(finish: pb.Finish) -> Finish:
