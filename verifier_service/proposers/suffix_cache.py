@@ -32,7 +32,9 @@ class SuffixCache:
         """Add a finished text."""
         if not self._most:
             return
-        recent = self._texts.setdefault(tenant, _Recent(self._most))
+        recent = self._texts.get(tenant)
+        if recent is None:
+            recent = self._texts[tenant] = _Recent(self._most)
         self._texts.move_to_end(tenant)
         recent.add([BREAK, *text[max(0, len(text) + 1 - self._most) :]])
         if len(self._texts) > MAX_TENANTS:

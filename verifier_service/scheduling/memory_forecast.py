@@ -70,7 +70,7 @@ def expected_growth(texts: Sequence[VerifierSession], lengths: TextLengths) -> i
                 text.generated,
                 text.end - text.tree.base,
                 len(text.slots) // BLOCK,
-                0 if text.table is None else text.table.exclusive,
+                text.exclusive_blocks,
             )
             for text in texts
         ],

@@ -148,6 +148,12 @@ class VerifierSession:
         assert self.table is not None  # only sessions with memory take part in steps
         return self.table.slots
 
+    @property
+    def exclusive_blocks(self) -> int:
+        """Blocks of memory that no other text shares."""
+        assert self.table is not None
+        return self.table.exclusive
+
     # --- memory -------------------------------------------------------------------------------------
 
     def allocate(self, pool: BlockPool, make_room: Callable[[int], None] = lambda _: None) -> tuple[Slots, Slots]:
