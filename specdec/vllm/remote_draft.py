@@ -114,7 +114,7 @@ class RemoteDraft:
                 drafts.wait(texts.values())
                 for number, text in texts.items():
                     proposed[number] = text.chain(self._depth)
-        drafts.forget(self._texts.forget(self._step - REMEMBERED_STEPS))
+            drafts.forget(self._texts.forget(self._step - REMEMBERED_STEPS))
         return proposed
 
 
