@@ -103,7 +103,7 @@ def read_heads(path: Path, tree: Path | None, directory: ModelDirectory) -> Head
 def _tree(file: Path, heads: int) -> FixedTree:
     content = read_text(file)
     if content is None:
-        raise ModelDirectoryError(f"{file}: there is no such file")
+        raise ModelDirectoryError(f"{file}: does not exist")
     try:
         paths = json.loads(content)
     except ValueError as error:
@@ -112,9 +112,9 @@ def _tree(file: Path, heads: int) -> FixedTree:
         raise ModelDirectoryError(f"{file}: must be a list of 1 to {MAX_NODES} paths")
     for path in paths:
         if not isinstance(path, list) or not 1 <= len(path) <= heads:
-            raise ModelDirectoryError(f"{file}: has {path}, must have lists of 1 to {heads} ranks, one per level")
+            raise ModelDirectoryError(f"{file}: path {path} must be a list of 1 to {heads} ranks, one per level")
         if not all(is_integer(rank, 0, GUESSES - 1) for rank in path):
-            raise ModelDirectoryError(f"{file}: has {path}, must have ranks from 0 to {GUESSES - 1}")
+            raise ModelDirectoryError(f"{file}: path {path} must have ranks from 0 to {GUESSES - 1}")
     try:
         return FixedTree(paths)
     except ValueError as error:

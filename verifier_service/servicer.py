@@ -276,7 +276,7 @@ class VerifierServicer(
         try:
             most = max(len(extend.tokens), len(extend.parents), len(extend.logprob_bytes), len(extend.distributions))
             if most > MAX_NODES_A_MESSAGE:
-                raise ValueError(f"{most} nodes, at most {MAX_NODES_A_MESSAGE} a message")
+                raise ValueError(f"has {most} nodes, must have at most {MAX_NODES_A_MESSAGE}")
             rule, vocabulary = session.request.sampler.rule, self.identity.vocabulary_size
             paths = paths_from(extend, DistributionSizes.of(rule, vocabulary))
             session.extend(extend.base, paths, arrived, extend.base_age_us * 1e-6)

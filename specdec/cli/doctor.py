@@ -44,7 +44,7 @@ def doctor(
 ) -> None:
     """Report what this machine has and lacks: packages, devices, ports, cache folder, and with --model fast paths.
 
-    The last line is the verdict. Exit status 0, or 1 if a model given by --model or --draft cannot run here.
+    The last line is the verdict. Exit status 0, or 1 if a given model or --device cannot be used here.
     """
     if heads is not None and model is None:
         fail("--heads needs --model", ExitStatus.USAGE)

@@ -31,7 +31,7 @@ def trace(
         typer.Argument(
             metavar="REQUEST_ID",
             help="Request id, as in the output of `specdec generate`, the clients' `request_id`, errors and logs, or "
-            "the id of an HTTP answer.",
+            "the id of a completion, chat completion or message; for a response, the HTTP header x-request-id.",
         ),
     ],
     at: Annotated[

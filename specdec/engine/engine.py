@@ -255,4 +255,6 @@ def layer_features(engine: Engine) -> LayerFeatures:
     """Return the engine as a source of features; UnsupportedModelError if it has none."""
     if isinstance(engine, LayerFeatures):
         return engine
-    raise UnsupportedModelError(f"{type(engine).__name__} returns no features of layers; use --engine torch")
+    raise UnsupportedModelError(
+        f"{type(engine).__name__} does not return the inputs of its layers, which these heads read; use --engine torch"
+    )

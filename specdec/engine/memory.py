@@ -53,8 +53,8 @@ def slots_for(
     slots = slots_within(free, slot_bytes, slots_wanted(context, device), working, row_bytes)
     if slots < MIN_SLOTS:
         raise UnsupportedModelError(
-            f"free memory has room for a KV cache of {slots} tokens, at least {MIN_SLOTS} are needed: free memory, or "
-            "set --kv-tokens"
+            f"the free memory has room for a KV cache of {slots} tokens, must have room for {MIN_SLOTS}: free some "
+            "memory, or set --kv-tokens"
         )
     return slots
 

@@ -164,7 +164,9 @@ class GrammarCompiler:
         compilation."""
         key, size = (owner, grammar.kind, grammar.source), weight + growth_bytes(grammar)
         if size > MAX_GRAMMAR_BYTES:
-            raise GrammarError(f"takes up to {size >> 20} MiB compiled, must take at most {MAX_GRAMMAR_BYTES >> 20}")
+            raise GrammarError(
+                f"takes up to {size >> 20} MiB compiled, must take at most {MAX_GRAMMAR_BYTES >> 20} MiB"
+            )
         mine = False
         with self._lock:
             found = self._kept.pop(key, None)

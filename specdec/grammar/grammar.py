@@ -70,7 +70,7 @@ def source_violation(kind: Kind, source: Sequence[str]) -> str | None:
         return "is empty"
     match kind:
         case Kind.JSON_SCHEMA if (levels := _nesting(source[0])) > MAX_NESTING:
-            return f"nests arrays and objects in {levels} levels, must be at most {MAX_NESTING}"
+            return f"has {levels} levels of arrays and objects, must have at most {MAX_NESTING}"
         case Kind.LARK if (rules := len(_RULE.findall(source[0]))) > MAX_RULES:
             return f"has {rules} rules, must have at most {MAX_RULES}"
     return None

@@ -154,7 +154,7 @@ class Gateway:
             models = await self.models(caller)
             name = next((model.tool_format for model in models if model.is_asked_as(request.model)), "")
         if name and name not in FORMATS:
-            raise unsupported("tools", f"use the format {name} for calls, which this server cannot parse")
+            raise unsupported("tools", f"the model writes calls in the format {name}, which this server cannot parse")
         return FORMATS.get(name)
 
     async def _chunks(self, request: ParsedRequest, caller: Caller, prompts: Sequence[AnsweredPrompt] = ()) -> Chunks:

@@ -198,8 +198,8 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
         if isinstance(value, bool) and name not in FLAGS:
             raise wrong(field, value, "text" if name in ("model", "stop") else "a number")
         # a max_tokens of 0 is checked later: it is valid with prompt log-probabilities
-        least = LEAST.get(name, 0)
-        if name in LEAST and isinstance(value, int) and (value < 0 or (value < least and name != "max_tokens")):
+        least = LEAST.get(name)
+        if least is not None and isinstance(value, int) and value < (0 if name == "max_tokens" else least):
             raise wrong(field, value, f"at least {least}")
     if not (chat or given.get("n_predict") == UNLIMITED):
         options.setdefault("max_tokens", COMPLETION_TOKENS)
@@ -365,7 +365,7 @@ def _prompt_logprobs(given: Mapping[str, Any], options: Mapping[str, Any]) -> It
         wanted.append(top)
     if flag(given, "echo"):
         if given.get("truncate_prompt_tokens"):
-            raise refused("truncate_prompt_tokens", "does not go together with echo")
+            raise refused("truncate_prompt_tokens", "cannot be combined with echo")
         wanted += [options["logprobs"]] if "logprobs" in options else []
         wanted += [0] if options.get("max_tokens") == 0 else []
     if wanted:

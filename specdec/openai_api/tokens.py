@@ -70,7 +70,7 @@ def parse_tokenize(fields: Mapping[str, Any], *, strict: bool = False) -> AskedT
     flags = FLAGS[form]
     others = {"chat_template_kwargs", "tools"} if form == "messages" else set()
     known = {form, "model", *flags, *others}
-    ignored = check_names(given, known, hints=dict.fromkeys(OF_TOKENIZE - known, f"does not go together with {form}"))
+    ignored = check_names(given, known, hints=dict.fromkeys(OF_TOKENIZE - known, f"cannot be combined with {form}"))
     values = {name: flag(given, name, default=default) for name, default in flags.items()}
     for name, value in values.items():
         if value is not flags[name] and (form, name) in FIXED:

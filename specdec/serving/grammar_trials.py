@@ -167,10 +167,10 @@ class GrammarTrials:
     def _check_room(self, owner: str) -> None:
         waiting = len(self._under_way)
         if waiting >= MAX_WAITING:
-            raise OverloadedError(f"{waiting} grammars are waiting, the limit is reached")
+            raise OverloadedError(f"{waiting} grammars are waiting or being tried, the limit is reached")
         own = sum(key[0] == owner for key in self._under_way)
         if owner and own >= max(1, MAX_WAITING // TENANT_SHARE):
-            problem = f"{own} of its grammars are waiting, the limit is reached"
+            problem = f"{own} of its grammars are waiting or being tried, the limit is reached"
             raise TenantLimitError(owner, problem, retry_after=1.0)
 
     async def _try(self, key: Key, question: dict[str, Any]) -> TrialResult:

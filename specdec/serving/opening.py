@@ -36,7 +36,10 @@ class Openings:
                 return await anext(aiter(requests), None)
         except TimeoutError:
             if limit in self._ended:
-                raise OverloadedError(f"{MAX_UNOPENED} later calls are waiting for their first message") from None
+                raise OverloadedError(
+                    f"the call sent no message, and {MAX_UNOPENED} later calls are waiting: send the first message "
+                    "with the call"
+                ) from None
             raise DeadlineError(f"no message arrived within {self._seconds:g} s after the call began") from None
         finally:
             self._waiting.pop(limit, None)

@@ -270,5 +270,7 @@ def test_a_model_without_a_list_of_layers_is_refused() -> None:
 def test_an_engine_without_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match=r"^TextEngine returns no hidden states"):
         hidden_states(TextEngine(4))
-    with pytest.raises(UnsupportedModelError, match=r"^TextEngine returns no features of layers; use --engine torch"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"^TextEngine does not return the inputs of its layers, .*; use --engine torch"
+    ):
         layer_features(TextEngine(4))

@@ -15,7 +15,6 @@ from specdec.grammar.json_schema.arrays import MAX_UNIQUE
 from specdec.grammar.json_schema.rewriting import MAX_COMBINATIONS, MAX_TOLD_CHARACTERS, supported, supported_source
 from tests.grammar.followed import Followed
 
-
 CHAINED = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(60)} | {"60": {"pattern": "^a"}}
 """Definitions that each refer to the next."""
 
@@ -29,9 +28,9 @@ CHAINED = {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(60)} | {"60": {"p
         ),
         (
             {"items": {"contains": {"const": 1}, "maxContains": 2}},
-            "/items/contains: cannot be enforced: minContains or maxContains is set, too",
+            "/items/contains: cannot be enforced with this minContains or maxContains",
         ),
-        ({"anyOf": [{"pattern": "(?<=a)b"}]}, "/anyOf/0/pattern: cannot be enforced: it looks behind"),
+        ({"anyOf": [{"pattern": "(?<=a)b"}]}, "/anyOf/0/pattern: cannot be enforced: it uses look-behind"),
         ({"not": {"items": {"type": "string"}}}, "/not/items: cannot be enforced within not or if"),
         ({"not": {"type": "integer"}}, "/not/type: cannot be enforced within not or if: integer has no opposite"),
         ({"if": {"oneOf": []}, "then": {}}, "/if/oneOf: cannot be enforced within not or if"),

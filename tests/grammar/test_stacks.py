@@ -136,8 +136,11 @@ def test_what_passes_the_trial_ends_no_thread_of_a_service(trial: Trial, shapes:
     ("grammar", "problem"),
     [
         (nested("rules", MAX_RULES), f"has {MAX_RULES + 2} rules, must have at most {MAX_RULES}"),
-        (nested("arrays", 120), f"nests arrays and objects in 121 levels, must be at most {MAX_NESTING}"),
-        (Grammar(Kind.JSON_SCHEMA, ("[" * 100_000,)), f"in 100000 levels, must be at most {MAX_NESTING}"),
+        (nested("arrays", 120), f"has 121 levels of arrays and objects, must have at most {MAX_NESTING}"),
+        (
+            Grammar(Kind.JSON_SCHEMA, ("[" * 100_000,)),
+            f"has 100000 levels of arrays and objects, must have at most {MAX_NESTING}",
+        ),
         (Grammar(Kind.JSON_SCHEMA, ('"' + '\\"' * 60_000 + "[" * 101,)), None),
         (Grammar(Kind.JSON_SCHEMA, ('{"const": "' + "[" * 1000 + '"}',)), None),
         (Grammar(Kind.LARK, ('start: "' + "a: " * 2000 + '"',)), None),

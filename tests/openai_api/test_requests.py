@@ -258,7 +258,7 @@ def test_a_chat_is_refused_by_field(fields: dict[str, Any], param: str | None, p
         ({"prompt": ["a"] * 65}, "prompt", "at most 64"),
         ({"prompt": ["a"] * 72 + [1]}, "prompt", "must be text"),
         ({"prompt": [-1]}, "prompt", "prompt = [-1]"),
-        ({"echo": True, "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "does not go together with echo"),
+        ({"echo": True, "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "cannot be combined with echo"),
     ],
 )
 def test_a_completion_is_refused_by_field(fields: dict[str, Any], param: str, problem: str) -> None:

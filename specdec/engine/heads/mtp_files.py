@@ -78,7 +78,7 @@ class MtpConfig:
         fit."""
         for name in LAYER_COUNTS:
             if config.integer(name, 0, MAX_SIZE, default=1) != 1:
-                raise config.refusal(name, "1: one MTP layer, which also reads its own guesses")
+                raise config.refusal(name, "1: other numbers of MTP layers are not supported")
         if config.has("quantization_config"):
             raise config.refusal("quantization_config", "left out: an MTP layer with quantised weights is not read")
         layer = LayerConfig.of(config, target)

@@ -14,7 +14,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,6 @@ class TracedPools:
 
     keys: list[Tensor]
     values: list[Tensor]
-    written: list[int] = field(default_factory=list)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys[layer] = self.keys[layer].index_put((slots,), keys)

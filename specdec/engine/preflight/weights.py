@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.engine.attention_size import AttentionSize
-from specdec.engine.model_directory import GRAPH, INDEX, WEIGHTS, WEIGHTS_FIELD, ModelDirectory
+from specdec.engine.model_directory import GIVE_GGUF, GRAPH, INDEX, WEIGHTS, WEIGHTS_FIELD, ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, in_one_line, opened
 
 Tensor = dict[str, Any]
@@ -120,6 +120,8 @@ def tensors(file: Path) -> dict[str, Tensor]:
 def _other_format(directory: ModelDirectory) -> str:
     """Return the end of a message about weights in an unsupported format."""
     for file in sorted(directory.path.iterdir()):
-        if file.suffix in (".bin", ".pt", ".pth", ".gguf"):
+        if file.suffix in (".bin", ".pt", ".pth"):
             return f"; {file.name} has another format: save the model as safetensors"
+        if file.suffix == ".gguf":
+            return f"; {file.name} has another format: {GIVE_GGUF}"
     return ""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
 
+from specdec.grammar.grammar import GrammarError
 from specdec.grammar.json_schema.negation import UNDENIED, negation
 from specdec.grammar.json_schema.numbers import is_exact
 from specdec.grammar.json_schema.references import Document
@@ -77,7 +78,7 @@ def _rewrite_contains(rewriter: Rewriter, part: Rewrite) -> None:
         places = range(int(min(longest, MAX_CONTAINING)))
         _require_one(part, [{"prefixItems": [True] * at + [fitting], "minItems": at + 1} for at in places])
     else:
-        raise refused(place, "contains", "minContains or maxContains is set, too")
+        raise GrammarError(f"{place}/contains: cannot be enforced with this minContains or maxContains")
 
 
 def _rewrite_unique(rewriter: Rewriter, part: Rewrite, values: Sequence[Any] | None) -> None:

@@ -321,7 +321,10 @@ def changed(place: Path, change: Change) -> tuple[Path, Path]:
         (tensor("model.layers.2.eh_proj.weight", 64, 64), r"has the shape \[64, 64\], must have \[64, 128\] for heads"),
         (tensor("model.layers.2.self_attn.k_proj.weight", 64, 64), r"has the shape \[64, 64\], must have \[32, 64\]"),
         (tensor("model.layers.3.eh_proj.weight", 64, 128), "must have one MTP layer"),
-        (field("num_nextn_predict_layers", 2), "num_nextn_predict_layers is 2, must be 1: one MTP layer"),
+        (
+            field("num_nextn_predict_layers", 2),
+            "num_nextn_predict_layers is 2, must be 1: other numbers of MTP layers are not",
+        ),
         (field("mtp_num_hidden_layers", 0), "mtp_num_hidden_layers is 0, must be 1"),
         (field("quantization_config", {"quant_method": "fp8"}), "quantization_config is .*, must be left out"),
         (field("vocab_size", 9), "vocab_size is 9, must be 320, that of the target"),
