@@ -113,7 +113,7 @@ class DraftStream(PeerStream):
         self._outgoing.put_nowait(message)
 
     def unfed(self, fingerprint: str) -> UnfedError | None:
-        """Return an error if the draft reads features other than the verifier's, which have this fingerprint (empty:
+        """Return an error if the draft reads features with another fingerprint than this one, the verifier's (empty:
         the verifier sends none)."""
         if self.features is None or self.features.fingerprint == fingerprint:
             return None
@@ -147,7 +147,7 @@ keeps."""
 
 MESSAGES_A_COMMIT = 16
 """Messages added to the bucket by each commit: four times `EXTENDS_A_STEP`. One more is added for every four candidates
-granted, since a draft sends four distributions over the whole vocabulary (CONTRASTIVE) without waiting for more."""
+granted: under CONTRASTIVE, a draft sends a message as soon as it holds four distributions over the whole vocabulary."""
 
 
 MAX_EXTEND_BYTES = MAX_BYTES - 64

@@ -64,7 +64,7 @@ class CandidateSink(Protocol):
         """Set the verifier's speculation policy."""
 
     def abort(self, error: ServiceError) -> None:
-        """End the request with this error: it needs a draft, and none is available."""
+        """End the request with this error: it needs a draft and none is available, or its grammar was refused."""
 
 
 class Drafting:
@@ -84,7 +84,7 @@ class Drafting:
         self._last_failure = "no_draft", "no pod is available"  # (reason, why) of the last draft that failed
         self._undrafted = False  # the text continues without a draft
         self._last_commit: float | None = None  # monotonic time of arrival; None: none yet from the current verifier
-        self._given_up: ServiceError | None = None  # the text needs a draft, and none is available
+        self._given_up: ServiceError | None = None  # the error with which drafting has ended the request, if it has
         if self._pods is None and context.sample.needs_draft:
             self._given_up = _draft_required("there is no draft service")
         self._why_undrafted = "" if self._pods is not None else "no_draft" if remote else "off"
@@ -139,8 +139,8 @@ class Drafting:
             self._backoff.progressed()
 
     def _fallback_reason(self, commit: verifier_pb2.Commit) -> str:
-        """Return why the steps of a commit had no draft although the text asked for one. Empty if they had one, or if
-        the text needs a draft: such a text waits instead."""
+        """Return why the steps of a commit had no draft although the text asked for one. Empty if they had one, if
+        there is no draft service, or if the text needs a draft: such a text waits instead."""
         if self._pods is None or self._context.sample.needs_draft:
             return ""
         if not self._state.drafted:
@@ -182,7 +182,7 @@ class Drafting:
 
     async def _work(self, pods: Pods) -> None:
         """Run one draft after another, each started only when it may pay: even a paused session costs an opening and a
-        prefill at the draft. No failure here ends the request, unless the request needs a draft."""
+        prefill at the draft. No failure here ends the request, unless it needs a draft or its grammar is refused."""
         tried: set[Pod] = set()  # pods tried since the last working draft or the last pause
         while self._given_up is None:
             if not self._wanted.is_set():
@@ -254,7 +254,7 @@ class Drafting:
     def _note_end(self, stream: DraftStream, error: Exception) -> None:
         """Note why a draft's session has ended, and avoid its pod for a time: for this text only, or for all."""
         pod = stream.pod
-        reason: FailoverReason | None = None  # of the failover event; none if the session was never open
+        reason: FailoverReason | None = None  # of the failover event, which is recorded if the session was open
         match error:
             case ForeignPodError():
                 pod.found_unfit(error.reason, error)

@@ -145,8 +145,8 @@ class PeerStream:
         return left is not None and left < DEADLINE_SLACK_SECONDS
 
     def _count_heartbeat(self) -> None:
-        """Count a heartbeat. Raise LostError if heartbeats arrive faster than our own services send them: they have no
-        other limit, and sending them costs a hostile peer nothing."""
+        """Count a heartbeat. Raise LostError if the token bucket is empty: heartbeats have no other limit, and sending
+        them costs a hostile peer nothing."""
         now = self._clock()
         # A token bucket with one exception: heartbeats that queued up while the stream was not read arrive together, so
         # the credit of that pause (`since`) may exceed the burst.

@@ -268,7 +268,7 @@ class Verification:
 
     @property
     def _pinned(self) -> str:
-        """The revision that must continue the text. Before the text is begun: the request's, or empty."""
+        """Fingerprint of the model that must continue the text. Before the text is begun: the request's, or empty."""
         return self.revision if self._context.text.begun else self._context.sample.revision
 
     @property
@@ -354,9 +354,9 @@ class Verification:
             self._context.timeline.event("verifier_not_opened", pod=str(pod))
 
     def _note_failed(self, pod: Pod, error: ServiceError) -> None:
-        """Exclude a verifier that failed on this text or refused it: others may take it. If none has begun the text,
-        the request may be invalid: raise the second refusal. The first may have been corrupted in transit together with
-        its checksum."""
+        """Exclude a verifier that failed on this text or refused it: others may take it. But until a verifier has begun
+        the text, the request itself may be invalid. The first such refusal is retried at any verifier, since the
+        opening may have been corrupted in transit together with its checksum; the second is raised."""
         refused = isinstance(error, InvalidRequestError) and not self._begun
         if refused and not isinstance(error, PromptTooLongError):  # another verifier may have more memory
             if self._refused:

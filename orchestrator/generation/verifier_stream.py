@@ -49,7 +49,7 @@ class VerifierStream(PeerStream):
         self, policy: verifier_pb2.VerifyPolicy, *, attempt: int, revision: str
     ) -> verifier_pb2.VerifyOpened:
         """Open the session with the current text, and return the verifier's answer; UnfitError if the pod serves
-        something else, such as another `revision` of the model (empty: any)."""
+        something else, such as a model whose fingerprint is not `revision` (empty: any)."""
         self._policy = policy
         sample = self._context.sample
         message = verifier_pb2.VerifyOpen(
@@ -176,7 +176,7 @@ class VerifierStream(PeerStream):
             await self._write(verifier_pb2.VerifyRequest(policy=policy))
 
     async def set_first_policy(self, policy: verifier_pb2.VerifyPolicy) -> None:
-        """Send the policy before the next read, with the watchdog armed: a pod that stops reading must count as
+        """Send the policy between two reads. The watchdog limits the write: a pod that does not read counts as
         silent."""
         with self._watchdog.listening():
             await self.set_policy(policy)
