@@ -31,7 +31,7 @@ class Peer(NamedTuple):
 
     pod: Pod
     drafts: bool  # whether it is a draft service
-    model: str  # its model's name in requests
+    model: str  # its revision, as named in requests; empty: the revision has no name
 
 
 class PodStatsCache:

@@ -115,8 +115,8 @@ class Catalog:
         return begun[0] if begun else choose(revisions, point_of(request))
 
     def main(self, model: str) -> Revision:
-        """Return the revision of a model with the largest share, for calls that generate nothing. Raises the same
-        errors as `choose`."""
+        """Return the revision that a call without generation uses: the one named, or the model's revision with the
+        largest share. Raise the errors of `choose`."""
         asked = self._aliases.get(model, model)
         return self._named(asked) or largest(self._of_model(asked))
 

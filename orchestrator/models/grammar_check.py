@@ -28,8 +28,8 @@ from specdec.serving.messages import grammar_from
 log = structlog.get_logger()
 
 MAX_DEATHS = 3
-"""Consecutive deaths of verifiers under one text, without growth in between, after which its grammar is refused. A
-draft's death does not count: a text without a verifier does not grow, whatever killed its draft."""
+"""Consecutive deaths of verifiers under one text, without growth in between, after which its grammar is refused. Deaths
+of drafts do not count: while a text waits for a verifier, it does not grow, so unrelated deaths would add up."""
 
 MAX_BLAME = 6.0
 """Total blame within DEATH_SECONDS, over all its texts, after which a grammar is refused. The blame of a death is 1 /

@@ -37,7 +37,7 @@ VERIFIER = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
 
 
 class Readiness:
-    """The readiness of one orchestrator: true from the first reachable verifier until none has been reachable for
+    """The readiness of one revision: true from the first reachable verifier until none has been reachable for
     `failover_seconds`. In a shorter outage requests wait, and are served afterwards."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Readiness:
         return None
 
     async def _refusal(self, pod: Pod) -> str | None:
-        """Ask a verifier whether it is serving, and for its model unless that is known since its last failure. Return
+        """Ask a verifier whether it is serving. The first time, and after each failure, also check its model. Return
         the problem; None if there is none."""
         try:
             await self._check(pod)
