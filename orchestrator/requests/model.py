@@ -1,4 +1,4 @@
-"""The properties of an orchestrator's served model that requests depend on."""
+"""The properties of a served model that requests depend on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdec.wire.tool_formats import ToolFormat
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model served by this orchestrator."""
+    """A model served by this orchestrator, as of one revision."""
 
     name: str
     tokenizer: Tokenizer
@@ -87,7 +87,11 @@ class ServedModel:
 
     @property
     def most_request(self) -> int:
-        """Upper bound in bytes on a valid request: the longest text; 30 bytes for each token of the context (5 for each
-        prompt token in up to four contexts before truncation, or about 10 around each chat turn; and 5 for each resumed
-        token); 10 for each token id, which may be both banned and allowed; and 512 KiB for all other fields."""
+        """Upper bound in bytes on a valid request, the sum of:
+
+        - the longest text
+        - 30 bytes for each token of the context: 5 for each prompt token, of which there may be four contexts before
+          truncation, or about 10 around each chat turn; and 5 for each resumed token
+        - 10 bytes for each token id, which may be both banned and allowed
+        - 512 KiB for all other fields"""
         return self.most_text + 30 * self.context + 10 * self.vocabulary + (512 << 10)

@@ -72,8 +72,10 @@ def parse(
     streamed: bool = True,
     arrived: datetime | None = None,
 ) -> Request:
-    """Parse a message into a request. Raise an error that names every wrong field, or only the prompt if it is too
-    long.
+    """Parse a message into a request. Raise InvalidRequestError, which names all invalid fields; sizes are checked
+    before the other fields, the grammar after them. Raise PromptTooLongError if the prompt is too long,
+    PermissionDeniedError if the message names another tenant than `owner` or sets `learn` without permission,
+    PromptChangedError if a resumed text's prompt gives other tokens here.
 
     `owner` is the tenant of the caller's key; without one, the message names the tenant. `untrusted_drafts` refuses
     rules that let a draft service influence tokens. Commits may be coalesced unless the request is `streamed` or a stop

@@ -147,7 +147,7 @@ class Request:
 
 
 def resolved(sample: Sample, model: str) -> generation_pb2.ResolvedRequest:
-    """Return the resolved request of a sample. `model` names its revision; empty if the model has no other."""
+    """Return the resolved request of a sample. `model` names its revision; empty if the revision has no name."""
     message = generation_pb2.ResolvedRequest(
         model=model,
         sampling=generation_pb2.SamplingParameters(**{name: getattr(sample.sampling, name) for name in NUMBERS}),

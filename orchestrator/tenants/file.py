@@ -61,8 +61,6 @@ Tenants = Mapping[str, Tenant]
 
 @dataclass(frozen=True)
 class TenantsFile:
-    """A file of tenants."""
-
     path: Path
     what: ClassVar[str] = "tenants"
     left_out: ClassVar[str] = ""  # a bad entry makes the whole file unusable
