@@ -17,7 +17,8 @@ COALESCE_SECONDS = 0.02
 commits of an undrafted text: otherwise each of these commits would be held for the next one."""
 
 ADDED = ("text", "reasoning", "reasoning_tokens", "steps", "offered")
-"""Fields of a response to be summed; lists are joined, and other fields are set in the first or last response only."""
+"""Fields of a response to be summed. Lists are joined; other fields, except `timings`, are the same in all responses or
+set in one only."""
 
 Responses = AsyncGenerator[generation_pb2.GenerateResponse, None]
 

@@ -90,7 +90,7 @@ class Detokenizer:
 
 
 class TextStream:
-    """The detokenizer and stop strings of one sample."""
+    """The detokenizer and stop strings of a sample's reasoning or answer."""
 
     def __init__(
         self,

@@ -23,8 +23,8 @@ streams."""
 
 
 ADDED = ("steps", "offered", "accepted", "queued_us")
-"""Fields summed when two commits are joined; lists are joined, and other fields are the later commit's, unless that
-value is 0."""
+"""Fields summed when two commits are joined. Lists are joined, decisions are added, the base stays the first commit's;
+other fields are the later commit's, unless that value is 0."""
 
 
 @dataclass
