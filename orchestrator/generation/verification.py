@@ -89,7 +89,8 @@ class VerifierChoice:
         return preferred(cached, tokens, sample.tenant, self._pods.willing)
 
     def _raise_if_nothing_left(self, resumed: bool) -> None:
-        """Raise the error that ends the request, if no pod is left to try."""
+        """Raise the error that ends the request, if every pod is unfit, if a pod is full and the text is new, or if the
+        back-off budget is used up."""
         unfit = {pod: why for pod in self._pods if isinstance(why := pod.unfit, ServiceError)} | self._unfit
         too_long = any(isinstance(why, PromptTooLongError) for why in unfit.values())
         # A pod with enough memory may be down. A text that has begun waits for it, a new request fails immediately.

@@ -40,7 +40,7 @@ class VerifierStream(PeerStream):
         """Prepare a stream. `longest_step` returns the minimum age in seconds of a step that counts as stuck."""
         super().__init__(pod, context)
         self._longest_step = longest_step
-        self._checksum = 0  # over all tokens sent and received
+        self._checksum = 0  # over the opening and all commits
         self._policy = verifier_pb2.VerifyPolicy()  # as last sent
         # As last reported: generated tokens read by the client, and tokens of the prompt with log-probabilities.
         self._consumed = verifier_pb2.Consumed(tokens=len(context.text.generated), scored_tokens=context.text.scored)
