@@ -18,7 +18,7 @@ from specdec.serving.errors import InvalidRequestError, PeerLostError, UnknownMo
 from specdec.v2 import generation_pb2
 
 NAMED = 8
-"""Most models listed in an error message."""
+"""Maximum names of models or revisions listed in an error message."""
 
 NOWHERE = ("", "")
 """Key for the counts of requests for unknown models."""

@@ -32,9 +32,9 @@ MAX_DEATHS = 3
 of drafts do not count: while a text waits for a verifier, it does not grow, so unrelated deaths would add up."""
 
 MAX_BLAME = 6.0
-"""Total blame within DEATH_SECONDS, over all its texts, after which a grammar is refused. The blame of a death is 1 /
-(1 + `crowd` of the pod), since a widespread grammar is open at every death, whatever the cause. Unrelated kills count
-too (several a minute during node drains), so the limit is twice MAX_DEATHS."""
+"""Total blame within DEATH_SECONDS, over all texts of a grammar, at which it is refused. The blame of a death is
+1/(1+c) for a pod with a `crowd` of c, since a widespread grammar is open at every death, whatever the cause. Unrelated
+kills count too (several a minute during node drains), so the limit is twice MAX_DEATHS."""
 
 AMONG_OTHERS = 2
 """Factor on both limits while pods without the grammar die as well: something else is killing pods. The factor is
@@ -161,7 +161,7 @@ class GrammarWatch:
         self._trying = asyncio.Lock()
 
     def lost(self, pod: Pod, lost: LostError, *, verifier: bool) -> None:
-        """Note the loss of a session with the grammar, at a verifier or a draft, and whether the pod died."""
+        """Note that a session with the grammar was lost, at a verifier or a draft. It counts only if the pod died."""
         if not lost.died:
             return
         self._suspect = True
