@@ -255,8 +255,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any], *, streamed: bool
     ) -> AsyncIterator[tuple[Account, Request, Responses]]:
         """Choose the revision for a request, count and parse the request, and record its timeline unless it is refused
-        for lack of room. Yield the caller's account, the parsed request and its responses. A context, not a generator
-        of responses: errors and cancellations of the caller are counted too.
+        at a tenant's limit or for lack of room. Yield the caller's account, the parsed request and its responses. A
+        context, not a generator of responses: errors and cancellations of the caller are counted too.
 
         The peers of a revision may change later; the request keeps the current ones."""
         metadata = context.invocation_metadata() or ()
