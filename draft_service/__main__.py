@@ -293,8 +293,9 @@ def language_model_servicer(
     folder: Watched[tuple[FoundVersion, ...]] | None,
     trial: TrialLimits,
 ) -> DraftServicer:
-    """Return the servicer of a draft service that runs a draft model. `kept` has texts to learn from, `key` is that of
-    LearningService, and `folder` that of new versions, for trials within the limits `trial`."""
+    """Return the servicer of a draft service that runs a draft model. `kept` keeps texts to learn from; callers of
+    LearningService must present `key`; versions in `folder` are tried within the limits `trial`. None turns each
+    off."""
     learned_from = LearnedFrom.of(directory.path)
     if forgotten.concerns(learned_from):
         log.warning("model_concerned", model=directory.name, why=HAS_LEARNED, remedy="give another --model")

@@ -40,13 +40,12 @@ MiB."""
 
 BYTES_A_TOKEN, MAX_SAVED_BYTES = 6 << 10, 24 << 10
 """Budget for a session's partial distributions: bytes added for each committed token, and the maximum balance. Once the
-budget is used up, only the distributions of the root and its first child are sent: a verifier may be waiting for them.
-The demo pair needs 4 kB a token; without the budget, a draft whose candidates are never right would send several times
-as much."""
+budget is used up, only the likeliest next token is still offered: a verifier may be waiting for it. The demo pair needs
+4 kB a token; without the budget, a draft whose candidates are never right would send several times as much."""
 
 MAX_OWED_BYTES = 4 * MAX_SAVED_BYTES
-"""Limit on a session's overdraft of this budget. It is repaid from the part of BYTES_A_TOKEN that mandatory rows do not
-use."""
+"""Limit on the overdraft of this budget, from distributions that are sent in any case. Each committed token repays what
+they leave of its BYTES_A_TOKEN."""
 
 
 class Extension(NamedTuple):
@@ -91,9 +90,9 @@ class CandidateQueue:
     # --- input --------------------------------------------------------------------------------------
 
     def add(self, path_logprob: float, node: Node) -> None:
-        """Take a new node of the tree, or the first of siblings drawn together. Offer it if it is probable enough and
-        at most `max_nodes` are offered, itself included; otherwise hold it back. The likeliest next token is always
-        sent: a verifier may be waiting for it."""
+        """Take a new node of the tree, or the first of siblings drawn together. Offer it if it is probable enough, the
+        byte budget is not used up, and at most `max_nodes` are offered, itself included; otherwise hold it back. The
+        likeliest next token is always sent: a verifier may be waiting for it."""
         policy = self._policy
         sendable = self._affordable and path_logprob >= policy.min_sent_logprob and self.offered <= policy.max_nodes
         if sendable or (node.parent is self._tree.root and node is self._likeliest):
@@ -149,8 +148,7 @@ class CandidateQueue:
         self._release()
 
     def resend(self) -> None:
-        """Mark all nodes unsent and reset the send timer: the new verifier may step at another pace, and sends its own
-        queries."""
+        """Begin again with another verifier: mark all nodes unsent, and reset query, byte budget and send timer."""
         self._query = None
         self._bytes_left = float(MAX_SAVED_BYTES)
         self._timer = SendTimer()
@@ -216,7 +214,7 @@ class CandidateQueue:
             self._unsent_distributions.append(node)
 
     def _release(self) -> None:
-        """Offer held-back nodes that are now above the threshold, after a commit or a new policy."""
+        """Offer the held-back nodes that may now be sent, best first."""
         held_back, policy = self._held_back, self._policy
         while held_back:
             path_logprob, node = held_back.best()  # if the likeliest next token is held back, it is the best
@@ -229,12 +227,13 @@ class CandidateQueue:
     # --- output -------------------------------------------------------------------------------------
 
     def send_at(self, now: float, step: float) -> float:
-        """Return the time at which unsent nodes become due, possibly in the past; `step`: seconds of a draft step.
+        """Return the time at which unsent nodes become due, possibly in the past; inf if there are none. `step`:
+        seconds of a draft step.
 
         The root's distribution is sent immediately: without it the verifier cannot choose a token (CONTRASTIVE), or
         chooses one before the draws arrive, which are then lost (REJECTION). A full message of whole distributions does
-        not wait either (CONTRASTIVE). Other draws always wait: an end token ends its chain, and the time at which it is
-        sent must not reveal the token.
+        not wait either (CONTRASTIVE). Draws below other nodes wait for the timer, whatever their number: that number
+        depends on the tokens, since an end token ends its chain.
         """
         if not self.has_unsent:
             return math.inf

@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
 
 
 def chosen(computed: Sequence[Computed], logits: DraftLogits) -> Chosen:
-    """Choose children from a pass's logits, with one `draft_candidates` call for all nodes."""
+    """Choose children from a pass's logits, with one `draft_candidates` call for all `expanded` nodes."""
     whole = [node for node in computed if node.session.request.sampler.rule is not Rule.COUPLED]
     rows = logits.whole([node.row.number for node in whole]) if whole else []
     by_whole_rows = [(node, _by_whole_row(node, row)) for node, row in zip(whole, rows, strict=True)]

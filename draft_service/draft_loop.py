@@ -78,7 +78,7 @@ class DraftLoop(EngineWorker[DrafterSession]):
             self.drafter.take_features(session, first, values)
 
     def detach(self, session: DrafterSession) -> None:
-        """Forget a session and free its memory; no-op for an unknown one."""
+        """Forget a session, free its memory, and keep its text if `traffic` may; no-op for an unknown one."""
         self._retry.forget(session)
         if self._sessions.pop(session, None) is not None:
             if self.traffic is not None:

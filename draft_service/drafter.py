@@ -60,7 +60,7 @@ class Drafter(ABC):
 
     def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:
         """Take features of a session's text, starting at position `first`. They arrive before the commit of the token
-        after them. ValueError if they are not whole rows of this text."""
+        after them. ValueError unless they are one or more whole rows."""
         raise ValueError("this draft reads no features")
 
     def best_logprob(self, session: DrafterSession) -> float:

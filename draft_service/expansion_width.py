@@ -34,8 +34,8 @@ ROWS = (16, 32, 64, 128, 256)
 MAX_CROWDED = 2.0
 """Limit on the time of a pass over the nodes of all sessions, in multiples of a step at the smallest width.
 
-If a pass over n rows takes a + b n seconds, nodes finish sooner on average in one pass within this limit than in
-several passes of the smallest size in ROWS.
+If a pass over n rows takes a + b n seconds, one pass within this limit finishes nodes earlier, on average, than several
+passes over ROWS[0] nodes each.
 """
 
 MAX_LOGITS_BYTES = 64 << 20

@@ -1,7 +1,7 @@
 """A language model as a drafter: one forward pass expands the most probable nodes of all sessions.
 
-Each session owns KV slots for the computed part of its committed text and for its computed nodes. When a commit follows
-the tree, the nodes' slots become the text's without a copy.
+From its opening a session owns KV slots for its longest text and its maximum number of nodes. When a commit follows the
+tree, the nodes' slots become the text's without a copy.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class SessionSlots:
 
 
 class ModelSession:
-    """A session as the language model sees it. A pass computes either its pending text or its nodes: the root has no
-    children until the whole text is computed.
+    """A session as the language model sees it. A pass computes either its pending text, whose last row expands the
+    root, or its nodes.
 
     Without a `translation`, the model reads the tokens of the session's tree. With one, the model's text has other
     tokens, maybe more or fewer, so a node's position in the model differs from its position in the tree.
@@ -181,15 +181,15 @@ PROMPT_BUDGET = 512
 """Maximum tokens of committed text in a pass."""
 
 PAUSED_LAG_TOKENS = PROMPT_BUDGET
-"""Limit on a paused draft's pending committed tokens. Below it a paused text costs other sessions nothing, and a
-resumed draft catches up in one pass, or in a few shared passes. Above it, one pass cannot read the whole pending text,
-so reading never expands the root."""
+"""Number of pending committed tokens above which a paused draft reads some. Up to this number, a paused text costs
+other sessions nothing, and a resumed draft catches up in one pass, or in a few shared passes. A pass reads at most as
+many tokens, so a paused draft never reads its text to the end, which would expand the root."""
 
 PROMPT_WIDTHS = 4
 """Rows of committed text in a pass that also expands other sessions, in multiples of the expansion width.
 
-If a pass over n rows takes a + b n seconds, the measured width bounds a pass with these rows and all its nodes to about
-twice the time of a pass without these rows.
+If the measured width is the largest of `expansion_width.WIDTHS`, rows are so cheap that these at most about double the
+time of a pass. Below that, no such limit holds.
 """
 
 OLDEST_SHARE = 4
@@ -279,8 +279,9 @@ class LanguageModelDrafter(Drafter):
             self._virtual_times.pop(tenant, None)
 
     def best_logprob(self, session: DrafterSession) -> float:
-        """Return the base class's value. A session whose text has outgrown the model gets -inf. A paused session gets 0
-        (so that its text is read, though last) if its pending text exceeds PAUSED_LAG_TOKENS, else -inf."""
+        """Return the base class's value, with three exceptions. A session whose text has outgrown the model gets -inf.
+        A paused session gets 0 (so that its text is read, though last) if its pending text exceeds PAUSED_LAG_TOKENS,
+        else -inf. A session whose root was expanded before its text was read gets 0."""
         if not self._sessions[session].fits(self._context):
             return -math.inf
         if session.policy.paused and not session.over:
@@ -374,7 +375,7 @@ class LanguageModelDrafter(Drafter):
         self._level = max(self._level, min(virtual_times.values(), default=0.0))
 
     def _prompt_rows(self, reading: Sequence[ModelSession], expanding: Sequence[ModelSession]) -> int:
-        """Return how many tokens of committed text a pass may compute beside sessions that expand nodes.
+        """Return how many tokens of committed text a pass may compute, at most PROMPT_BUDGET.
 
         Readers are sessions with pending text; W is `PROMPT_WIDTHS` expansion widths.
 

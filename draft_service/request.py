@@ -73,7 +73,7 @@ class ExpansionPolicy:
     @cached_property
     def min_sent_logprob(self) -> float:
         """The minimum path logprob of a node to be sent. For a `min_path_probability` p above 1/9 it is log sqrt(p),
-        since SEND_FACTOR p would reach 1 at p = 1/3. While paused no node is sent."""
+        since SEND_FACTOR p would reach 1 at p = 1/3. While paused it is inf: only the likeliest next token is sent."""
         if self.paused:
             return math.inf
         return min(self.min_logprob + math.log(SEND_FACTOR), 0.5 * self.min_logprob)

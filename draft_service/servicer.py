@@ -275,7 +275,8 @@ class DraftServicer(
 
     def _policy(self, message: draft_pb2.DraftPolicy, most_nodes: int, rule: Rule) -> ExpansionPolicy:
         """Clamp a policy to this pod's limits and to `most_nodes`, the nodes that memory is reserved for. Under
-        REJECTION a tree is a chain unless the request asks for siblings: a chain is verified as a block."""
+        REJECTION a tree is a chain, which is verified as a block, unless the request asks for siblings or default
+        widths apply."""
         limits, defaults = self._limits, self._limits.defaults
         least = MIN_CONTRASTED_PROBABILITY if rule is Rule.CONTRASTIVE else 0.0
         branches = 1 if rule is Rule.REJECTION else defaults.max_branches

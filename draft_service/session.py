@@ -26,8 +26,8 @@ from specdec.serving.errors import InvalidRequestError
 from specdec.serving.target_logprobs import TargetLogprobs
 
 MIN_CHILD_LOGPROB = math.log(MIN_PROBABILITY)
-"""Minimum logprob of a child, except a node's first. A less probable child would not be expanded even with its parent
-as the root."""
+"""Minimum logprob of a child, except a node's first. By default, a less probable child would not be expanded even with
+its parent as the root."""
 
 
 MAX_PLACES = 1024
@@ -90,9 +90,9 @@ class DrafterSession:
     def commit(self, base: int, tokens: list[int]) -> RootMove:
         """Append committed tokens and move the root; drop nodes off the committed path.
 
-        Tokens committed before are skipped. ValueError if the commit leaves a gap, contradicts the committed text, or
-        exceeds this model's context in a session that needs its distributions (CONTRASTIVE). InvalidRequestError for a
-        token outside this model's vocabulary: a property of this text, not a fault.
+        Tokens committed before are skipped. ValueError if the commit leaves a gap, contradicts the committed text, ends
+        beyond `max_tokens`, or fills this model's context in a session that needs its distributions (CONTRASTIVE).
+        InvalidRequestError for a token outside this model's vocabulary: a property of this text, not a fault.
         """
         tree = self.tree
         new_tokens = self._new_tokens(base, tokens)
@@ -154,8 +154,9 @@ class DrafterSession:
     def _follow(self, tokens: Sequence[int]) -> tuple[list[Node], float]:
         """Return the nodes on the path of committed tokens, and the path's logprob.
 
-        Calibrate with the outcome at every node on the path: the child that was taken, if any, even if it was not sent.
-        Use the node's depth at expansion, since commits may have reduced it.
+        Record the places where the draft was overruled. Calibrate with the outcome at every node on the path: the child
+        that was taken, if any, even if it was not sent. Use the node's depth at expansion, since commits may have
+        reduced it.
         """
         node, followed, passed = self.tree.root, [], 0.0
         for place, token in enumerate(tokens, self.tree.base):
@@ -230,8 +231,8 @@ class DrafterSession:
 
     def abandon_frontier(self) -> None:
         """Take all nodes off the frontier, except a root that is not expanded: the next model has computed none of
-        their ancestors. It goes on when the text has left the tree. The tree's candidates, and the distributions they
-        were drawn from, stay."""
+        their ancestors. It expands nothing until a commit moves the root to an unexpanded node. The tree's candidates,
+        and the distributions they were drawn from, stay."""
         self._frontier.clear()
         self._too_deep.clear()
         if not self.root_is_expanded:

@@ -23,7 +23,7 @@ from draft_service.session import DrafterSession
 from specdec.serving.target_logprobs import NO_PLACES, PLACE_BYTES, PackedPlaces
 
 MAX_KEPT_TOKENS = 1 << 28
-"""Limit on the tokens kept: with the places where the draft was overruled, they take 2 GB."""
+"""Limit on the tokens kept: with the indices of overruled ones, they take up to 2 GB."""
 
 
 MAX_SEARCHED_TEXTS = 1024
@@ -42,7 +42,7 @@ class KeptText:
     places: PackedPlaces = NO_PLACES  # the target's log-probabilities at some overruled tokens
 
     def continues(self, other: KeptText, begun: int) -> bool:
-        """Return whether the other text is part of the first `begun` tokens of this one."""
+        """Return whether this text begins with the other one, which has at most `begun` tokens."""
         return (
             (other.tenant, other.prompt) == (self.tenant, self.prompt)
             and len(other.tokens) <= begun
@@ -141,8 +141,8 @@ class Traffic:
         return True
 
     def _joined(self, text: KeptText, begun: int) -> KeptText:
-        """Return a text whose session opened with `begun` tokens. If its beginning is among the last kept texts, add
-        that text's labels, and no longer keep that text."""
+        """Return a text whose session opened with `begun` tokens. If its beginning is among the last kept texts, remove
+        it there and add its labels to the text."""
         recent = enumerate(islice(reversed(self._texts), MAX_SEARCHED_TEXTS), 1)
         back, begin = next(((back, kept) for back, kept in recent if text.continues(kept, begun)), (0, None))
         if begin is None:

@@ -35,8 +35,8 @@ LIVE = frozenset({State.CANARY, State.SERVING, State.RETIRED})
 OVER = frozenset(State) - LIVE - {State.WAITING, State.LOADING}
 
 OUTCOMES = (Outcome.PROMOTED.value, *(state.value for state in State if state in OVER - {State.ENDED}))
-"""Outcomes of versions: promoted, or a final state. All counters start at 0: Prometheus misses the first increase of a
-counter that starts at 1."""
+"""Outcomes of versions: promoted, or a final state except ENDED. All counters start at 0: Prometheus misses the first
+increase of a counter that starts at 1."""
 
 ROLLED_BACK: Mapping[Outcome, State] = {
     Outcome.WORSE: State.WORSE,

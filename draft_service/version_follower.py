@@ -118,7 +118,8 @@ class VersionFollower:
                 self._load(self._waiting.pop(0))
 
     def _take(self, found: tuple[FoundVersion, ...]) -> None:
-        """Take the folder's contents: queue new versions, and versions with a changed marker, for a trial."""
+        """Take the folder's contents: queue new versions, and versions with a changed marker, for a trial; tell the
+        drafter which ones were removed."""
         present = {version.name for version in found}
         for name in [*(version.name for version in self._waiting), *self._tried]:
             if name not in present:

@@ -1,7 +1,8 @@
 """Loads a new version of a draft's model beside the serving one.
 
 A version is checked as at start-up, and compared with the model that the service began with: everything that a session
-relies on must be the same. Then the version is exported in a process of lower priority, loaded, and measured.
+relies on must be the same. Then the version is loaded and measured; for ONNX Runtime it is exported first, in a process
+of lower priority.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class LoadedVersion:
     fingerprint: str  # of config and weights
     times: PassTimes | None = None
     widest: int = 0  # nodes of the largest pass that `times` describes
-    watched: CheckedPass | None = None  # its forward pass; None for a model that was never on trial
+    watched: CheckedPass | None = None  # its forward pass; None for the model loaded at start-up
     export: Path | None = None  # directory of an export made for it
     learned_from: LearnedFrom | None = None  # tenants whose texts it has learned from; None: no tenants
 

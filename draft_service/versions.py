@@ -13,8 +13,7 @@ Moving a session to another version neither loses nor changes its text. The node
 still judges them by the distributions that they were drawn from (REJECTION). The other version adds children only to
 nodes that have none. CONTRASTIVE is not served: there the draft's distribution decides on tokens.
 
-In a step, each version that has sessions to expand runs one pass. All versions get the same number of passes, so the
-comparison is fair.
+In a step, each version with sessions to expand runs exactly one pass, so that the comparison is fair.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ def _stop_checks(version: Version) -> None:
 
 
 class VersionedDrafter(Drafter):
-    """The drafter of several versions. `slots`, `slots_used`, `version_of`, `known`, `is_free`, `expected` and
-    `earlier` may be read by any thread; everything else is for the draft loop's thread."""
+    """The drafter of several versions. Any thread may read its attributes and properties, and call `version_of`; all
+    other methods are for the draft loop's thread."""
 
     def __init__(
         self,
