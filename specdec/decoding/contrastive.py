@@ -51,7 +51,7 @@ def amateur_distribution(logits: Logits, contrast: Contrast) -> DraftDistributio
 
 def likeliest(row: DraftDistribution, contrast: Contrast, margin: float) -> DraftDistribution:
     """Return the part of a whole row to send ahead: the tokens with q(v) >= alpha * exp(-margin) * max q, at most
-    `MAX_LIKELIEST`.
+    `MAX_LIKELIEST`. If these are most of the vocabulary, return the whole row.
 
     A larger margin leaves fewer plausible tokens out. If target and draft agreed, a margin of 0 would suffice.
     """

@@ -104,8 +104,8 @@ class FixedTree:
 
 
 class GrownTrees(NamedTuple):
-    """The likeliest nodes, at most m, of the trees grown for n texts: likeliest first, so parents precede their
-    children. Smaller trees are padded with nodes of path log-probability -inf."""
+    """Nodes, at most m, of the trees grown for n texts. Parents precede their children. Smaller trees are padded with
+    nodes of path log-probability -inf."""
 
     tokens: NDArray[np.int64]  # [n, m]
     parents: NDArray[np.int64]  # [n, m]; 0: the root, i: node i - 1
@@ -156,7 +156,7 @@ class GrowingTrees:
         return GrownTrees(*(np.concatenate(parts, axis=1) for parts in zip(*self._levels, strict=True)))
 
     def best(self, count: int) -> GrownTrees:
-        """Return the `count` likeliest nodes of each tree."""
+        """Return the `count` likeliest nodes of each tree, likeliest first."""
         tokens, parents, logprobs, paths = self.nodes
         order, numbers = _best(paths, count)
         of_parents = numbers[self._every, parents[self._every, order]]

@@ -22,7 +22,8 @@ class TokenLogprobs(NamedTuple):
 
 
 def logprobs(logits: Logits, tokens: NDArray[np.int64], tops: Sequence[int]) -> list[TokenLogprobs]:
-    """Return the log-probability of each row's chosen token, with `tops` alternatives, from float32 logits [n, V]."""
+    """Return the log-probability of each row's chosen token, and the row's `tops` most probable tokens, from float32
+    logits [n, V]."""
     totals = _log_totals(logits)
     own = logits[np.arange(len(logits)), tokens]
     chosen = (own - totals).astype(np.float32).tolist()

@@ -64,7 +64,7 @@ class Continuation(NamedTuple):
 
 
 def continuations(written: Tokens, end: Tokens, most: int, depth: int) -> list[Continuation]:
-    """Return up to `most` continuations of up to `depth` tokens, found in `written` after the last tokens of `end`.
+    """Return up to `most` continuations: up to `depth` tokens that follow the last tokens of `end` in `written`.
 
     Their first tokens differ. Longer matches come first; of equally long ones, the latest. `end` may be the end of
     `written` itself. Negative numbers in `written` separate texts.

@@ -1,5 +1,5 @@
-"""Logit processing before the choice, the same under every rule: penalties, bias, bans, token masks, and division by
-the temperature."""
+"""Logit processing before the choice: penalties, bias, bans and token masks, the same under every rule, and division by
+the temperature, if the rule samples."""
 
 from __future__ import annotations
 

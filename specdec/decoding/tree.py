@@ -166,7 +166,8 @@ class TokenTree:
     def _enter(
         self, place: Node, token: int, logprob: float, origin: int, row: DraftDistribution | None
     ) -> Node | None:
-        """Return the child with this token, adding it if permitted; None otherwise."""
+        """Return the child with this token, adding it if permitted; None otherwise. An existing child keeps the larger
+        logprob, except in a sampled tree."""
         known = place.children.get(token)
         if known is not None:
             if math.isfinite(logprob) and not self._sampled:
