@@ -104,7 +104,7 @@ def lock(folder: Path) -> bool:
 
 
 def write_texts(out: Path, tokens: Tensor, **further: Tensor) -> None:
-    """Write the tokens of a training, int64: `tokens`, and `further` tokens that are stored separately."""
+    """Write the tokens of a training, int64, to TEXTS: `tokens`, and `further` tensors under their own names."""
     make_folder(out)
     replace_tensors(out / TEXTS, {"tokens": tokens, **further})
 

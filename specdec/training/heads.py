@@ -83,8 +83,8 @@ class HeadTraining(Training[P]):
     @torch.no_grad()
     def accuracies(self, most: int = 64) -> list[dict[int, float]]:
         """Return, for each position ahead, the fraction of held-out places at which the target's likeliest token is
-        among the k likeliest guesses, by k in TOLD_RANKS. At most `most` windows are measured, evenly spread. The
-        tokens before a place come from the text."""
+        among the k likeliest guesses, by k in TOLD_RANKS. At most `most` windows are measured, evenly spread. Guesses
+        follow the text's own tokens, not earlier guesses."""
         hits = defaultdict[int, Tensor](lambda: torch.zeros(max(TOLD_RANKS)))  # by position ahead: hits of each rank
         count = Counter[int]()
         for windows in self._passes(self.windows.spread(most)):

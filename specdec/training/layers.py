@@ -1,4 +1,4 @@
-"""Decoder layers to train beside a target: the target's sizes, random initial weights, and the check of the target."""
+"""Decoder layers to train beside a target: the target's sizes, check and features, and random initial weights."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ class Mixture:
 
 def tokens_of(files: Sequence[Path], tokenizer: Tokenizer, end: int | None) -> Tensor:
     """Return the tokens of files, int64 [n], with the `end` token after each text. A line of a .jsonl file is an object
-    with `text`, or with `messages` for the chat template; any other file is one text."""
+    with `text`, or with `messages` for the chat template; any other file is one text. TextError, naming the file, if it
+    cannot be used."""
     ids: list[int] = []
     for file in files:
         for text, special in _texts(file, tokenizer):

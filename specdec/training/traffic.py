@@ -124,7 +124,7 @@ def _joined(texts: Sequence[learning_pb2.KeptText]) -> list[learning_pb2.KeptTex
 
 
 def _with_labels_of(begin: learning_pb2.KeptText, whole: learning_pb2.KeptText) -> learning_pb2.KeptText:
-    """Return a text with the labels of its beginning, too, which end before the text's own."""
+    """Return a text with the labels of its beginning before its own."""
     found = learning_pb2.KeptText()
     found.CopyFrom(begin)
     del found.tokens[:]

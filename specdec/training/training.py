@@ -42,7 +42,7 @@ class Batches(Protocol):
     """The source of a step's windows; the same seed and step give the same ones."""
 
     def batch(self, rows: int, seed: int, step: int) -> Tensor:
-        """Return `rows` windows to train on, int64 [rows, length]."""
+        """Return `rows` windows to train on, int64 [rows, length], or their numbers, int64 [rows]."""
 
 
 P = TypeVar("P", bound=Plan)
@@ -85,7 +85,8 @@ class Training(ABC, Generic[P]):
         return self.done >= self.total
 
     def step(self) -> float:
-        """Train on one batch of windows; return the loss for `describe`. DivergedError if it is not finite."""
+        """Train on one batch of windows; return the loss for `describe`. DivergedError if the loss or, with `max_norm`,
+        the gradient is not finite."""
         plan = self.plan
         for group in self._optimizer.param_groups:
             group["lr"] = plan.rate * _schedule(self.done / plan.steps)
@@ -106,7 +107,7 @@ class Training(ABC, Generic[P]):
 
     @abstractmethod
     def _learn(self, windows: Tensor) -> float:
-        """Accumulate the gradients of a batch, int64 [rows, length]; return its loss."""
+        """Accumulate the gradients of a batch, as returned by `Batches`; return its loss."""
 
     @abstractmethod
     def _write(self, out: Path) -> None:
