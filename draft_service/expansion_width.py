@@ -1,6 +1,6 @@
 """Expansion width: how many nodes to compute in one pass, per session and over all sessions, measured at start-up.
 
-One node per pass, the best, makes the fewest nodes in total. Several per pass give a deeper and wider tree sooner,
+Expanding one node per pass, the best, computes the fewest nodes. Several per pass give a deeper and wider tree sooner,
 since an accelerator's step over a few rows takes about as long as over one. The best width depends on the device, so it
 is measured. The number of nodes of all sessions in a pass is measured too: if extra rows are cheap, no session should
 wait for another's pass.

@@ -55,7 +55,7 @@ from specdec.serving.validation import (
 from specdec.v2 import draft_pb2, draft_pb2_grpc, model_pb2
 
 MAX_COMMIT_TOKENS = 4096
-"""Maximum tokens of a commit: all sessions wait for it. A target's step commits at most a few hundred tokens."""
+"""Maximum tokens of a commit: all sessions wait while it is applied. A target's step commits at most a few hundred."""
 
 MAX_AGE_US = 2**32 - 1
 """Maximum of `base_age_us` (uint32), 71 minutes. Larger ages (for example, with a slow reader) are sent as this

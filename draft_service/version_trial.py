@@ -84,7 +84,7 @@ class Bettor:
 
 @dataclass
 class _Observed:
-    """Counts at the beginning of a session on trial."""
+    """Counts over the first tokens of a session on trial."""
 
     is_new: bool  # drafted by the new version
     tokens: int = 0
@@ -162,7 +162,7 @@ class VersionTrial(Generic[Session]):
             self.verdict = Outcome.UNDECIDED
 
     def closed(self, session: Session) -> None:
-        """End a session, known or not."""
+        """End a session, known or not. If it has at least MIN_TOKENS but no observation so far, it gives one now."""
         self._new.discard(session)
         found = self._running.get(session)
         if found is None:
