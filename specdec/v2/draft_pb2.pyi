@@ -282,8 +282,8 @@ class DraftOpened(google.protobuf.message.Message):
     OVERRULED_LOGPROBS_FIELD_NUMBER: builtins.int
     FEATURES_FIELD_NUMBER: builtins.int
     max_depth: builtins.int
-    """Maximum tokens this session may draft ahead of the committed text: the smaller of its policy's and this pod's
-    limit. 0: not reported.
+    """Maximum depth as in DraftPolicy: the smaller of the policy's and this pod's limit; with `expansion`, its number of
+    widths. 0: not reported.
     """
     max_branches: builtins.int
     """Maximum children of a node, limited in the same way."""
@@ -363,7 +363,7 @@ class DraftPolicy(google.protobuf.message.Message):
     EXPANSION_FIELD_NUMBER: builtins.int
     PARTIAL_DISTRIBUTIONS_FIELD_NUMBER: builtins.int
     max_nodes: builtins.int
-    """Maximum live nodes sent (the credit granted by the verifier), and maximum live nodes computed."""
+    """Limit on live nodes sent, as granted by the verifier, and separately on live nodes expanded."""
     max_depth: builtins.int
     """Maximum tokens that a step verifies ahead of the last committed one, up to 128. The draft expands `max_depth` + 1
     levels more, since the next commit may move the root that far.

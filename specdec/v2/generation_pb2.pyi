@@ -94,7 +94,7 @@ class GenerateRequest(google.protobuf.message.Message):
     TYPICALITY_FIELD_NUMBER: builtins.int
     model: builtins.str
     """Model name; empty for the only one served. NAME@REVISION selects a revision; otherwise one is drawn by traffic
-    share, the same one for the same prompt and seed as long as the shares do not change.
+    share, the same one for the same prompt and seed as long as the shares do not change and the revision is ready.
     """
     text: builtins.str
     """Plain text; at least one character."""
@@ -127,8 +127,8 @@ class GenerateRequest(google.protobuf.message.Message):
     reason PROMPT_CHANGED. Empty: not checked.
     """
     ignore_generation_config: builtins.bool
-    """Ignore the defaults in the model's generation_config.json: an unset temperature is then greedy, other unset
-    parameters are off. The model's end tokens still apply.
+    """Ignore the defaults in the model's generation_config.json: an unset temperature is then `fallback_temperature`,
+    other unset parameters are off. The model's end tokens still apply.
     """
     fallback_temperature: builtins.float
     """Temperature if neither this request nor the model's generation_config.json sets one; not under the CONTRASTIVE
@@ -155,8 +155,8 @@ class GenerateRequest(google.protobuf.message.Message):
     count, and are kept. The prompt may have 4 times the tokens of the context before truncation.
     """
     cache_salt: builtins.str
-    """Share cached prefixes only with requests of the tenant with the same salt, and share no finished texts. At most 256
-    characters; empty: share with requests without a salt. It changes no token.
+    """Share cached prefixes only with requests of the tenant with the same salt, and keep this text out of the suffix
+    cache. At most 256 characters; empty: share with requests without a salt. It changes no token.
     """
     learn: builtins.bool
     """Permits draft services to keep this text, prompt included, and to learn from it (Finish.kept_for_learning). Refused
@@ -176,9 +176,9 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Stop strings: the text ends before the first one. At most 16, none empty. A string equal to the text of a special
-        token or of a reasoning mark is also a stop token. Special tokens do not appear in texts: a string that contains a
-        special token's text is matched against the text with special tokens spelt out.
+        """Stop strings: the text ends before the first one. At most 16, of 1 to 256 characters. A string equal to the text of
+        a special token or of a reasoning mark is also a stop token. Special tokens are not part of the text: they are
+        spelt out only to match a string that contains a special token's text.
         """
 
     @property
@@ -203,8 +203,8 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def reasoning(self) -> global___Reasoning:
-        """Position of the text's reasoning. Unset: for chats derived from the model's template and the end of the prompt,
-        otherwise none. To resume a text, send the value of `resolved`.
+        """Position of the text's reasoning. Unset: chats derive it from the model's template and the end of the prompt, other
+        prompts have none. To resume a text, send the value of `resolved`.
         """
 
     @property
@@ -275,8 +275,8 @@ class Reasoning(google.protobuf.message.Message):
     BEGUN_FIELD_NUMBER: builtins.int
     NONE_FIELD_NUMBER: builtins.int
     opening_token: builtins.int
-    """The opening mark, if it is the first token of the text after up to 8 tokens of white space. With a grammar there is
-    no white space before it.
+    """The opening mark. The text has reasoning only if it begins with this token, after at most 8 tokens of white space;
+    with a grammar, none.
     """
     closing_token: builtins.int
     """The closing mark."""
@@ -397,7 +397,9 @@ class Tool(google.protobuf.message.Message):
     parameters: builtins.str
     """JSON schema of its arguments, of type object; empty: no arguments."""
     strict: builtins.bool
-    """Calls of it must match the schema. If the text must consist of calls, they always do."""
+    """Calls of it must match the schema. They do anyway if the conversation sets `tool_required`, `tool_name` or
+    `single_tool_call`, or if another tool is strict.
+    """
     def __init__(
         self,
         *,
@@ -478,7 +480,9 @@ global___ToolCall = ToolCall
 
 @typing.final
 class SamplingParameters(google.protobuf.message.Message):
-    """Sampling parameters. Unset: the value in the model's generation_config.json, else off (temperature 0)."""
+    """Sampling parameters. Unset: the value in the model's generation_config.json, else off, or for the temperature
+    `fallback_temperature`.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -615,17 +619,17 @@ class Speculation(google.protobuf.message.Message):
     forced: builtins.bool
     """Speculate even if it does not pay."""
     max_candidates: builtins.int
-    """Maximum candidates verified in one step, up to 128; 0: the default. A pod may grant less of this limit, the next
-    two and `max_nodes` (SpeculationStatistics.granted).
+    """Maximum candidates verified in one step, up to 128; 0: the default. Pods may grant a lower `max_candidates`,
+    `max_depth`, `max_branches` or `max_nodes` than requested (SpeculationStatistics.granted).
     """
     max_depth: builtins.int
-    """Maximum tokens verified ahead of the last committed one, up to 128; 0: the default. Drafts go further, to allow for
-    the commit that is under way.
+    """Maximum tokens verified ahead of the last committed one, up to 128; 0: the default. Drafts propose beyond this
+    depth, since a commit on its way shortens their tree.
     """
     max_branches: builtins.int
     """Maximum alternatives at one position, up to 16; 0: the default."""
     jacobi: builtins.bool
-    """With LOOKAHEAD: Jacobi decoding, windows with n-grams of 2 tokens only. Not under REJECTION."""
+    """With LOOKAHEAD: Jacobi decoding, windows with n-grams of 2 tokens only. Not under REJECTION with temperature."""
     max_nodes: builtins.int
     """Maximum live candidates of a draft service, up to 256; 0: the default."""
     min_path_probability: builtins.float
@@ -641,7 +645,7 @@ class Speculation(google.protobuf.message.Message):
     @property
     def lookahead(self) -> specdec.v2.model_pb2.Lookahead:
         """With LOOKAHEAD: size of the window, which is used even if it does not pay. Unset: a size that pays, if any. Under
-        REJECTION a window excludes REMOTE, and empty `drafters` mean the verifier's own.
+        REJECTION with temperature, a window excludes REMOTE: empty `drafters` then mean all but REMOTE.
         """
 
     @property
@@ -842,7 +846,7 @@ class ResolvedRequest(google.protobuf.message.Message):
     """Format of the tool calls in the text, as in ServedModel.tool_format. Empty: the conversation has no tools."""
     @property
     def sampling(self) -> global___SamplingParameters:
-        """The sampling parameters as used. `logit_bias`, `banned_tokens` and `seed` are not repeated."""
+        """The sampling parameters as used, without `seed`, `logit_bias`, and lists of tokens or words."""
 
     @property
     def end_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -927,8 +931,9 @@ class Finish(google.protobuf.message.Message):
     numerics_fingerprint: builtins.str
     """Numerics fingerprint of the verifier."""
     reproducible: builtins.bool
-    """Whether the same request gives the same tokens again. False if the text moved between pods with different numerics,
-    and if its tokens depend on the draft (under CONTRASTIVE, and with temperature under REJECTION and TYPICAL).
+    """Whether the same request gives the same tokens again, provided that `numerics_mode` is EXACT. False if the text
+    moved between pods with different numerics, and if its tokens depend on the draft (under CONTRASTIVE, and with
+    temperature under REJECTION and TYPICAL).
     """
     numerics_mode: specdec.v2.model_pb2.NumericsMode.ValueType
     """Whether the tokens may depend on the other sessions in the steps."""
@@ -948,9 +953,9 @@ class Finish(google.protobuf.message.Message):
 
     @property
     def schema_check(self) -> global___SchemaCheck:
-        """Check of the finished text for the part of its JSON schema that no grammar enforces: `uniqueItems` of open values,
-        and `minProperties` of open or optional names.
-        Unset: the grammar enforces the whole schema, or there is no schema.
+        """Check of the finished text for the part of its JSON schema that no grammar enforces: `uniqueItems` of values that
+        the schema does not list, and `minProperties` of objects whose names may repeat or are optional. Unset: the grammar
+        enforces the whole schema, or there is no schema.
         """
 
     def __init__(
@@ -1771,7 +1776,9 @@ class RevisionView(google.protobuf.message.Message):
     revision: builtins.str
     """The revision's name; empty if the model has a single, unnamed revision."""
     share: builtins.float
-    """Its share of the model's requests, relative to the model's other revisions; 0: only requests that name it."""
+    """Its share of the model's requests, relative to the model's other revisions; 0: only requests that name it or resume
+    its texts.
+    """
     serving: builtins.bool
     """Whether it can serve requests: the orchestrator reaches a verifier of it, or did a moment ago."""
     running_requests: builtins.int
@@ -1829,7 +1836,7 @@ class PodView(google.protobuf.message.Message):
     numerics_fingerprint: builtins.str
     """Its last reported numerics fingerprint; empty before the first report."""
     model: builtins.str
-    """Its model, in the format of GenerateRequest.model."""
+    """The revision it serves, in the format of GenerateRequest.model. Empty: the revision has no name."""
     @property
     def capacity(self) -> specdec.v2.model_pb2.PodCapacity:
         """Its last reported capacity, with the sessions of this orchestrator as they are now. Unset: no recent report."""

@@ -124,8 +124,8 @@ class ForgetResponse(google.protobuf.message.Message):
     tokens: builtins.int
     """Number of their tokens."""
     first_learned: builtins.bool
-    """The model that the pod began with has learned from them. Unless a version serves, this model drafts until the pod
-    is restarted with another one.
+    """The model that the pod began with has learned from the tenant's texts. Unless a version serves, this model drafts
+    until the pod is restarted with another one.
     """
     @property
     def versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:

@@ -656,7 +656,7 @@ class SpeculationDecisions(google.protobuf.message.Message):
         """Steps without candidates, by reason:
         - "off", "off_by_default": the request, or the verifier's default, permits no drafter
         - "no_draft_service": only draft services are permitted, and none is available
-        - "no_drafter": the verifier was given no drafter
+        - "no_drafter": no permitted drafter is available
         - "heads_not_loaded", "heads_failed", "heads_slower": only heads are permitted, and they are not loaded, have
           failed, or were measured to be no faster than plain decoding
         - "local_model_...": the same for a local draft
@@ -853,8 +853,8 @@ class Committed(google.protobuf.message.Message):
 
     @property
     def overruled(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TargetLogprobs]:
-        """The target's log-probabilities where it overruled the draft in choosing these tokens, in order, if the session's
-        policy asks for them (`VerifyPolicy.overruled_logprobs`) or a draft keeps them (`DraftOpened.overruled_logprobs`).
+        """The target's log-probabilities where it overruled the draft in choosing these tokens, in order. From a verifier if
+        `VerifyPolicy.overruled_logprobs` asks for them, to a draft if `DraftOpened.overruled_logprobs` does.
         """
 
     def __init__(
@@ -870,7 +870,7 @@ global___Committed = Committed
 
 @typing.final
 class TargetLogprobs(google.protobuf.message.Message):
-    """The target's likeliest tokens at one position, in its distribution before temperature and truncation."""
+    """The target's likeliest tokens at one position, in its distribution before penalties, temperature and truncation."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -908,7 +908,7 @@ class PodCapacity(google.protobuf.message.Message):
     sessions: builtins.int
     """Open sessions."""
     room: builtins.int
-    """Further sessions it would accept now, waiting ones included. Resumed texts are accepted beyond this."""
+    """Further sessions it would accept now, even if they must wait for memory. Resumed texts are accepted beyond this."""
     wait_us: builtins.int
     """Time before a refused session should be retried, microseconds."""
     def __init__(

@@ -351,7 +351,9 @@ class VerifyPolicy(google.protobuf.message.Message):
     jacobi: builtins.bool
     """With LOOKAHEAD: as in Speculation."""
     unspecified: builtins.bool
-    """The request names neither drafters nor a window: the pod's default may exclude some of `drafters`."""
+    """The request sets none of `drafters`, `off`, `forced`, `lookahead` and `jacobi` of Speculation: the pod's default
+    may exclude some of `drafters`.
+    """
     max_depth: builtins.int
     """Maximum tokens verified ahead of the last committed one, up to 128; deeper candidates wait. 0: no limit."""
     overruled_logprobs: builtins.int
@@ -413,7 +415,7 @@ global___Consumed = Consumed
 
 @typing.final
 class Commit(google.protobuf.message.Message):
-    """Tokens that one step, or several without candidates, added to a session."""
+    """Tokens added to a session by one step, or by several if it uses no draft."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -524,7 +526,7 @@ global___Commit = Commit
 
 @typing.final
 class TokenLogprobs(google.protobuf.message.Message):
-    """Log-probabilities at one position, in the target's distribution before temperature and truncation."""
+    """Log-probabilities at one position, in the target's distribution before penalties, temperature and truncation."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
