@@ -107,7 +107,7 @@ class Readiness:
         """Return a reachable verifier; put the problems of those that were asked in vain into `tried`, by address."""
         pods = list(self._peers.verifiers)
         for pod in pods:
-            if pod.load.reported is not None:  # a session has just heard from it
+            if pod in self._fit and pod.load.reported is not None:  # heard from just now, by a session or for a prefix
                 return pod
         last = [pod for pod in pods if pod is self._reached]
         for asked in (last, [pod for pod in pods if pod not in last]):

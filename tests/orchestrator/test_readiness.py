@@ -148,11 +148,26 @@ async def test_only_who_answered_last_is_asked_and_for_its_model_once() -> None:
 
 
 async def test_what_sessions_know_is_not_asked_again() -> None:
-    pods = Pods(["127.0.0.1:1"])
-    (pod,) = pods
-    pod.load.report(model_pb2.PodCapacity(room=1), seconds=3600)
-    async with readiness(pods) as found:
-        assert found.ready
+    verifier = Verifier()
+    async with serving(verifier) as address:
+        pods = Pods([address])
+        (pod,) = pods
+        async with readiness(pods) as found:
+            pod.load.report(model_pb2.PodCapacity(room=1), seconds=3600)
+            await verifier.health.set(VERIFIER, NOT_SERVING)
+            assert await found._reachable({}) is pod
+
+
+async def test_a_report_does_not_make_a_verifier_fit() -> None:
+    """Capacity comes with answers about prefixes too, which verifiers of other models give."""
+    verifier = Verifier()
+    verifier.identity = model_pb2.ModelIdentity(protocol_version=2, tokenizer_fingerprint="x", context_tokens=64)
+    async with serving(verifier) as address:
+        pods = Pods([address])
+        (pod,) = pods
+        pod.load.report(model_pb2.PodCapacity(room=1), seconds=3600)
+        async with readiness(pods) as found:
+            assert not found.ready
 
 
 async def test_a_verifier_whose_address_goes_away_while_it_is_asked_is_none() -> None:
