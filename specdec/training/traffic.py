@@ -35,9 +35,9 @@ class TrainingTraffic:
 
     @classmethod
     def of(cls, messages: Iterable[learning_pb2.KeptText], read: float) -> TrainingTraffic:
-        """Return the texts in messages. `read`: Unix time, in seconds, at which reading them began. A text that several
-        draft services have drafted for, one after another, counts once."""
-        texts = _joined(list(messages))
+        """Return the texts in messages, the oldest first. `read`: Unix time, in seconds, at which reading them began. A
+        text that several draft services have drafted for, one after another, counts once."""
+        texts = sorted(_joined(list(messages)), key=lambda text: -text.age_us)
         tenants: dict[str, float] = {}
         for text in texts:
             at = read - text.age_us / 1e6
@@ -65,8 +65,8 @@ class TrainingTraffic:
             begin, count, last = positions.start, len(positions), max(text.overruled, default=0)
             if text.prompt_tokens > count or last >= count:
                 raise TextError(
-                    f"--traffic: a text has prompt_tokens {text.prompt_tokens} and overruled up to {last}, must have "
-                    f"less than its {count} tokens"
+                    f"--traffic: a text of {count} tokens has prompt_tokens {text.prompt_tokens} and overruled up to "
+                    f"{last}, must be at most {count} and below {count}"
                 )
             try:
                 own = places_of(text.logprobs, 0, count, MAX_TOKEN_IDS)

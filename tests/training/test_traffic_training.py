@@ -46,8 +46,8 @@ def test_texts_are_joined_and_tenants_dated_by_their_oldest_text() -> None:
         learning_pb2.KeptText(tenant_digest="x", tokens=[4], age_us=3_000_000),
     ]
     traffic = TrainingTraffic.of(kept, 10.0)
-    assert traffic.tokens(0).tolist() == [1, 2, 0, 3, 0, 4, 0]
-    assert traffic.tokens(None).tolist() == [1, 2, 3, 4]
+    assert traffic.tokens(0).tolist() == [4, 0, 3, 0, 1, 2, 0]  # the oldest first, whichever service kept it
+    assert traffic.tokens(None).tolist() == [4, 3, 1, 2]
     assert traffic.tenants == {"x": 7.0, "y": 8.0}
 
 
