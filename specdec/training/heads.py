@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,7 +40,7 @@ class HeadTraining(Training[P]):
         plan: P,
         origin: Origin,
         trained: Iterable[Tensor],
-        max_norm: float | None = None,
+        max_norm: float = math.inf,
     ) -> None:
         """`trained`, `max_norm`: as in Training. UnsupportedModelError if the device has no room for the training."""
         self._model = model.requires_grad_(False).eval()

@@ -18,8 +18,7 @@ MAX_TOKENS = 2**63
 
 
 class DivergedError(Exception):
-    """Raised, with a one-line message, if a step has no finite loss or, where its norm is limited, no finite gradient.
-    The step changes no weight."""
+    """Raised, with a one-line message, if a step has no finite loss or gradient. The step changes no weight."""
 
 
 class ResumeError(ModelDirectoryError):

@@ -65,9 +65,9 @@ class Training(ABC, Generic[P]):
         origin: Origin,
         batches: Batches,
         trained: Iterable[Tensor],
-        max_norm: float | None = None,
+        max_norm: float = math.inf,
     ) -> None:
-        """`trained`: the weights to learn, float32. `max_norm`: limit on the norm of a step's gradient, if any."""
+        """`trained`: the weights to learn, float32. `max_norm`: limit on the norm of a step's gradient."""
         self.plan = plan
         self.origin = origin
         self.done = 0  # steps
@@ -85,16 +85,14 @@ class Training(ABC, Generic[P]):
         return self.done >= self.total
 
     def step(self) -> float:
-        """Train on one batch of windows; return the loss for `describe`. DivergedError if the loss or, with `max_norm`,
-        the gradient is not finite."""
+        """Train on one batch of windows; return the loss for `describe`. DivergedError if the loss or the gradient is
+        not finite."""
         plan = self.plan
         for group in self._optimizer.param_groups:
             group["lr"] = plan.rate * _schedule(self.done / plan.steps)
         loss = self._learn(self._batches.batch(plan.rows, plan.seed, self.done))
-        size = loss
-        if self._max_norm is not None:
-            size += torch.nn.utils.clip_grad_norm_(self._trained, self._max_norm).item()
-        if not math.isfinite(size):
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, self._max_norm).item()
+        if not math.isfinite(loss + norm):
             raise DivergedError(f"step {self.done + 1} has no finite loss or gradient: begin again with a lower --rate")
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

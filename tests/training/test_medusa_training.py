@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from specdec.text.tokenizer import Tokenizer
 from specdec.training.files import PLAN as PLAN_FILE
 from specdec.training.files import STATE, TEXTS, write_texts
 from specdec.training.medusa import MedusaPlan, MedusaTraining
-from specdec.training.plan import EAGLE3, MEDUSA, Origin, ResumeError, check_unfinished
+from specdec.training.plan import EAGLE3, MEDUSA, DivergedError, Origin, ResumeError, check_unfinished
 from specdec.training.texts import TextError, Windows, continuations, digest_of, tokens_of
 from tests.models import VOCABULARY, make
 
@@ -86,6 +87,15 @@ def test_heads_of_the_demo_target_learn_its_language(own_outputs: bool, tmp_path
     with torch.no_grad():
         torch.testing.assert_close(heads(hidden), training.heads(hidden), atol=0.2, rtol=0.1)  # stored in bfloat16
     assert not any((tmp_path / "heads" / name).exists() for name in (STATE, PLAN_FILE, TEXTS))
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing(model: PreTrainedModel, tokens: Tensor) -> None:
+    training = MedusaTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
+    before = [weight.detach().clone() for weight in training._trained]
+    training._trained[0].register_hook(lambda gradient: gradient * math.nan)  # type: ignore[no-untyped-call]
+    with pytest.raises(DivergedError, match="step 1 has no finite loss or gradient"):
+        training.step()
+    assert all(map(torch.equal, training._trained, before))
 
 
 def test_a_training_in_two_parts_gives_the_heads_of_one(model: PreTrainedModel, tokens: Tensor, tmp_path: Path) -> None:
