@@ -29,13 +29,14 @@ class Found(NamedTuple):
     context: int  # tokens
     dtype: str
     device: str
-    memory: int  # bytes, with the full KV cache and the maximum number of sessions
-    memory_at_least: int  # bytes needed to start
-    memory_parts: MemoryNeeded  # of `memory`
+    memory: int | None  # bytes, with the full KV cache and the maximum number of sessions; None: vLLM decides
+    memory_at_least: int | None  # bytes needed to start; None: vLLM decides
+    memory_parts: MemoryNeeded | None  # of `memory`
     common_tokens: int | None = None  # with the target, if a draft has another tokenizer
 
     def as_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "path": str(self.path), "memory_parts": asdict(self.memory_parts)}
+        parts = None if self.memory_parts is None else asdict(self.memory_parts)
+        return {**self._asdict(), "path": str(self.path), "memory_parts": parts}
 
 
 class ModelCheck(NamedTuple):
@@ -64,7 +65,7 @@ def models(target: Path | None, draft: Path | None, placement: Placement, heads:
             check_text(directories[0])
         opened = dict(zip(wanted, directories, strict=True))
         needed = memory_of({role: (wanted[role], directory) for role, directory in opened.items()}, heads=beside)
-        found = [_found(role, wanted[role].placement, opened[role], needed[role]) for role in wanted]
+        found = [_found(role, wanted[role].placement, opened[role], needed.get(role)) for role in wanted]
         if "target" in opened and "draft" in opened:
             found[-1] = found[-1]._replace(common_tokens=_common_tokens(opened["draft"], opened["target"]))
         if heads is not None:
@@ -96,7 +97,7 @@ def _common_tokens(draft: ModelDirectory, target: ModelDirectory) -> int | None:
     return len(load("draft_service.translation").Translation(draft, target).common)
 
 
-def _found(role: str, placement: Placement, directory: ModelDirectory, needed: MemoryNeeded) -> Found:
+def _found(role: str, placement: Placement, directory: ModelDirectory, needed: MemoryNeeded | None) -> Found:
     return Found(
         role,
         directory.path,
@@ -104,7 +105,7 @@ def _found(role: str, placement: Placement, directory: ModelDirectory, needed: M
         directory.context,
         dtype_of(directory, placement),
         placement.device,
-        needed.total,
-        memory_needed(directory, placement).total,
+        None if needed is None else needed.total,
+        None if needed is None else memory_needed(directory, placement).total,
         needed,
     )

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Iterator
 
 from specdec import __version__
+from specdec.doctor.models import Found
 from specdec.doctor.places import LISTENING
 from specdec.doctor.report import DoctorReport
 from specdec.engine.preflight.memory_table import memory_lines
@@ -39,15 +40,15 @@ def lines(report: DoctorReport) -> Iterator[str]:
         for model in report.models.found:
             yield _line(
                 f"{model.role} ({model.architecture})",
-                f"{model.dtype} on {model.device}, {model.context} tokens of context, at least "
-                f"{model.memory_at_least / 1e9:.3g} GB, at most {model.memory / 1e9:.3g} GB: can be served",
+                f"{model.dtype} on {model.device}, {model.context} tokens of context, {_memory(model)}: can be served",
             )
             if model.common_tokens is not None:
                 yield _line("", f"another tokenizer: {model.common_tokens} tokens in common with the target's")
         if report.models.found:
-            yield "memory"
-            needed = {model.role: model.memory_parts for model in report.models.found}
-            yield from (f"  {line}" for line in memory_lines(needed))
+            needed = {found.role: found.memory_parts for found in report.models.found if found.memory_parts is not None}
+            if needed:
+                yield "memory"
+                yield from (f"  {line}" for line in memory_lines(needed))
         if report.problem:
             yield _line("cannot be served", report.problem, marked=True)
     yield "fast paths of the CPU engine"
@@ -58,6 +59,12 @@ def lines(report: DoctorReport) -> Iterator[str]:
             yield _line(name, "on" if off is None else f"off, {off.why}; {off.cost}", marked=off is not None)
     yield ""
     yield report.verdict
+
+
+def _memory(model: Found) -> str:
+    if model.memory is None or model.memory_at_least is None:
+        return "memory decided by vLLM"
+    return f"at least {model.memory_at_least / 1e9:.3g} GB, at most {model.memory / 1e9:.3g} GB"
 
 
 def _packages(report: DoctorReport) -> Iterator[str]:

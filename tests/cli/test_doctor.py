@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from specdec import cli
+from specdec.doctor.models import Found, ModelCheck
 from specdec.doctor.report import DoctorOptions, DoctorReport
 from specdec.doctor.table import lines
 from specdec.engine.preflight.device import cuda_devices
@@ -156,6 +157,14 @@ def test_an_engine_that_is_not_there_is_told() -> None:
         "vLLM is not installed: pip install 'vllm"
     )
     assert doctor_here("--model", TARGET, "--engine", "vlm").exit_code == 2
+
+
+def test_memory_that_vllm_decides_is_told_as_such() -> None:
+    report = DoctorReport(DoctorOptions(TARGET, engine="vllm", device="cuda"))
+    found = Found("target", TARGET, "llama", 512, "bfloat16", "cuda", None, None, None)
+    vars(report)["models"] = ModelCheck([found], "")  # as on a machine with a GPU
+    assert any("512 tokens of context, memory decided by vLLM: can be served" in line for line in lines(report))
+    assert found.as_json()["memory_parts"] is None
 
 
 @pytest.mark.verify
