@@ -188,12 +188,13 @@ class Drafting:
             if not self._wanted.is_set():
                 await self._wanted.wait()
                 tried.clear()
+            if self._context.sample.needs_draft and self._backoff.exhausted:  # one useless draft after another
+                self._give_up()
+                return
             now = time.monotonic()
             useless = {pod for pod, until in self._useless_until.items() if until > now}
             pod = pods.choose(exclude=tried | useless | self._full(pods))
-            if self._context.sample.needs_draft and self._backoff.exhausted:  # one useless draft after another
-                self._give_up()
-            elif pod is not None:
+            if pod is not None:
                 was_at_work = await self._draft_at(pod)
                 tried = {pod} if was_at_work else {*tried, pod}
             else:
