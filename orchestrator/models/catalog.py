@@ -110,7 +110,7 @@ class Catalog:
         begun = [
             revision
             for revision in revisions
-            if request.model_fingerprint and revision.serves(request.model_fingerprint)
+            if request.model_fingerprint and revision.readiness.knows(request.model_fingerprint)
         ]
         return begun[0] if begun else choose(revisions, point_of(request))
 

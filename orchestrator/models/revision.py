@@ -69,10 +69,6 @@ class Revision:
         """The model name in requests for this revision; empty if it has no name."""
         return f"{self.model.name}{SEPARATOR}{self.name}" if self.name else ""
 
-    def serves(self, fingerprint: str) -> bool:
-        """Return True if its verifiers are known to serve a model with this fingerprint."""
-        return self.readiness.knows(fingerprint)
-
     @property
     def ready(self) -> bool:
         """True from the first verifier found until none has been reachable for `failover_seconds`."""
