@@ -94,7 +94,7 @@ class EngineWorker(Worker, Generic[Session]):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._worked = 0.0  # time of the last failure
+        self._failed_at = 0.0
         self._retry: StepRetry[Session] = StepRetry()
         self._shortages = 0  # consecutive steps that got no memory
         self._resume_at = 0.0  # no step before this time, after a shortage
@@ -121,7 +121,7 @@ class EngineWorker(Worker, Generic[Session]):
         if not self.works:
             self.works = self.recover()
             if not self.works:
-                lost = time.monotonic() - self._worked
+                lost = time.monotonic() - self._failed_at
                 if self._shortages and lost > SHORTAGE_SECONDS:
                     raise MemoryError(f"no forward pass could allocate memory for {lost:.0f} s")
                 if lost > LOST_SECONDS:
@@ -149,7 +149,7 @@ class EngineWorker(Worker, Generic[Session]):
             return
         self._shortages = 0
         log.error("step_failed", sessions=len(sessions), exc_info=error)
-        self._worked = time.monotonic()
+        self._failed_at = time.monotonic()
         self.works = self.recover()
         if not self.works:
             self.end_sessions(EngineLostError())
@@ -169,7 +169,7 @@ class EngineWorker(Worker, Generic[Session]):
         gc.collect()
         give_freed_memory_back()
         if not self.recover():  # the probe got no memory either; the failed step left partial writes
-            self.works, self._worked = False, time.monotonic()
+            self.works, self._failed_at = False, time.monotonic()
             self.end_sessions(ShortOfMemoryError())
             return
         too_large = self._retry.got_no_memory(sessions)

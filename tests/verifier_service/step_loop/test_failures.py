@@ -305,7 +305,7 @@ class TestFailures:
         assert loop.turn() == CHECK_SECONDS
         with pytest.raises(EngineLostError):
             client(loop, 10, 3, 5)
-        loop._worked -= LOST_SECONDS
+        loop._failed_at -= LOST_SECONDS
         with pytest.raises(EngineLostError):  # ends the process
             loop.turn()
         engine.dead = False
@@ -325,7 +325,7 @@ class TestFailures:
         turns_until(loop, lambda: engine.failure is None)
         engine.dead = True
         turns_until(loop, lambda: not loop.works)
-        loop._worked -= 2 * SHORTAGE_SECONDS
+        loop._failed_at -= 2 * SHORTAGE_SECONDS
         assert loop.turn() == CHECK_SECONDS
 
     def test_an_engine_that_cannot_clear_single_tokens_comes_back(self) -> None:
