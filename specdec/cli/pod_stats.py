@@ -5,6 +5,7 @@ Each service implements only its own `GetStats`, and answers UNIMPLEMENTED to th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -46,9 +47,11 @@ class PodStats(NamedTuple):
 def ask(channel: grpc.Channel, seconds: float, metadata: Sequence[tuple[str, str]] = ()) -> PodStats:
     """Request the statistics of the service behind a channel. Raise grpc.RpcError if there is no answer within
     `seconds`, NoSuchServiceError if the server is none of the three."""
+    deadline = time.monotonic() + seconds
     for role, stub, request in SERVICES:
+        left = max(0.0, deadline - time.monotonic())
         try:
-            return PodStats(role, stub(channel).GetStats(request, timeout=seconds, metadata=metadata))
+            return PodStats(role, stub(channel).GetStats(request, timeout=left, metadata=metadata))
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise
