@@ -81,6 +81,7 @@ async def as_done(
     """Like `in_order`, but yield results when actions finish, in any order."""
     left = iter(given)
     running: set[asyncio.Future[Made]] = set()
+    done: set[asyncio.Future[Made]] = set()
     try:
         while True:
             running |= {asyncio.ensure_future(action(item)) for item in islice(left, at_once - len(running))}
@@ -92,7 +93,7 @@ async def as_done(
     finally:
         for future in running:
             future.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*running, *done, return_exceptions=True)
 
 
 async def ask(client: AsyncClient, prompt: Prompt, timeout: float | None, heard: Callable[[], None]) -> PromptResult:
