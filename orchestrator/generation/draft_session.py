@@ -102,11 +102,10 @@ class DraftStream(PeerStream):
                     self.at_work = True
                     self.pod.candidates_at = time.monotonic()
                     yield response.extend
-                case "heartbeat" if response.heartbeat.HasField("capacity"):
-                    self._count_heartbeat()
-                    self.pod.load.report(response.heartbeat.capacity)
                 case _:
                     self._count_heartbeat()
+                    if response.heartbeat.HasField("capacity"):
+                        self.pod.load.report(response.heartbeat.capacity)
 
     def send(self, message: draft_pb2.DraftRequest) -> None:
         """Queue a message: a draft that does not read must not block the caller."""
@@ -180,7 +179,7 @@ class CandidateFlow:
         self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE
         if self._left < 0:
             return (
-                f"it sends too many messages, may send at most {self._most} in a burst, and {self._refill} per commit"
+                f"it sends too many messages: at most {self._most} in a burst and {self._refill} per commit are allowed"
             )
         if nodes > MAX_NODES_A_MESSAGE:
             return f"it sends {nodes} candidates in a message, at most {MAX_NODES_A_MESSAGE} are allowed"

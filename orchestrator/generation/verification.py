@@ -151,7 +151,7 @@ def _kind(answer: Exception | None) -> str:
         case None | LeftAloneError():
             return "avoided after failures"
         case GrammarPendingError():
-            return "is compiling the grammar"
+            return "compiling the grammar"
         case OverloadedError():
             return "no room"
         case LostError(conclusive=True):

@@ -214,7 +214,7 @@ def _revisions(name: Any, entry: Any) -> Iterator[RevisionEntry]:
 def _revision(name: str, revision: str, values: Any, *, alone: bool) -> RevisionEntry:
     """Parse a revision, which may omit its share only if it is `alone`."""
     if not isinstance(values, dict):
-        raise ValueError(f"must have {', '.join(KEYS)}")
+        raise ValueError(f"must be a mapping with {', '.join(KEYS)}")
     for key in values:
         if key not in KEYS:
             raise ValueError(f"{echo(str(key))} must be one of {', '.join(KEYS)}")

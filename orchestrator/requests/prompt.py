@@ -95,8 +95,9 @@ def time_of(message: generation_pb2.GenerateRequest, arrived: datetime, violatio
         try:
             return message.chat.time.ToDatetime(UTC)
         except ValueError:
-            seconds = message.chat.time.seconds
-            violations.append(("chat.time", f"is {seconds} s after 1970, must be in the years 1 to 9999"))
+            given = message.chat.time
+            problem = "must be in the years 1 to 9999, with 0 to 999999999 ns"
+            violations.append(("chat.time", f"is {given.seconds} s and {given.nanos} ns after 1970, {problem}"))
     return arrived.replace(microsecond=0)
 
 

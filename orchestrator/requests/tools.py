@@ -14,6 +14,7 @@ from orchestrator.requests.tagged_grammar import Marks, TaggedRules, json_rule, 
 from specdec.grammar.grammar import MAX_SOURCE_BYTES, GrammarError, lark_string
 from specdec.grammar.json_schema.rewriter import Work
 from specdec.grammar.json_schema.rewriting import supported
+from specdec.serving.echo import echo
 from specdec.v2 import generation_pb2, model_pb2
 from specdec.wire.tool_formats import MAX_TOOLS, JsonCall, NamedCall, TaggedCall, ToolFormat
 
@@ -65,7 +66,7 @@ def tool_violations(chat: generation_pb2.ChatPrompt, model: ServedModel) -> list
     if not found:
         found += _forced_violations(chat, model)
     if chat.tool_name and chat.tool_name not in names:
-        found.append(("chat.tool_name", "must be the name of one of the tools"))
+        found.append(("chat.tool_name", f"is {echo(chat.tool_name)}, must be the name of one of the tools"))
     for index, turn in enumerate(chat.messages):
         for place, call in enumerate(turn.tool_calls if is_parsed else ()):
             if call.arguments and arguments_of(call) is None:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 
 from orchestrator.requests.model import ServedModel
 from orchestrator.requests.sample import CommittedText, Sample
-from specdec.serving.messages import query_from
+from specdec.serving.messages import finish_name, query_from
 from specdec.serving.target_logprobs import places_of
 from specdec.serving.validation import MAX_FEATURE_BYTES
 from specdec.v2 import model_pb2, verifier_pb2
@@ -107,8 +107,9 @@ class CommitCheck:
         count, first = len(scores.logprobs), max(1, text.scored)
         if scores.first != first:
             return f"they begin at token {scores.first} of the prompt, must begin at {first}"
-        if not 0 < count <= min(MAX_SCORES_A_MESSAGE, len(self._sample.prompt) - first):
-            return f"they cover {count} tokens, the prompt has only {len(self._sample.prompt) - first} more"
+        most = min(MAX_SCORES_A_MESSAGE, len(self._sample.prompt) - first)
+        if not 0 < count <= most:
+            return f"they cover {count} tokens, must cover 1 to {most}"
         return self._wrong_numbers(scores.logprobs, self._sample.prompt_logprobs or 0)
 
     def violation(self, commit: verifier_pb2.Commit, text: CommittedText) -> str:
@@ -175,16 +176,15 @@ class CommitCheck:
         else:
             wanted = model_pb2.FINISH_REASON_CONTEXT
         if commit.finish_reason != wanted:
-            return f"its finish reason is {commit.finish_reason}, must be {wanted}"
+            return f"its finish reason is {finish_name(commit.finish_reason)}, must be {finish_name(wanted)}"
         return ""
 
     def _wrong_logprobs(self, commit: verifier_pb2.Commit, _: int) -> str:
         """Check that each token has log-probabilities if requested, with the requested number of top tokens."""
         wanted = self._sample.top_logprobs
-        if len(commit.logprobs) != (0 if wanted is None else len(commit.committed.tokens)):
-            return (
-                f"it has log-probabilities of {len(commit.logprobs)} tokens for {len(commit.committed.tokens)} tokens"
-            )
+        count, needed = len(commit.logprobs), 0 if wanted is None else len(commit.committed.tokens)
+        if count != needed:
+            return f"it has log-probabilities of {count} tokens, must have them of {needed}"
         return self._wrong_numbers(commit.logprobs, wanted or 0)
 
     def _wrong_numbers(self, found: Iterable[verifier_pb2.TokenLogprobs], wanted: int) -> str:

@@ -178,8 +178,8 @@ def test_tokens_past_the_limits() -> None:
 
 def test_a_text_that_is_full_must_end() -> None:
     whole = commit(5, [([], 10)] * 15)
-    assert "finish reason is 0, must be 2" in violation(whole)
-    assert "finish reason is 0, must be 3" in violation(whole, max_tokens=2**32 - 1, context=23)
+    assert "finish reason is unspecified, must be length" in violation(whole)
+    assert "finish reason is unspecified, must be context" in violation(whole, max_tokens=2**32 - 1, context=23)
 
 
 def test_an_end_token_before_its_time() -> None:

@@ -77,7 +77,10 @@ models:
         ("models: {big: {revisions: {}}}", "models.'big': must have only `revisions:`"),
         (f"models: {{big: {{revisions: {{1.0: {ONE}}}}}}}", "revisions.'1.0': must be a name, in quotes"),
         (f"models: {{big: {{revisions: {{'a b': {ONE}}}}}}}", "revisions.'a b': must be a name, in quotes"),
-        ("models: {big: {revisions: {a: 3}}}", "revisions.a: must have directory, verifiers, drafts, share"),
+        (
+            "models: {big: {revisions: {a: 3}}}",
+            "revisions.a: must be a mapping with directory, verifiers, drafts, share",
+        ),
         ("models: {big: {revisions: {a: {dir: /a}}}}", "revisions.a: 'dir' must be one of directory, verifiers"),
         ("models: {big: {revisions: {a: {verifiers: ['a:1']}}}}", "a: directory: must be the path"),
         ("models: {big: {revisions: {a: {directory: /a}}}}", "a: verifiers: must be a list of addresses"),
