@@ -14,11 +14,12 @@ import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from specdec import strict_yaml, variables
+from specdec.signatures import parameters_of, with_parameters
 
 
 class Settings(NamedTuple):
@@ -82,21 +83,13 @@ def configurable(service: str, command: Callable[..., None]) -> Callable[..., No
         help="YAML file of options, such as log-level: debug. The command line takes precedence over the environment "
         f"({prefix}LOG_LEVEL for --log-level), and that over the file.",
     )
-    hints = get_type_hints(command, include_extras=True)
     last = inspect.Parameter.KEYWORD_ONLY
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
-        [
-            inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
-            *(
-                parameter.replace(annotation=hints[name], kind=last)
-                for name, parameter in inspect.signature(command).parameters.items()
-            ),
-            inspect.Parameter("config", last, default=None, annotation=Annotated[Path | None, option]),
-        ]
-    )
-    run.__annotations__ = {}
-    run.__doc__ = command.__doc__
-    return run
+    parameters = [
+        inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
+        *parameters_of(command).values(),
+        inspect.Parameter("config", last, default=None, annotation=Annotated[Path | None, option]),
+    ]
+    return with_parameters(run, parameters, command)
 
 
 def check_settings(service: str, command: Callable[..., None]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +12,7 @@ import grpc
 import typer
 
 from specdec.command_line import addresses
+from specdec.signatures import parameters_of, with_parameters
 from specdec.wire.tls_files import TlsError, TlsFiles, channel_credentials
 
 ADDRESS = "SPECDEC_ADDRESS"
@@ -107,23 +106,15 @@ def access(
 def with_access(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command with the options of `access` in place of the parameter `allowed`, which receives their
     `Access`."""
-    options = inspect.signature(access, eval_str=True).parameters
+    options = parameters_of(access)
 
-    @functools.wraps(command)
     def run(**given: Any) -> None:
         allowed = access(**{name: given.pop(name) for name in options})
         command(**given, allowed=allowed)
 
-    own = inspect.signature(command, eval_str=True).parameters
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
-        [
-            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for name in own
-            for parameter in (options.values() if name == "allowed" else [own[name]])
-        ]
-    )
-    run.__annotations__ = {}
-    return run
+    own = parameters_of(command)
+    shown = [option for name in own for option in (options.values() if name == "allowed" else [own[name]])]
+    return with_parameters(run, shown, command)
 
 
 def api_key_in(file: Path, option: str) -> str:

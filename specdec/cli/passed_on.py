@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from specdec.roles import PACKAGES, load
+from specdec.signatures import parameters_of, with_parameters
 
 OPTIONAL = {"openai": ("starlette", "uvicorn")}
 """Optional roles of `specdec up`, and the packages they need. A role without its packages has no options."""
@@ -46,23 +47,14 @@ def passing_on(command: Callable[..., None], *, model: str = "") -> Callable[...
             passed[role] = {name: value for name, value in values.items() if value is not None}
         command(**given, passed=passed)
 
-    hints = get_type_hints(command, include_extras=True)
+    own = parameters_of(command)
+    del own["passed"]
     if model:
-        kind, option = get_args(hints[model])
-        hints[model] = Annotated[kind, typer.Argument(metavar="MODEL", help=option.help)]
-    own = (parameter for name, parameter in inspect.signature(command).parameters.items() if name != "passed")
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
-        [
-            *(
-                parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)
-                for parameter in own
-            ),
-            *(parameter for options in added.values() for parameter in options.values()),
-        ]
-    )
-    run.__annotations__ = {}
-    run.__doc__ = command.__doc__
-    return run
+        kind, option = get_args(own[model].annotation)
+        argument = typer.Argument(metavar="MODEL", help=option.help)
+        own[model] = own[model].replace(annotation=Annotated[kind, argument])
+    shown = [*own.values(), *(option for options in added.values() for option in options.values())]
+    return with_parameters(run, shown, command)
 
 
 def _installed(role: str) -> bool:

@@ -3,10 +3,9 @@ some."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +14,7 @@ from specdec.engine.cpu_count import MAX_THREADS
 from specdec.serving.callers.certificate import parse_name
 from specdec.serving.process.listening import is_loopback
 from specdec.serving.process.server import ServerSettings
+from specdec.signatures import parameters_of, with_parameters
 from specdec.wire.address import Address
 from specdec.wire.tls_files import TlsFiles
 
@@ -151,12 +151,7 @@ def server_settings(
 def serving(port: int, *, without: Container[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a service's command: replace its parameter `server` by the options common to all services, with this
     default port and `without` some of them. The command receives them as ServerSettings."""
-    hints = get_type_hints(server_settings, include_extras=True)
-    shared = {
-        name: parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(server_settings).parameters.items()
-        if name not in without
-    }
+    shared = {name: option for name, option in parameters_of(server_settings).items() if name not in without}
     shared["port"] = shared["port"].replace(default=port)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -164,16 +159,8 @@ def serving(port: int, *, without: Container[str] = ()) -> Callable[[Callable[..
             settings = server_settings(**{name: given.pop(name) for name in shared})
             command(**given, **{SERVER: settings})
 
-        own_hints = get_type_hints(command, include_extras=True)
-        parameters: list[inspect.Parameter] = []
-        for name, parameter in inspect.signature(command).parameters.items():
-            if name == SERVER:
-                parameters += shared.values()
-            else:
-                parameters.append(parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        run.__doc__ = command.__doc__
-        return run
+        own = parameters_of(command)
+        options = [option for name in own for option in (shared.values() if name == SERVER else [own[name]])]
+        return with_parameters(run, options, command)
 
     return decorate
