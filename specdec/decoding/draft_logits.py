@@ -29,6 +29,11 @@ class Shortlists(NamedTuple):
     values: NDArray[np.float32]  # [n, k]
     ids: NDArray[np.int64]  # [n, k]
 
+    def of(self, rows: Sequence[int]) -> Shortlists:
+        """Return the shortlists of these rows."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        return Shortlists(self.values[chosen], self.ids[chosen])
+
 
 class DraftLogits(Protocol):
     """The draft logits: n rows over one vocabulary."""

@@ -26,8 +26,7 @@ class GpuDraftLogits:
         self._shortlists = Shortlists(fetched[0].view(np.float32), fetched[1].astype(np.int64))
 
     def shortlists(self, rows: Sequence[int]) -> Shortlists:
-        own = np.asarray(rows, dtype=np.int64)
-        return Shortlists(self._shortlists.values[own], self._shortlists.ids[own])
+        return self._shortlists.of(rows)
 
     def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
         if missing := [row for row in dict.fromkeys(rows) if row not in self._fetched]:

@@ -31,8 +31,7 @@ class OnnxDraftLogits:
             values[row], ids[row] = found
 
     def shortlists(self, rows: Sequence[int]) -> Shortlists:
-        own = np.asarray(rows, dtype=np.int64)
-        return Shortlists(self._shortlists.values[own], self._shortlists.ids[own])
+        return self._shortlists.of(rows)
 
     def whole(self, rows: Sequence[int]) -> Sequence[Logits]:
         return [self._on_host[row] for row in rows]

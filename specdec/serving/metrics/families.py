@@ -40,17 +40,16 @@ class Families:
 
     def counters(self, name: str, help: str, labels: tuple[str, ...], values: Mapping[Values, float]) -> None:
         """Add a counter per tuple of label values."""
-        family = CounterMetricFamily(self._name(name), help, labels=labels)
-        for value, count in values.items():
-            family.add_metric(value, count)
-        self.made.append(family)
+        self._add(CounterMetricFamily(self._name(name), help, labels=labels), values)
 
     def gauge(self, name: str, help: str, value: float) -> None:
         self.made.append(GaugeMetricFamily(self._name(name), help, value))
 
     def gauges(self, name: str, help: str, labels: tuple[str, ...], values: Mapping[Values, float]) -> None:
         """Add a gauge per tuple of label values."""
-        family = GaugeMetricFamily(self._name(name), help, labels=labels)
+        self._add(GaugeMetricFamily(self._name(name), help, labels=labels), values)
+
+    def _add(self, family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[Values, float]) -> None:
         for value, count in values.items():
             family.add_metric(value, count)
         self.made.append(family)
