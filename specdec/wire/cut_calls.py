@@ -34,7 +34,7 @@ def cut_calls(text: str, tool_format: ToolFormat, schemas: Schemas) -> list[Tool
 def _json_calls(text: str, style: JsonCall) -> list[ToolCall]:
     calls, at = [], len(text) - len(text.lstrip(" \n;"))
     if style.listed and text[at : at + 1] == "[":
-        at += 1
+        at = _BETWEEN.match(text, at + 1).end()  # type: ignore[union-attr]  # it matches the empty text too
     decoder = json.JSONDecoder()
     while at < len(text):
         try:
@@ -89,6 +89,7 @@ def _tagged_call(text: str, style: TaggedCall, schemas: Schemas, *, whole: bool)
         inner = properties.get(key, {})
         if end < 0:
             value = text[begin : len(text) - overlap(text, style.pad + style.value[1], begin)]
+            arguments.pop(key, None)  # a repeated argument: the last one counts, and stands last
             begun = tool_call(name, {**arguments, key: 0})
             last = _begun_value(value.removeprefix(style.pad), inner, schema)
             return None if begun is None else ToolCall(name, begun.arguments.removesuffix("0}") + last)

@@ -255,6 +255,17 @@ def test_a_cut_call_with_many_arguments_takes_time_linear_in_its_length() -> Non
     assert call.arguments.startswith('{"a": "", "b": xxx')
 
 
+def test_a_cut_call_with_a_repeated_argument_has_its_last_value() -> None:
+    written = [f"<arg_key>{key}</arg_key><arg_value>{value}" for key, value in (("a", "1"), ("b", "2"), ("a", "3"))]
+    (call,) = cut_calls("f\n" + "</arg_value>".join(written), GLM, {})
+    assert call.arguments == '{"b": 2, "a": 3'
+
+
+def test_a_cut_list_may_begin_with_white_space() -> None:
+    calls = cut_calls('[ {"name": "f", "arguments": {"x": 1}}, {"name": "g"', MISTRAL, {})
+    assert calls == [ToolCall("f", '{"x": 1}'), ToolCall("g", "")]
+
+
 def test_half_a_surrogate_pair_stays_escaped() -> None:
     """It is valid in JSON but not in UTF-8: the response could not be sent."""
     call = '<tool_call>{"name": "f", "arguments": {"text": "\\ud83d"}}</tool_call>'
