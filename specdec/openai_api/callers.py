@@ -1,8 +1,8 @@
 """Callers: identifies them before a body is read, and limits their requests.
 
 Only orchestrators know the keys. Their verdict on a key is cached for a while, so that a request with a wrong key costs
-no call and no resource that tenants share. An orchestrator refuses a call with a key revoked in the meantime, so a
-request that makes a call does not wait for a new check.
+no call and no resource that tenants share. A request that calls an orchestrator does not wait for a renewed verdict:
+the orchestrator refuses a revoked key itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ipaddress
-import math
 import random
 import time
 from collections import Counter, OrderedDict
@@ -25,8 +24,8 @@ from specdec.openai_api.errors import ApiError, too_many
 from specdec.serving.callers.token_bucket import TokenBuckets
 
 ACCEPTED_SECONDS = 60.0
-"""Lifetime in seconds of two verdicts: that a key is accepted, and whether keys are required. The old verdict applies
-until the new one arrives."""
+"""Lifetime in seconds of two verdicts: that a key is accepted, and whether keys are required. A request that calls an
+orchestrator uses the old verdict until the new one arrives."""
 
 REFUSED_SECONDS = 5.0
 """Lifetime in seconds of a refusal; short, since the key's tenant may be new."""
@@ -50,15 +49,15 @@ ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST = 50.0, 100.0
 REFUSAL_RATE, REFUSAL_BURST = 20.0, 50.0
 """Rate and burst of refusals per network that are answered without delay."""
 
-MAX_DELAY_SECONDS = 2.0
+DELAY_SECONDS = 1.0
 MAX_DELAYED = 256
-"""Maximum delay of further refusals in seconds, and maximum number of delayed ones."""
+"""Delay of further refusals: half to all of this, in seconds; and the maximum number of delayed ones."""
 
 REQUEST_RATE, REQUEST_BURST = 500.0, 1024.0
 """Rate and burst of one caller's requests: half of the capacity of this process."""
 
 CANCEL_SUFFIX = "/cancel"
-"""Suffix of the only POST that is answered without an orchestrator."""
+"""Suffix of the only admitted POST that calls no orchestrator."""
 
 MAX_NETWORKS = 4096
 """Maximum networks, and maximum callers, whose rates are tracked."""
@@ -90,8 +89,9 @@ class Keys:
         self._all_unknown = TokenBuckets(ALL_UNKNOWN_RATE, ALL_UNKNOWN_BURST, 1)
 
     async def refusal(self, authorization: str, network: str, *, calls: bool = True) -> ApiError | None:
-        """Return the orchestrators' refusal of a key; None if they accept it. ApiError if it cannot be checked now. A
-        request that `calls` an orchestrator does not wait while a verdict that lasts `ACCEPTED_SECONDS` is renewed."""
+        """Return the orchestrators' refusal of a key; None if they accept it. ApiError if it cannot be checked now.
+        `calls`: the request will call an orchestrator, so an expired verdict that lasted `ACCEPTED_SECONDS` is used
+        while it is renewed."""
         key, now = hashlib.sha256(authorization.encode()).digest(), time.monotonic()
         accepted = self._accepted.get(key)
         error, until = (None, accepted) if accepted is not None else self._refused.get(key, (None, 0.0))
@@ -197,11 +197,11 @@ class Callers:
 
     async def _delay(self, scope: Scope, network: str) -> None:
         """Delay the answer to a network with many refusals; meanwhile the connection may be evicted."""
-        if (wait := self._refusals.wait(network)) and self._delayed < MAX_DELAYED:
+        if self._refusals.wait(network) and self._delayed < MAX_DELAYED:
             scope[EVICTABLE] = True
             self._delayed += 1
             try:
                 # Jitter: delayed callers must not return together.
-                await asyncio.sleep(min(MAX_DELAY_SECONDS, math.ceil(wait)) * random.uniform(0.5, 1.0))
+                await asyncio.sleep(DELAY_SECONDS * random.uniform(0.5, 1.0))
             finally:
                 self._delayed -= 1
