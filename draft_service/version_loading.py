@@ -135,16 +135,16 @@ class VersionLoader:
         """Check and load a version; VersionRefusedError if it cannot serve. `expected` maps the number of nodes of a
         pass to the seconds that the serving version needs at present; None: unknown.
 
-        Runs in a thread that ends afterwards: OpenMP keeps a team of threads for each thread that has computed.
+        Call it in a thread that ends afterwards, since OpenMP keeps threads for each thread that has computed.
         """
         export: Path | None = None
         try:
-            learned_from = LearnedFrom.of(found.path)  # read first, since it is written before the weights
             directory = self._checked(found.path)
             fingerprint = directory.model_fingerprint
             if self.placement.kind == "onnx" and not is_exported(directory, self.placement):
                 export = exported(directory, self.placement)
             loaded = self._loaded(directory if export is None else ModelDirectory(export), expected)
+            learned_from = LearnedFrom.of(found.path)  # read last, since it is written before the weights
             if found.path == self.first.path:
                 export = None  # made at start-up, and kept for the next start
         except Exception as error:  # no fault of a version may stop the service
