@@ -36,5 +36,5 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def ratios(over: Iterable[float], under: Iterable[float]) -> Spread:
-    """Return the spread of the ratios within a round."""
+    """Return the spread, over all rounds, of each round's ratio."""
     return spread(a / b for a, b in zip(over, under, strict=True))

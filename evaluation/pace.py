@@ -16,8 +16,8 @@ MAX_SPREAD = 1.5
 
 
 class Pace:
-    """Mean pass times relative to the shortest, measured repeatedly. Predictions run real passes, which other processes
-    may delay, so the report has mean times, not the shortest."""
+    """Mean pass times relative to the shortest, measured repeatedly. Predictions contain such delays, so the report has
+    mean times, not the shortest."""
 
     def __init__(self, run: Callable[[int], float], least: Callable[[int], float]) -> None:
         """`run` runs a pass over a number of rows and returns its seconds; `least` returns the shortest known seconds

@@ -1,4 +1,4 @@
-"""The results in a step's folder: its figures, counts of tests, and tables."""
+"""The results in the folder of one step of a GPU run: its figures, counts of tests, and tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def tables(folder: Path) -> dict[str, str]:
 
 
 def _tests(file: Path) -> dict[str, Any]:
-    """Return the number of passed tests, the names of failed ones, and the number of skipped ones by reason."""
+    """Return the number of passed tests, the names of the first MAX_REASONS failed ones, and the number of skipped ones
+    by reason."""
     try:
         cases = list(ElementTree.parse(file).iter("testcase"))
     except (OSError, ElementTree.ParseError):

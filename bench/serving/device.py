@@ -1,13 +1,13 @@
-"""Measure services on devices that only take time: the host's cost if a step takes a few milliseconds, as on a GPU.
+"""Measure the host's cost per step, with simulated devices that wait as long as a GPU would compute.
 
     python -m bench device [--profile 8b-h100 --streams 1,8,32,64 --ways off,forced --temperatures 0,0.8]
 
 The three services and their messages are real, and so is all of the host's work for a step; the devices of target and
 draft are simulated (`bench.systems.simulated_gpu`). A draft's first guess is right at three of four positions, and side
 branches hold the right token at half of the others. Above temperature 0, top-p is 0.95. Each cell has `--settle`
-seconds of load, then `--seconds` that are measured. `busy` is the fraction of the time that the target's device
-computes, `in time` the fraction of drafted steps at whose end the draft's next candidates had arrived. Stages are parts
-of the processor time of a loop's thread (`bench.systems.stages`).
+seconds of load, then `--seconds` that are measured. `busy` estimates the fraction of the time that the target's device
+computes, from the mean rows of a step, `in time` the fraction of drafted steps at whose end the draft's next candidates
+had arrived. Stages are parts of the processor time of a loop's thread (`bench.systems.stages`).
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def table(report: Report) -> str:
             f"{each['temperature']:g}",
             each["way"],
             f"{each['tokens_a_second']:.0f}",
-            "" if base is None else f"{each['tokens_a_second'] / base['tokens_a_second']:.2f}",
+            f"{each['tokens_a_second'] / base['tokens_a_second']:.2f}" if base and base["tokens_a_second"] else "",
             f"{each['step_ms']:.2f}",
             f"{100 * each['busy']:.0f} %",
             f"{each['rows']:.1f}",

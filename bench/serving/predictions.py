@@ -4,10 +4,10 @@
     python -m bench predictions --slower 3      # on simulated devices
 
 Four pairs: the demo pair, the same with its target padded to 60M and to 230M parameters, and with a draft of random
-weights. Each is predicted and measured with a draft service on its own core, with the draft within the verifier, and
-without a draft. Target and draft have one thread each. Services and prediction keep running between rounds; the first
-round warms up, and medians of the others are reported. The cost of a message between services is measured first
-(`evaluation.hop`).
+weights. Each is predicted and measured with a draft service on its own core, with the draft within the verifier,
+without a draft, and without speculation. Target and draft have one thread each. Services and prediction keep running
+between rounds; the first round warms up, and medians of the others are reported. The cost of a message between services
+is measured first (`evaluation.hop`).
 
 With two cores, target and draft do not run side by side as on two devices, since an orchestrator and a client contend
 for the same cores. With `--slower` each model has a device slower than a core by this factor. The pass times of these

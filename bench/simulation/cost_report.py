@@ -8,7 +8,7 @@ from bench import markdown
 
 
 def _device(report: dict[str, Any]) -> str:
-    """Return the unit by which figures are divided: devices, equal or weighted by price."""
+    """Return the unit of cost: a device, or a device weighted by price."""
     return "device" if report["draft_price"] == 1 else "priced device"
 
 

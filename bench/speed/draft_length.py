@@ -6,9 +6,9 @@
 For each number N, specdec verifies a chain of up to N tokens, whether or not that pays; transformers' assisted
 generation drafts N tokens in every step (a constant schedule, no confidence threshold). All take turns prompt by
 prompt. The report has medians over prompts: the time for a text, and its ratio to the same system's plain decoding of
-the same prompt. The prompts are tokens of the demo's vocabulary, which the models must share. Every drafted text at
-temperature 0 is compared with plain decoding's, for specdec with the same exact numerics. Writes draft-length.json and
-.md.
+the same prompt. The prompts are tokens of the demo's vocabulary, which the models must share. At temperature 0, drafted
+texts are compared with plain ones; specdec's plain ones are decoded again with exact numerics. Writes draft-length.json
+and .md.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Account:
 
     @contextmanager
     def request(self, samples: int = 1, prompts: int = 1) -> Iterator[None]:
-        """Count a request for `samples` texts while the context lasts; its caller asks for `prompts` requests together.
-        Raise TenantLimitError if a limit is reached now, InvalidRequestError if `samples` alone exceeds
+        """Count a request for `samples` texts while the context lasts; `prompts`: number of requests that the client
+        sent as one. Raise TenantLimitError if a limit is reached now, InvalidRequestError if `samples` alone exceeds
         max_concurrent_requests, or `prompts` exceeds requests_per_minute."""
         tenant = self.tenant
         if tenant is not None:

@@ -1,4 +1,4 @@
-"""Errors of a request that name the command's options."""
+"""Refused requests, reported by command option."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ def train_draft(
         typer.Option(
             "--served-labels",
             help="Train only on the labels of --traffic: the tokens that the target chose, and its log-probabilities "
-            "where it overruled the draft. No step computes the target; it only measures the draft. Cannot be "
-            "combined with --text, --own-tokens or --replay; needs --loss forward.",
+            "where it overruled the draft. The target is computed only to measure the draft, not in training steps. "
+            "Cannot be combined with --text, --own-tokens or --replay; needs --loss forward.",
         ),
     ] = False,
     allowed: Access = OPEN,

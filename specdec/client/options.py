@@ -110,7 +110,7 @@ class GenerateOptions(TypedDict, total=False):
     ]
     bad_words: Annotated[
         Sequence[str] | None,
-        "Words or other texts that are not generated, alone or after a space, in the tokens that stand for them.",
+        "Texts that are never generated in their usual tokens, alone or after a space.",
     ]
     seed: Annotated[int | None, "Sampling seed. Default: drawn by the server, and sent in the first chunk."]
 

@@ -1,8 +1,8 @@
 """Block hashes: 64-bit names for prefixes of a text, used to ask a verifier which of these prefixes it has cached.
 
 A text is cut into blocks of `HASHED_TOKENS` tokens. The hash of a block covers the cache scope, all previous blocks and
-its own tokens, as in vLLM's prefix caching: equal hashes mean equal prefixes. One collision is expected among 2**32
-different prefixes; its only effect is that a text is routed to a worse verifier.
+its own tokens, as in vLLM's prefix caching: equal hashes mean equal prefixes. Among 2**32 different prefixes, half a
+collision is expected; its only effect is that a text is routed to a worse verifier.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _with_told_once(chunk: Chunk, first: Chunk) -> Chunk:
 
 async def prompt_first(chunks: AsyncIterable[Chunk]) -> AsyncGenerator[Chunk, None]:
     """Yield the chunks of one prompt. The first sample carries the prompt; chunks of other samples are held back until
-    the prompt is complete. Fields that a call sends only once are moved to the first chunk yielded."""
+    the prompt is complete. The first chunk yielded also gets the fields that a call sends only once."""
     held: list[Chunk] | None = []
     begun = False
     async for chunk in chunks:

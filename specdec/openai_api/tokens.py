@@ -45,7 +45,8 @@ FIXED = {
 """Flags that must have their default value, and why."""
 
 MAX_BODY_WITH_TEXTS = 32 << 10
-"""Maximum bytes of a body that requests the text of each token. At this size, reading the texts takes up to 30 ms."""
+"""Maximum bytes of a body that requests the text of each token. Decoding the tokens of such a body takes up to 30
+ms."""
 
 AT_ONCE = 1 << 14
 """Token ids encoded per slice, in a millisecond."""

@@ -20,7 +20,7 @@ SPREAD = 0.02
 
 
 def layer_sizes(model: PreTrainedModel) -> LayerSizes:
-    """Return the sizes of a target's layers, for layers of heads."""
+    """Return the target's layer sizes, for new layers beside it."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -91,8 +91,8 @@ class CandidateChoice:
         allow an experiment on the cost of rows. Callers allow it only if no prompt and no other tenant waits for the
         step."""
         offers = [session.candidates() for session in sessions]
-        # The end of a block must not depend on draws beyond it (`block_verification.py`). So no experiment leaves draws
-        # out, and the proposers' time, which depends on how far they drew, does not count.
+        # A block's end must not depend on later draws (`block_verification.py`). So no experiment leaves draws out, and
+        # the proposers' time, which depends on how far they drew, does not count.
         blocks = any(session.block_verification for session in sessions)
         found = select_candidates(
             offers,

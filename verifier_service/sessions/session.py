@@ -282,7 +282,7 @@ class VerifierSession:
         return self.policy.own and (chosen or (rule is Rule.REJECTION and not self.policy.remote))
 
     def propose_ngrams(self, break_even: float, shared: Tokens | None) -> None:
-        """Add n-gram proposals to the tree, once for each length of the text; `shared`: finished texts of the
+        """Add n-gram proposals to the tree, at most once for each length of the text; `shared`: finished texts of the
         tenant."""
         every = self.policy.lookahead is not None
         if self.ngrams.propose(
@@ -334,7 +334,7 @@ class VerifierSession:
         return self.best_nodes if self.speculates and not self.remaining_prompt else NO_NODES
 
     def compare_candidates(self) -> BestNodes:
-        """Return the candidates to choose from, for a step that compares them with candidates of other texts."""
+        """Return `candidates`, and mark them as compared with other texts' candidates."""
         self._compared = max(self._compared, *(node.position for node in self.candidates().nodes), 0)
         return self.candidates()
 

@@ -95,8 +95,8 @@ class TreeVerification:
 
     def queries(self) -> Iterator[tuple[int, SamplingQuery]]:
         """Yield (row index among the results, sampling query) for every row the step may reach: the root's, the
-        candidates', and the window's. Leave out rows covered by a chain query, unless the window uses them, and rows
-        whose mask the grammar cannot give in advance: verification queries the latter when it reaches them."""
+        candidates', and the window's. Two kinds of rows are left out: those of a chain query that the window does not
+        use, and those without a mask in advance, which verification queries when it reaches them."""
         tree = self.planned.tree
         nodes, paths = {self.row: self._node}, {id(self._node): self._path}
         if tree is not None:
@@ -117,8 +117,8 @@ class TreeVerification:
         yield from ((row, query) for row, query in self.lookahead_queries() if row not in nodes or row in in_chain)
 
     def chain(self) -> ChainQuery | None:
-        """Return the query about the chain of draws below the current node, as far as the step has rows for it and no
-        node has several children. None if there is no chain, or draws are tested one by one."""
+        """Return the query about the chain of draws below the current node. It ends before the first candidate without
+        a row, and at a node with several children. None if there is no chain, or draws are tested one by one."""
         if not self._blocks:
             return None
         tree, node, path, row = self.planned.tree, self._node, self._path, self.row

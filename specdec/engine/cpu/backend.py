@@ -20,8 +20,7 @@ from specdec.engine.row_counts import InvariantRowCounts
 
 
 class RaggedBackend:
-    """Attention backend over the keys and values of all layers, each [kv_heads, slots, width], with torch's thread
-    count.
+    """Holds the keys and values of all layers, each [kv_heads, slots, width]. Attention uses as many threads as torch.
 
     The system allocates the memory's pages at the first write; `touch_memory` allocates all of them.
     """

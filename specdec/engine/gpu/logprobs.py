@@ -1,6 +1,6 @@
 """Log-probabilities of rows on a GPU: only a few numbers per row go to the host.
 
-The host subtracts the log of a row's sum of weights from its logits, as for rows in host memory
+The host subtracts the log of a row's sum of exp from its logits, as for rows in host memory
 (`specdec.decoding.logprobs`). Only this log is computed on the GPU, and may differ in its last bits.
 """
 

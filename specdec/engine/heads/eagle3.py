@@ -34,7 +34,9 @@ from specdec.engine.kv.slots import Slots
 class Eagle3Weights:
     """The weights of EAGLE-3 heads, of one dtype on one device."""
 
-    fusion: Fusion  # with norms before its product (`norm_before_fc`, or EAGLE-3.1's `fc_norm`), or none
+    fusion: (
+        Fusion  # with norms before its product: none, one (`norm_before_fc`), or one per feature (`fc_norm`, EAGLE-3.1)
+    )
     embedding_norm: Tensor  # [d']
     hidden_norm: Tensor  # [d']
     project: Tensor  # [(heads + 2 kv_heads) width, 2 d']: queries, keys, values

@@ -34,10 +34,10 @@ MAX_HEADS, MAX_LAYERS = 32, 16
 """Maximum number of heads, and of residual blocks per head. Published files have 3 to 5 heads of one block."""
 
 MAX_LOGITS = 1 << 22
-"""Approximate maximum logits of a pass; a pass has at least one text, even if it exceeds this."""
+"""Maximum logits of a pass, except that a pass has at least one text."""
 
 BLOCK = re.compile(r"(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight$")
-"""End of the name of a block's weight: the tensors that all heads have."""
+"""Matches the end of a residual block's weight name; all Medusa files have such tensors."""
 
 WHOLE_MODEL = "medusa_head."
 """Prefix of the heads' tensors beside the target's own."""

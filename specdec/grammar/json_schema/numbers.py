@@ -44,7 +44,7 @@ def rewrite_bounds(rewriter: Rewriter, part: Rewrite) -> None:
 
 
 def rewritten_bound(rewriter: Rewriter, key: str, value: Any, place: str) -> Any:
-    """Return a value for a bound that llguidance enforces exactly and that allows no additional number."""
+    """Return the bound, moved inward if necessary, so that llguidance enforces it exactly."""
     _, away = BOUNDS[key]
     if not is_number(value):
         return value  # draft 4's flag, or an invalid value

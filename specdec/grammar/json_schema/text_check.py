@@ -28,7 +28,7 @@ MAX_WORK, VISIT_WORK, ITEM_WORK = 500_000, 100, 30
 compared item 30 plus its number of characters."""
 
 CONTAINERS = frozenset(["array", "object"])
-"""Types of values that may contain an array."""
+"""Types of values that the check looks into."""
 
 DEFINITIONS = frozenset(["$defs", "definitions"])
 """Keywords with schemas that apply only where they are referred to."""
