@@ -269,7 +269,7 @@ class VerifierSession:
         return self.tree.base - self.consumed + self.scored - self.scores_read
 
     def set_policy(self, policy: Policy) -> None:
-        """Replace the session's policy."""
+        """Take a new policy: the best nodes are chosen again."""
         self.policy = policy
         self._best_nodes = None
 
@@ -335,8 +335,9 @@ class VerifierSession:
 
     def compare_candidates(self) -> BestNodes:
         """Return `candidates`, and mark them as compared with other texts' candidates."""
-        self._compared = max(self._compared, *(node.position for node in self.candidates().nodes), 0)
-        return self.candidates()
+        best = self.candidates()
+        self._compared = max([self._compared, *(node.position for node in best.nodes)])
+        return best
 
     @property
     def verifies_blocks(self) -> bool:
@@ -345,8 +346,8 @@ class VerifierSession:
         return self.block_verification and self.tree.base > self._compared
 
     def wait_estimate(self, now: float, break_even: float, *, drafted: bool) -> WaitEstimate:
-        """Return the session's wait estimate. `drafted`: whether it uses a remote draft; if not, it waits for nothing,
-        but its own candidates would be delayed."""
+        """Return the session's wait estimate. `drafted`: whether it uses a remote draft. Without one, it gains nothing
+        by waiting, and its own candidates are delayed."""
         best = self.candidates()
         if not drafted or self.policy.patience <= 0:
             return WaitEstimate(best.expected)
