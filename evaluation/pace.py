@@ -12,7 +12,7 @@ ROUND_SECONDS = 0.1
 """Seconds of passes after which a measurement ends."""
 
 MAX_SPREAD = 1.5
-"""Spread of pass times above which predictions are unusable: they compare ways that ran at different times."""
+"""Spread of pass times above which predictions are unusable, since they compare different speeds of the machine."""
 
 
 class Pace:

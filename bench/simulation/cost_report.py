@@ -29,7 +29,7 @@ def table(report: dict[str, Any]) -> str:
     latencies = [entry["latency_ms"] for entry in next(iter(capacities.values()))]
     lines = [
         f"SIMULATED: {report['preset']}, the draft's best token is right {report['acceptance']:.0%} of the time. "
-        f"The target's device counts 1, one of the draft's own {report['draft_price']:g}.",
+        f"The target's device costs 1, a draft's own device {report['draft_price']:g}.",
         "",
     ]
     lines += markdown.table(
@@ -47,7 +47,7 @@ def table(report: dict[str, Any]) -> str:
     )
     lines += [
         "",
-        f"Capacity: maximum streams within a time per token, to one part in 16; in brackets per {_device(report)}.",
+        f"Capacity: most streams that keep to a time per token (precision 1/16); in brackets, per {_device(report)}.",
         "",
     ]
     lines += markdown.table(

@@ -105,7 +105,7 @@ class Generation:
                         response.resolved.CopyFrom(resolved(self._context.sample, self._asked_as))
                         first = False
                     if response.HasField("finish"):
-                        self._sign(response.finish)
+                        self._complete_finish(response.finish)
                         timeline.finish(response.finish)
                         self._complete = True
                         yield response
@@ -123,7 +123,7 @@ class Generation:
                 self._verification.cancelled()
             raise
 
-    def _sign(self, finish: generation_pb2.Finish) -> None:
+    def _complete_finish(self, finish: generation_pb2.Finish) -> None:
         """Add the text's numerics and the events of its sessions to `finish`."""
         verification = self._verification
         finish.numerics_fingerprint = verification.identity.numerics_fingerprint
@@ -133,7 +133,7 @@ class Generation:
         finish.kept_for_learning = bool(self._context.keepers)
         speculation = finish.speculation
         speculation.undrafted_reason = self._drafting.undrafted_reason
-        # Count only tokens before a stop string.
+        # At most the tokens sent: some undrafted ones may lie beyond a stop string.
         speculation.undrafted_tokens = min(self._drafting.undrafted_tokens, sum(speculation.sources.values()))
         speculation.granted.CopyFrom(self._context.granted.message())
         speculation.failover_events.update(self._context.events.counts)

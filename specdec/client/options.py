@@ -138,7 +138,10 @@ class GenerateOptions(TypedDict, total=False):
         "The drafters that may propose candidates, in place of `speculation`.",
     ]
     forced: Annotated[bool | None, "With `drafters` or `speculation`: use them even if they do not pay."]
-    rule: Annotated[Literal["coupled", "rejection", "contrastive", "typical"] | None, "How candidates become tokens."]
+    rule: Annotated[
+        Literal["coupled", "rejection", "contrastive", "typical"] | None,
+        "How candidates are accepted (docs/acceptance-rules.md). Default: coupled.",
+    ]
     alpha: Annotated[
         float | None, "contrastive: minimum probability of a token, relative to the most probable one. Default: 0.1."
     ]
@@ -159,7 +162,8 @@ class GenerateOptions(TypedDict, total=False):
     ]
     scorer: Annotated[
         ScorerName | None,
-        "How a draft service scores candidates: calibrated to what the target has accepted, or by its own probability.",
+        "How a draft service scores candidates. calibrated: by what the target has accepted; probability: by the "
+        "draft's probability.",
     ]
     expansion: Annotated[
         Sequence[int] | None,

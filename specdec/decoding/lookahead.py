@@ -1,15 +1,13 @@
 """The lookahead window (Fu et al. 2024, "Break the sequential dependency of LLM inference using lookahead decoding",
 section 3): the target guesses at W future positions together, and N - 1 steps refine every guess.
 
-Level 0 holds W - 1 consecutive tokens after the root. Every further level holds W tokens: the target's choices after
-the level before it, made one step later than that level. Token i of level l is i + l positions after the root (in level
-0, token 0 is the root). It sees the committed text, level 0 up to token i, and its own column in the levels between. So
-the window is a token tree: a chain, with one column below each of its tokens. The target's choices below the last level
-complete one n-gram per column.
+Level 0 is the root and the W - 1 tokens after it. Every further level holds W tokens: the target's choices after the
+level before it, made one step later than that level. Token i of level l is i + l positions after the root. It sees the
+committed text, level 0 up to token i, and its own column in the levels between. So the window is a token tree: a chain,
+with one column below each of its tokens. The target's choices below the last level complete one n-gram per column.
 
-Every step adds a level. In a full window, level 1 then takes the place of level 0. Until the window is full, every step
-drops the first token of each level instead, so level 0 starts with W - 1 arbitrary tokens and one more for each missing
-level.
+Every step adds a level. In a full window, level 1 then takes the place of level 0. Until the window is full, a step
+drops the first token of each level. So level 0 starts with W - 1 arbitrary tokens, and one more for each missing level.
 
 With N = 2 there is only level 0, and the window is Jacobi decoding (Santilli et al. 2023, "Accelerating transformer
 inference for translation via parallel decoding"): level 0 proposes the next tokens; each step recomputes the level and

@@ -15,7 +15,7 @@ _PLACE = f"encoded {uuid4().hex}"
 
 
 class EncodedList:
-    """A list that is encoded as it grows: putting it into many answers and events costs hardly anything."""
+    """A list that is encoded as it grows: each value is encoded once, however many answers and events contain it."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []

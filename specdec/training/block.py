@@ -249,8 +249,8 @@ def rarest(tokens: Tensor, embeddings: Tensor) -> int:
 
 
 def _untrained(shape: BlockShape, model: PreTrainedModel, seed: int) -> BlockWeights:
-    """Return initial weights, float32. The context c_t starts as the last feature, the Markov head has no effect, and
-    the confidence is one half."""
+    """Return initial weights, float32. At first the fused features are nearly the last feature, the Markov head has no
+    effect, and the confidence is one half."""
     begun = Untrained(seed, model.device)
     table: Any = model.get_input_embeddings()
     output: Any = model.get_output_embeddings()

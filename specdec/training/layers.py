@@ -80,7 +80,7 @@ class Untrained:
         return (SPREAD * torch.randn(rows, columns, generator=self._random)).to(self._device)
 
     def fusion(self, hidden: int, features: int) -> Tensor:
-        """Return weights [hidden, features * hidden] that fuse features into nearly the last one."""
+        """Return weights [hidden, features * hidden] whose product with features is nearly the last one."""
         found = self.product(hidden, features * hidden)
         found[:, -hidden:] += torch.eye(hidden, device=self._device)
         return found

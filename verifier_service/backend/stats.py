@@ -86,8 +86,8 @@ class VerifierStats:
         self, seconds: float, results: Sequence[VerifyResult], *, texts_waited: bool = False, in_turn: int = 0
     ) -> None:
         """Count the seconds since the end of the last step; after idle time, since the start of this one.
-        `texts_waited`: decoding texts sat this step out for a prompt, and still wait for the next step; `in_turn`:
-        number of sessions that sit this step out because tenants take turns."""
+        `texts_waited`: decoding texts sat this step out for a prompt, so its seconds count towards the next one;
+        `in_turn`: number of sessions that sit this step out because tenants take turns."""
         self._held_up += seconds
         if texts_waited:
             return

@@ -40,7 +40,7 @@ class StepCandidates(NamedTuple):
     nodes: list[list[Node]]
     windows: list[LookaheadRows | None]
     prices: list[RowPrice]  # price of one more row, by session: candidates below its break-even are left out
-    break_even: float  # break-even probability for drafters
+    break_even: float  # down to which drafters should propose; optimistic where row costs are uncertain
     exploring: bool = False  # has fewer or more candidates than pay, to learn the cost of rows
 
     def why_none(self, place: int, best: float) -> Without:
@@ -92,7 +92,7 @@ class CandidateChoice:
         step."""
         offers = [session.candidates() for session in sessions]
         # A block's end must not depend on later draws (`block_verification.py`). So no experiment leaves draws out, and
-        # the proposers' time, which depends on how far they drew, does not count.
+        # the proposers' time is not counted: it tells how far they drew.
         blocks = any(session.block_verification for session in sessions)
         found = select_candidates(
             offers,

@@ -6,8 +6,8 @@
 | FasterDecoding's models of Medusa-2 | `*.safetensors`, beside the target's own | the same, prefixed `medusa_head.` |
 | vLLM's | `model.safetensors` | `blocks.{i}.layers.{l}.weight`; `lm_heads.{i}.weight` or one `lm_head.weight` |
 
-i numbers the heads, l the blocks of a head; the last tensor of a head is its output head. The shapes in the file
-headers are checked before weights are read.
+The prefix may also be `medusa_heads.`. i numbers the heads, l the blocks of a head; the last tensor of a head is its
+output head. The shapes in the file headers are checked before weights are read.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ LAYOUTS: Sequence[Mapping[str, str]] = [
         },
     )
 ]
-"""Kind of part -> tensor name, in FasterDecoding's layout and in vLLM's, each without a prefix or with one of two. {}
-stands for the numbers of head and block; FasterDecoding's output head has the number after the last block's."""
+"""Kind of part -> tensor name, in FasterDecoding's layout and in vLLM's, each without a prefix and with both. {} stands
+for the numbers of head and block; FasterDecoding's output head has the number after the last block's."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ TOKENS = 24
 
 @dataclass(frozen=True)
 class ReferenceCheck:
-    """Finite logits of a short text and of a branch in it, from the model's forward pass with its own layers."""
+    """Finite logits of a short text and of a branch in it, from the unmodified model's forward pass."""
 
     name: str  # class of the model
     allowed: float  # maximum difference, relative to the largest logit

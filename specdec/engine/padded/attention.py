@@ -61,7 +61,8 @@ class PaddedAttention:
         return output if self.place is None else output[self.place]
 
     def _gather(self, pool: Tensor, keys: Tensor) -> Tensor:
-        """Return pool[keys]. index_select copies several times as fast; ONNX graphs have the same operator for both."""
+        """Return pool[keys]; by index_select, which copies several times as fast. A traced graph has one operator for
+        both."""
         if not self.fused:
             return pool[keys]
         return pool.index_select(0, keys.flatten()).view(*keys.shape, *pool.shape[1:])

@@ -14,7 +14,7 @@ BOUNDS = {
     "maximum": ("exclusiveMinimum", -1),
     "exclusiveMaximum": ("minimum", -1),
 }
-"""For each bound: the opposite bound, and the direction in which numbers are allowed."""
+"""For each bound: its negation, and the direction in which numbers are allowed."""
 
 LARGEST = 2**63 - 1024
 """The largest bound that llguidance can enforce: the largest 64-bit float below 2^63."""
@@ -30,8 +30,9 @@ def rewrite_listed_values(rewriter: Rewriter, part: Rewrite) -> None:
         if key in part.source:
             rounded, size = inexact(part.source[key])
             rewriter.count(part.place, size)
-            for wrong in rounded:
-                raise refused(part.place, key, f"{wrong} has more digits than a 64-bit float; write it as a string")
+            if rounded:
+                problem = f"{rounded[0]} has more digits than a 64-bit float; write it as a string"
+                raise refused(part.place, key, problem)
             part.keywords[key] = part.source[key]
 
 

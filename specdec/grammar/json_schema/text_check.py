@@ -97,8 +97,8 @@ class TextCheck:
         return TextVerdict(True)
 
     def _reached(self) -> tuple[dict[int, list[tuple[Select, Schema]]], set[int]]:
-        """Return the steps from each schema that certainly applies, by its identity, and the identities of the schemas
-        that are also, or only, reached in another way."""
+        """Return (steps, uncertain). `steps`: by schema id, the steps from each schema that certainly applies.
+        `uncertain`: ids of schemas that are reached in other ways, too."""
         steps: dict[int, list[tuple[Select, Schema]]] = {}
         others, ahead = list[Any](), [self._root]
         while ahead:
