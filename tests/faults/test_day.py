@@ -24,7 +24,7 @@ from tests.faults.cluster import Cluster, Models
 from tests.faults.conftest import client_of
 from tests.faults.history import Record, undisturbed, wrong
 from tests.faults.rollout import Rollout
-from tests.faults.scenario import At, Ended, Event, Ready, Run
+from tests.faults.scenario import After, At, Borne, Ended, Event, Ready, Run
 from tests.margins import Oracle
 
 pytestmark = [pytest.mark.verify, pytest.mark.timeout(3000)]
@@ -69,13 +69,16 @@ def day(pods: list[str]) -> Iterator[Event]:
     kills = ((at, "kill", pod) for at, pod in killed(pods, SECONDS))
     upgrade = ((UPGRADE_BEGINS + UPGRADE_APART * number, "terminate", pod) for number, pod in enumerate(pods))
     shares = ((part * SECONDS, do.partition(" ")[0], "rollout") for do, part in ROLLOUT.items())
+    before = 0.0
     for at, do, whom in merge(kills, upgrade, shares):
-        yield Event(At(at), do, whom)
+        # Where pods start slowly, the day is longer: otherwise the delayed events would come all together.
+        yield Event(Borne(at - before), do, whom)
+        before = at
         if whom != "rollout":
             yield Event(Ended(whom), "start", whom)
         if do == "terminate":
             yield Event(Ready(whom))
-    yield Event(At(SECONDS))
+    yield Event(After(SECONDS - before))
 
 
 def revision_of(seen: Record) -> str:
@@ -145,7 +148,8 @@ async def test_a_day(models: Models, oracle: Oracle, tmp_path: Path) -> None:
             calm = await Run(cluster).play_open(client, asked, [Event(At(CALM_SECONDS))], rate)
             run = Run(cluster, rollout=rollout)
             await run.play_open(client, asked, day(list(cluster.pods)), rate)
-        print(f"\n{rate:.2f} requests/s\ncalm: {told(calm, CALM_SECONDS)}\nday:  {told(run, SECONDS)}\n{run.report()}")
+            seconds = time.monotonic() - run.began
+        print(f"\n{rate:.2f} requests/s\ncalm: {told(calm, CALM_SECONDS)}\nday:  {told(run, seconds)}\n{run.report()}")
         assert faults(calm, wants, oracles) == []
         assert faults(run, wants, oracles) == []
     by = Counter(revision_of(seen) for _, seen in run.records)
