@@ -278,7 +278,7 @@ async def test_a_trained_draft_guesses_what_it_has_learned_and_changes_no_token(
     model = load_target(ModelDirectory(target), "cpu")
     begun = torch.randint(3, VOCABULARY, (400,), generator=torch.Generator().manual_seed(0))
     texts = torch.cat([*continuations(model, begun, 80, 8, seed=1)]).flatten()
-    plan = BlockPlan(block=4, layers=1, markov_rank=32, anchors=24, steps=150, rows=4, length=80, rate=0.01)
+    plan = BlockPlan(block=4, layers=1, markov_rank=32, anchors=24, steps=400, rows=4, length=80, rate=0.01)
     training = training_of(model, Windows(texts, plan.length), plan)
     while not training.over:
         training.step()
