@@ -34,7 +34,7 @@ def cut_calls(text: str, tool_format: ToolFormat, schemas: Schemas) -> list[Tool
 def _json_calls(text: str, style: JsonCall) -> list[ToolCall]:
     calls, at = [], len(text) - len(text.lstrip(" \n;"))
     if style.listed and text[at : at + 1] == "[":
-        at = _BETWEEN.match(text, at + 1).end()  # type: ignore[union-attr]  # it matches the empty text too
+        at = _next_entry(text, at + 1)
     decoder = json.JSONDecoder()
     while at < len(text):
         try:
@@ -44,10 +44,17 @@ def _json_calls(text: str, style: JsonCall) -> list[ToolCall]:
         if (call := json_call(entry, style)) is None:
             return []
         calls.append(call)
-        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text too
+        at = _next_entry(text, at)
     found = re.compile(rf'{_NAME}(?:,\s*(?:"{style.arguments}"\s*(?::\s*(.*))?)?)?', re.DOTALL).match(text, at)
     name = None if found is None else _text(found[1])
     return calls if found is None or name is None else [*calls, ToolCall(name, _arguments(found[2] or ""))]
+
+
+def _next_entry(text: str, at: int) -> int:
+    """Return the place of a list's next entry."""
+    found = _BETWEEN.match(text, at)
+    assert found is not None  # it matches the empty text, too
+    return found.end()
 
 
 def _named_call(text: str, style: NamedCall) -> list[ToolCall]:
