@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from bench.gpu.probe import MODULES, Facts
 
 MIN_VERSIONS = {"torch": (2, 9), "triton": (3, 4), "transformers": (5, 20)}
-"""Oldest versions accepted for a GPU run; pyproject.toml requires newer ones of torch and Triton."""
+"""Oldest versions accepted for a GPU run. It installs nothing, so torch and Triton may be older than in
+pyproject.toml."""
 
 SERVICE = (
     "numpy",

@@ -119,7 +119,7 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=int, default=128)
     args = parser.parse_args(given)
     limit(parser, args, 1, "prompts")
-    limit(parser, args, 2, "tokens")  # the last step of a text counts as none with a draft
+    limit(parser, args, 2, "tokens")  # a text's last step is not counted as drafted
     limit(parser, args, 0, "step_ms")
     print(markdown.head(COLUMNS))
     with Counted.start(args.dtype, args.step_ms) as counted, Client(counted.stack.address) as client:

@@ -6,8 +6,8 @@ The three services and their messages are real, and so is all of the host's work
 draft are simulated (`bench.systems.simulated_gpu`). A draft's first guess is right at three of four positions, and side
 branches hold the right token at half of the others. Above temperature 0, top-p is 0.95. Each cell has `--settle`
 seconds of load, then `--seconds` that are measured. `busy` estimates the fraction of the time that the target's device
-computes, from the mean rows of a step, `in time` the fraction of drafted steps at whose end the draft's next candidates
-had arrived. Stages are parts of the processor time of a loop's thread (`bench.systems.stages`).
+computes, from the mean rows of a step. `in time` is the fraction of drafted steps at whose end the draft's next
+candidates had arrived. Stages are parts of the processor time of a loop's thread (`bench.systems.stages`).
 """
 
 from __future__ import annotations

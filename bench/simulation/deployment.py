@@ -43,7 +43,7 @@ PROMPT = 32
 """Tokens of a prompt."""
 
 MAX_TOKENS_A_STEP = 32
-"""Mean tokens per step for which a session's text has room: no session may end while it is measured."""
+"""A session's text has room for this many tokens per measured step: no session may end while it is measured."""
 
 
 class LockstepLoop(VirtualStepLoop):

@@ -27,8 +27,8 @@ SAME_DEATH_SECONDS = 5.0
 """Sessions of a pod lost within this many seconds count as one death."""
 
 UNFIT_SECONDS = 10.0
-"""Seconds for which an unfit pod is not asked. By then another pod may have its address, and a try costs little: one
-text opens a session."""
+"""Seconds until an unfit pod is asked again. By then another pod may have its address, and a try costs little: one text
+opens a session."""
 
 
 class Pod:

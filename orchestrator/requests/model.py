@@ -90,8 +90,8 @@ class ServedModel:
         """Upper bound in bytes on a valid request, the sum of:
 
         - the longest text
-        - 30 bytes for each token of the context: 5 for each prompt token, of which there may be four contexts before
-          truncation, or about 10 around each chat turn; and 5 for each resumed token
+        - 30 bytes for each token of the context: 5 for each prompt token (up to four contexts before truncation), or
+          about 10 around each chat turn; and 5 for each resumed token
         - 10 bytes for each token id, which may be both banned and allowed
         - 512 KiB for all other fields"""
         return self.most_text + 30 * self.context + 10 * self.vocabulary + (512 << 10)

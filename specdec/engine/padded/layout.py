@@ -64,8 +64,8 @@ class PaddedBatch(PackedBatch):
     place: NDArray[np.int64]  # [t] each token's row among the flattened rows of all groups
 
     def parts(self) -> Iterator[tuple[Mask, PaddedBatch]]:
-        """Yield for each group a mask over the batch's wanted rows, true for those in the group, and the group as a
-        batch of its own."""
+        """Yield (mask, batch) for each group: `mask` is true for the whole batch's wanted rows that are in the
+        group."""
         for group in self.groups:
             rows, place = np.unique(group.rows, return_index=True)
             wanted = np.isin(self.wanted, rows)
