@@ -134,6 +134,7 @@ _GUIDED = Unsupported(instead="use structured_outputs")
 _ZERO = Unsupported((0,))
 _ONE = Unsupported((1,))
 _OFF = Unsupported((False,))
+_THINKING = Unsupported((-1,), "if the template can turn thinking off, use chat_template_kwargs")
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
     # OpenAI's
@@ -163,25 +164,44 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
     "guided_whitespace_pattern": _GUIDED,
     "length_penalty": Unsupported((1.0,)),
     "logits_processors": Unsupported(([],)),
+    "logprob_token_ids": Unsupported(([],), "use top_logprobs"),
     "lora_request": Unsupported(({},)),
     "num_beams": _ONE,
     "prompt_embeds": Unsupported(),
+    "repetition_detection": Unsupported(),
     "return_tokens_as_token_ids": _OFF,
     "spaces_between_special_tokens": Unsupported((True,)),
-    "thinking_token_budget": Unsupported(),
+    "thinking_token_budget": _THINKING,
+    "truncation_side": Unsupported(("left",)),
     "use_beam_search": _OFF,
+    "vllm_xargs": Unsupported(({},)),
+    "watermarking": _OFF,
     # llama.cpp's
+    "adaptive_target": Unsupported((-1,)),
     "dry_multiplier": _ZERO,
     "dynatemp_range": _ZERO,
     "grammar": Unsupported(instead="use structured_outputs.grammar"),
     "json_schema": Unsupported(instead="use response_format"),
     "lora": Unsupported(([],)),
+    "min_keep": Unsupported((0, 1)),
     "mirostat": _ZERO,
+    "n_cmpl": Unsupported((1,), "use n"),
+    "n_indent": _ZERO,
     "n_probs": Unsupported((0,), "use logprobs"),
+    "reasoning_budget_tokens": _THINKING,
+    "repeat_last_n": Unsupported((-1,), "penalties look at the whole text"),  # accepted without penalties
     "samplers": Unsupported(),
     "t_max_predict_ms": _ZERO,
+    "thinking_budget_tokens": _THINKING,
     "top_n_sigma": Unsupported((-1, 0)),
     "xtc_probability": _ZERO,
+    # sampling parameters of further servers
+    "epsilon_cutoff": _ZERO,
+    "eta_cutoff": _ZERO,
+    "no_repeat_ngram_size": _ZERO,
+    "smoothing_factor": _ZERO,
+    "tfs_z": _ONE,
+    "top_a": _ZERO,
 }
 
 MAX_IGNORED = 32

@@ -86,6 +86,9 @@ MAX_PROMPTS = 64
 PROMPT_FIELDS = {"text": "prompt", "tokens": "prompt", "tokens.ids": "prompt", "chat": "messages"}
 """Names of prompts in the gRPC API and its client, mapped to their names here."""
 
+NEUTRAL_PENALTIES = {"repeat_penalty": 1, "repetition_penalty": 1, "frequency_penalty": 0, "presence_penalty": 0}
+"""Values that turn off the penalties whose window llama.cpp limits by `repeat_last_n`."""
+
 _OPTION = re.compile(r"(\w+)((\[\d+\])|(\.\w+))* = ")
 """The start of a client error about a single option."""
 
@@ -244,6 +247,8 @@ def _check_names(given: Mapping[str, Any], *, chat: bool) -> list[str]:
     known, other = (CHAT_FIELDS, OF_COMPLETIONS) if chat else (COMPLETION_FIELDS, OF_CHAT)
     hints = dict.fromkeys(other, f"is a field of {'completions' if chat else 'chats'}")
     defaults = {"best_of": given.get("n", 1), "add_special_tokens": not chat, "echo": False}
+    if all(alike(given.get(name, neutral), neutral) for name, neutral in NEUTRAL_PENALTIES.items()):
+        defaults["repeat_last_n"] = given.get("repeat_last_n")
     given = {name: value for name, value in given.items() if not alike(value, defaults.get(name))}
     ignored = check_names(given, known, hints=hints)
     for name, option in RENAMED.items():

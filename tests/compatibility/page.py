@@ -17,9 +17,9 @@ together, forms of messages and tools, JSON schemas, and routes. Written by
 
     python -m tests.compatibility --vllm URL --llama-cpp URL --page docs/http-compatibility.md
 
-- *200*: accepted. *200, ignored*: the field is unknown, and the answer lists it as ignored. The other servers ignore
-  unknown fields silently, so their 200 does not mean that a field has an effect.
-- specdec refuses unsupported fields that would change the text, and names an alternative
+- *200*: accepted. *200, ignored*: the answer lists the field as ignored, because it is unknown or changes no text. The
+  other servers ignore unknown fields silently, so their 200 does not mean that a field has an effect.
+- specdec refuses unsupported fields that would change the text, and names an alternative if there is one
   ([the fields](openai-api.md#fields)).
 - *fits*: the answer, or the arguments of the call, fit the schema. A schema with a plain *200*: the 64 tokens were too
   few to end the answer, or the schema cannot be checked here.

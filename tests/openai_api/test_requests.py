@@ -248,6 +248,12 @@ def test_a_chat_is_refused_by_field(fields: dict[str, Any], param: str | None, p
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "is not available in streams"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "must be a whole number, at least 0"),
         ({"best_of": 2}, "best_of", "is not supported"),
+        ({"repetition_detection": {"min_count": 3}}, "repetition_detection", "is not supported"),
+        ({"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n", "penalties look at the whole text"),
+        ({"repeat_last_n": 64, "presence_penalty": 1}, "repeat_last_n", "penalties look at the whole text"),
+        ({"n_cmpl": 2}, "n_cmpl", "is not supported: use n"),
+        ({"top_a": 0.1}, "top_a", "is not supported"),
+        ({"reasoning_budget_tokens": 0}, "reasoning_budget_tokens", "use chat_template_kwargs"),
         ({"suffix": "x"}, "suffix", "is not supported"),
         ({"echo": 0}, "echo", "must be true or false"),
         ({"messages": MESSAGES}, "messages", "is a field of chats"),
@@ -406,6 +412,10 @@ def test_what_asks_for_what_happens_anyway_is_taken() -> None:
         max_tokens=5, repetition_penalty=1.5
     ).message(0)
     assert completion(seed=-1) == completion()
+    assert completion(repeat_last_n=64, repeat_penalty=1, n_cmpl=1, reasoning_budget_tokens=-1) == completion(
+        repeat_penalty=1
+    )
+    assert completion(repeat_last_n=-1, repeat_penalty=1.5) == completion(repeat_penalty=1.5)
     assert not completion(n_predict=-1).message(0).HasField("max_tokens")  # llama.cpp's value for all that fit
 
 
