@@ -89,7 +89,8 @@ def chat(
             except SpecdecError as error:
                 if not at_terminal:  # a script needs the exit status
                     raise
-                _say(described(error))
+                full = error.reason == "PROMPT_TOO_LONG" and conversation.turns
+                _say(described(error) + ("; /clear forgets the conversation" if full else ""))
 
 
 def _greet(client: Client, waiting: WaitReporter, wanted: str | None, address: str) -> None:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from google.rpc.code_pb2 import INVALID_ARGUMENT
+from google.rpc.error_details_pb2 import ErrorInfo
 
 from specdec.cli.conversation import Conversation, LeaveError
 from tests.client import fake_server
@@ -125,6 +126,18 @@ async def test_an_error_is_told_and_the_question_taken_back() -> None:
         terminal.type("again\n")
         await terminal.shows("a step; length")
     assert turns(server) == [("user", "again")]
+
+
+async def test_a_conversation_that_fills_the_context_is_told_how_to_go_on() -> None:
+    too_long = rich(INVALID_ARGUMENT, ErrorInfo(domain="specdec", reason="PROMPT_TOO_LONG"))
+    async with FakeServer(too_long, Act(), too_long) as server, chatting(server.address) as terminal:
+        await terminal.shows("> ")
+        terminal.type("long\n")
+        assert "/clear" not in await terminal.shows("refused.*> ")  # nothing was said before
+        terminal.type("hello\n")
+        await terminal.shows("a step; length.*> ")
+        terminal.type("and then?\n")
+        await terminal.shows("refused; /clear forgets the conversation.*> ")
 
 
 async def test_colours_tell_where_tokens_came_from() -> None:
