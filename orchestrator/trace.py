@@ -61,13 +61,12 @@ class OrchestratorTraceServicer(TraceServicer):
         except UnknownRequestError as error:
             unknown = error
         if self._siblings is not None:
-            asked = (_ask(channel, request) for channel in self._siblings.channels())
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            # A worker without the request answers NOT_FOUND.
-            parts += [answer for answer in answers if isinstance(answer, TracePart)]
-        if unknown is not None and not parts:
-            raise unknown
+            asked = (_of_sibling(channel, request) for channel in self._siblings.channels())
+            parts += filter(None, await asyncio.gather(*asked))
         response = merged(parts)
+        if unknown is not None and not response.timelines:
+            unanswered = f"; workers that do not answer: {len(response.missing)}" if response.missing else ""
+            raise UnknownRequestError(f"{unknown}{unanswered}")
         response.timelines.sort(key=lambda timeline: -timeline.age_us)
         return TracePart(response, time.monotonic())
 
@@ -90,6 +89,19 @@ class OrchestratorTraceServicer(TraceServicer):
 
     def _pod(self, address: str) -> Pod | None:
         return next((pod for pod in self._pods() if pod.address == address), None)
+
+
+async def _of_sibling(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) -> TracePart | None:
+    """Return another worker's part, or the reason why it is missing; None if that worker has no part."""
+    try:
+        return await _ask(channel, request)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            return None
+        missing = trace_pb2.MissingPart(reason=_why(error))
+    except LostError as error:
+        missing = trace_pb2.MissingPart(reason=str(error))
+    return TracePart(trace_pb2.GetTraceResponse(missing=[missing]), time.monotonic())
 
 
 async def _ask(channel: grpc.aio.Channel, request: trace_pb2.GetTraceRequest) -> TracePart:
@@ -133,7 +145,7 @@ def _shift(timeline: trace_pb2.Timeline, by: int) -> None:
 
 
 def _why(error: grpc.aio.AioRpcError) -> str:
-    """Return why a pod's part is missing, without repeating the pod's words."""
+    """Return why a process's part is missing, without repeating its words."""
     match error.code():
         case grpc.StatusCode.NOT_FOUND:
             return "it has no timeline of this request: it has restarted since, or has dropped it"

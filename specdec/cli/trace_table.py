@@ -43,7 +43,7 @@ class TraceTable:
         for place, timeline in zip(where, self._timelines, strict=True):
             yield from self._remarks(printable(place), timeline)
         for missing in self._missing:
-            yield printable(f"missing: {missing.pod}: {missing.reason}")
+            yield printable(f"missing: {missing.pod or 'another worker of the orchestrator'}: {missing.reason}")
 
     def _happened(self, timeline: Timeline) -> Iterator[tuple[int, str]]:
         yield self._at(timeline.age_us), "begin"

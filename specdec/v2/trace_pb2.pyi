@@ -47,7 +47,7 @@ class GetTraceResponse(google.protobuf.message.Message):
 
     @property
     def missing(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MissingPart]:
-        """Pods that the request used and whose part is missing."""
+        """Pods that the request used, and other workers of the orchestrator, whose part is missing."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class MissingPart(google.protobuf.message.Message):
     POD_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     pod: builtins.str
-    """Address of the pod."""
+    """Address of the pod. Empty: another worker of the orchestrator, which may have a part."""
     reason: builtins.str
     """Reason, for people."""
     def __init__(

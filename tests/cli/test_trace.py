@@ -29,6 +29,7 @@ def told() -> GetTraceResponse:
     session.events.add(age_us=1_899_900, name="queued")
     session.dropped_events = 7
     answer.missing.add(pod="a:1", reason="it does not answer (UNAVAILABLE)")
+    answer.missing.add(reason="it does not answer (DEADLINE_EXCEEDED)")
     return answer
 
 
@@ -46,6 +47,7 @@ def test_lines_are_in_order_of_time() -> None:
         "left out: 7 events of verifier b:2",
         "accuracy: the times of verifier b:2 may be shifted by 0.4 ms",
         "missing: a:1: it does not answer (UNAVAILABLE)",
+        "missing: another worker of the orchestrator: it does not answer (DEADLINE_EXCEEDED)",
     ]
 
 
@@ -66,7 +68,10 @@ def test_json_has_microseconds_since_the_beginning() -> None:
         "attributes": {"reason": "verifier_lost", "pod": "a:1"},
     }
     assert (session["begin_us"], session["end_us"], session["clock_error_us"]) == (1_100_000, None, 400)
-    assert shown["missing"] == [{"pod": "a:1", "reason": "it does not answer (UNAVAILABLE)"}]
+    assert shown["missing"] == [
+        {"pod": "a:1", "reason": "it does not answer (UNAVAILABLE)"},
+        {"pod": "", "reason": "it does not answer (DEADLINE_EXCEEDED)"},
+    ]
 
 
 def test_a_server_does_not_steer_the_terminal() -> None:

@@ -134,11 +134,16 @@ async def test_whichever_worker_is_asked_tells_what_all_have_recorded(tmp_path: 
             async with grpc.aio.insecure_channel(address) as channel:
                 stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
                 told = await stub.GetTrace(trace_pb2.GetTraceRequest(request_id="r"))
-                with pytest.raises(grpc.aio.AioRpcError, match="no timeline of 'other' here"):
+                with pytest.raises(
+                    grpc.aio.AioRpcError, match="no timeline of 'other' here.*; workers that do not answer: 1"
+                ):
                     await stub.GetTrace(trace_pb2.GetTraceRequest(request_id="other"))
             assert {each.events[0].attributes["part"] for each in told.timelines} == {0, 1}
             assert [each.pod for each in told.timelines] == ["", ""]
-            assert [each.pod for each in told.missing] == [verifier]  # asked once, for both
+            assert [(each.pod, each.reason[:17]) for each in told.missing] == [
+                ("", "it does not answe"),  # the dead worker
+                (verifier, "it has no timelin"),  # asked once, for both
+            ]
             assert pod.asked == count * ["r"]
         await peers.close()
 
