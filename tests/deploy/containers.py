@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from testing.processes import children_of
-from tests.deploy.dockerfiles import NOBODY, ROOT
+from tests.deploy.dockerfiles import FOLDER, NOBODY, ROOT
 
 BASE = "localhost/specdec-base:bookworm"
 TOOLS = ("buildah", "debootstrap", "unshare", "setpriv", "chroot", "mount")
@@ -178,6 +178,10 @@ class Builder:
         )
         run(*self.buildah, *options, *self.arguments, *given, context)
         return Image(self.buildah, f"localhost/{name}")
+
+    def build_service(self, role: str, **arguments: str) -> Image:
+        """Build the image of a service as `localhost/specdec-ROLE`."""
+        return self.build(FOLDER / "services.Dockerfile", f"specdec-{role}", ROLE=role, **arguments)
 
 
 def owned(folder: Path) -> Path:

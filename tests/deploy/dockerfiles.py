@@ -97,16 +97,21 @@ class Dockerfile:
         return found
 
 
-FILES = {role: Dockerfile.parsed((FOLDER / f"{role}.Dockerfile").read_text()) for role in ROLES}
+SERVICES = Dockerfile.parsed((FOLDER / "services.Dockerfile").read_text())
 WARMED = Dockerfile.parsed((FOLDER / "warmed.Dockerfile").read_text())
 VLLM = Dockerfile.parsed((FOLDER / "vllm.Dockerfile").read_text())
 
 
+def image(role: str) -> Stage:
+    """Return the instructions that make a service's image, from its base on."""
+    stages = SERVICES.stage("runtime"), SERVICES.stage(role), SERVICES.last
+    return Stage(stages[0].base, role, [each for stage in stages for each in stage.instructions])
+
+
 def extras_of(role: str) -> dict[str, list[str]]:
     """Return the extras installed in an image, by device."""
-    stage = FILES[role].stage("dependencies")
-    cases = re.findall(r"(\w+)\) extras=(\S+)", stage.values("RUN")[0].value)
-    return {device: extras.split(",") for device, extras in cases or [("cpu", stage.pairs("ARG")["EXTRAS"])]}
+    (run,) = SERVICES.stage("dependencies").values("RUN")
+    return {device: extras.split(",") for device, extras in re.findall(rf"{role}-(\w+)\) extras=(\S+)", run.value)}
 
 
 def parameters(service: str) -> dict[str, Any]:

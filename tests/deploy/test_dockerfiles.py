@@ -21,7 +21,6 @@ from deploy.images.requirements import requirements
 from specdec.engine.preflight.vllm_version import TESTED
 from specdec.extras import NEEDED
 from tests.deploy.dockerfiles import (
-    FILES,
     FOLDER,
     NOBODY,
     PORTS,
@@ -29,11 +28,13 @@ from tests.deploy.dockerfiles import (
     PROJECT,
     ROLES,
     ROOT,
+    SERVICES,
     VLLM,
     WARMED,
     Dockerfile,
     Stage,
     extras_of,
+    image,
     parameters,
 )
 
@@ -48,13 +49,13 @@ def test_instructions_are_read_as_docker_reads_them() -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_an_image_runs_its_role_as_nobody(role: str) -> None:
-    last = FILES[role].last
-    assert last.name == role
-    assert [each.value for each in last.values("USER")] == [f"{NOBODY}:{NOBODY}"]
-    assert json.loads(last.values("ENTRYPOINT")[0].value) == ["specdec"]  # no shell: the process itself gets SIGTERM
-    assert json.loads(last.values("CMD")[0].value) == [role]
-    order = [each.name for each in last.instructions]
+    made = image(role)
+    assert [each.value for each in made.values("USER")] == [f"{NOBODY}:{NOBODY}"]
+    assert json.loads(made.values("ENTRYPOINT")[0].value) == ["specdec"]  # no shell: the process itself gets SIGTERM
+    assert json.loads(made.values("CMD")[0].value) == [role]
+    order = [each.name for each in made.instructions]
     assert max(i for i, name in enumerate(order) if name in ("RUN", "COPY")) < order.index("USER")
+    assert order.index("ENTRYPOINT") < order.index("CMD")  # ENTRYPOINT resets the CMD of earlier stages
 
 
 def test_a_warmed_image_is_filled_by_nobody() -> None:
@@ -62,17 +63,29 @@ def test_a_warmed_image_is_filled_by_nobody() -> None:
     assert WARMED.arguments["VERIFIER"] == f"specdec-verifier:{PROJECT['version']}"
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_bases_are_given_and_of_a_version(role: str) -> None:
-    file = FILES[role]
+def test_bases_are_given_and_of_a_version() -> None:
     known = {"${BASE}"}
-    for stage in file.stages:
+    for stage in SERVICES.stages[:-1]:
         assert stage.base in known
         known.add(stage.name)
-    assert file.last.base == "${BASE}"
-    assert re.fullmatch(r"python:3\.11-slim-\w+", file.arguments["BASE"])
-    for stage in file.stages:
-        assert stage.pairs("ARG").get("DEVICE", "cpu") == "cpu"
+    assert SERVICES.last.base == "${ROLE}"
+    for role in ROLES:
+        assert SERVICES.stage(role).base == "runtime"
+        assert image(role).base == "${BASE}"
+    assert re.fullmatch(r"python:3\.11-slim-\w+", SERVICES.arguments["BASE"])
+    assert SERVICES.arguments["DEVICE"] == "cpu"
+
+
+def test_stages_declare_the_build_arguments_that_they_use() -> None:
+    """An argument of the whole file, or of another stage, is empty where a stage does not declare it."""
+    for file in (SERVICES, VLLM):
+        for stage in file.stages:
+            declared: set[str] = set()
+            for each in stage.instructions:
+                used = set(re.findall(r"\$\{([A-Z_]+)", each.value))
+                assert used & {*file.arguments, "EXTRAS", "TORCH_INDEX", "VERSION", "REVISION"} <= declared, stage.name
+                if each.name == "ARG":
+                    declared |= each.pairs.keys()
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.iterdir()), ids=lambda file: file.name)
@@ -95,7 +108,7 @@ def test_an_image_has_the_extras_of_its_commands(role: str) -> None:
             missing = {Requirement(each).name for each in wanted - brought}
             assert missing <= ({"onnxruntime"} if "draft-gpu" in extras else set())
         assert "otel" in extras
-    assert set(FILES[role].stage("tools").pairs("ARG")) == {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"}
+    assert set(SERVICES.stage("tools").pairs("ARG")) == {"PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"}
 
 
 def closure(lines: Iterable[str]) -> set[str]:
@@ -142,18 +155,10 @@ def test_requirements_are_those_of_extras_and_of_the_extras_that_they_name(capsy
         print_requirements(str(ROOT / "pyproject.toml"), "drafts")
 
 
-def test_what_is_equal_in_all_images_is_written_alike() -> None:
-    one, *others = FILES.values()
-    for other in others:
-        for name in ("tools", "code", "inventory"):
-            assert other.stage(name) == one.stage(name)
-        assert other.last.values("COPY") == one.last.values("COPY")
-
-
 @pytest.mark.parametrize("role", ROLES)
 def test_what_builds_stays_behind(role: str) -> None:
-    last = FILES[role].last
-    copied = [each.value for each in last.values("COPY")]
+    made = image(role)
+    copied = [each.value for each in made.values("COPY")]
     sources = [re.match(r"--from=(\w+) (\S+)", each) for each in copied[:-1]]
     assert [each.groups() for each in sources if each] == [
         ("dependencies", "/opt/specdec"),
@@ -161,9 +166,9 @@ def test_what_builds_stays_behind(role: str) -> None:
         ("inventory", "/sbom.json"),
     ]
     assert copied[-1] == f"--chmod=0644 deploy/images/probe.py {PROBE}"
-    (run,) = last.values("RUN")
-    assert "pip" not in run.value
-    before, _, on_gpus = run.value.partition('if [ "${DEVICE}" = cuda ]')
+    runs = " && ".join(each.value for each in made.values("RUN"))
+    assert "pip" not in runs
+    before, _, on_gpus = runs.partition('if [ "${DEVICE}" = cuda ]')
     assert "apt-get" not in before
     assert bool(on_gpus) == (role == "verifier")
     assert ("/var/cache/specdec" in before) == (role == "verifier")
@@ -171,20 +176,20 @@ def test_what_builds_stays_behind(role: str) -> None:
 
 @pytest.mark.parametrize("role", ROLES)
 def test_an_image_says_what_it_is_and_where_it_listens(role: str) -> None:
-    last = FILES[role].last
+    made = image(role)
     services = [each for each in ROLES[role] if each in PORTS]
-    assert last.values("EXPOSE")[0].words == [str(PORTS[each]) for each in services]
-    set_there = last.pairs("ENV")
+    assert made.values("EXPOSE")[0].words == [str(PORTS[each]) for each in services]
+    set_there = made.pairs("ENV")
     assert set_there["PYTHONUNBUFFERED"] == set_there["HF_HUB_OFFLINE"] == "1"
     assert set_there["HOME"] == "/tmp"
     assert set_there.get("SPECDEC_CACHE_DIR") == ("/var/cache/specdec" if role == "verifier" else None)
     hosts = {f"SPECDEC_{each.upper()}_HOST": "0.0.0.0" for each in services}
     assert {name: value for name, value in set_there.items() if name.endswith("_HOST")} == hosts
     assert all("host" in parameters(each) for each in services)
-    assert last.pairs("ARG")["VERSION"] == PROJECT["version"]
-    labels = {name.removeprefix("org.opencontainers.image."): text for name, text in last.pairs("LABEL").items()}
+    assert made.pairs("ARG")["VERSION"] == PROJECT["version"]
+    labels = {name.removeprefix("org.opencontainers.image."): text for name, text in made.pairs("LABEL").items()}
     assert labels.keys() == {"title", "description", "licenses", "base.name", "version", "revision"}
-    assert (labels["title"], labels["licenses"]) == (f"specdec {role}", PROJECT["license"])
+    assert (labels["title"], labels["licenses"]) == ("specdec ${ROLE}", PROJECT["license"])
 
 
 # The image with vLLM.
@@ -197,12 +202,11 @@ def test_its_base_has_a_version_of_vllm_that_is_tested() -> None:
 
 
 def test_it_is_a_verifier_on_vllm_that_nobody_runs() -> None:
-    last, verifier = VLLM.last, FILES["verifier"].last
+    last, verifier = VLLM.last, image("verifier")
     for name in ("USER", "ENTRYPOINT", "EXPOSE", "WORKDIR"):
         assert last.values(name) == verifier.values(name)
     assert json.loads(last.values("CMD")[0].value) == ["verifier", "--engine", "vllm"]
-    set_there = verifier.pairs("ENV").items() - {("PATH", verifier.pairs("ENV")["PATH"])}
-    assert last.pairs("ENV").items() - set_there == {("VLLM_NO_USAGE_STATS", "1")}
+    assert last.pairs("ENV").items() - verifier.pairs("ENV").items() == {("VLLM_NO_USAGE_STATS", "1")}
     assert last.pairs("LABEL").keys() == verifier.pairs("LABEL").keys()
     assert last.pairs("ARG")["VERSION"] == PROJECT["version"]
 
@@ -211,9 +215,8 @@ def test_its_wheel_is_made_of_what_that_of_the_others_is_made_of() -> None:
     def copied(stage: Stage) -> set[str]:
         return {source for each in stage.values("COPY") for source in each.words[:-1]}
 
-    verifier = FILES["verifier"]
-    assert copied(VLLM.stage("wheel")) == copied(verifier.stage("dependencies")) | copied(verifier.stage("code"))
-    assert VLLM.stage("tools") == verifier.stage("tools")
+    assert copied(VLLM.stage("wheel")) == copied(SERVICES.stage("dependencies")) | copied(SERVICES.stage("code"))
+    assert VLLM.stage("tools") == SERVICES.stage("tools")
 
 
 def test_all_that_its_environment_may_lack_is_pinned() -> None:
@@ -258,10 +261,9 @@ class Ignored:
 IGNORED = Ignored((ROOT / ".dockerignore").read_text())
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_what_is_copied_is_there_and_not_ignored(role: str) -> None:
+def test_what_is_copied_is_there_and_not_ignored() -> None:
     copied = [
-        each.words[:-1] for stage in FILES[role].stages for each in stage.values("COPY") if "--from" not in each.value
+        each.words[:-1] for stage in SERVICES.stages for each in stage.values("COPY") if "--from" not in each.value
     ]
     sources = [source for each in copied for source in each]
     for source in sources:

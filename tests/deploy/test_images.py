@@ -41,9 +41,7 @@ from tests.deploy.dockerfiles import (
 @pytest.fixture(scope="module")
 def images(builder: Builder) -> dict[str, Image]:
     """Build the images, the smallest first."""
-    files = {role: FOLDER / f"{role}.Dockerfile" for role in ROLES}
-    built = {role: builder.build(files[role], f"specdec-{role}") for role in ("orchestrator", "draft")}
-    return built | {"verifier": builder.build(files["verifier"], "specdec-verifier", TORCH_INDEX=torch_index())}
+    return {role: builder.build_service(role, TORCH_INDEX=torch_index()) for role in ROLES}
 
 
 INSPECTION = """

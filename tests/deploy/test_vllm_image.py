@@ -66,7 +66,7 @@ def test_it_has_both(image: Image, logs: Path) -> None:
 
 def test_it_serves_as_a_verifier(image: Image, builder: Builder, models: Path, logs: Path, tmp_path: Path) -> None:
     """The root is read-only."""
-    orchestrators = builder.build(FOLDER / "orchestrator.Dockerfile", "specdec-orchestrator")
+    orchestrators = builder.build_service("orchestrator")
     cache, read = Mount(owned(tmp_path / "cache"), "/var/cache/specdec", "rw"), Mount(models, "/models")
     served = ("--model", "/models/target", "--host", "127.0.0.1", "--port", "0")
     with ExitStack() as stack:

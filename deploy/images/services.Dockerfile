@@ -1,10 +1,19 @@
-# The verifier, which also exports drafts to ONNX (`specdec export`) and fills cache folders (`specdec warm-up`).
+# The images of the three services, each chosen by ROLE:
 #
-#   docker build -f deploy/images/verifier.Dockerfile -t specdec-verifier:0.1.0 .
-#   docker build -f deploy/images/verifier.Dockerfile -t specdec-verifier:0.1.0-cuda --build-arg DEVICE=cuda .
+#   orchestrator  the orchestrator and, with the command `openai`, OpenAI's HTTP API in front of orchestrators. Neither
+#                 needs weights or torch, and the API needs only two small packages more
+#   draft         the draft service, for exports by `specdec export`: ONNX Runtime without torch
+#   verifier      the verifier, which also exports drafts to ONNX (`specdec export`) and fills cache folders
+#                 (`specdec warm-up`)
+#
+#   docker build -f deploy/images/Dockerfile --build-arg ROLE=verifier -t specdec-verifier:0.1.0 .
+#   docker build -f deploy/images/Dockerfile --build-arg ROLE=verifier --build-arg DEVICE=cuda \
+#       -t specdec-verifier:0.1.0-cuda .
 #
 # docs/images.md lists all build arguments. BASE: any image with Python 3.11 or newer as `python3`, and `venv`.
 ARG BASE=python:3.11-slim-bookworm
+ARG DEVICE=cpu
+ARG ROLE
 
 # 1. Build stage, not part of the image. The package index is set by these arguments, or by a pip.conf passed as a build
 # secret, which leaves no trace.
@@ -26,22 +35,31 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
 # PyPI's torch for Linux is a CUDA build; torch for CPUs has its own index. TORCH_INDEX sets torch's index; empty: the
 # index of all other packages.
 FROM tools AS dependencies
-ARG DEVICE=cpu
+ARG ROLE
+ARG DEVICE
 ARG EXTRAS=
 ARG TORCH_INDEX=default
 COPY pyproject.toml constraints.txt deploy/images/requirements.py ./
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
-    case "${DEVICE}" in \
-        cpu) extras=verifier,export,otel index=https://download.pytorch.org/whl/cpu ;; \
-        cuda) extras=cuda,export,otel index= ;; \
-        *) echo "DEVICE is ${DEVICE}, should be cpu or cuda" >&2; exit 1 ;; \
+    case "${ROLE}-${DEVICE}" in \
+        orchestrator-cpu) extras=orchestrator,openai,otel ;; \
+        draft-cpu) extras=draft,otel ;; \
+        draft-cuda) extras=draft-gpu,otel ;; \
+        verifier-cpu) extras=verifier,export,otel ;; \
+        verifier-cuda) extras=cuda,export,otel ;; \
+        *) echo "DEVICE is ${DEVICE}, should be cpu or, for draft and verifier, cuda" >&2; exit 1 ;; \
     esac \
-    && if [ "${TORCH_INDEX}" != default ]; then index=${TORCH_INDEX}; fi \
     && python3 -m venv --without-pip /opt/specdec \
     && python3 requirements.py pyproject.toml "${EXTRAS:-${extras}}" > requirements.txt \
-    && grep '^torch==' constraints.txt > torch.txt \
-    && /opt/tools/bin/pip --python /opt/specdec/bin/python install --no-cache-dir --no-compile --no-deps \
-        ${index:+--index-url "${index}"} --requirement torch.txt \
+    && if grep -q '^torch[^a-z]' requirements.txt; then \
+        index=${TORCH_INDEX}; \
+        if [ "${index}" = default ]; then \
+            if [ "${DEVICE}" = cpu ]; then index=https://download.pytorch.org/whl/cpu; else index=; fi; \
+        fi; \
+        grep '^torch==' constraints.txt > torch.txt \
+        && /opt/tools/bin/pip --python /opt/specdec/bin/python install --no-cache-dir --no-compile --no-deps \
+            ${index:+--index-url "${index}"} --requirement torch.txt; \
+    fi \
     && /opt/tools/bin/pip --python /opt/specdec/bin/python install --no-cache-dir --no-compile \
         --constraint constraints.txt --requirement requirements.txt \
     && find /opt/specdec/lib -depth \( -type d -name tests -o -path '*/torch/bin/test_*' -o -path '*/torch/include' \
@@ -68,16 +86,38 @@ RUN cp -a /code/. /opt/specdec/ \
     && /opt/tools/bin/pip --python /opt/specdec/bin/python check \
     && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-file /sbom.json /opt/specdec/bin/python
 
-# 5. Runtime image. On a GPU Triton compiles a launcher for each kernel at its first use, so only the CUDA image has a C
-# compiler. Its version is not pinned, since Debian keeps no older versions.
-FROM ${BASE} AS verifier
-ARG BASE
-ARG DEVICE=cpu
-# hadolint ignore=DL3008
+# 5. Runtime image: the stage named ROLE, then the packages.
+FROM ${BASE} AS runtime
 RUN groupadd --gid 10001 specdec \
     && useradd --uid 10001 --gid 10001 --no-log-init --no-create-home --home-dir /tmp \
-        --shell /usr/sbin/nologin specdec \
-    && install --directory --owner 10001 --group 10001 --mode 0700 /var/cache/specdec \
+        --shell /usr/sbin/nologin specdec
+ENV PATH=/opt/specdec/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    HOME=/tmp \
+    PYTHONUNBUFFERED=1 \
+    LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64 \
+    HF_HUB_OFFLINE=1
+WORKDIR /
+ENTRYPOINT ["specdec"]
+
+FROM runtime AS orchestrator
+ENV SPECDEC_ORCHESTRATOR_HOST=0.0.0.0 \
+    SPECDEC_OPENAI_HOST=0.0.0.0
+EXPOSE 50050 8000
+CMD ["orchestrator"]
+LABEL org.opencontainers.image.description="Speculative decoding: the orchestrator, and OpenAI's HTTP API"
+
+FROM runtime AS draft
+ENV SPECDEC_DRAFT_HOST=0.0.0.0
+EXPOSE 50052
+CMD ["draft"]
+LABEL org.opencontainers.image.description="Speculative decoding: the draft service"
+
+# On a GPU Triton compiles a launcher for each kernel at its first use, so only the CUDA verifier has a C compiler. Its
+# version is not pinned, since Debian keeps no older versions.
+FROM runtime AS verifier
+ARG DEVICE
+# hadolint ignore=DL3008
+RUN install --directory --owner 10001 --group 10001 --mode 0700 /var/cache/specdec \
     && if [ "${DEVICE}" = cuda ]; then \
         apt-get update \
         && apt-get install --yes --no-install-recommends gcc libc6-dev \
@@ -85,26 +125,23 @@ RUN groupadd --gid 10001 specdec \
         && gcc -fsyntax-only -I "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')" \
             -include Python.h -x c /dev/null; \
     fi
+ENV SPECDEC_CACHE_DIR=/var/cache/specdec \
+    SPECDEC_VERIFIER_HOST=0.0.0.0
+EXPOSE 50051
+CMD ["verifier"]
+LABEL org.opencontainers.image.description="Speculative decoding: the verifier"
+
+FROM ${ROLE}
+ARG BASE
+ARG ROLE
 COPY --from=dependencies /opt/specdec /opt/specdec
 COPY --from=code /code /opt/specdec
 COPY --from=inventory /sbom.json /usr/share/specdec/sbom.json
 COPY --chmod=0644 deploy/images/probe.py /usr/share/specdec/probe.py
-ENV PATH=/opt/specdec/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    HOME=/tmp \
-    PYTHONUNBUFFERED=1 \
-    LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64 \
-    HF_HUB_OFFLINE=1 \
-    SPECDEC_CACHE_DIR=/var/cache/specdec \
-    SPECDEC_VERIFIER_HOST=0.0.0.0
-WORKDIR /
-EXPOSE 50051
 USER 10001:10001
-ENTRYPOINT ["specdec"]
-CMD ["verifier"]
 ARG VERSION=0.1.0
 ARG REVISION=
-LABEL org.opencontainers.image.title="specdec verifier" \
-    org.opencontainers.image.description="Speculative decoding: the verifier" \
+LABEL org.opencontainers.image.title="specdec ${ROLE}" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.base.name="${BASE}" \
     org.opencontainers.image.version="${VERSION}" \
