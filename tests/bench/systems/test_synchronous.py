@@ -59,7 +59,7 @@ async def test_tokens_are_those_of_plain_decoding(directories: Directories, node
 async def test_no_step_goes_without_an_answer(directories: Directories) -> None:
     """Every step has a chain of 3 unless the text ends sooner. Next to the added delay, rows cost nothing; without it,
     noise could make a row too expensive."""
-    async with synchronous(directories, target_delay=partial(time.sleep, 0.02)) as services:
+    async with synchronous(directories, target_delay=partial(time.sleep, 0.05)) as services:
         done = await services.generate(PROMPT, max_tokens=TOKENS, ignore_end_token=True, **guessing(3, 1))
         told = done.finish.speculation
         assert 3 * (told.steps - 3) <= told.offered <= 3 * told.steps
