@@ -165,9 +165,18 @@ def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
             isinstance(value, list) and not takes_several
         ):
             raise typer.BadParameter(f"{key} must be one value, is {value}", param_hint=hint)
-        texts = [item if isinstance(item, bool) else str(item) for item in several]
+        texts = [_text(item, options[name]) for item in several]
         values[name] = texts if takes_several else texts[0]
     return values
+
+
+def _text(value: object, option: Any) -> str | bool:
+    """Return a value of a YAML file as the command line would spell it. YAML reads `off` as false."""
+    if not isinstance(value, bool):
+        return str(value)
+    if getattr(option, "is_flag", False):
+        return value
+    return "on" if value else "off"
 
 
 def _takes_several(option: Any) -> bool:

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pytest
 import typer
@@ -104,6 +104,23 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
     }
     found = run("--model /m", None, **links)
     assert (found.values["port"], found.unknown) == ("50051", [])
+
+
+@pytest.mark.parametrize("written", ["off", "'off'", "false"])
+def test_off_is_a_word_except_for_a_switch(file: Path, written: str) -> None:
+    """YAML reads `off` as false."""
+
+    def serve(
+        store: Annotated[str, typer.Option()] = "memory",
+        mode: Annotated[Literal["auto", "off"], typer.Option()] = "auto",
+        exact: Annotated[bool, typer.Option()] = True,
+    ) -> None:
+        print(store, mode, exact)
+
+    file.write_text(f"store: {written}\nmode: {written}\nexact: {written}\n")
+    app = typer.Typer(add_completion=False)
+    app.command()(configurable("openai", serve))
+    assert CliRunner().invoke(app, ["--config", str(file)]).stdout == "off off False\n"
 
 
 def test_a_variable_of_a_wrong_name_is_told() -> None:
