@@ -156,7 +156,7 @@ def metrics(
                 pods[role, "unfit" if view.unfit_reason else _state(view.breaker)] += 1
             sessions[role, view.address] += view.sessions
     found.gauges("pods", "Pods, by role and state: the circuit breaker's, or unfit.", ("role", "state"), pods)
-    found.gauges("pod_sessions", "Open sessions of this orchestrator at a pod.", ("role", "pod"), sessions)
+    found.gauges("pod_sessions", "Open sessions of this orchestrator at a pod.", ("role", "address"), sessions)
     return found.made
 
 

@@ -364,7 +364,7 @@ FAILURES = [
     Panel(
         "Sessions of orchestrators at pods",
         "short",
-        {"{{role}} {{pod}}": total(f"{ORCHESTRATOR}_pod_sessions", "role, pod")},
+        {"{{role}} {{address}}": total(f"{ORCHESTRATOR}_pod_sessions", "role, address")},
         "Open sessions at each pod, summed over orchestrators.",
     ),
     Panel(

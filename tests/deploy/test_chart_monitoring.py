@@ -22,6 +22,7 @@ from tests.deploy.chart import (
 )
 from tests.deploy.chart_values import EVERYTHING, PORTS
 from tests.deploy.expressions import DASHBOARD, RULES, alerts
+from tests.metrics import families, of_http
 
 
 class TestWhatIsWatched:
@@ -34,6 +35,15 @@ class TestWhatIsWatched:
         dashboard = of_kind(things, "ConfigMap")["specdec-dashboard"]
         assert json.loads(dashboard["data"]["specdec.json"]) == json.loads(DASHBOARD.read_text())
         assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+    def test_no_metric_has_a_label_that_its_target_has(self) -> None:
+        """Prometheus would rename it to exported_..., and panels would group by the label of the scraped pod."""
+        (monitor,) = of_kind(render(EVERYTHING), "PodMonitor").values()
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        of_target = {"namespace", "pod", "container", "endpoint", "job", "instance"}
+        of_target |= {rule["targetLabel"] for rule in endpoint["relabelings"]}
+        for each in (*families(), *of_http()):
+            assert not of_target.intersection(getattr(each, "_labelnames", ())), each.name
 
     def test_drafts_alone_are_told_of_no_orchestrator(self) -> None:
         values = merged(ALONE, at("prometheusRule", {"enabled": True}))
