@@ -45,9 +45,12 @@ WRONG: dict[str, tuple[Object, str]] = {
     "no size of a model": (at("verifiers/c", {"path": "/m"}), "verifiers.c.modelGiB: is missing"),
     "no size of a draft": (at("drafts/c", {"path": "/m"}), "drafts.c.modelGiB: is missing"),
     "a size of nothing": (at("drafts/b/modelGiB", 0), "modelGiB"),
-    "memory without a limit": (
-        at("orchestrator/resources/limits/memory", None),
-        "orchestrator.resources.limits.memory: is missing",
+    "versions on a volume that keeps no record": (
+        merged(
+            at("drafts/b", {"learnKeySecret": {"name": "k"}, "options": {"learn-tokens": 9, "versions": "/models/v"}}),
+            {"modelVolume": {"persistentVolumeClaim": None, "image": {"reference": "example.org/models:1"}}},
+        ),
+        "drafts.b.options.versions: needs a persistentVolumeClaim",
     ),
     "an export without a size": (
         at("exportJobs/x", {"model": "/a", "out": "/b"}),
@@ -132,10 +135,7 @@ WRONG: dict[str, tuple[Object, str]] = {
         "drafts.b.autoscaling.minReplicas: is 5, and maxReplicas is 4",
     ),
     "nothing to scale by": (
-        merged(
-            at("draftDefaults/autoscaling/targets", {"specdec_draft_num_sessions": None}),
-            at("drafts/b/autoscaling/type", "hpa"),
-        ),
+        at("drafts/b/autoscaling", {"type": "hpa", "targets": {}}),
         "drafts.b.autoscaling.targets: is empty",
     ),
     "a metric of another role": (

@@ -223,6 +223,13 @@ class TestResources:
             found = resources(values, pod)
             assert found["requests"][name] == found["limits"][name] == amount
 
+    @pytest.mark.parametrize(("part", "amount"), [("requests", "4Gi"), ("limits", "512Mi")])
+    def test_an_orchestrators_own_memory_gives_both(self, part: str, amount: str) -> None:
+        own = at(f"orchestrator/resources/{part}/memory", amount)
+        found = resources(merged(SMALL, own), "specdec-orchestrator")
+        assert found["requests"]["memory"] == found["limits"]["memory"] == amount
+        assert found["requests"]["cpu"] == "1"
+
     @pytest.mark.parametrize(
         ("own", "requested"),
         [({}, "2"), ({"requests": {"cpu": "500m"}}, "500m"), ({"limits": {"cpu": "1"}}, "1")],
@@ -315,9 +322,10 @@ class TestAutoscaling:
         assert len(named) > 5
         assert {documented_metrics()[name] for name in named} == {"gauge"}
 
-    def test_targets_of_a_pool_replace_the_default(self) -> None:
+    @pytest.mark.parametrize("at_key", ["verifiers/a", "verifierDefaults"])
+    def test_targets_replace_the_default(self, at_key: str) -> None:
         targets = {"specdec_verifier_num_requests_running": 24}
-        values = merged(SMALL, at("verifiers/a/autoscaling", {"type": "hpa", "targets": targets}))
+        values = merged(SMALL, at(f"{at_key}/autoscaling", {"type": "hpa", "targets": targets}))
         (found,) = of_kind(render(values), "HorizontalPodAutoscaler").values()
         assert found["spec"]["metrics"] == [
             {

@@ -14,7 +14,7 @@ itself. Takes a list: root, the workloads. */}}
 {{- if not (default $values.modelVolume $job.modelVolume).persistentVolumeClaim }}
 {{- fail (printf "exportJobs.%s: writes into a volume, so modelVolume should be a persistentVolumeClaim" $name) }}
 {{- end }}
-{{- include "specdec.checkMemory" (list (printf "exportJobs.%s" $name) $job.resources $job.modelGiB true) }}
+{{- include "specdec.checkMemory" (list (printf "exportJobs.%s" $name) $job.resources $job.modelGiB) }}
 {{- include "specdec.checkPath" (list (printf "exportJobs.%s.model" $name) $job.model) }}
 {{- end }}
 {{- include "specdec.checkTls" $values }}
@@ -88,6 +88,11 @@ the values, for errors; the model's path. */}}
 {{- if and (index $w.options "learn-tokens") (not (dig "learnKeySecret" "name" "" $w)) }}
 {{- fail (printf "%s.learnKeySecret.name: is missing, and options.learn-tokens is %v" $w.key (index $w.options "learn-tokens")) }}
 {{- end }}
+{{- if include "specdec.recordsForgotten" $w }}
+{{- if not (dig "persistentVolumeClaim" "claimName" "" $w.modelVolume) }}
+{{- fail (printf "%s.options.versions: needs a persistentVolumeClaim as modelVolume, where `specdec forget` is recorded" $w.key) }}
+{{- end }}
+{{- end }}
 {{- if and (eq $w.role "draft") (gt (int $w.gpus) 1) }}
 {{- fail (printf "%s.gpus: is %d, and a draft runs on one" $w.key (int $w.gpus)) }}
 {{- end }}
@@ -121,8 +126,9 @@ the values, for errors; the model's path. */}}
 {{- end }}
 {{- include "specdec.checkModelVolume" (list (printf "%s.modelVolume" $w.key) $w.modelVolume) }}
 {{- include "specdec.checkImage" (list $w.key $w.image) }}
-{{- $isModel := has $w.role (list "verifier" "draft") }}
-{{- include "specdec.checkMemory" (list $w.key $w.resources $w.modelGiB $isModel) }}
+{{- if has $w.role (list "verifier" "draft") }}
+{{- include "specdec.checkMemory" (list $w.key $w.resources $w.modelGiB) }}
+{{- end }}
 {{- $downloads := and $w.modelVolume.download (ne $w.role "openai") }}
 {{- if and $downloads $values.networkPolicy.enabled (not $values.networkPolicy.modelSources) }}
 {{- fail (printf "networkPolicy.modelSources: is empty, and %s downloads its model" $w.key) }}

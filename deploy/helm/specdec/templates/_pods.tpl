@@ -127,6 +127,11 @@ livenessProbe:
   failureThreshold: 6
 {{- end }}
 
+{{/* Whether a pod records forgotten tenants, in its folder of versions: "true" or nothing. Takes the workload. */}}
+{{- define "specdec.recordsForgotten" -}}
+{{- if and (dig "learnKeySecret" "name" "" .) (index .options "versions") }}true{{ end }}
+{{- end }}
+
 {{/* Volumes and their mount points, as YAML with the list `all` of {name, at, readOnly, source}. Takes a list: root,
 the workload. */}}
 {{- define "specdec.storage" -}}
@@ -160,12 +165,13 @@ all:
     source: {secret: {secretName: {{ include "specdec.tlsSecret" (list $root $w.role) | quote }}, defaultMode: 0440}}
   {{- end }}
   {{- if and $w.modelVolume (ne $w.role "openai") }}
+  {{- $readOnly := not (include "specdec.recordsForgotten" $w) }}
   - name: models
     at: /models
-    readOnly: true
+    readOnly: {{ $readOnly }}
     source:
       {{- with $w.modelVolume.persistentVolumeClaim }}
-      persistentVolumeClaim: {claimName: {{ .claimName | quote }}, readOnly: true}
+      persistentVolumeClaim: {claimName: {{ .claimName | quote }}, readOnly: {{ $readOnly }}}
       {{- end }}
       {{- with $w.modelVolume.image }}
       image:{{ toYaml . | nindent 8 }}

@@ -21,7 +21,12 @@ times the size of its weights, for keys and values and for temporary memory at s
 {{- $w := . }}
 {{- $resources := dict "requests" dict "limits" dict }}
 {{- /* Without a request, other pods of the node could take nearly all of its cores. */}}
-{{- with get (dict "verifier" "2" "draft" "1") $w.role }}{{ $_ := set $resources.requests "cpu" . }}{{ end }}
+{{- $cores := dict "verifier" "2" "draft" "1" "orchestrator" "1" "openai" "250m" }}
+{{- $_ := set $resources.requests "cpu" (get $cores $w.role) }}
+{{- with get (dict "orchestrator" (list "1Gi" "2Gi") "openai" (list "256Mi" "1Gi")) $w.role }}
+{{- $_ := set $resources.requests "memory" (index . 0) }}
+{{- $_ := set $resources.limits "memory" (index . 1) }}
+{{- end }}
 {{- if $w.modelGiB }}
 {{- $memory := include "specdec.memoryFor" (list $w.modelGiB 1.5) | int64 }}
 {{- with $w.shmSize }}{{ $memory = add $memory (include "specdec.mib" . | int64) }}{{ end }}
@@ -73,14 +78,11 @@ values. */}}
 {{- toYaml $resources }}
 {{- end }}
 
-{{/* Checks that memory has a limit. Takes a list: the path of the values, for errors; their resources; their modelGiB;
-whether they may have a modelGiB. */}}
+{{/* Checks that the memory of a model has a limit. Takes a list: the path of the values, for errors; their resources;
+their modelGiB. */}}
 {{- define "specdec.checkMemory" -}}
-{{- $key := index . 0 }}
 {{- if not (or (dig "limits" "memory" "" (default dict (index . 1))) (index . 2)) }}
-{{- if index . 3 }}
-{{- fail (printf "%s.modelGiB: is missing: give the GiB of its weights in their dtype, or resources.limits.memory" $key) }}
-{{- end }}
-{{- fail (printf "%s.resources.limits.memory: is missing" $key) }}
+{{- $problem := "is missing: give the GiB of its weights in their dtype, or resources.limits.memory" }}
+{{- fail (printf "%s.modelGiB: %s" (index . 0) $problem) }}
 {{- end }}
 {{- end }}

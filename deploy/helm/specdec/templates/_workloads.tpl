@@ -38,6 +38,11 @@ Takes a dict: root, role, pool, key, layers (lowest first). */}}
 {{- define "specdec.workload" -}}
 {{- $w := deepCopy .root.Values.defaults }}
 {{- $_ := set $w "modelVolume" .root.Values.modelVolume }}
+{{- /* Not in values.yaml: Helm would merge the targets of values into them. */}}
+{{- $waiting := dict "specdec_verifier_num_requests_waiting" 1 "specdec_verifier_kv_cache_usage_perc" 0.8 }}
+{{- with get (dict "verifier" $waiting "draft" (dict "specdec_draft_num_sessions" 64)) .role }}
+{{- $_ := set $w.autoscaling "targets" . }}
+{{- end }}
 {{- range .layers }}{{ include "specdec.lay" (list $w (deepCopy .)) }}{{ end }}
 {{- include "specdec.lay" (list $w (pick . "role" "pool" "key")) }}
 {{- $_ := set $w "name" (include "specdec.name" (list .root .role .pool)) }}
