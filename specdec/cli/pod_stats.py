@@ -34,11 +34,22 @@ class NoSuchServiceError(Exception):
     """A gRPC server answers, but it is none of the three services."""
 
 
+STARTS_APART_SECONDS = 2.0
+"""Maximum difference between the starts that two snapshots of one process give. An answer takes some time."""
+
+
 class PodStats(NamedTuple):
     """A service's role, and its statistics."""
 
     role: str
     stats: Stats
+    at: float  # time of the answer, from time.monotonic
+
+    def is_same_process(self, other: PodStats) -> bool:
+        """Return whether two snapshots are of one process: containers often have equal process ids, so the starts are
+        compared, too."""
+        apart = (self.at - self.stats.up_us / 1e6) - (other.at - other.stats.up_us / 1e6)
+        return self.stats.pod.process_id == other.stats.pod.process_id and abs(apart) <= STARTS_APART_SECONDS
 
     def as_json(self) -> dict[str, Any]:
         return {"role": self.role, **values_of(self.stats)}
@@ -51,7 +62,8 @@ def ask(channel: grpc.Channel, seconds: float, metadata: Sequence[tuple[str, str
     for role, stub, request in SERVICES:
         left = max(0.0, deadline - time.monotonic())
         try:
-            return PodStats(role, stub(channel).GetStats(request, timeout=left, metadata=metadata))
+            stats = stub(channel).GetStats(request, timeout=left, metadata=metadata)
+            return PodStats(role, stats, time.monotonic())
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
                 raise

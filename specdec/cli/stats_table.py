@@ -47,7 +47,7 @@ def subjects(seen: PodStats, before: PodStats | None) -> Iterator[Line]:
     """Yield (name, text) for each subject of a snapshot."""
     stats = seen.stats
     # Only compare snapshots of the same process: after a restart, counters start from 0.
-    earlier = before.stats if before and before.stats.pod.process_id == stats.pod.process_id else None
+    earlier = before.stats if before and seen.is_same_process(before) else None
     lines: Iterator[Line]
     if now := _now(stats, earlier):
         yield "now", now

@@ -204,7 +204,12 @@ DRAFT = DraftServiceGetStatsResponse(pod=POD, up_us=3_000_000, sent_candidates=3
 
 
 def lines(role: str, stats: Stats, before: Stats | None = None) -> list[str]:
-    return list(table("h:1", PodStats(role, stats), before and PodStats(role, before)))
+    return list(table("h:1", snapshot(role, stats), before and snapshot(role, before)))
+
+
+def snapshot(role: str, stats: Stats, *, started: float = 0.0) -> PodStats:
+    """Return the statistics as of a process that started at `started` seconds."""
+    return PodStats(role, stats, started + stats.up_us / 1e6)
 
 
 def test_the_lines_of_a_verifier() -> None:
@@ -271,6 +276,19 @@ def test_rates_are_those_since_the_look_before() -> None:
     assert "  candidates   30 sent in 0 messages" in lines("draft", DRAFT, before)
 
 
+@pytest.mark.parametrize("up", [5_000_000, 4_000_000_000])
+def test_a_restarted_container_has_the_same_process_id(up: int) -> None:
+    before, after = GetStatsResponse(), GetStatsResponse()
+    before.CopyFrom(VERIFIER)
+    after.CopyFrom(VERIFIER)
+    before.up_us, before.busy_us, before.steps, before.committed_tokens = 3_600_000_000, 3_000_000_000, 9000, 9000
+    after.up_us, after.busy_us, after.steps, after.committed_tokens = up, 1_000_000, 3, 5
+    looks = snapshot("verifier", after, started=9000.0), snapshot("verifier", before)
+    shown = "\n".join(table("h:1", *looks))
+    assert "busy since the start" in shown
+    assert "/s)" not in shown
+
+
 def test_a_watch_shows_what_happens_now() -> None:
     """Its rates include texts that have not ended."""
     before = GenerationServiceGetStatsResponse(
@@ -292,7 +310,7 @@ def test_a_watch_shows_what_happens_now() -> None:
 
 def test_a_terminal_gets_texts_broken_between_words() -> None:
     console = Console(file=io.StringIO(), width=60, highlight=False)
-    console.print(grid("h:1", PodStats("verifier", VERIFIER), None))
+    console.print(grid("h:1", snapshot("verifier", VERIFIER), None))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue().splitlines()
     assert shown[0].rstrip() == "verifier at h:1"
@@ -330,15 +348,15 @@ def _drain(end: int) -> None:
 
 @pytest.mark.parametrize("stats", [VERIFIER, ORCHESTRATOR, DRAFT], ids=["verifier", "orchestrator", "draft"])
 def test_nothing_is_lost_in_json(stats: Message) -> None:
-    told = json.loads(json.dumps(PodStats("x", stats).as_json()))  # type: ignore[arg-type]
+    told = json.loads(json.dumps(PodStats("x", stats, 0.0).as_json()))  # type: ignore[arg-type]
     assert told.pop("role") == "x"
     assert ParseDict(told, type(stats)()) == stats
     assert list(told) == [field.name for field in stats.DESCRIPTOR.fields if field.name in told]
 
 
 def test_numbers_are_numbers_in_json() -> None:
-    assert PodStats("verifier", VERIFIER).as_json()["committed_tokens"] == 1 << 40
-    told = PodStats("orchestrator", ORCHESTRATOR).as_json()
+    assert snapshot("verifier", VERIFIER).as_json()["committed_tokens"] == 1 << 40
+    told = snapshot("orchestrator", ORCHESTRATOR).as_json()
     assert told["failed_requests"] == {"OVERLOADED": 3}
     assert told["verifiers"][1]["capacity"]["room"] == 6
 
