@@ -17,6 +17,8 @@ from specdec.doctor.places import Cache
 from specdec.engine import fast_paths
 from specdec.engine.fast_paths import FastPathOff
 from specdec.engine.placement import Kind, Placement, WantedDtype
+from specdec.engine.preflight.device import cuda_number
+from specdec.engine.unsupported import UnsupportedModelError
 from specdec.extras import check_installed, hint, install_command
 
 UP = ("cli", "orchestrator", "draft", "verifier")
@@ -92,11 +94,23 @@ class DoctorReport:
     @property
     def problem(self) -> str:
         """Why the requested models, or models on the requested device, cannot run here; "" if they can."""
-        if self.models is not None:
-            return self.models.problem
-        if self.options.device != "cpu" and not isinstance(self.machine.cuda, int):
-            return f"--device is {self.options.device}, and {self.machine.cuda}"
-        return ""
+        return self._device_problem if self.models is None else self.models.problem
+
+    @property
+    def _device_problem(self) -> str:
+        """Why the requested device cannot be used; "" if it can."""
+        try:
+            number = cuda_number(self.options.device)
+        except UnsupportedModelError as error:
+            return str(error)
+        if number is None:
+            return ""
+        cuda = self.machine.cuda
+        if isinstance(cuda, int):
+            why = self.machine.advice if number < cuda else f"the number of CUDA devices is {cuda}"
+        else:
+            why = cuda
+        return f"--device is {self.options.device}, and {why}" if why else ""
 
     @property
     def lacking(self) -> str:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from specdec import cli
+from specdec.doctor.machine import Machine
 from specdec.doctor.models import Found, ModelCheck
 from specdec.doctor.report import DoctorOptions, DoctorReport
 from specdec.doctor.table import lines
@@ -145,6 +146,23 @@ def test_no_model_can_be_served_on_a_device_that_is_not_there() -> None:
     assert done.exit_code == 1
     why = "no model can be served there, because --device is cuda, and there is no CUDA driver here"
     assert done.stdout.splitlines()[-1].startswith(f"Not ready: {why}")
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "torch", "problem"),
+    [
+        ("cuda:7", 1, "CUDA 13.0", "--device is cuda:7, and the number of CUDA devices is 1"),
+        ("cuda", 0, "CUDA 13.0", "--device is cuda, and the number of CUDA devices is 0"),
+        ("cuda", 1, "CPUs", "--device is cuda, and torch is a CPU build"),
+        ("gpu", 1, "CUDA 13.0", "device gpu: cpu, cuda and cuda:N are supported"),
+        ("cuda:0", 1, "CUDA 13.0", ""),
+    ],
+)
+def test_a_device_is_checked_without_a_model(device: str, cuda: int, torch: str, problem: str) -> None:
+    report = DoctorReport(DoctorOptions(device=device))
+    vars(report)["machine"] = Machine.here()._replace(cuda=cuda, torch=torch)
+    assert report.problem.startswith(problem)
+    assert bool(report.problem) == bool(problem)
 
 
 def test_a_device_that_is_not_there_is_told() -> None:
