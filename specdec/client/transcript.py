@@ -75,12 +75,13 @@ class Transcript:
     def pause(self, error: grpc.RpcError) -> float | None:
         """Return the seconds to wait before requesting the rest; None if nothing is missing.
 
-        Raise the error if the stream cannot be resumed.
+        Raise the error if the stream cannot be resumed, Cancelled if the client was closed.
         """
         if self._unfinished <= 0:
             return None  # complete: a broken connection does not matter
         if self._empty:
             return self._retries.pause(error)
+        self._retries.check_open()
         if self._samples > 1:
             raise _not_resumed(f"a stream of {self._samples} samples cannot be resumed", error) from error
         if not self._request.sampling.HasField("seed"):

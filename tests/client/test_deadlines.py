@@ -180,6 +180,17 @@ async def test_closing_the_client_ends_its_calls(connect: Any) -> None:
             await reading
 
 
+async def test_closing_the_client_ends_a_stream_of_samples_that_has_begun(connect: Any) -> None:
+    async with FakeServer(Act(6, "hold")) as server, connect(server) as client:
+        stream = client.generate("hi", n=2)
+        await anext(stream)
+        await until(server.held)
+        await client.close()
+        with pytest.raises(Cancelled):
+            while True:
+                await anext(stream)
+
+
 async def test_closing_the_client_ends_calls_that_wait_for_their_next_try(connect: Any) -> None:
     """The calls end immediately and without another connection."""
     refusal = rich(code_pb2.UNAVAILABLE, retry_info(3600))
