@@ -118,17 +118,23 @@ def _texts(file: Path, tokenizer: Tokenizer) -> Iterator[tuple[str, bool]]:
             continue
         try:
             entry: Any = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TextError(f"{file}:{number}: is not JSON: {in_one_line(error)}") from None
         if isinstance(entry, dict) and isinstance(entry.get("text"), str):
-            yield entry["text"], True
+            text, special = entry["text"], True
         elif isinstance(entry, dict) and isinstance(entry.get("messages"), list):
             try:
-                yield tokenizer.render(entry["messages"], datetime.now(UTC), generation_prompt=False), False
+                text = tokenizer.render(entry["messages"], datetime.now(UTC), generation_prompt=False)
             except ChatTemplateError as error:
                 raise TextError(f"{file}:{number}: messages: {error}") from None
+            special = False
         else:
             raise TextError(f"{file}:{number}: has neither text, a string, nor messages, a list")
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # JSON may escape half of a surrogate pair
+            raise TextError(f"{file}:{number}: has a lone surrogate, which is no character") from None
+        yield text, special
 
 
 def continuations(

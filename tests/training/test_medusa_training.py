@@ -201,6 +201,21 @@ def test_lines_end_where_json_lines_end(tmp_path: Path) -> None:
         tokens_of([file], tokenizer, end=0)
 
 
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"text": "a\\ud83d"}', "has a lone surrogate"),
+        ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "has a lone surrogate"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+)
+def test_a_line_that_is_no_text_is_named(line: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text(f'{{"text": "fine"}}\n{line}\n')
+    with pytest.raises(TextError, match=rf"texts.jsonl:2: {problem}"):
+        tokens_of([file], Tokenizer(ModelDirectory(DEMO / "target")), end=0)
+
+
 def test_windows_are_held_out_and_repeatable() -> None:
     windows = Windows(torch.arange(410), 10)
     assert len(windows.held_out) == 2
