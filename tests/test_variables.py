@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specdec.cli import app
+from specdec.exit_status import ExitStatus
 from specdec.variables import PREFIXES, READ, unread
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +49,21 @@ def test_a_command_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0
     assert done.stderr.startswith("specdec: SPECDEC_UP_PORT: not a variable that specdec reads; ")
     assert "UP_PORT" not in CliRunner().invoke(app, ["verifier", "--help"]).stderr  # its log has it
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (("stats",), "127.0.0.1:1"),
+        (("stats", "--address", "127.0.0.1:3"), "127.0.0.1:3"),
+        (("stats", "127.0.0.1:3"), "127.0.0.1:3"),
+        (("trace", "x"), "127.0.0.1:1"),
+    ],
+)
+def test_a_command_for_one_server_asks_the_first_address(words: tuple[str, ...], asked: str) -> None:
+    done = CliRunner().invoke(app, words, env={"SPECDEC_ADDRESS": "127.0.0.1:1,127.0.0.1:2"})
+    assert done.exit_code == ExitStatus.UNREACHABLE
+    assert f"specdec: {asked}: " in done.stderr
 
 
 @pytest.mark.parametrize("words", [("generate", "x"), ("tokenize", "x"), ("stats",), ("trace", "x"), ("chat",)])

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import grpc
 import typer
 
+from specdec import ports
 from specdec.command_line import addresses
 from specdec.signatures import parameters_of, with_parameters
+from specdec.wire.address import Address, parse_addresses
 from specdec.wire.tls_files import TlsError, TlsFiles, channel_credentials
 
 ADDRESS = "SPECDEC_ADDRESS"
@@ -29,6 +31,19 @@ Orchestrators = Annotated[
 ModelName = Annotated[
     str | None, typer.Option("--model", help="Model to use, if several are served: NAME or NAME@REVISION.")
 ]
+
+
+def one_address(*given: Address | None) -> Address:
+    """Return the first given address, else the first one in $SPECDEC_ADDRESS, which may name several for other
+    commands, else the default of orchestrators; typer.BadParameter for an invalid variable."""
+    for known in given:
+        if known is not None:
+            return known
+    text = os.environ.get(ADDRESS) or f"127.0.0.1:{ports.ORCHESTRATOR}"
+    try:
+        return parse_addresses(text)[0]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=f"'{ADDRESS}'") from None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ OPTIONS = GenerateOptions.__annotations__.keys() - {
     *FORMS,
     *("n", "logprobs", "prompt_logprobs"),  # a result holds one sample, without log-probabilities
     *("generated_tokens", "model_fingerprint"),  # the client resumes broken texts itself
-    "rejected_candidates",
+    *("rejected_candidates", "return_prompt_token_ids"),  # a result has neither
 }
 """Options allowed on a line."""
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec import ports
-from specdec.cli.access import ADDRESS, OPEN, Access, with_access
+from specdec.cli.access import ADDRESS, OPEN, Access, one_address, with_access
 from specdec.cli.failure import fail, status_of
 from specdec.cli.pod_stats import NoSuchServiceError, PodStats, ask
 from specdec.cli.stats_table import grid, printable, table
@@ -29,15 +29,16 @@ from specdec.wire.address import Address
 
 @with_access
 def stats(
-    at: Annotated[
-        Address,
+    given: Annotated[
+        Address | None,
         typer.Argument(
             parser=address,
-            metavar="ADDRESS",
-            envvar=ADDRESS,
-            help="Address of an orchestrator, verifier or draft service: HOST:PORT, or a gRPC target.",
+            metavar="[ADDRESS]",
+            help="Address of an orchestrator, verifier or draft service: HOST:PORT, or a gRPC target. Default: the "
+            f"first of {ADDRESS}, else 127.0.0.1:{ports.ORCHESTRATOR}.",
+            show_default=False,
         ),
-    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # parsed like a given value
+    ] = None,
     instead: Annotated[
         Address | None,
         typer.Option(
@@ -57,7 +58,7 @@ def stats(
 
     On a terminal, --watch redraws in place; elsewhere it prints one block per refresh.
     """
-    at = instead or at
+    at = one_address(instead, given)
     show = _Json(at.target) if json_output else _Lines(at.target)
     with allowed.channel(at.target) as opened, contextlib.ExitStack() as exits:
         if watch is not None and not json_output and sys.stdout.isatty():

@@ -10,7 +10,7 @@ import grpc
 import typer
 
 from specdec import ports
-from specdec.cli.access import ADDRESS, OPEN, Access, with_access
+from specdec.cli.access import ADDRESS, OPEN, Access, one_address, with_access
 from specdec.cli.failure import fail, status_of
 from specdec.cli.stats_table import printable
 from specdec.cli.trace_table import TraceTable
@@ -34,16 +34,17 @@ def trace(
             "the id of a completion, chat completion or message; for a response, the HTTP header x-request-id.",
         ),
     ],
-    at: Annotated[
-        Address,
+    given: Annotated[
+        Address | None,
         typer.Option(
             "--address",
             parser=address,
             metavar="ADDRESS",
-            envvar=ADDRESS,
-            help="Address of the orchestrator, which also queries its pods, or of a pod, for its own part.",
+            help="Address of the orchestrator, which also queries its pods, or of a pod, for its own part. Default: "
+            f"the first of {ADDRESS}, else 127.0.0.1:{ports.ORCHESTRATOR}.",
+            show_default=False,
         ),
-    ] = f"127.0.0.1:{ports.ORCHESTRATOR}",  # type: ignore[assignment]  # parsed like a given value
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeout: Annotated[float, duration("Timeout in seconds.", min=0.001)] = 5.0,
     allowed: Access = OPEN,
@@ -53,6 +54,7 @@ def trace(
     Services keep timelines of running requests and of the last few hundred completed ones.
     """
     request_id = _OF_HTTP.sub("", request_id)
+    at = one_address(given)
     with allowed.channel(at.target) as opened:
         stub: Any = TraceServiceStub(opened)
         try:

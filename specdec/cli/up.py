@@ -228,6 +228,9 @@ def up(
             models = models._replace(draft=models.target)
             of_draft.setdefault("engine", "torch")
             of_verifier.setdefault("features", of_draft["heads"])
+        if models.draft is None and passed["draft"]:
+            options = ", ".join(f"--draft-{name.replace('_', '-')}" for name in passed["draft"])
+            fail(f"{options}: needs --draft or --draft-heads, which start a draft service", ExitStatus.USAGE)
         for role, values in (("verifier", of_verifier), ("draft", of_draft)):
             if role == "draft" and models.draft is None:
                 continue

@@ -136,3 +136,10 @@ def test_options_of_the_http_api_need_its_port() -> None:
     done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
     assert done.returncode == 2
     assert "--openai-strict-fields: needs --openai-port" in done.stderr
+
+
+def test_options_of_the_draft_need_one() -> None:
+    run = [sys.executable, "-m", "specdec.cli", "up", "--port", "0", "--target", "/none", "--draft-max-nodes", "8"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 2
+    assert "--draft-max-nodes: needs --draft or --draft-heads" in done.stderr

@@ -62,6 +62,7 @@ def results(path: Path) -> list[dict[str, Any]]:
             "`max_token` cannot be set on a line, must be one of add_generation_prompt, allowed_tokens, ",
         ),
         (b'{"text": "a", "n": 2}', "`n` cannot be set"),
+        (b'{"text": "a", "return_prompt_token_ids": true}', "`return_prompt_token_ids` cannot be set"),
         (b'{"text": "a", "max_tokens": -1}', "max_tokens = -1: "),
         (b'{"tokens": [-1]}', "tokens = [-1]: "),
         (b'{"messages": [{"who": "user"}]}', "messages[0] = "),
