@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -15,6 +16,9 @@ from specdec.openai_api.logprobs import chat_logprobs
 from specdec.openai_api.parts import BeginPart, CallPart, EndPart, Part, ReasoningPart, TextPart
 from specdec.openai_api.responses_request import ResponsesRequest, carried
 from specdec.openai_api.responses_tools import CUSTOM_INPUT
+
+_UNFINISHED = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u(?:[0-9a-fA-F]{0,3}|[dD][89abAB][0-9a-fA-F]{2}))?$")
+"""An escape of JSON that was cut off, or half of a surrogate pair, behind whole escaped backslashes."""
 
 
 class ResponseAnswer:
@@ -170,9 +174,10 @@ class ResponseAnswer:
 
 def _custom_input(call: CallPart) -> str:
     """Return the input of a custom tool: the one argument of its function if the model followed its schema, else all
-    arguments."""
-    found = call.input
-    if found is None:  # cut off, usually within this argument
-        found = replace(call, arguments=call.arguments + '"}').input or {}
-    value = found.get(CUSTOM_INPUT)
-    return value if isinstance(value, str) else call.arguments
+    arguments. Of a call that was cut off, return the part that there is."""
+    if call.input is not None:
+        value = call.input.get(CUSTOM_INPUT)
+        return value if isinstance(value, str) else call.arguments
+    # Cut off, usually within this argument.
+    value = (replace(call, arguments=_UNFINISHED.sub(r"\1", call.arguments) + '"}').input or {}).get(CUSTOM_INPUT)
+    return value if isinstance(value, str) else ""

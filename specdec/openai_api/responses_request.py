@@ -256,7 +256,7 @@ class _Turns:
         self.messages: list[Json] = []
         self.places: list[str] = []  # for each message, the item that began it
         self.ignored: list[str] = []  # names of fields without effect
-        self._reasoning = ""  # of the next assistant message
+        self._reasoning: list[str] = []  # parts, of the next assistant message
         if instructions is not None and not isinstance(instructions, str):
             raise wrong("instructions", instructions, "text")
         if instructions:
@@ -278,7 +278,7 @@ class _Turns:
                 text = _reasoning_text(item, place)
                 if text is None:
                     self.ignored.append(place)
-                self._reasoning += text or ""
+                self._reasoning += [text] if text else []
             case "function_call":
                 self._call(place, item, item.get("arguments"))
             case "custom_tool_call":
@@ -302,12 +302,12 @@ class _Turns:
         return "".join(texts)
 
     def _append(self, place: str, message: Json) -> None:
-        self._reasoning = ""  # this message has the reasoning, or no assistant message follows it
+        self._reasoning = []  # this message has the reasoning, or no assistant message follows it
         self.messages.append(message)
         self.places.append(place)
 
     def _assistant(self, place: str, content: str) -> Json:
-        reasoning = {"reasoning": self._reasoning} if self._reasoning else {}
+        reasoning = {"reasoning": "".join(self._reasoning)} if self._reasoning else {}
         self._append(place, {"role": "assistant", "content": content, **reasoning})
         return self.messages[-1]
 

@@ -9,12 +9,16 @@ from typing import Any
 
 from specdec.openai_api.errors import ApiError, refused, unsupported, wrong
 from specdec.openai_api.json_text import Json
+from specdec.wire.tool_formats import MAX_TOOLS
 
 CUSTOM_INPUT = "input"
 """The single argument of a custom tool's function: its input as text."""
 
 JOINT = "__"
 """Separates the namespace from the tool's name in the name of a function."""
+
+MAX_DESCRIPTIONS = 1 << 20
+"""Maximum characters of a namespace's description, times the number of its tools: each tool gets a copy."""
 
 WEB_SEARCH = "web_search"
 """Prefix of the types of OpenAI's web search."""
@@ -65,6 +69,8 @@ def offered(given: object, choice: object, ignored: list[str]) -> list[OfferedTo
             found += _of_namespace(tool, place)
         else:
             found.append(_of_caller(tool, place))
+        if len(found) > MAX_TOOLS:
+            raise refused("tools", f"has more than {MAX_TOOLS} tools, those of namespaces included")
     for place, kind in searches:
         if not found or choice not in (None, "auto", "none"):
             raise _unknown_kind(place, kind)
@@ -115,6 +121,12 @@ def _of_namespace(tool: Json, place: str) -> Iterator[OfferedTool]:
         raise wrong(f"{place}.description", words, "text")
     if not isinstance(inner, list):
         raise wrong(f"{place}.tools", inner, "a list")
+    if len(words) * len(inner) > MAX_DESCRIPTIONS:
+        most = MAX_DESCRIPTIONS // len(inner)
+        raise refused(
+            f"{place}.description",
+            f"has {len(words)} characters, must have at most {most} before each of {len(inner)} tools",
+        )
     for index, member in enumerate(inner):
         where = f"{place}.tools[{index}]"
         made = _of_caller(member, where, namespace)

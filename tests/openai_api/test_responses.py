@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from specdec.openai_api.parsing import Intake, Parser, TakenRequest
 from specdec.openai_api.parts import CallPart
 from specdec.openai_api.response_store import ResponseStore
 from specdec.openai_api.responses_answer import ResponseAnswer
-from specdec.openai_api.responses_request import ResponsesReader
+from specdec.openai_api.responses_request import ResponsesReader, carried
 from tests.captured_logs import captured_logs
 from tests.client.fake_server import TEXT, Act, FakeServer, rich
 from tests.openai_api.front import Front, front
@@ -522,6 +523,51 @@ def test_tools_of_a_namespace_are_functions_with_its_name_before_theirs() -> Non
     refusal = InvalidRequest("", violations=[("chat.tools[1].parameters", "is wrong"), ("chat.tools[2].name", "too")])
     error = from_specdec(refusal, request.chat.names)
     assert error.message == "tools[0].tools[1].parameters: is wrong; tools[1].name: too"
+
+
+def test_copies_of_a_namespaces_description_are_bounded() -> None:
+    inner = [{"type": "function", "name": f"f{number}", "description": "x"} for number in range(120)]
+    space = {"type": "namespace", "name": "n", "description": "x" * 10_000, "tools": inner}
+    with pytest.raises(ApiError, match="has 10000 characters, must have at most 8738 before each of 120") as caught:
+        ResponsesReader({"model": "m", "input": "hi", "tools": [space]}).request()
+    assert caught.value.param == "tools[0].description"
+    with pytest.raises(ApiError, match="has more than 128 tools") as caught:
+        ResponsesReader({"model": "m", "input": "hi", "tools": [{**space, "description": ""}] * 2}).request()
+    assert caught.value.param == "tools"
+
+
+def test_reasoning_items_take_linear_time() -> None:
+    """Time that is quadratic in the number of items would grow by 16."""
+
+    def seconds(number: int) -> float:
+        item = {"type": "reasoning", "encrypted_content": carried("\N{MUSICAL SYMBOL G CLEF}" * 128)}
+        reader = ResponsesReader({"model": "m", "input": [item] * number + [{"role": "user", "content": "a"}]})
+        begin = time.process_time()
+        reader.request()
+        return time.process_time() - begin
+
+    seconds(100)
+    assert seconds(16_000) < 10 * seconds(4_000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ('{"input": "a\\nb', "a\nb"),
+        ('{"input": "a\\nb\\', "a\nb"),
+        ('{"input": "a\\u00', "a"),
+        ('{"input": "a\\ud83d', "a"),
+        ('{"input": "a\\\\', "a\\"),
+        ('{"input": "a\\\\u00', "a\\u00"),
+        ('{"input": ', ""),
+        ('{"inp', ""),
+    ],
+)
+def test_the_input_of_a_custom_call_that_was_cut_off(arguments: str, told: str) -> None:
+    reader = ResponsesReader({"model": "m", "input": "hi", "tools": [CUSTOM]})
+    answer = ResponseAnswer(reader.request(), "resp_1", stored=False)
+    list(answer.add(CallPart("a", "patch", arguments)))
+    assert answer.output[0]["input"] == told
 
 
 def test_a_call_of_a_tool_of_a_namespace_is_told_by_both_names() -> None:
