@@ -65,6 +65,7 @@ from specdec.openai_api.routes import (
 )
 from specdec.openai_api.tokens import Tokens
 from specdec.serving.errors import OverloadedError, TenantLimitError
+from specdec.serving.propagation import trace_context_of
 from specdec.wire.request_metadata import REQUEST_ID, is_request_id, new_request_id
 
 log = structlog.get_logger()
@@ -72,8 +73,8 @@ log = structlog.get_logger()
 KEY_HEADERS = ("x-api-key", "api-key")
 """Headers in which Anthropic's and Azure's clients send the API key."""
 
-CARRIED = ("authorization", "traceparent", "tracestate")
-"""Headers forwarded to orchestrators: the API key and the trace context."""
+MAX_KEY_CHARACTERS = 4096
+"""Maximum characters of an `authorization` header: gRPC limits the metadata of a call to some 8 KiB."""
 
 CALLER = "specdec.caller"
 """ASGI scope key for an admitted request's caller."""
@@ -281,15 +282,17 @@ class _Outermost:
 
 
 def _caller(request: Request) -> Caller:
-    """Return the caller. Header values that gRPC metadata cannot carry are dropped: they cannot be a valid key or
-    trace context."""
-    headers = [(name, request.headers[name]) for name in CARRIED if name in request.headers]
-    headers = [(name, normal_form(value) if name == "authorization" else value) for name, value in headers]
+    """Return the caller. A key that gRPC metadata cannot carry is dropped: it cannot be valid. So is a trace context
+    that orchestrators would ignore."""
+    given = request.headers.get("authorization")
     keys = [request.headers[name] for name in KEY_HEADERS if name in request.headers]
-    if keys and "authorization" not in request.headers:
-        headers.append(("authorization", f"Bearer {keys[0]}"))
-    plain = tuple((name, value) for name, value in headers if value.isascii() and value.isprintable())
-    return Caller(request.scope[REQUEST_ID], plain)
+    if given is not None:
+        given = normal_form(given)
+    elif keys:
+        given = f"Bearer {keys[0]}"
+    sound = given is not None and len(given) <= MAX_KEY_CHARACTERS and given.isascii() and given.isprintable()
+    key = (("authorization", str(given)),) if sound else ()
+    return Caller(request.scope[REQUEST_ID], key + trace_context_of(request.headers))
 
 
 def normal_form(authorization: str) -> str:

@@ -55,6 +55,17 @@ async def test_a_key_that_is_not_known_is_refused_before_the_body_comes(key: byt
     assert status_of(answer) == 401
 
 
+async def test_headers_that_grpc_cannot_carry_are_dropped() -> None:
+    trace = b"traceparent: 00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01\r\ntracestate: a=" + b"x" * 17_000 + b"\r\n"
+    long_key = b"authorization: Bearer " + b"k" * 17_000 + b"\r\n"
+    async with FakeServer(keys=["key"]) as orchestrator, front(orchestrator.address) as http:
+        assert status_of(await told(http.address, post(ASKED, headers=KEY + trace + CLOSE))) == 200
+        assert status_of(await answered(http.address, post(b"", length=10, headers=long_key))) == 401
+    (call,) = orchestrator.calls
+    assert call.metadata["traceparent"].startswith("00-aaaa")
+    assert "tracestate" not in call.metadata
+
+
 @pytest.mark.parametrize("chunked", [True, False])
 async def test_a_caller_that_sends_on_can_read_why_it_is_refused(chunked: bool) -> None:
     """The connection is not reset while an unread body is in transit."""
