@@ -132,18 +132,21 @@ class Choice:
             piece["prompt_token_ids"], self.prompt_token_ids = self.prompt_token_ids, None
         return piece | ({"specdec": own} if own else {})
 
-    def gather(self, chunk: Chunk, seed: int | None) -> None:
-        """Keep a chunk for `whole`; `seed` is the request's."""
+    def gather(self, chunk: Chunk, seed: int | None) -> int:
+        """Keep a chunk for `whole`, and return its number of characters; `seed` is the request's."""
         self._text.append(self._said(chunk)[0])
         self._reasoning.append(self._thought(chunk))
+        size = len(chunk.text) + len(self._reasoning[-1])
         logprobs = of_text(chunk, with_end=self._request.tells_end)
         if logprobs or chunk.finish:  # wait for the whole prompt: text offsets begin at its end
-            self._logprobs.add(logprobs)
+            size += self._logprobs.add(logprobs)
         self._own |= self._note(chunk, seed)
         if self._request.chunks and chunk.tokens:
             self._chunks.append(encoded(self._chunk(chunk)))
+            size += len(self._chunks[-1])
         if self._request.token_ids:
             self._tokens += map(str, chunk.tokens)
+        return size
 
     def whole(self) -> str:
         """Return the gathered sample as JSON."""

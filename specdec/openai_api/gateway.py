@@ -17,7 +17,7 @@ from specdec.openai_api.answers import Calls, Choice, Frame, fingerprint, usage_
 from specdec.openai_api.errors import from_specdec, refused, unsupported
 from specdec.openai_api.json_text import Json, json_list
 from specdec.openai_api.parts import Part, parts_of
-from specdec.openai_api.prompts import MAX_SCORES_BYTES, AnsweredPrompt, prompt_first
+from specdec.openai_api.prompts import AnsweredPrompt, prompt_first
 from specdec.openai_api.requests import ParsedRequest
 from specdec.serving.interleaved import interleaved
 from specdec.v2.generation_pb2 import GenerationServiceGetStatsRequest, TokenizeRequest
@@ -31,6 +31,9 @@ PROMPTS_AT_ONCE = 8
 LIMIT_SECONDS = 90.0
 """Maximum total seconds that the prompts of a request wait for the tenant's limits, after one of them is answered. A
 limit of requests per minute admits all of them within a minute, if the tenant has no other requests."""
+
+MAX_ANSWER_CHARACTERS = 64 << 20
+"""Maximum characters of an answer in one piece. Log-probabilities of a token with 20 alternatives take 1,000."""
 
 STATS_SECONDS = 5.0
 """Timeout in seconds for statistics."""
@@ -89,8 +92,7 @@ class Gateway:
         async with aclosing(chunks):
             async for number, chunk in chunks:
                 answer.note(number, chunk)
-                answer.gather_prompt(number, chunk)
-                answer.choice(number, chunk).gather(chunk, answer.seeds[number])
+                answer.gather(number, chunk)
         return answer.frame.whole(answer.choices, prompts[0].fields if request.chat and prompts else {})
 
     async def events(self, request: ParsedRequest, caller: Caller) -> AsyncGenerator[Json, None]:
@@ -311,7 +313,7 @@ class _Answer:
     choices: list[Choice] = field(init=False)
     seeds: dict[int, int | None] = field(default_factory=dict)  # by prompt
     salt: str = field(default_factory=new_request_id)
-    scores: int = 0  # characters of the prompts' log-probabilities
+    size: int = 0  # characters gathered for an answer in one piece
 
     def __post_init__(self) -> None:
         request = self.request
@@ -333,17 +335,14 @@ class _Answer:
         """Return the choice that a prompt's chunk belongs to."""
         return self.choices[self.request.samples * number + chunk.index]
 
-    def gather_prompt(self, number: int, chunk: Chunk) -> None:
-        """Keep the prompt tokens in a chunk; ApiError if the answer gets too long."""
-        if not self.prompts or not chunk.prompt:
-            return
-        self.scores += self.prompts[number].gather(chunk.prompt) * self.request.samples
-        if self.scores > MAX_SCORES_BYTES:
-            name = "logprobs" if self.request.prompt_logprobs is None else "prompt_logprobs"
-            limit = f"{MAX_SCORES_BYTES >> 20} MiB"
-            raise refused(
-                name, f"log-probabilities of the prompts take more than {limit}: request fewer, or send fewer prompts"
-            )
+    def gather(self, number: int, chunk: Chunk) -> None:
+        """Keep a chunk for an answer in one piece; ApiError if the answer gets too long."""
+        if self.prompts and chunk.prompt:
+            self.size += self.prompts[number].gather(chunk.prompt) * self.request.samples
+        self.size += self.choice(number, chunk).gather(chunk, self.seeds[number])
+        if self.size > MAX_ANSWER_CHARACTERS:
+            problem = f"the answer has more than {MAX_ANSWER_CHARACTERS} characters"
+            raise refused("stream", f"is false, and {problem}: set it, or request fewer samples or log-probabilities")
 
     def echo(self, number: int, chunk: Chunk) -> list[Json]:
         """Return the stream pieces for the part of a prompt in a chunk: one for each sample, or none."""
@@ -359,6 +358,8 @@ class _Answer:
         self.seeds[number] = chunk.seed
         ids = chunk.prompt_token_ids
         encoded = "" if ids is None or self.request.stream else json_list(map(str, ids))
+        echoed = len(self.prompts[number].text) if self.prompts else 0
+        self.size += self.request.samples * (len(encoded) + echoed)
         for choice in self.choices[self.request.samples * number :][: self.request.samples]:
             choice.prompt_tokens = 0 if chunk.resolved is None else chunk.resolved.prompt_tokens
             choice.prompt_token_ids, choice.encoded_prompt = ids, encoded
@@ -393,8 +394,8 @@ async def _events(answer: _Answer, chunks: Chunks) -> AsyncGenerator[Json, None]
             number, chunk = found
             answer.note(number, chunk)
             choice = answer.choice(number, chunk)
-            if echo := answer.echo(number, chunk):
-                yield event(echo, choice)
+            for part in answer.echo(number, chunk):  # one event each: a prompt may have megabytes
+                yield event([part], choice)
             if not chunk.prompt or chunk.tokens or chunk.finish or chunk.resolved:
                 ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
                 yield event([choice.piece(chunk, answer.seeds[number])], choice, **ended)

@@ -11,10 +11,6 @@ from specdec.client import Chunk, Piece, PromptToken
 from specdec.openai_api.json_text import Json, encoded, json_list
 from specdec.openai_api.logprobs import MIN_LOGPROB, NO_PIECE, EncodedLogprobs, Offset, TextOffset, completion_logprobs
 
-MAX_SCORES_BYTES = 64 << 20
-"""Maximum characters of the prompts' log-probabilities in one answer: with 20 alternatives, a token takes 1 KB."""
-
-
 class EchoOffset:
     """The character offset of the next prompt token in the prompt's text. Tokens that are not in the text, such as BOS,
     do not advance it."""
@@ -66,12 +62,12 @@ class AnsweredPrompt:
         return {} if self._entries_top is None else {"prompt_logprobs": json_list(self._entries)}
 
     def gather(self, tokens: Sequence[PromptToken]) -> int:
-        """Keep the next tokens' log-probabilities; return their number of characters."""
-        self._spell(tokens)
-        before = len(self._entries)
+        """Keep the next tokens' log-probabilities, and their text if it is built from them; return the number of
+        characters."""
+        spelled, before = len(self._spell(tokens)), len(self._entries)
         if self._entries_top is not None:
             self._entries += [encoded(_entry(token, self._entries_top)) for token in tokens]
-        size = sum(map(len, self._entries[before:]))
+        size = spelled + sum(map(len, self._entries[before:]))
         return size if self._top is None else size + self.logprobs.add(tokens)
 
     def echo(self, tokens: Sequence[PromptToken]) -> Json | None:

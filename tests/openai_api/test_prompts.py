@@ -147,17 +147,32 @@ async def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], param: 
 
 async def test_an_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sample's copy of the prompt's log-probabilities counts."""
-    monkeypatch.setattr(gateway, "MAX_SCORES_BYTES", 1 << 20)
+    monkeypatch.setattr(gateway, "MAX_ANSWER_CHARACTERS", 1 << 20)
     prompt, tokens = "a" * 500, 500
     each = len(json.dumps(logprobs_of(b"a", 20)["top_logprobs"][1]))
     prompts = 2 + (1 << 20) // (16 * tokens * each)
     assert prompts <= 64
     async with FakeServer(*[Act(0)] * 64) as server, front(server.address) as http:
         with pytest.raises(
-            openai.BadRequestError, match="logprobs: log-probabilities of the prompts take more than 1 MiB"
+            openai.BadRequestError, match="stream: is false, and the answer has more than 1048576 characters: set it"
         ):
             await http.client.completions.create(model="fake", prompt=[prompt] * prompts, n=16, logprobs=20, echo=True)
         assert server.calls
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "a" * 1000, "echo": True, "n": 16},
+        {"prompt": "a" * 1000, "return_token_ids": True, "n": 16},
+        {"prompt": "a", "logprobs": 20, "n": 16},
+    ],
+)
+async def test_all_parts_of_an_answer_count(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "MAX_ANSWER_CHARACTERS", 10_000)
+    async with FakeServer() as server, front(server.address) as http:
+        with pytest.raises(openai.BadRequestError, match="the answer has more than 10000 characters"):
+            await post(http, **fields)
 
 
 def test_defaults_are_no_request() -> None:
