@@ -77,6 +77,9 @@ TEMPERATURE = 1.0
 UNLIMITED = -1
 """llama.cpp's `n_predict` for a text that may fill the context."""
 
+MAX_TOKENS = (1 << 31) - 1
+"""More tokens than any context has: such a text ends where the context ends."""
+
 MAX_ENTRIES = 4096
 """Maximum values in a list or object option, however nested; equal to the limit on logit biases."""
 
@@ -188,9 +191,9 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
         _check_entries("specdec", {name: value for name, value in own.items() if name != "banned_tokens"})
     options = {name: value for name, value in given.items() if name in SAME}
     options |= {
-        RENAMED[name]: value
+        RENAMED[name]: MAX_TOKENS if name == "n_predict" and alike(value, UNLIMITED) else value
         for name, value in given.items()
-        if name in RENAMED and (name, value) != ("n_predict", UNLIMITED)
+        if name in RENAMED
     }
     own_options = _own(given)
     names = _names(given, chat=chat)
@@ -204,7 +207,7 @@ def parse_fields(fields: Mapping[str, Any], *, chat: bool, strict: bool = False)
         least = LEAST.get(name)
         if least is not None and isinstance(value, int) and value < (0 if name == "max_tokens" else least):
             raise wrong(field, value, f"at least {least}")
-    if not (chat or given.get("n_predict") == UNLIMITED):
+    if not chat:
         options.setdefault("max_tokens", COMPLETION_TOKENS)
     for read in (_seed, _top_k, _logit_bias, _special_tokens, _cache_salt, constraint):
         options |= dict(read(given))

@@ -416,7 +416,8 @@ def test_what_asks_for_what_happens_anyway_is_taken() -> None:
         repeat_penalty=1
     )
     assert completion(repeat_last_n=-1, repeat_penalty=1.5) == completion(repeat_penalty=1.5)
-    assert not completion(n_predict=-1).message(0).HasField("max_tokens")  # llama.cpp's value for all that fit
+    for unlimited in (completion(n_predict=-1), chat(n_predict=-1)):  # also where generation_config.json has a limit
+        assert unlimited.message(0).max_tokens == (1 << 31) - 1
 
 
 def test_the_schemas_of_tools_that_are_not_offered_are_not_kept() -> None:
