@@ -50,8 +50,8 @@ def cache() -> Cache:
     if why := cache_folder.why_unusable(folder):
         return Cache(folder, why)
     try:
-        files = [entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder)]
+        sizes = [size for _, size, _ in cache_folder.entries(folder)]
     except OSError as error:
         return Cache(folder, str(error))
     why = "" if os.access(folder, os.W_OK | os.X_OK) else "it is not writable"
-    return Cache(folder, why, len(files), sum(files))
+    return Cache(folder, why, len(sizes), sum(sizes))

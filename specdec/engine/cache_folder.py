@@ -13,6 +13,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 import sys
@@ -167,23 +168,32 @@ def write(data: bytes, kind: str, *key: object) -> None:
         log.warning("cache_not_written", folder=str(folder), why=str(error), cost="the next start repeats this work")
 
 
+_ENTRY = re.compile(r"[a-z]+-[0-9a-f]{40}|new-\w{8}")
+"""Names of entries, also of one that is being written."""
+
+
 def _name(kind: str, key: tuple[object, ...]) -> str:
     return f"{kind}-{hashlib.sha256(repr((key, versions())).encode()).hexdigest()[:40]}"
 
 
+def entries(folder: Path) -> list[tuple[float, int, str]]:
+    """Return (time of the last use, size, path) of the entries in a folder. It may also contain other files and
+    subfolders, such as exports of drafts."""
+    found = []
+    for entry in os.scandir(folder):
+        if not _ENTRY.fullmatch(entry.name) or not entry.is_file(follow_symlinks=False):
+            continue
+        with contextlib.suppress(FileNotFoundError):  # removed by another process
+            seen = entry.stat(follow_symlinks=False)
+            found.append((seen.st_mtime, seen.st_size, entry.path))
+    return found
+
+
 def _bound(folder: Path) -> None:
     """Remove the least recently used entries while the total exceeds MAX_BYTES."""
-    entries = []
-    for entry in os.scandir(folder):
-        if not entry.is_file(follow_symlinks=False):  # a subfolder, such as exports of drafts
-            continue
-        try:
-            found = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:  # removed by another process
-            continue
-        entries.append((found.st_mtime, found.st_size, entry.path))
-    size = sum(of_one for _, of_one, _ in entries)
-    for _, of_one, path in sorted(entries):
+    found = entries(folder)
+    size = sum(of_one for _, of_one, _ in found)
+    for _, of_one, path in sorted(found):
         if size <= MAX_BYTES:
             break
         Path(path).unlink(missing_ok=True)

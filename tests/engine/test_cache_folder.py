@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec.doctor.places import cache
 from specdec.engine import cache_folder
 from specdec.engine.cpu import openmp, packed_gemm
 from tests.captured_logs import captured_logs
@@ -29,6 +30,19 @@ def test_an_entry_is_found_under_its_whole_key(folder: Path) -> None:
     assert cache_folder.read("kind", "name", 2) is None
     assert cache_folder.read("other", "name", 1) is None
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_other_files_in_the_folder_are_no_entries(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_folder, "MAX_BYTES", 300)
+    cache_folder.write(bytes(10), "kind", 0)
+    (folder / "big.gguf").write_bytes(bytes(1000))
+    os.utime(folder / "big.gguf", (0, 0))
+    for number in range(1, 5):
+        cache_folder.write(bytes(100), "kind", number)
+    assert (folder / "big.gguf").exists()
+    assert cache_folder.read("kind", 0) is None
+    assert cache_folder.read("kind", 4) is not None
+    assert cache().entries == 2
 
 
 def test_other_sources_or_versions_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
