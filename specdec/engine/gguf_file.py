@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,7 @@ def _converted(file: Path) -> Path:
     if not (target / MARKER).is_file() and (why := _unwritable(target.parent)):
         target = _without_cache(why) / digest.hexdigest()[:24] / file.stem
     if not (target / MARKER).is_file():
+        shutil.rmtree(target, ignore_errors=True)  # what a cleaner of the cache left
         command = [sys.executable, "-m", "specdec.cli", "import-gguf", "--stop-with-stdin", str(file), str(target)]
         # If this process dies, the child's stdin closes, and the child removes its partial output.
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:

@@ -6,8 +6,9 @@ Derived folders have a marker file, so that no other folder is ever replaced. Im
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,10 @@ STALE_SECONDS = 3600.0
 
 
 def check_replaceable(target: Path, marker: str) -> None:
-    """Raise ModelDirectoryError if a path exists, unless it is an empty directory or has this marker."""
+    """Raise ModelDirectoryError if a path exists, unless it is an empty directory or has this marker. A mount point
+    cannot be replaced, whatever it contains."""
+    if os.path.ismount(target):
+        raise ModelDirectoryError(f"{target}: is a mount point, which cannot be replaced: name a folder in it")
     if not target.exists() or (target / marker).is_file():
         return
     if not target.is_dir() or any(target.iterdir()):
@@ -36,14 +40,19 @@ def check_replaceable(target: Path, marker: str) -> None:
 
 @contextmanager
 def replaced(target: Path, marker: str) -> Iterator[Path]:
-    """Yield an empty directory to write into, which replaces `target` afterwards. If an exception is raised, the
-    directory is removed. Services that use an earlier `target` keep the files that they have open."""
+    """Yield an empty directory to write into, which replaces `target` afterwards, with the permissions that the umask
+    leaves. If an exception is raised, the directory is removed. Services that use an earlier `target` keep the files
+    that they have open."""
     check_replaceable(target, marker)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target)
-    partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
+    partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
+    partial.mkdir()
     try:
         yield partial
+        for path in partial.rglob("*"):  # some writers let only their own user read
+            if path.is_file():
+                path.chmod(partial.stat().st_mode & 0o666)
         _replace(target, partial, marker)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def exported(
         with start_phases.phase(start_phases.EXPORT):
             try:
                 make_user_cache()
+                if target.exists() and not (target / DESCRIPTION).is_file():  # what a cleaner of the cache left
+                    shutil.rmtree(target)
                 _export(directory, target, dtype, quantised, niceness)
             except OSError as error:
                 target = _without_cache(directory, dtype, quantised, niceness, error)

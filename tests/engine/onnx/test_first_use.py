@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from specdec.engine.cache_folder import temporary
+from specdec.engine.derived_models import place_of_export
 from specdec.engine.model_directory import DESCRIPTION, ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError
+from specdec.engine.model_folder import check_replaceable
 from specdec.engine.onnx import first_use
 from specdec.engine.onnx.first_use import exported
 from specdec.local import DEMO
@@ -45,6 +47,23 @@ def test_a_full_cache_is_named_and_the_export_lives_as_long_as_the_process(
     assert found == temporary() / DRAFT.name == exports.targets[-1]
     (told,) = [entry for entry in logs if entry["event"] == "cache_not_used"]
     assert (told["folder"], told["why"]) == (str(tmp_path / "specdec"), "No space left on device")
+
+
+def test_an_export_that_lost_its_description_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an interrupted removal of the cache."""
+
+    def export(_: ModelDirectory, target: Path, *__: Any) -> None:
+        check_replaceable(target, DESCRIPTION)
+        target.mkdir()
+        (target / DESCRIPTION).write_text("{}")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(first_use, "_export", export)
+    target = place_of_export(DRAFT, "float32")
+    target.mkdir(parents=True)
+    (target / "model.onnx").write_text("left over")
+    assert exported(DRAFT) == target
+    assert not (target / "model.onnx").exists()
 
 
 def test_a_cache_that_cannot_be_made_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
