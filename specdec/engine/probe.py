@@ -36,16 +36,18 @@ class EngineProbe:
         self._written = slots[slots < self._engine.capacity]
 
     def recovers(self) -> bool:
-        """Overwrite the slots of the failed pass, and return whether a pass over a single token succeeds. A NaN in
+        """Return whether a pass over a single token succeeds; if so, overwrite the slots of the failed pass. A NaN in
         those slots would spread to the rows that read them, masked or not."""
         engine = self._engine
         try:
-            engine.copy(np.full(len(self._written), PADDING_SLOT), self._written)
             packer = engine.packer()
             row = packer.add_row(0, 0, PADDING_SLOT)
             packer.add_path(np.array([PADDING_SLOT]), [row])
             packer.want(row)
             logits = engine.forward(packer.pack())
+            if not abs(logits.max()) < MAX_ABS_LOGIT:
+                return False
+            engine.copy(np.full(len(self._written), PADDING_SLOT), self._written)  # from the slot just computed
         except Exception as error:
             if is_shortage(error):
                 log.error("engine_fails", error=in_one_line(error))
@@ -53,4 +55,4 @@ class EngineProbe:
                 log.error("engine_fails", exc_info=error)
             return False
         self._written = np.arange(0)
-        return bool(abs(logits.max()) < MAX_ABS_LOGIT)
+        return True

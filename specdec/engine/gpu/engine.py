@@ -124,8 +124,8 @@ class GpuEngine:
         self._context = directory.context
         self._device = torch.device(device)
         self._layers = layers = attention_of(self.model)
-        self._heads = int(self.model.config.get_text_config().num_attention_heads)
-        self._tile_rows = tile_rows_for(max(self._heads // layer.kv_heads for layer in layers))
+        self._heads = max(layer.heads for layer in layers)
+        self._tile_rows = tile_rows_for(max(layer.heads // layer.kv_heads for layer in layers))
         slot_bytes = DTYPES[dtype].itemsize * sum(
             layer.kv_heads * (layer.width + layer.value_width) for layer in layers
         )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from specdec.engine.processor import cpu_kind
+
 ARITHMETIC = "a1"
 """Version of our own arithmetic in attention, products and layers. Increase it with every change after which a logit
 may have other bits on any device. No test can notice that: the bits differ between processors anyway."""
@@ -24,7 +26,7 @@ def device_kind(device: str) -> str:
     """Return a name for torch's compute device that differs if bits may differ."""
     if torch.device(device).type == "cuda":
         return f"cuda-{torch.version.cuda}-{torch.cuda.get_device_name(device).replace(' ', '-')}"
-    return f"{device}-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}"
+    return f"{device}-{cpu_kind()}-{torch.backends.cpu.get_cpu_capability()}"  # torch's name does not tell AMX
 
 
 def machine() -> tuple[object, ...] | None:

@@ -92,6 +92,8 @@ def configuration(folder: Path, reader: gguf.GGUFReader, file: Path) -> Pretrain
         and config.max_position_embeddings == PHI3_CONTEXT
     ):
         config.sliding_window = PHI3_WINDOW
+    if config.model_type == "mistral" and keys("attention.sliding_window") is None:
+        config.sliding_window = None  # transformers' default is 4096, also where it guesses Mistral from a file's name
     _set_rope(config, keys, file)
     return config
 

@@ -31,8 +31,9 @@ log = structlog.get_logger()
 
 
 class LayerAttention(NamedTuple):
-    """The shape of one layer's keys and values, and its attention parameters."""
+    """The shape of one layer's queries, keys and values, and its attention parameters."""
 
+    heads: int
     kv_heads: int
     width: int  # key width
     value_width: int
@@ -184,7 +185,9 @@ def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         scale = asked.get("scaling") or query.shape[3] ** -0.5
         window = asked.get("sliding_window") or None
-        found[layer] = LayerAttention(key.shape[1], key.shape[3], value.shape[3], scale, window)
+        found[layer] = LayerAttention(
+            query.shape[1], key.shape[1], key.shape[3], value.shape[3], scale, window
+        )
         terms = [term for term, value in asked.items() if isinstance(value, Tensor) and term != "position_ids"]
         if terms:
             raise UnsupportedModelError(

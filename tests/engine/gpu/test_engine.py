@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LagunaConfig, LagunaForCausalLM
 
 from specdec.decoding.draft_logits import shortlists
 from specdec.decoding.query import RequestSampler, SamplingQuery
@@ -23,9 +23,10 @@ from specdec.engine.engine import GpuSampling, Placed, Shortlisting, hidden_stat
 from specdec.engine.gpu import engine as gpu_engine
 from specdec.engine.gpu.engine import GpuEngine
 from specdec.engine.gpu.linear import SplitKLinear, split_k
+from specdec.engine.hf.pretrained import attention_of, load
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.shortage import is_shortage
-from tests.models import VOCABULARY, make
+from tests.models import VOCABULARY, make, save
 
 GREEDY = SamplingQuery(RequestSampler(Sampling()), 0)
 
@@ -69,6 +70,26 @@ whatever_the_layers = pytest.mark.parametrize(
     "subject", ["llama", pytest.param("gemma2", marks=interpreted_later)], indirect=True
 )
 """For code after the layers, which is the same for all models."""
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=interpreted_later)])
+def test_a_layer_may_have_more_heads_than_the_configuration_says(whole: bool, tmp_path: Path) -> None:
+    config = LagunaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_attention_heads_per_layer=[2, 4],
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        mlp_layer_types=["dense"] * 2,
+        max_position_embeddings=256,
+    )
+    directory = ModelDirectory(save(LagunaForCausalLM(config), tmp_path))
+    assert [layer.heads for layer in attention_of(load(directory, torch.float32, "cpu"))] == [2, 4]
+    if whole:
+        GpuEngine(directory, capacity=700, dtype="float32", device=DEVICE, exact=False)
+
 
 TEXT = np.random.default_rng(4).integers(3, VOCABULARY, 8).tolist()
 BRANCH = [7, 9]

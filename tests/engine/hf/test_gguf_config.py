@@ -24,10 +24,13 @@ FIELDS: dict[str, Any] = {
 """Keys of every file here; heads are 16 wide unless a file says otherwise."""
 
 
-def read(folder: Path, architecture: str, **fields: Any) -> PretrainedConfig:
-    """Write a file without tensors and read its configuration. `fields`: keys with `__` for a dot; None leaves out."""
+def read(folder: Path, architecture: str, *, name: str = "", **fields: Any) -> PretrainedConfig:
+    """Write a file without tensors and read its configuration. `name`: general.name. `fields`: keys with `__` for a
+    dot; None leaves out."""
     file = folder / "one.gguf"
     writer = GGUFWriter(file, architecture)
+    if name:
+        writer.add_name(name)
     for name, value in (FIELDS | {key.replace("__", "."): value for key, value in fields.items()}).items():
         key = f"{architecture}.{name}"
         if isinstance(value, list):
@@ -44,6 +47,12 @@ def read(folder: Path, architecture: str, **fields: Any) -> PretrainedConfig:
     writer.write_tensors_to_file()
     writer.close()
     return configuration(folder, GGUFReader(file), file)
+
+
+def test_a_window_that_the_file_lacks_is_not_invented(tmp_path: Path) -> None:
+    """transformers takes a Llama file of this name for Mistral's, whose default is a window of 4096 tokens."""
+    config = read(tmp_path, "llama", name="mistral")
+    assert (config.model_type, config.sliding_window) == ("mistral", None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from specdec.engine.unsupported import UnsupportedModelError
 
 
 def backend(*windows: int | None) -> PaddedBackend:
-    layers = [LayerAttention(1, 4, 4, 1.0, window) for window in windows]
+    layers = [LayerAttention(1, 1, 4, 4, 1.0, window) for window in windows]
     return PaddedBackend(layers, 2, torch.float32, torch.device("cpu"))
 
 
