@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -37,6 +38,17 @@ def check_of(schema: dict[str, Any]) -> TextCheck:
     _, check = supported_source(json.dumps(schema), checks=True)
     assert check is not None
     return check
+
+
+def test_a_long_name_is_not_copied_for_each_item() -> None:
+    check = check_of({"additionalProperties": {"type": "array", "items": SET}})
+    text = json.dumps({"x" * 50_000: [[]] * 4_000})
+    tracemalloc.start()
+    try:
+        assert check.of_text(text).ok is True
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

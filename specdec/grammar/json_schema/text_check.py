@@ -42,6 +42,21 @@ class TextVerdict(NamedTuple):
     keyword: str = ""  # the violated keyword
 
 
+class _Path(NamedTuple):
+    """The path to a value, as its last part and the path before it: a copy for each item of a long path would take
+    gigabytes."""
+
+    last: str
+    before: _Path | None
+
+    def pointer(self) -> str:
+        parts, path = list[str](), self
+        while path.before is not None:
+            parts.append(path.last)
+            path = path.before
+        return "".join(reversed(parts))
+
+
 class TextCheck:
     """The check of a text for the parts of its schema that its grammar does not enforce. The other parts already
     hold."""
@@ -69,27 +84,27 @@ class TextCheck:
             return TextVerdict(None)
 
     def _of_value(self, value: Any) -> TextVerdict:
-        left, ahead = MAX_WORK, [(self._root, value, "")]
+        left, ahead = MAX_WORK, [(self._root, value, _Path("", None))]
         while ahead:
             schema, value, path = ahead.pop()
             left -= VISIT_WORK
             counts = (id(schema), "minProperties") in self._unenforced and isinstance(value, dict)
             if counts and len(value) < schema["minProperties"]:
-                return TextVerdict(False, path, "minProperties")
+                return TextVerdict(False, path.pointer(), "minProperties")
             if (id(schema), "uniqueItems") in self._unenforced and isinstance(value, list):
                 known = set[str]()
                 for number, item in enumerate(value):
                     spelled = json.dumps(item, sort_keys=True)
                     left -= ITEM_WORK + len(spelled)
                     if spelled in known:
-                        return TextVerdict(False, f"{path}/{number}", "uniqueItems")
+                        return TextVerdict(False, f"{path.pointer()}/{number}", "uniqueItems")
                     if left < 0:
                         break
                     known.add(spelled)
             if left < 0:
                 return TextVerdict(None)
             parts = (
-                (inner, part, path + place)
+                (inner, part, _Path(place, path) if place else path)
                 for select, inner in self._steps.get(id(schema), ())
                 for place, part in select(value)
             )
