@@ -83,7 +83,8 @@ def _counted_in(schema: Any) -> int:
             case dict() as found:
                 ahead += found.values()
                 for key in _COUNTED:
-                    if (value := found.get(key)) is not None:
+                    value = found.get(key)
+                    if value is not None and not isinstance(value, dict):  # a dict: the schema of a property so named
                         digits = re.sub(r"\D", "", repr(value))  # 1.25 becomes 125, which its automaton counts to
                         total += _count(digits or "0") if isinstance(value, int | float) else MAX_STATES
                 pattern = found.get("pattern")

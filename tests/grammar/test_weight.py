@@ -127,6 +127,7 @@ def test_what_was_refused_takes_no_room() -> None:
         (schema({"multipleOf": 99991}), MAX_STATES),
         (schema({"enum": [2024, 2025]}), MIN_STATES + 5),
         (schema({"multipleOf": "x"}), MAX_STATES),
+        (schema({"properties": {"maxItems": {"type": "integer"}}}), MIN_STATES + 12),
         (Grammar(Kind.REGEX, ("a{" + "9" * 5000 + "}",)), MAX_STATES),
     ],
 )
