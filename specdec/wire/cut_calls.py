@@ -65,46 +65,53 @@ def _named_call(text: str, style: NamedCall) -> list[ToolCall]:
 
 
 def _tagged_calls(text: str, style: TaggedCall, schemas: Schemas) -> list[ToolCall]:
-    calls = list[ToolCall]()
-    parts = text.split(style.end) if style.end else [text]
-    for number, part in enumerate(parts):
-        whole = number < len(parts) - 1
-        call = _tagged_call(part, style, schemas, whole=whole)
+    calls, at = list[ToolCall](), 0
+    while True:
+        call, end = _tagged_call(text, at, style, schemas)
         if call is None:
-            return [] if whole else calls
+            return calls if end < 0 else []
         calls.append(call)
-    return calls
+        if end < 0:
+            return calls
+        at = end + len(style.end)
 
 
-def _tagged_call(text: str, style: TaggedCall, schemas: Schemas, *, whole: bool) -> ToolCall | None:
-    """Return the call in a text; None if its name is incomplete, or JSON cannot represent its complete arguments."""
+def _tagged_call(text: str, at: int, style: TaggedCall, schemas: Schemas) -> tuple[ToolCall | None, int]:
+    """Return the call at a place, and the place of its end tag, -1 if it was cut off before. The call is None if its
+    name is incomplete, or JSON cannot represent its complete arguments."""
+    end = text.find(style.end, at) if style.end else -1
     behind = re.escape(style.name[1]) or r"(?=[\s<])"
-    found = re.compile(rf'\s*{re.escape(style.name[0])}([^\s<>"]+){behind}').match(text)
+    found = re.compile(rf'\s*{re.escape(style.name[0])}([^\s<>"]+){behind}').match(text, at)
     if found is None:
-        return None
+        return None, end
     name, at = found[1], found.end()
     schema = schemas.get(name, {})
     arguments: dict[str, object] = {}
     properties = property_schemas(schema)
-    # A text may have thousands of arguments: the rest of the text is not copied for each.
-    while (
-        (key_begin := _behind(text, style.key[0], at)) >= 0
-        and (key_end := text.find(style.key[1], key_begin)) >= 0
-        and (begin := _behind(text, style.value[0], key_end + len(style.key[1]))) >= 0
-    ):
-        key, end = text[key_begin:key_end], text.find(style.value[1], begin)
+    # A text may have thousands of arguments: the rest of the text is neither copied nor searched for each.
+    while True:
+        if 0 <= end < at:  # it was part of a value
+            end = text.find(style.end, at)
+        key_begin = _behind(text, style.key[0], at)
+        if key_begin < 0 or 0 <= end < key_begin:
+            break
+        key_end = text.find(style.key[1], key_begin)
+        begin = -1 if key_end < 0 else _behind(text, style.value[0], key_end + len(style.key[1]))
+        if begin < 0:
+            break
+        key, value_end = text[key_begin:key_end], text.find(style.value[1], begin)
         inner = properties.get(key, {})
-        if end < 0:
+        if value_end < 0:
             value = text[begin : len(text) - overlap(text, style.pad + style.value[1], begin)]
             arguments.pop(key, None)  # a repeated argument: the last one counts, and stands last
             begun = tool_call(name, {**arguments, key: 0})
             last = _begun_value(value.removeprefix(style.pad), inner, schema)
-            return None if begun is None else ToolCall(name, begun.arguments.removesuffix("0}") + last)
-        value = text[begin:end].removeprefix(style.pad).removesuffix(style.pad)
+            return None if begun is None else ToolCall(name, begun.arguments.removesuffix("0}") + last), -1
+        value = text[begin:value_end].removeprefix(style.pad).removesuffix(style.pad)
         arguments[key] = value_of(value, inner, schema)
-        at = end + len(style.value[1])
+        at = value_end + len(style.value[1])
     call = tool_call(name, arguments)
-    return call if call is None or whole else ToolCall(name, call.arguments.removesuffix("}"))
+    return call if call is None or end >= 0 else ToolCall(name, call.arguments.removesuffix("}")), end
 
 
 def _behind(text: str, mark: str, at: int) -> int:

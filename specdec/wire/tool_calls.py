@@ -49,8 +49,8 @@ class ToolCallReader:
         rest = list(self._read(""))
         if begun and all(isinstance(item, str) for item in rest):
             rest = begun
-        elif cut and len(rest) > 1 and isinstance(rest[-1], str) and self._format.closing.startswith(rest[-1].strip()):
-            rest.pop()  # the beginning of the last call's closing tag
+        elif cut and len(rest) > 1 and isinstance(rest[-1], str) and self._format.begins_tag(rest[-1].strip()):
+            rest.pop()
         if cut and (self._only_calls or of_marker):
             rest = [item for item in rest if isinstance(item, ToolCall)]
         yield from rest

@@ -74,6 +74,14 @@ class ToolFormat:
         """The tag after a call; empty if there is none."""
         return "" if isinstance(self.call, NamedCall) else self.call.after.strip()
 
+    def begins_tag(self, text: str) -> bool:
+        """Return whether a text, found behind a call, is the beginning of the tag that closes the call, or of another
+        call without a marker of its own."""
+        style = self.call
+        opening = style.name[0] if isinstance(style, TaggedCall) and style.several else ""
+        begins_another = bool(opening) and (opening.startswith(text) or text.startswith(opening))
+        return begins_another or self.closing.startswith(text)
+
     @property
     def marks(self) -> frozenset[str]:
         """Fixed texts of the format that are special tokens in some vocabularies."""

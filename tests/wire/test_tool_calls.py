@@ -261,6 +261,12 @@ def test_a_cut_call_with_a_repeated_argument_has_its_last_value() -> None:
     assert call.arguments == '{"b": 2, "a": 3'
 
 
+@pytest.mark.parametrize("value", ["x</function>y", "</function></function>"])
+def test_a_cut_call_may_have_its_end_tag_in_a_value(value: str) -> None:
+    text = f"\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n<parameter=b>\nq"
+    assert cut_calls(text, QWEN_CODER, {}) == [ToolCall("f", f'{{"a": "{value}", "b": q')]
+
+
 def test_a_cut_list_may_begin_with_white_space() -> None:
     calls = cut_calls('[ {"name": "f", "arguments": {"x": 1}}, {"name": "g"', MISTRAL, {})
     assert calls == [ToolCall("f", '{"x": 1}'), ToolCall("g", "")]
@@ -366,6 +372,13 @@ def test_the_beginning_of_a_marker_behind_a_call_is_no_text(behind: str, told: l
     assert [*reader.push(text), *reader.finish(cut=True)] == [TIME, *told]
     reader = ToolCallReader(HERMES)
     assert [*reader.push(text), *reader.finish()] == [TIME, behind.strip()]
+
+
+@pytest.mark.parametrize("behind", ["<", "<inv", '<invoke name="', '<invoke name="ti', "</minimax"])
+def test_the_beginning_of_another_call_behind_a_call_is_no_text(behind: str) -> None:
+    reader = ToolCallReader(MINIMAX)
+    text = '<minimax:tool_call>\n<invoke name="time">\n</invoke>\n' + behind
+    assert [*reader.push(text), *reader.finish(cut=True)] == [TIME]
 
 
 def test_json_with_another_name_is_no_call_where_calls_have_no_marker() -> None:
