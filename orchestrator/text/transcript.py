@@ -14,7 +14,7 @@ from orchestrator.text.sample_text import SampleText
 from specdec.decoding.speculation import CandidateSource
 from specdec.serving.bounded_threads import BoundedThreads
 from specdec.v2 import generation_pb2, model_pb2, verifier_pb2
-from specdec.wire.decisions import NO_DRAFT_SERVICE, NO_DRAFTER, OFF, add_decisions
+from specdec.wire.decisions import NO_DRAFT_SERVICE, NO_DRAFTER, OFF, add_decisions, rename_reason
 from specdec.wire.sources import accepted_candidates, accepted_histogram, histogram_entries, source_name
 
 SOON_SPELT = 512
@@ -221,9 +221,8 @@ class SampleTranscript:
         statistics.histogram += histogram
         statistics.overrun += len(commit.committed.tokens) - kept
         statistics.sources.update(source_name(source) for source in commit.sources[:kept])
-        if count := commit.decisions.without.get(NO_DRAFTER, 0):  # the verifier knows only the available drafters
-            del commit.decisions.without[NO_DRAFTER]
-            commit.decisions.without[self._why_no_drafter] += count
+        # The verifier knows only the available drafters.
+        rename_reason(commit.decisions, NO_DRAFTER, self._why_no_drafter)
         add_decisions(statistics.decisions, commit.decisions)
         if self._found is None:  # after a failover, `cached_tokens` is the resumed text's count
             self._found = commit.cached_tokens

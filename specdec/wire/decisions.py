@@ -70,6 +70,13 @@ _MAX_COUNT = (1 << 64) - 1
 _MAX_FIGURE = 1e12
 
 
+def rename_reason(decisions: SpeculationDecisions, reason: str, new: str) -> None:
+    """Count the steps without candidates for one reason as steps for another. Counts saturate."""
+    if count := decisions.without.get(reason, 0):
+        del decisions.without[reason]
+        decisions.without[new] = min(_MAX_COUNT, decisions.without.get(new, 0) + count)
+
+
 def add_decisions(total: SpeculationDecisions, part: SpeculationDecisions) -> None:
     """Add a part's decisions to a total: counts saturate, figures are means weighted by their steps, and the part's
     rates, if any, replace the total's."""

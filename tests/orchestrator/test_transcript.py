@@ -44,6 +44,18 @@ def test_tokens_of_logprobs_are_spelt_whatever_the_verifier_says(tmp_path: Path)
     assert [list(each.top_bytes) for each in response.logprobs] == [[spelt(each), spelt(3)] for each in tokens]
 
 
+def test_impossible_decisions_do_not_end_the_text(tmp_path: Path) -> None:
+    model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
+    asked = generation_pb2.GenerateRequest(text="abc", speculation=SPECULATIONS["off"])
+    transcript = SampleTranscript(parse(asked, model).samples[0], model, 0.0)
+    lie = model_pb2.SpeculationDecisions(without={"no_drafter": 2**64 - 1, "off": 1})
+    commit = verifier_pb2.Commit(
+        committed=model_pb2.Committed(tokens=[5]), sources=[model_pb2.TOKEN_SOURCE_PLAIN], steps=1, decisions=lie
+    )
+    transcript.take(commit)
+    assert transcript.statistics.decisions.without == {"off": 2**64 - 1}
+
+
 @pytest.mark.parametrize("ends", [False, True])
 def test_rejected_candidates_are_spelt_and_end_with_the_text(tmp_path: Path, ends: bool) -> None:
     model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))

@@ -53,11 +53,10 @@ class Replicas(Generic[R]):
             log.info("pods_gone", addresses=gone)
 
     async def close_idle(self) -> None:
-        """Close the channels of removed pods that are no longer in use."""
-        idle = [pod for pod in self._leaving if not pod.in_use]
-        self._leaving = [pod for pod in self._leaving if pod.in_use]
-        for pod in idle:
+        """Close the channels of removed pods that are no longer in use. If this is cancelled, `close` closes the rest."""
+        for pod in [pod for pod in self._leaving if not pod.in_use]:
             await pod.channel.close()
+            self._leaving.remove(pod)
 
     async def close(self) -> None:
         """Close all channels; called after the last session."""
