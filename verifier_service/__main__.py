@@ -227,6 +227,7 @@ def main(
         raise typer.BadParameter(str(error), param_hint="--vllm-options") from None
     on_vllm, no_states = engine == "vllm", engine in ("vllm", "onnx")
     limit = "is {}, must be at most {} with --engine vllm"
+    no_windows = "needs lookahead windows, which vLLM's engine lacks"
     for option, refused, problem in (
         ("--vllm-options", for_vllm and not on_vllm, f"is for --engine vllm, not for {engine}"),
         ("--step-rows", on_vllm and step_rows > MAX_STEP_ROWS, limit.format(step_rows, MAX_STEP_ROWS)),
@@ -239,14 +240,14 @@ def main(
         ("--heads-tree", heads_tree and not heads, "needs --heads"),
         ("--speculation", speculation == "heads" and not heads, "heads needs --heads"),
         ("--speculation", speculation == "local_model" and not draft_model, "local_model needs --draft-model"),
+        ("--speculation", on_vllm and speculation in ("lookahead", "jacobi"), no_windows),
     ):
         if refused:
             raise typer.BadParameter(problem, param_hint=option)
     own_model = "--heads" if heads is not None else "--draft-model" if draft_model is not None else None
     by_default = default_speculation(speculation, lookahead, jacobi, max_window_rows, own_model)
     if engine == "vllm" and (by_default.lookahead is not None or by_default.jacobi):
-        hint = "--speculation" if speculation == "jacobi" else "--lookahead" if jacobi is None else "--jacobi"
-        raise typer.BadParameter("needs lookahead windows, which vLLM's engine lacks", param_hint=hint)
+        raise typer.BadParameter(no_windows, param_hint="--lookahead" if jacobi is None else "--jacobi")
 
     memory_beside: Beside | None = None
     if heads is not None:

@@ -177,7 +177,8 @@ class VerifierServicer(
                 f"{own} of its sessions are waiting for memory, the limit is {share} while {queue.new} wait in all"
             )
             raise TenantLimitError(tenant, problem, wait)
-        error = load.too_late(request.open.max_tokens, deadline, max(0, queue.ahead))
+        missing = max(0, request.open.max_tokens - len(request.open.generated_tokens))  # not validated yet
+        error = load.too_late(missing, deadline, max(0, queue.ahead))
         if error is not None:
             raise error
 

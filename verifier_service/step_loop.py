@@ -216,6 +216,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         if entry is not None and in_time and (tokens := session.generated - len(session.request.generated)):
             self.stats.finished(tokens, entry.had_memory, self._tuning.lifetime_smoothing)
             self._queue.lengths.add(session.generated)
+        session.ngrams.gain.close()
         self._forget(session)
 
     # --- a step -------------------------------------------------------------------------------------
@@ -333,6 +334,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             verified = VerifiedStep(plan.entries, step.computing, step.launched, prepare, self._speculation.observe)
         except Exception as error:  # the whole step is void; its sessions are retried
             self._looked_up = 0.0
+            for entry in self._queue.running:  # while sessions are retried one by one, the others wait
+                self._publisher.send_pending(entry)
             self._probe.pass_failed(np.asarray(plan.written, dtype=np.int64))
             self.step_failed([entry.session for entry, _ in plan.entries], error)
             return
@@ -448,5 +451,6 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         self._publisher.send_pending(entry)
         finite = isinstance(error, GrammarFailureError | ShortOfMemoryError)
         self._queue.remove(entry.session, wipe=not finite)
+        entry.session.ngrams.gain.close()
         self._forget(entry.session)
         entry.responses.send(error)

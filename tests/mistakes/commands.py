@@ -140,6 +140,11 @@ MISTAKES = (
     Mistake("specdec verifier --model target --heads draft", CANNOT, "draft: has no heads: no tensors such as"),
     Mistake("specdec verifier --model target --speculation heads", USAGE, "--speculation: heads needs --heads"),
     Mistake(
+        "specdec verifier --model target --engine vllm --speculation lookahead",
+        USAGE,
+        "--speculation: needs lookahead windows, which vLLM's engine lacks",
+    ),
+    Mistake(
         "specdec verifier --model target --jacobi 500",
         USAGE,
         "--jacobi: is 500, must be at most 129 (--max-window-rows 128)",

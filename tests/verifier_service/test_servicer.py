@@ -245,5 +245,8 @@ def test_a_text_that_cannot_be_finished_in_time_is_refused_at_once() -> None:
     load.waiting = 3
     with pytest.raises(TooLateError, match=r"would take about 65\.0 s"):  # four of 40 s end in 40 s, then this one runs
         service.admit(long, now + 60)
+    load.waiting, load.usual_tokens = 0, 1000.0
+    long.open.max_tokens, long.open.generated_tokens[:] = 1000, [3] * 990  # resumed: 10 tokens are missing
+    service.admit(long, now + 10)
     long.open.attempt = 2
     service.admit(long, now + 1)  # resumptions are admitted

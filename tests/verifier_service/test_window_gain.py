@@ -70,6 +70,17 @@ class Text:
                 self._open = None
 
 
+def test_a_text_that_ends_in_a_trial_gives_back_the_rest_of_its_price() -> None:
+    tenant = TenantWindows(budget=8.0)
+    text = Text(never, 0.02, tenant)
+    text.steps(3)
+    assert set(text.used) == {SMALLEST}
+    assert tenant.budget < 8.0 - 8 * SMALLEST.rows * 0.02
+    for _ in range(2):
+        text.gain.close()
+        assert tenant.budget >= 8.0 - text.cost - 1e-9
+
+
 def never(_: Lookahead) -> float:
     return 0.0
 

@@ -110,7 +110,7 @@ class VerifierStats:
     def too_late(self, most: int, deadline: float | None, waiting: int) -> TooLateError | None:
         """Return the error if a text behind `waiting` others would miss its deadline (`time.monotonic`) at the current
         pace; None if it would not, if it has no deadline, or if no session is running. The text's expected length is
-        the average of ended texts, at most `most` tokens; 0 if none has ended yet."""
+        the average of ended texts, at most the `most` tokens that it lacks; 0 if none has ended yet."""
         if deadline is None or not self.running:
             return None
         wait = self.expected_wait(waiting) if waiting else 0.0

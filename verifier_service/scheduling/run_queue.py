@@ -162,7 +162,8 @@ class RunQueue:
     def _too_late(self, entry: RunningSession) -> TooLateError | None:
         """Return the error for a new session that cannot finish before its deadline, else None."""
         request = entry.session.request
-        return None if entry.preemptions else self._stats.too_late(request.max_tokens, request.deadline, 0)
+        missing = request.max_tokens - len(request.generated)
+        return None if entry.preemptions else self._stats.too_late(missing, request.deadline, 0)
 
     def _reserve_text(self, entry: RunningSession) -> bool:
         """Reserve memory for a text; return False if this preempted the text itself."""

@@ -165,11 +165,19 @@ class WindowGain:
                 self._rest()
         return True
 
+    def close(self) -> None:
+        """Give back the rest of an open trial's price, because the text has ended."""
+        if self._trial is not None:
+            self._refund(self._trial)
+
+    def _refund(self, trial: Trial) -> None:
+        self._trial, tenant = None, self._tenant
+        tenant.budget = min(tenant.budget + trial.price - max(0.0, trial.lost), self._tuning.most_budget)
+
     def _ended(self, trial: Trial, cost: float) -> bool:
         """End a trial of a window with this cost. Return False if nothing pays now."""
         tuning, tenant, likeness = self._tuning, self._tenant, self._likeness
-        self._trial = None
-        tenant.budget = min(tenant.budget + trial.price - max(0.0, trial.lost), tuning.most_budget)
+        self._refund(trial)
         if trial.steps < tuning.least_trial_steps:  # the trial has shown only that rows cost more than expected
             return trial.least > 0.0
         mean = trial.gain / trial.steps

@@ -280,6 +280,22 @@ class TestFailures:
         assert again.mail.times[0].cached == BLOCK
         check_over(loop, engine, again)
 
+    def test_tokens_committed_before_a_failed_step_are_sent_at_once(self) -> None:
+        """Retrying all other sessions one by one may take long."""
+        engine = TextEngine(20)
+        loop = step_loop(engine)
+        clients = [client(loop, 10, number, 200) for number in range(4)]
+        for _ in range(20):
+            turns(loop, 1)
+            if any(each.running.pending_result for each in clients):
+                break
+        assert any(each.running.pending_result for each in clients)
+        engine.failure = RuntimeError("once")
+        turns(loop, 1)
+        assert not any(each.running.pending_result for each in clients)
+        for each in clients:
+            assert each.tokens == each.want[: len(each.tokens)]
+
     def test_one_that_leaves_on_trial_holds_up_nobody(self) -> None:
         engine = TextEngine(20)
         loop = step_loop(engine)
