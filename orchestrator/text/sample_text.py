@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from orchestrator.requests.sample import Sample
 from specdec.text.tokenizer import Tokenizer
@@ -180,53 +179,44 @@ class StopStrings:
         self._with_special = tuple(
             text for text in stop if tokenizer.names_special_token(text) or (unshown and unshown in text)
         )
-        self._held = ""  # may be the beginning of a stop string; includes texts of special tokens
-        self._shown: list[int] = []  # by character of `_held`: 1 if it is shown, else 0
+        self._held = ""  # shown text that may be the beginning of a stop string
+        self._spelt = ""  # the end of the text with special tokens: may be the beginning of one with a special token
+        self._is_shown: list[int] = []  # by character of `_spelt`: 1 if it is shown, else 0
 
     def add(self, text: str) -> Spelt:
         """Add shown text; return the text that is now final, up to the first stop string."""
         if not self._stop or not text:
             return Spelt(text)
         self._held += text
-        self._shown += [1] * len(text)
-        return self._search()
+        return self._search(text, 1)
 
     def pass_over(self, text: str) -> Spelt:
         """Add hidden text; return as `add` does."""
-        if not self._with_special or not text:
-            return Spelt("")
-        self._held += text
-        self._shown += [0] * len(text)
-        return self._search()
+        return self._search(text, 0) if self._with_special and text else Spelt("")
 
     def rest(self) -> str:
         """Return the text held back; called at the end of the text."""
-        rest = self._visible()
-        self._held, self._shown = "", []
+        rest, self._held, self._spelt, self._is_shown = self._held, "", "", []
         return rest
 
-    def _search(self) -> Spelt:
-        held, visible = self._held, self._visible()
-        places = list(accumulate(self._shown, initial=0))  # offset in the shown text, by offset in `_held`
-        found = [(at, stop) for stop in self._stop if (at := visible.find(stop)) >= 0]
-        found += [(places[at], stop) for stop in self._with_special if (at := held.find(stop)) >= 0]
+    def _search(self, added: str, is_shown: int) -> Spelt:
+        held = self._held
+        found = [(at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
+        if self._with_special:
+            self._spelt += added
+            self._is_shown += [is_shown] * len(added)
+            places = [(self._spelt.find(stop), stop) for stop in self._with_special]
+            found += [(len(held) - sum(self._is_shown[at:]), stop) for at, stop in places if at >= 0]
         if found:
             # The earliest stop string; the longer of two at the same place.
             at, stop = min(found, key=lambda pair: (pair[0], -len(pair[1])))
-            self._held, self._shown = "", []
-            return Spelt(visible[:at] + (stop if self._include_stop else ""), stop)
-        begin = len(held) - max((overlap(held, stop) for stop in self._with_special), default=0)
-        if begun := max(overlap(visible, stop) for stop in self._stop):
-            # The offset in `_held` of the first character of the stop string that may have begun.
-            begin = min(begin, places.index(len(visible) - begun + 1) - 1)
-        self._held, self._shown = held[begin:], self._shown[begin:]
-        return Spelt(visible[: places[begin]])
-
-    def _visible(self) -> str:
-        """Return the shown part of `_held`."""
-        if not self._with_special:
-            return self._held
-        return "".join(character for character, is_shown in zip(self._held, self._shown, strict=True) if is_shown)
+            self.rest()
+            return Spelt(held[:at] + (stop if self._include_stop else ""), stop)
+        spelt = len(self._spelt) - max((overlap(self._spelt, stop) for stop in self._with_special), default=0)
+        self._spelt, self._is_shown = self._spelt[spelt:], self._is_shown[spelt:]
+        final = len(held) - max(sum(self._is_shown), *(overlap(held, stop) for stop in self._stop))
+        self._held = held[final:]
+        return Spelt(held[:final])
 
 
 MAX_SPACE_BEFORE_MARK = 8

@@ -265,6 +265,17 @@ def test_stop_strings_with_special_tokens_are_found_where_they_stand(
     assert ("".join(pieces), stop) == expected(parts, stops)
 
 
+def test_hidden_text_that_no_stop_string_can_reach_is_not_kept(tokenizer: Tokenizer) -> None:
+    """It would be joined and searched with each further token."""
+    (a,), pad = tokenizer.encode("a", special=False), tokenizer.special_token(PAD)
+    assert pad is not None
+    stream = TextStream(tokenizer, [], ["ab", f"{PAD}b"])
+    for token in [a, *[pad] * 2000]:
+        assert stream.push(token).text == ""
+    assert len(stream._stop._spelt) < 100
+    assert stream.finish().text == "a"
+
+
 def test_the_end_token_may_complete_a_stop_string(tokenizer: Tokenizer) -> None:
     (a, newline), end = tokenizer.encode("a\n", special=False), tokenizer.special_token("</s>")
     assert end is not None
