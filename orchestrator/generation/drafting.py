@@ -49,6 +49,10 @@ MAX_FULL_SECONDS = 10.0
 """Maximum seconds for which a text avoids a draft without room. By then sessions may have ended, or another pod may
 have the draft's address."""
 
+LAPSE_SECONDS = 3.0
+"""Seconds without a failure after which earlier ones no longer count. While a text waits for a draft, it fails every
+second. Afterwards it may be preempted or move to another verifier, which is not the drafts' fault."""
+
 MAX_ROUND_PAUSE_SECONDS = 1.0
 """Longest pause in seconds between two rounds over all drafts. It may be longer than for verifiers, since the text
 continues meanwhile."""
@@ -75,7 +79,7 @@ class Drafting:
         self._context = context
         self._sink = sink
         self._pods = peers.drafts if remote else None
-        self._backoff = Backoff(peers.failover_seconds, longest=MAX_ROUND_PAUSE_SECONDS)
+        self._backoff = Backoff(peers.failover_seconds, longest=MAX_ROUND_PAUSE_SECONDS, lapse=LAPSE_SECONDS)
         self._working: asyncio.Task[None] | None = None
         self._state = SpeculationState.initial(context)
         self._wanted = asyncio.Event()  # set while a draft may pay

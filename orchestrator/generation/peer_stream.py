@@ -27,6 +27,13 @@ the two machines start one network delay apart."""
 MAX_LOGGED_BYTES = 1024
 """Maximum bytes logged of a peer's reason for ending a session. The reasons given by our own services fit."""
 
+WAITED_SECONDS = 0.001
+"""Minimum duration of a read that had to wait for its message."""
+
+CURRENT_SECONDS = 1.0
+"""A message says something about the pod's present state if a read has waited for one within this time. A text whose
+client reads slowly may have a minute of messages before it."""
+
 MAX_OPENED_BYTES = 1 << 14
 """Maximum size of `opened` in bytes. A sub-message of `opened` is kept for the whole session and pins the whole buffer
 in memory. Our own services send a few hundred bytes."""
@@ -56,6 +63,7 @@ class PeerStream:
         self._call: Call | None = None
         self._aborted_by: Exception | None = None
         self._clock = clock or (lambda: time.monotonic())  # looked up at each call: `evaluation` replaces the clock
+        self._caught_up = self._clock()  # time of the last message that was read as soon as it arrived
         # Heartbeats left in the token bucket after the last heartbeat.
         self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), self._clock()
         self._writing = asyncio.Lock()  # gRPC allows one write at a time; waiters go in order
@@ -75,6 +83,12 @@ class PeerStream:
             self._aborted_by = error
             if self._call is not None:
                 self._call.cancel()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the last message was read soon after it arrived: otherwise it says nothing about the pod's present
+        state."""
+        return self._clock() - self._caught_up <= CURRENT_SECONDS
 
     async def _begin(self, method: Any, request: Any) -> Any:
         """Start the stream, and return the answer to its first request."""
@@ -105,9 +119,14 @@ class PeerStream:
         """Return the next message. Raise LostError if there is none, UnfitError if the pod does not implement the call,
         and a ServiceError if the peer refuses."""
         assert self._call is not None
+        begun = self._clock()
         try:
             with self._watchdog.listening():
-                response = await self._call.read()
+                try:
+                    response = await self._call.read()
+                finally:
+                    if self._clock() - begun > WAITED_SECONDS:
+                        self._caught_up = self._clock()
         except asyncio.CancelledError:
             if being_cancelled():
                 raise

@@ -188,6 +188,7 @@ class Verification:
         self._preemptions: list[int] = []  # number of preemptions in each session at a verifier
         self.identity = model_pb2.ModelIdentity()  # of the last verifier
         self.revision = context.sample.revision  # model fingerprint: the request's, then the last verifier's
+        self._numerics = ""  # fingerprint, of the text so far; empty before its first token
         self.numerics_changed = False
 
     @property
@@ -204,7 +205,7 @@ class Verification:
         while True:
             if context.grammar_watch is not None:
                 await context.grammar_watch.retry_if_suspect()
-            pod = await choice.next(numerics=self.identity.numerics_fingerprint, resumed=self._resumed)
+            pod = await choice.next(numerics=self._numerics, resumed=self._resumed)
             async with VerifierStream(pod, context, partial(choice.longest_step, pod)) as stream:
                 try:
                     opened = await self._open(stream)
@@ -287,13 +288,8 @@ class Verification:
             except (OverloadedError, InvalidRequestError, UnfitError):
                 pod.breaker.answered()
                 raise
-        before = self.identity.numerics_fingerprint if self._context.text.begun else ""
         self.identity = opened.identity
         self.revision = self.identity.model_fingerprint
-        if before and self.identity.numerics_fingerprint != before:
-            self.numerics_changed = True
-            why = f"{before}, then {self.identity.numerics_fingerprint}"
-            self._context.events.record("numerics_changed", pod, why)
         self._preemptions.append(0)
         self._not_opened.pop(pod, None)
         self._context.timeline.event("verifier_opened", pod=str(pod))
@@ -313,8 +309,13 @@ class Verification:
 
     def _progressed(self, pod: Pod) -> None:
         self._begun = True
+        before, self._numerics = self._numerics, self.identity.numerics_fingerprint
+        if before and self._numerics != before:
+            self.numerics_changed = True
+            self._context.events.record("numerics_changed", pod, f"{before}, then {self._numerics}")
         self._choice.progressed()
-        pod.breaker.succeeded()
+        if self._stream is not None and self._stream.is_current:
+            pod.breaker.succeeded()
 
     def _note_end(self, stream: VerifierStream, error: Exception) -> None:
         """Note why a session has ended before the text was complete. Also raise the error if it ends the request."""
@@ -342,11 +343,12 @@ class Verification:
     def _note_lost(self, stream: VerifierStream, lost: LostError) -> None:
         pod, why = stream.pod, str(lost)
         self._choice.skip(pod, lost, lost=True)
-        if lost.died:
-            self._context.peers.verifiers.died(pod)
         if self._context.grammar_watch is not None:
             self._context.grammar_watch.lost(pod, lost, verifier=True)
-        pod.breaker.failed(conclusive=lost.conclusive)
+        if stream.is_current:  # otherwise the pod may have restarted since
+            if lost.died:
+                self._context.peers.verifiers.died(pod)
+            pod.breaker.failed(conclusive=lost.conclusive)
         if stream.opened:
             self._context.events.record("verifier_lost", pod, why)
         elif self._not_opened.get(pod) != why:  # the pod is retried while there is no other: log each reason once

@@ -160,7 +160,9 @@ class VerifierStream(PeerStream):
     def _look_at(self, heartbeat: model_pb2.Heartbeat) -> None:
         """Record a heartbeat's capacity; LostError if the verifier's step is stuck. Heartbeats come from the event
         loop, so only the age of a step shows that the worker is alive. The step need not include this session, which
-        may be waiting for memory, its draft or its reader."""
+        may be waiting for memory, its draft or its reader. A heartbeat that waited to be read counts for nothing."""
+        if not self.is_current:
+            return
         if heartbeat.HasField("capacity"):
             self.pod.load.report(heartbeat.capacity)
         age, expected = heartbeat.step_age_us / 1e6, heartbeat.step_expected_us / 1e6

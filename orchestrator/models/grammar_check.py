@@ -152,7 +152,8 @@ class GrammarWatch:
         self._grammar = grammar
         self._sample = sample
         self._text = text
-        self._suspect = False  # a pod has died since the last trial
+        self._suspect = False  # a pod has died since the last trial began
+        self._losses = 0  # number of pods that died
         self._counted = False  # a death was counted since the last trial: draft and verifier may die together
         self._verifier_counted = False  # a verifier's death was counted since the last trial
         self._died_at: dict[Pod, float] = {}  # monotonic times
@@ -165,6 +166,7 @@ class GrammarWatch:
         if not lost.died:
             return
         self._suspect = True
+        self._losses += 1
         now = time.monotonic()
         # A session opened on a broken connection, before the break is noticed, is lost by the same death.
         same_death = self._died_at.get(pod, -math.inf) > now - SAME_DEATH_SECONDS
@@ -185,23 +187,24 @@ class GrammarWatch:
             return
         async with self._trying:
             self._check.check_quarantine(self._grammar, self._sample.grammar_field, self._sample.tenant)
-            if not self._suspect:
-                return
-            try:
-                verdict = await self._check.trials.replay(
-                    self._grammar,
-                    self._sample.tenant,
-                    self._text.generated,
-                    self._sample.end_tokens,
-                    insistent=self._in_a_row > 1,
-                )
-            except (OverloadedError, InternalError) as error:
-                # Continue the text: most grammars at a dead pod are innocent. Deaths still count.
-                log.warning("grammar_not_tried_again", why=str(error))
-                return
-            finally:
-                self._counted = self._verifier_counted = False
-            log.info("grammar_tried_again", tokens=len(self._text.generated), problem=verdict.problem)
-            if verdict.problem:
-                raise InvalidRequestError([(self._sample.grammar_field, verdict.problem)])
-            self._suspect = False
+            while self._suspect:  # a pod that dies during a trial may have died of later tokens
+                losses = self._losses
+                try:
+                    verdict = await self._check.trials.replay(
+                        self._grammar,
+                        self._sample.tenant,
+                        self._text.generated,
+                        self._sample.end_tokens,
+                        insistent=self._in_a_row > 1,
+                    )
+                except (OverloadedError, InternalError) as error:
+                    # Continue the text: most grammars at a dead pod are innocent. Deaths still count.
+                    log.warning("grammar_not_tried_again", why=str(error))
+                    return
+                finally:
+                    if self._losses == losses:
+                        self._counted = self._verifier_counted = False
+                log.info("grammar_tried_again", tokens=len(self._text.generated), problem=verdict.problem)
+                if verdict.problem:
+                    raise InvalidRequestError([(self._sample.grammar_field, verdict.problem)])
+                self._suspect = self._losses != losses

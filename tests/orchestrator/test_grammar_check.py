@@ -3,6 +3,7 @@ grammar is quarantined if pods keep dying."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -94,6 +95,30 @@ def lose(given: SampleContext, lost: Pod, *, verifier: bool = True) -> None:
     """Lose a text's session because its pod died."""
     given.peers.verifiers.died(lost)
     watch_of(given).lost(lost, DIED, verifier=verifier)
+
+
+async def test_a_death_during_a_trial_is_tried_too() -> None:
+    """The trial began without the tokens under which the second pod died."""
+    check, trials = checking("")
+    given = watched(check)
+    replay, first, go = trials.replay, asyncio.Event(), asyncio.Event()
+
+    async def slow(grammar: Grammar, owner: str, *rest: Any, **options: Any) -> TrialResult:
+        found = await replay(grammar, owner, *rest, **options)
+        first.set()
+        await go.wait()
+        return found
+
+    trials.replay = slow  # type: ignore[method-assign]
+    lose(given, pod("draft"), verifier=False)
+    trying = asyncio.create_task(watch_of(given).retry_if_suspect())
+    await first.wait()
+    given.text.add([5])
+    lose(given, pod("verifier"))
+    go.set()
+    await trying
+    await watch_of(given).retry_if_suspect()
+    assert trials.replayed == [[], [5]]
 
 
 class Dying(Refusing):

@@ -182,6 +182,19 @@ def test_pauses_double_and_come_to_an_end() -> None:
     assert backoff.pause() == pytest.approx(0.05)
 
 
+def test_failures_that_are_not_repeated_lapse() -> None:
+    clock = Clock()
+    backoff = Backoff(10.0, lapse=3.0, clock=clock)
+    for _ in range(5):
+        backoff.failed()
+        clock.now += 2.5
+    assert backoff.exhausted
+    clock.now += 1.0
+    assert not backoff.exhausted
+    backoff.failed()
+    assert not backoff.exhausted
+
+
 def test_no_two_pauses_are_the_same() -> None:
     pauses = {Backoff(1.0).pause() for _ in range(20)}
     assert len(pauses) > 10

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given as for_all
 from hypothesis import strategies as st
 
+from orchestrator.generation import peer_stream
 from orchestrator.generation.peer_stream import MAX_HEARTBEATS, PeerStream
 from orchestrator.generation.verification import Verification
 from orchestrator.pods import backoff
@@ -21,6 +22,7 @@ from orchestrator.pods.errors import LostError
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
 from specdec.decoding.sampling import Sampling
+from specdec.serving import checksum
 from specdec.serving.errors import (
     GrammarPendingError,
     InvalidRequestError,
@@ -329,6 +331,110 @@ def test_a_peer_is_not_blamed_for_heartbeats_of_a_time_in_which_nobody_read(paus
         heartbeats(int(4 * pause))
     with pytest.raises(LostError, match="too many heartbeats"):
         heartbeats(10_000 + 2 * MAX_HEARTBEATS)
+
+
+async def test_a_verifier_that_commits_nothing_changes_no_numerics() -> None:
+    """All tokens come from the first and third session."""
+
+    class Returning(Ahead):
+        async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+            self.asked += 1
+            opening = (await anext(aiter(requests))).open
+            numerics = identity(numerics_fingerprint="y" if self.asked == 2 else "x")
+            await context.write(verifier_pb2.VerifyResponse(opened=verifier_pb2.VerifyOpened(identity=numerics)))
+            if self.asked != 2:
+                commit = verifier_pb2.Commit(
+                    committed=model_pb2.Committed(
+                        base=len(opening.prompt_tokens) + len(opening.generated_tokens), tokens=[5]
+                    ),
+                    sources=[model_pb2.TOKEN_SOURCE_PLAIN],
+                    steps=1,
+                    checksum=checksum.extended(opening.checksum, [5]),
+                )
+                await context.write(verifier_pb2.VerifyResponse(commit=commit))
+            await self.read.wait()
+            self.read.clear()
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+    verifier = Returning()
+    async with serving(verifier) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        text = context(Peers(pods))
+        verification = Verification(text)
+        messages = verification.messages()
+        for kind in ("opened", "commit", "opened", "opened", "commit"):
+            message = await anext(messages)
+            assert isinstance(message, verifier_pb2.Commit) == (kind == "commit")
+            if verifier.asked == 2 or kind == "commit":
+                verifier.read.set()
+        assert not verification.numerics_changed
+        assert text.text.generated == [5, 5]
+        await messages.aclose()
+        await pods.close()
+
+
+async def test_a_message_that_waited_to_be_read_says_nothing_about_now() -> None:
+    now = 0.0
+
+    class Call:
+        """A call whose reads take these seconds."""
+
+        def __init__(self, *seconds: float) -> None:
+            self.seconds = iter(seconds)
+
+        async def read(self) -> verifier_pb2.VerifyResponse:
+            nonlocal now
+            now += next(self.seconds)
+            return verifier_pb2.VerifyResponse()
+
+    stream = PeerStream(cast("Any", None), context(Peers(Pods())), clock=lambda: now)
+    stream._call = cast("Any", Call(0.5, 0.0, 0.0, 0.5, 0.0))
+    told = []
+    for pause in (0.0, 0.5, 5.0, 0.0, 0.5):
+        now += pause
+        await stream._read()
+        told.append(stream.is_current)
+    assert told == [True, True, False, True, True]
+
+
+class Ahead(Changing):
+    """A verifier that commits a token at once, then sends a heartbeat without room, and stays silent."""
+
+    async def Verify(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        opening = (await anext(aiter(requests))).open
+        opened = verifier_pb2.VerifyOpened(identity=self.identities[0], capacity=model_pb2.PodCapacity(room=4))
+        commit = verifier_pb2.Commit(
+            committed=model_pb2.Committed(base=len(opening.prompt_tokens), tokens=[5]),
+            sources=[model_pb2.TOKEN_SOURCE_PLAIN],
+            steps=1,
+            checksum=checksum.extended(opening.checksum, [5]),
+        )
+        full = model_pb2.Heartbeat(capacity=model_pb2.PodCapacity(sessions=9, room=0))
+        await context.write(verifier_pb2.VerifyResponse(opened=opened))
+        await context.write(verifier_pb2.VerifyResponse(commit=commit))
+        await context.write(verifier_pb2.VerifyResponse(heartbeat=full))
+        await asyncio.Event().wait()
+
+
+async def test_what_a_slow_client_left_unread_changes_no_view_of_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit from before a failure closes no breaker, and an old heartbeat reports no room."""
+    monkeypatch.setattr(peer_stream, "WAITED_SECONDS", 1.0)  # reads of a local socket do not count as waiting
+    monkeypatch.setattr(peer_stream, "CURRENT_SECONDS", 0.2)
+    async with serving(Ahead(identity())) as address:
+        pods = Pods([address], connect=grpc.aio.insecure_channel)
+        (pod,) = pods
+        messages = Verification(context(Peers(pods))).messages()
+        await anext(messages)
+        pod.breaker.failed(conclusive=True)  # another text has found it dead
+        await asyncio.sleep(0.3)  # the client does not read
+        assert isinstance(await anext(messages), verifier_pb2.Commit)
+        assert pod.breaker.state != "closed"
+        reading = asyncio.ensure_future(anext(messages))
+        await asyncio.wait([reading], timeout=0.2)
+        assert pod.load.room != 0
+        reading.cancel()
+        await asyncio.wait([reading])
+        await pods.close()
 
 
 @pytest.mark.parametrize(
