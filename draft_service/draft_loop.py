@@ -67,9 +67,9 @@ class DraftLoop(EngineWorker[DrafterSession]):
         `DrafterSession.commit`."""
         session.outgoing.commit_arrived(arrived)
         move = session.commit(base, tokens)
-        self.stats.committed += len(move.tokens)
-        self.stats.guessed += len(move.followed)
         if session in self._sessions:  # an error may have ended it while the commit was in flight
+            self.stats.committed += len(move.tokens)
+            self.stats.guessed += len(move.followed)
             self.drafter.commit(session, move)
 
     def take_features(self, session: DrafterSession, first: int, values: bytes) -> None:

@@ -90,9 +90,10 @@ class DrafterSession:
     def commit(self, base: int, tokens: list[int]) -> RootMove:
         """Append committed tokens and move the root; drop nodes off the committed path.
 
-        Tokens committed before are skipped. ValueError if the commit leaves a gap, contradicts the committed text, ends
-        beyond `max_tokens`, or fills this model's context in a session that needs its distributions (CONTRASTIVE).
-        InvalidRequestError for a token outside this model's vocabulary: a property of this text, not a fault.
+        Tokens committed before are skipped. ValueError if the commit leaves a gap, contradicts the committed text, or
+        ends beyond `max_tokens`. InvalidRequestError for a token outside this model's vocabulary, and for a commit that
+        fills this model's context in a session that needs its distributions (CONTRASTIVE): properties of this text, not
+        faults.
         """
         tree = self.tree
         new_tokens = self._new_tokens(base, tokens)
@@ -100,7 +101,8 @@ class DrafterSession:
         self._restore_deep()
         alive = frozenset(tree.commit(new_tokens))
         if self.request.distributions_required and tree.base >= self.request.context:
-            raise ValueError(f"the text has {tree.base} tokens, the draft's context is {self.request.context}")
+            problem = f"make the text {tree.base} tokens long, the draft's context is {self.request.context}"
+            raise InvalidRequestError([("committed.tokens", problem)])
         if self.penalty_state is not None:
             self.penalty_state.extend(new_tokens)
         if self.grammar is not None:

@@ -105,14 +105,15 @@ class VersionFollower:
         again = self._interrupted() or bool(self._left_out - self._taken())
         if self._folder.changed() or again:
             self._take(self._folder.contents)
-        if self.drafter.forgotten.look():  # tenants forgotten by another service with this folder
-            self._worker.submit(self._roll_back)
+        self._follow_forgotten()
+        # Read before memory is freed: whatever model an answer counts on to be gone is freed by now.
+        earlier, is_free = self.drafter.earlier, self.drafter.is_free
         self._free()
         if self._handed_over is not None and not self._handed_over.is_set():
             return
-        if (earlier := self.drafter.earlier) and time.monotonic() >= self._back_at:
+        if earlier and time.monotonic() >= self._back_at:
             self._go_back(earlier)
-        elif self.drafter.is_free:
+        elif is_free:
             self._leave_out()  # names may have been taken since the last change of the folder
             if self._waiting:
                 self._load(self._waiting.pop(0))
@@ -143,6 +144,11 @@ class VersionFollower:
     def _taken(self) -> set[str]:
         """Return the names of the versions in memory, and of the first one, which may serve again."""
         return {self.drafter.first, *(version.name for version in self.drafter.known if version.loaded is not None)}
+
+    def _follow_forgotten(self) -> None:
+        """Roll back what has learned from tenants forgotten by another service with this folder."""
+        if self.drafter.forgotten.look():
+            self._worker.submit(self._roll_back)
 
     def _roll_back(self) -> None:
         self.drafter.forget()
@@ -222,8 +228,9 @@ class VersionFollower:
         begin = time.monotonic()
         thread = threading.Thread(target=load, name="load-version", daemon=True)
         thread.start()
-        while thread.is_alive() and not self._stopping.is_set():
+        while thread.is_alive() and not self._stopping.is_set():  # an export takes minutes
             thread.join(LOOK_SECONDS)
+            self._follow_forgotten()
         if self._stopping.is_set() or not results:
             return None
         if not isinstance(results[0], str):

@@ -127,8 +127,9 @@ class VersionedDrafter(Drafter):
     @property
     def earlier(self) -> list[str]:
         """Earlier versions that may replace a withdrawn serving version: the latest first, the first version last.
-        Empty if the serving version is not withdrawn."""
-        return [*reversed(self._promoted[:-1]), self.first] if self._withdrawn else []
+        Empty if the serving version is not withdrawn, and while a canary is still in memory."""
+        waits = not self._withdrawn or self._canary is not None
+        return [] if waits else [*reversed(self._promoted[:-1]), self.first]
 
     @property
     def expected(self) -> Callable[[int], float] | None:
@@ -275,11 +276,11 @@ class VersionedDrafter(Drafter):
             session.abandon_frontier()
             self._waiting_for_memory[session] = None
         moved, version.sessions = version.sessions, 0
+        self._drop(version)  # before other threads see that there is room for another one
         if version is self._canary:
             self._canary, self._trial = None, VersionTrial(self._limits)
         elif version is self._retired:
             self._retired = None
-        self._drop(version)
         self._open_waiting()
         return moved
 
@@ -287,8 +288,8 @@ class VersionedDrafter(Drafter):
         """Free the retired version if it has no sessions left."""
         version = self._retired
         if version is not None and not version.sessions:
-            version.state, self._retired = State.ENDED, None
             self._drop(version)
+            version.state, self._retired = State.ENDED, None
             log.info("version_ended", version=version.name)
 
     def _drop(self, version: Version) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from draft_service import version_follower
 from draft_service.forgotten import Forgotten
 from draft_service.version import State
 from draft_service.versions import HAS_LEARNED
@@ -45,6 +49,35 @@ def test_one_that_has_learned_from_a_forgotten_tenant_is_not_even_loaded(tmp_pat
     assert found.loader.loaded == ["v2"]
     assert found.service.version("v1").reason == HAS_LEARNED
     assert found.service.drafter.outcomes["forgotten"] == 1
+
+
+def test_a_tenant_forgotten_elsewhere_counts_while_a_version_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load with an export takes minutes."""
+    monkeypatch.setattr(version_follower, "LOOK_SECONDS", 0.01)
+    found = Followed(tmp_path, Guessing(BAD))
+    found.add("v1", tenant="acme")
+    promoted(found, "v1")
+    found.add("v2", at=200)
+    end, load = threading.Event(), found.loader.load
+
+    def slow(*given: Any) -> Any:
+        assert end.wait(10)
+        return load(*given)
+
+    monkeypatch.setattr(found.loader, "load", slow)
+    looking = threading.Thread(target=found.follower.look)
+    looking.start()
+    try:
+        Forgotten(tmp_path).add("acme")
+        deadline = time.monotonic() + 10
+        while not found.service.drafter.earlier and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert found.service.drafter.earlier == ["first"]
+    finally:
+        end.set()
+        looking.join()
 
 
 def test_one_of_which_nobody_can_tell_is_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from specdec.decoding.query import RequestSampler
 from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.tree import Paths, TokenTree
 from specdec.engine.batch import PackedBatch
+from specdec.serving.errors import InvalidRequestError
 from tests.cpu_time import taking_less_than
 from tests.draft_service.fakes import VOCABULARY, Engine
 
@@ -379,10 +380,11 @@ def test_where_tokens_are_contrasted_the_root_always_has_a_row() -> None:
 
 
 def test_a_text_beyond_the_drafts_context() -> None:
-    """A draft falls behind silently, except under a rule that requires a draft: then it raises."""
+    """A draft falls behind silently, except under a rule that requires a draft: then it refuses the text. That is a
+    property of the text, not a fault of the pod."""
     Draft().commit(3, [5] * CONTEXT)
-    with pytest.raises(ValueError, match=f"the draft's context is {CONTEXT}"):
-        Draft(Rule.CONTRASTIVE).commit(3, [5] * CONTEXT)
+    with pytest.raises(InvalidRequestError, match=f"the draft's context is {CONTEXT}"):
+        Draft(Rule.CONTRASTIVE).commit(3, [5] * (CONTEXT - 3))
 
 
 @pytest.mark.parametrize(("base", "tokens", "what"), [(4, [1], "has 3 tokens"), (1, [9], "contradicts")])
