@@ -11,6 +11,7 @@ from specdec.client import Chunk, Piece, PromptToken
 from specdec.openai_api.json_text import Json, encoded, json_list
 from specdec.openai_api.logprobs import MIN_LOGPROB, NO_PIECE, EncodedLogprobs, Offset, TextOffset, completion_logprobs
 
+
 class EchoOffset:
     """The character offset of the next prompt token in the prompt's text. Tokens that are not in the text, such as BOS,
     do not advance it."""

@@ -47,9 +47,10 @@ class ToolCallReader:
             begun += cut_calls(held[len(self._format.marker) :], self._format, self._schemas)
         self._cursor.over = True
         rest = list(self._read(""))
+        behind = rest[-1] if len(rest) > 1 and isinstance(rest[-2], ToolCall) else None  # what follows the last call
         if begun and all(isinstance(item, str) for item in rest):
             rest = begun
-        elif cut and len(rest) > 1 and isinstance(rest[-1], str) and self._format.begins_tag(rest[-1].strip()):
+        elif cut and isinstance(behind, str) and self._format.begins_tag(behind.strip()):
             rest.pop()
         if cut and (self._only_calls or of_marker):
             rest = [item for item in rest if isinstance(item, ToolCall)]

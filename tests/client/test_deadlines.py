@@ -187,8 +187,7 @@ async def test_closing_the_client_ends_a_stream_of_samples_that_has_begun(connec
         await until(server.held)
         await client.close()
         with pytest.raises(Cancelled):
-            while True:
-                await anext(stream)
+            [chunk async for chunk in stream]
 
 
 async def test_closing_the_client_ends_calls_that_wait_for_their_next_try(connect: Any) -> None:

@@ -179,9 +179,10 @@ class Builder:
         run(*self.buildah, *options, *self.arguments, *given, context)
         return Image(self.buildah, f"localhost/{name}")
 
-    def build_service(self, role: str, **arguments: str) -> Image:
+    def build_service(self, role: str) -> Image:
         """Build the image of a service as `localhost/specdec-ROLE`."""
-        return self.build(FOLDER / "services.Dockerfile", f"specdec-{role}", ROLE=role, **arguments)
+        file = FOLDER / "services.Dockerfile"
+        return self.build(file, f"specdec-{role}", ROLE=role, TORCH_INDEX=torch_index())
 
 
 def owned(folder: Path) -> Path:

@@ -46,9 +46,13 @@ WRONG: dict[str, tuple[Object, str]] = {
     "no size of a draft": (at("drafts/c", {"path": "/m"}), "drafts.c.modelGiB: is missing"),
     "a size of nothing": (at("drafts/b/modelGiB", 0), "modelGiB"),
     "versions on a volume that keeps no record": (
-        merged(
-            at("drafts/b", {"learnKeySecret": {"name": "k"}, "options": {"learn-tokens": 9, "versions": "/models/v"}}),
-            {"modelVolume": {"persistentVolumeClaim": None, "image": {"reference": "example.org/models:1"}}},
+        at(
+            "drafts/b",
+            {
+                "learnKeySecret": {"name": "k"},
+                "options": {"learn-tokens": 9, "versions": "/models/v"},
+                "modelVolume": {"image": {"reference": "example.org/models:1"}},
+            },
         ),
         "drafts.b.options.versions: needs a persistentVolumeClaim",
     ),

@@ -127,7 +127,6 @@ class TestServices:
             assert pools[name]["spec"]["clusterIP"] == "None"
             assert pools[name]["spec"]["publishNotReadyAddresses"] is False
 
-    @pytest.mark.parametrize("values", [SMALL, EVERYTHING], ids=["the least", "everything"])
     def test_a_draft_that_tries_versions_can_record_forgotten_tenants(self) -> None:
         own = {"learnKeySecret": {"name": "k"}, "options": {"learn-tokens": 1000, "versions": "/models/v"}}
         for given, read_only in ((own, False), ({"options": {"versions": "/models/v"}}, True)):
@@ -137,6 +136,7 @@ class TestServices:
             assert mount.get("readOnly", False) == read_only
             assert volume["persistentVolumeClaim"]["readOnly"] == read_only
 
+    @pytest.mark.parametrize("values", [SMALL, EVERYTHING], ids=["the least", "everything"])
     def test_the_test_asks_each_revision_that_has_a_share(self, values: Object, tmp_path: Path) -> None:
         unasked = at("models/tiny/revisions/3", {"path": "/m", "verifiers": ["new"], "share": 0})
         things = render(merged(values, unasked, at("verifiers/new", {"path": "/m", "modelGiB": 1})))

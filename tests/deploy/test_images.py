@@ -27,7 +27,6 @@ from tests.deploy.containers import (
     Mount,
     Process,
     owned,
-    torch_index,
 )
 from tests.deploy.dockerfiles import (
     FOLDER,
@@ -41,7 +40,7 @@ from tests.deploy.dockerfiles import (
 @pytest.fixture(scope="module")
 def images(builder: Builder) -> dict[str, Image]:
     """Build the images, the smallest first."""
-    return {role: builder.build_service(role, TORCH_INDEX=torch_index()) for role in ROLES}
+    return {role: builder.build_service(role) for role in ROLES}
 
 
 INSPECTION = """

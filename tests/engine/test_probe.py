@@ -52,5 +52,5 @@ def test_an_engine_that_raises_does_not_work() -> None:
     def fail() -> None:
         raise RuntimeError("lost")
 
-    probe = EngineProbe(SimpleNamespace(packer=fail))  # type: ignore[arg-type]
+    probe = EngineProbe(SimpleNamespace(packer=fail))
     assert not probe.recovers()

@@ -164,7 +164,6 @@ async def test_an_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     "fields",
     [
         {"prompt": "a" * 1000, "echo": True, "n": 16},
-        {"prompt": "a" * 1000, "return_token_ids": True, "n": 16},
         {"prompt": "a", "logprobs": 20, "n": 16},
     ],
 )

@@ -135,7 +135,7 @@ async def test_whichever_worker_is_asked_tells_what_all_have_recorded(tmp_path: 
                 stub: Any = trace_pb2_grpc.TraceServiceStub(channel)
                 told = await stub.GetTrace(trace_pb2.GetTraceRequest(request_id="r"))
                 with pytest.raises(
-                    grpc.aio.AioRpcError, match="no timeline of 'other' here.*; workers that do not answer: 1"
+                    grpc.aio.AioRpcError, match=r"no timeline of 'other' here.*; workers that do not answer: 1"
                 ):
                     await stub.GetTrace(trace_pb2.GetTraceRequest(request_id="other"))
             assert {each.events[0].attributes["part"] for each in told.timelines} == {0, 1}

@@ -431,7 +431,7 @@ async def test_what_a_slow_client_left_unread_changes_no_view_of_a_pod(monkeypat
         assert pod.breaker.state != "closed"
         reading = asyncio.ensure_future(anext(messages))
         await asyncio.wait([reading], timeout=0.2)
-        assert pod.load.room != 0
+        assert pod.load.reported is None or pod.load.reported.room
         reading.cancel()
         await asyncio.wait([reading])
         await pods.close()

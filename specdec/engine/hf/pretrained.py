@@ -185,9 +185,7 @@ def attention_of(model: PreTrainedModel) -> list[LayerAttention]:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         scale = asked.get("scaling") or query.shape[3] ** -0.5
         window = asked.get("sliding_window") or None
-        found[layer] = LayerAttention(
-            query.shape[1], key.shape[1], key.shape[3], value.shape[3], scale, window
-        )
+        found[layer] = LayerAttention(query.shape[1], key.shape[1], key.shape[3], value.shape[3], scale, window)
         terms = [term for term, value in asked.items() if isinstance(value, Tensor) and term != "position_ids"]
         if terms:
             raise UnsupportedModelError(

@@ -53,7 +53,7 @@ class Replicas(Generic[R]):
             log.info("pods_gone", addresses=gone)
 
     async def close_idle(self) -> None:
-        """Close the channels of removed pods that are no longer in use. If this is cancelled, `close` closes the rest."""
+        """Close the channels of removed pods that are no longer in use; if cancelled, leave the rest to `close`."""
         for pod in [pod for pod in self._leaving if not pod.in_use]:
             await pod.channel.close()
             self._leaving.remove(pod)

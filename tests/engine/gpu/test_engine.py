@@ -71,6 +71,7 @@ whatever_the_layers = pytest.mark.parametrize(
 )
 """For code after the layers, which is the same for all models."""
 
+
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=interpreted_later)])
 def test_a_layer_may_have_more_heads_than_the_configuration_says(whole: bool, tmp_path: Path) -> None:
     config = LagunaConfig(

@@ -32,6 +32,7 @@ from tests.verifier_service.fakes import (
     step_loop,
 )
 from tests.verifier_service.step_loop.helpers import NO_BAD, check_over, client, text, turns
+from verifier_service.backend.request import Policy
 from verifier_service.backend.result import REMOTE_DRAFT
 from verifier_service.step_loop import StepLoop
 
@@ -284,9 +285,12 @@ class TestFailures:
         """Retrying all other sessions one by one may take long."""
         engine = TextEngine(20)
         loop = step_loop(engine)
-        clients = [client(loop, 10, number, 200) for number in range(4)]
+        alone = Policy(frozenset(), 8, 0.0)  # no draft waits for commits
+        clients = [client(loop, 10, number, 200, policy=alone) for number in range(4)]
         for _ in range(20):
             turns(loop, 1)
+            for each in clients:
+                each.read()
             if any(each.running.pending_result for each in clients):
                 break
         assert any(each.running.pending_result for each in clients)
