@@ -346,6 +346,8 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         begin = begun - proposed.seconds if self._idle else self._last_step
         end = self._last_step = time.monotonic()
         self._idle = False
+        verified.hide_grammars(self._threads.latency.of(plan.rows))
+        grammars = grammar_seconds(plan.entries) - grammars  # not a cost of rows: excluded from the latency model
         self._early = self._launch_early(verified)
         results = verified.apply(end)
         for entry, why in verified.failed:
@@ -353,8 +355,6 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
             self._quarantine(entry, why)
 
         # 3. Update the models of cost and gain, and send the results.
-        verified.hide_grammars(self._threads.latency.of(plan.rows))
-        grammars = grammar_seconds(plan.entries) - grammars  # not a cost of rows: excluded from the latency model
         self._planner.observe(plan, end - begun - grammars)
         seconds = StepSeconds(verified.forward_seconds, end - begun, waited)
         self._learn(plan, results, batches, proposed, seconds, since_last=end - begin)

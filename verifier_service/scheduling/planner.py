@@ -116,7 +116,7 @@ class Planner:
             sessions = [entry.session for entry in speculating]
             chosen = choice.for_all(sessions, decoding, may_explore=not prompts)
         else:
-            chosen = choice.by_tenant(speculating, decoding, division)
+            chosen = choice.by_tenant(speculating, decoding, division, may_explore=not prompts)
         if decoding:
             self._eligibility.observe_break_even(chosen.break_even, self._tuning.break_even_smoothing)
         for entry in (*plain, *prompts):

@@ -115,12 +115,16 @@ class CandidateChoice:
         prices = [found.price] * len(sessions)
         return StepCandidates(found.nodes, windows, prices, found.break_even, found.exploring is not None)
 
-    def by_tenant(self, speculating: Sequence[RunningSession], decoding: int, division: Division) -> StepCandidates:
+    def by_tenant(
+        self, speculating: Sequence[RunningSession], decoding: int, division: Division, *, may_explore: bool
+    ) -> StepCandidates:
         """Choose the candidates and windows of `speculating` sessions, in a step with `decoding` decoding sessions,
-        divided among tenants. The choice compares all sessions' candidates, so draws are verified one by one."""
+        divided among tenants. The choice compares all sessions' candidates, so draws are verified one by one.
+        `may_explore`: allow an experiment on the cost of rows, if it is fair and no tenant sits the step out."""
         sessions = [entry.session for entry in speculating]
         offers = [session.compare_candidates() for session in sessions]
-        joint = select_candidates(offers, self.latency, decoding, self.free, self.spent)
+        explore = may_explore and not division.sitting_out
+        joint = select_candidates(offers, self.latency, decoding, self.free, self.spent, explore=explore)
         _add_forced(sessions, joint.nodes, self.free)
         own = {
             tenant: self._alone([sessions[i] for i in places], places, len(division.tenants[tenant].decoders))
@@ -136,7 +140,9 @@ class CandidateChoice:
             # Open at most as many window rows as the tenants' separate steps have: `is_fair` counted these.
             left = min(self.free - sum(map(len, joint.nodes)), windowed)
             windows = open_windows(sessions, joint.nodes, decoding, left, self.latency, self.eligibility)
-            return StepCandidates(joint.nodes, windows, [joint.price] * len(sessions), joint.break_even)
+            if explores := joint.exploring is not None:
+                self.latency.explore(joint.exploring)
+            return StepCandidates(joint.nodes, windows, [joint.price] * len(sessions), joint.break_even, explores)
         return self._within_parts(sessions, own, division)
 
     def _alone(self, sessions: Sequence[VerifierSession], places: list[int], roots: int) -> Alone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -41,6 +41,27 @@ class ConcurrentEngine(DeviceTextEngine):
 
     def launch(self, batch: PackedBatch) -> Pass:
         return ConcurrentPass(self.forward(batch), clock=self._clock, end=self._clock.now + PASS)
+
+
+class SlowCommit(SlowGrammar):
+    """A grammar of everything whose commits take the time."""
+
+    def allowed(self, path: Sequence[int]) -> None:  # type: ignore[override]
+        return None
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        self._clock.now += self._seconds
+
+
+@pytest.mark.parametrize("commit", [0.1, 0.5, 0.9])
+def test_a_commit_after_the_pass_is_not_subtracted_from_it(commit: float) -> None:
+    clock, latency = Clock(), StepLatency((1, 2, 4, 8), [PASS] * 4)
+    with clock.rules():
+        loop = step_loop(ConcurrentEngine(clock), latency=latency, controller=Decided(Mode.OFF))
+        one = client(loop, 5, 1, 60)
+        one.session.grammar = SlowCommit(clock, commit * PASS)  # type: ignore[assignment]
+        turns(loop, 50)
+    assert latency.of(1) == pytest.approx(PASS, rel=0.05)
 
 
 @pytest.mark.parametrize("mask", [0.0, 0.5, 0.9, 1.5, 3.0])

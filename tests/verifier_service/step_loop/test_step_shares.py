@@ -173,6 +173,29 @@ def test_what_was_measured_at_start_may_be_wrong(name: str, slope: float) -> Non
         assert one.seconds() / alone < FAIR
 
 
+@pytest.mark.parametrize("tenant", ["a", "b"])
+def test_a_wrong_row_cost_is_corrected_beside_another_tenant(tenant: str) -> None:
+    """As measured by a verifier that started on a busy machine: no candidate seems to pay."""
+
+    def true(rows: int) -> float:
+        return 0.010 + 0.0001 * rows
+
+    latency = StepLatency(MEASURED_ROWS, [true(rows) * (2 if rows > 2 else 1) for rows in MEASURED_ROWS])
+    drafted = Policy(frozenset({CandidateSource.REMOTE}), 8, 0.0)
+    with site(0.010, 0.0001, latency=latency) as here:
+        both = [
+            Client(here.loop, text(5, seed), 700, tenant=of, policy=drafted, sampling=NO_BAD)
+            for seed, of in ((7, "a"), (8, tenant))
+        ]
+        for _ in range(150):
+            for each in both:
+                if not each.over and not each.session.remaining_prompt:
+                    each.offer(4)
+            here.loop.turn()
+        assert here.loop.stats.offered > 300
+        assert latency.of(10) < 1.3 * true(10)
+
+
 def test_nobody_sits_out_where_further_rows_are_free() -> None:
     with site(*GPU) as one:
         alone = one.seconds()
