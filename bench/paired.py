@@ -19,15 +19,20 @@ class Spread(NamedTuple):
 async def in_turns(
     ways: Sequence[Way], rounds: int, run: Callable[[Way, int], Awaitable[Result]]
 ) -> dict[Way, list[Result]]:
-    """Run all ways in each round, every other round in reverse; return each way's results, one per round. Round -1
-    warms up, and its results are dropped."""
+    """Run all ways in each round, every other round in reverse; return each way's results, one per round. A further
+    round, numbered `rounds`, warms up before them with work of its own; its results are dropped."""
     found: dict[Way, list[Result]] = {way: [] for way in ways}
-    for number in range(-1, rounds):
-        for way in ways if number % 2 else reversed(ways):
+    for turn, number in enumerate(warmed_up(rounds), -1):
+        for way in ways if turn % 2 else reversed(ways):
             result = await run(way, number)
-            if number >= 0:
+            if turn >= 0:
                 found[way].append(result)
     return found
+
+
+def warmed_up(rounds: int) -> list[int]:
+    """Return the numbers of all rounds in order, that of the warm-up first."""
+    return [rounds, *range(rounds)]
 
 
 def spread(values: Iterable[float]) -> Spread:

@@ -232,11 +232,11 @@ def _tokens(samples: Sequence[Sample]) -> int:
 
 
 def _repeated(samples: Sequence[Sample], streams: int) -> list[Sample]:
-    """Return samples for at least two texts per stream: the given ones, repeated with other seeds and tenants, so that
-    prompts are not cached."""
+    """Return samples for at least two texts per stream: the given ones, repeated with other seeds and cache salts, so
+    that prompts are not cached. They have one tenant: steps are divided among tenants, and learn by tenant."""
     rounds = -(-2 * streams // len(samples))
     return [
-        replace(sample, tenant=f"{turn}", sampling=replace(sample.sampling, seed=(sample.sampling.seed + turn) & MASK))
+        replace(sample, cache_salt=f"{turn}", sampling=replace(sample.sampling, seed=(sample.sampling.seed + turn) & MASK))
         for turn in range(rounds)
         for sample in samples
     ]

@@ -99,7 +99,7 @@ def run(pair: Pair, layout: Layout, *loads: Load, heard: Heard = lambda tokens: 
         deployment = Deployment(pair, layout)
         found = []
         for number, load in enumerate(loads):
-            samples = [replace(sample, tenant=f"{number} {sample.tenant}") for sample in load.samples]
+            samples = [replace(sample, cache_salt=f"{number} {sample.cache_salt}") for sample in load.samples]
             found.append(await _figures(deployment, samples, load.streams, heard))
         await deployment.end()
         return found

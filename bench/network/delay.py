@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import statistics
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,8 @@ class System:
 
     async def run(self, prompts: Sequence[list[int]], tokens: int, shape: Shape | None = None) -> Run:
         """Run all prompts concurrently; `shape` is for the synchronous system."""
-        common: GenerateOptions = {**self._options, "max_tokens": tokens, "ignore_end_token": True}
+        salt = uuid.uuid4().hex  # the same prompts are sent at each delay
+        common: GenerateOptions = {**self._options, "max_tokens": tokens, "ignore_end_token": True, "cache_salt": salt}
         if shape is not None:
             common |= shape.options
         begin = time.perf_counter()
@@ -200,7 +202,7 @@ async def measure(args: argparse.Namespace, proxy: DelayProcess, addresses: dict
         runs: dict[tuple[str, float], list[Run]] = defaultdict(list)
         for number in range(args.rounds):
             asked = load()
-            for steps in args.round_trips:
+            for steps in args.round_trips[:: -1 if number % 2 else 1]:
                 distance.set(steps)
                 for system in list(systems.values())[:: -1 if number % 2 else 1]:
                     its_shape = best[steps] if system is synchronous else None

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from bench.arguments import limit, parser_of
-from bench.paired import in_turns, ratios
+from bench.paired import in_turns, ratios, warmed_up
 from demo.prompts import held_out
 from specdec.client import AsyncClient, Overloaded
 from specdec.local import DEMO, Stack
@@ -107,7 +107,7 @@ def told(streams: int, found: dict[str, list[Figures]]) -> str:
 def vllm_told(python: str, streams: int, rounds: int) -> str:
     """Return the output of vLLM's program for the same requests."""
     options = ["--model", str(DEMO / "target"), "--streams", str(streams), "--tokens", str(MAX_TOKENS)]
-    given = json.dumps([requests(number) for number in range(-1, rounds)])
+    given = json.dumps([requests(number) for number in warmed_up(rounds)])
     command = [python, "-m", "bench.systems.vllm_structured", *options]
     said = subprocess.run(command, input=given, text=True, stdout=subprocess.PIPE, check=True).stdout
     return "\n".join(line for line in said.splitlines() if "WARNING" not in line)  # vLLM logs to stdout

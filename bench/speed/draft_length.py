@@ -18,6 +18,7 @@ import contextlib
 import statistics
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +31,6 @@ from bench.arguments import limit, parser_of
 from bench.conditions import machine, model_name, versions
 from bench.report import folder, publish
 from bench.systems import pair
-from bench.systems.specdec import isolated_tenant
 from bench.systems.transformers_generate import Transformers, assisted
 from demo.prompts import held_out
 from specdec.client import Client, SpecdecError
@@ -62,7 +62,7 @@ def configurations(args: argparse.Namespace, exits: contextlib.ExitStack) -> dic
             "seed": args.seed,
             "ignore_end_token": True,
         }
-        return lambda prompt: client.complete(tokens=prompt, tenant=isolated_tenant(), **options).completions[0].tokens
+        return lambda prompt: client.complete(tokens=prompt, cache_salt=uuid.uuid4().hex, **options).completions[0].tokens
 
     fast, drafted = served("none", "--no-exact"), served(str(args.draft))
     theirs = partial(

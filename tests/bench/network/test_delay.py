@@ -36,6 +36,21 @@ class FakeClient:
         self._over.set()
 
 
+async def test_no_run_finds_the_prompts_of_another() -> None:
+    client, salts = FakeClient(), []
+    generate = client.generate
+
+    def noted(**options: Any) -> Any:
+        salts.append(options["cache_salt"])
+        return generate(**options)
+
+    client.generate = noted  # type: ignore[method-assign]
+    system = System("ordinary", cast("AsyncClient", client), {})
+    for _ in range(2):
+        await system.run([[1]], tokens=3)
+    assert len(set(salts)) == 2
+
+
 async def test_the_first_step_of_each_stream_is_dropped() -> None:
     """It computes the prompt."""
     run = await System("ordinary", cast("AsyncClient", FakeClient()), {}).run([[1], [2]], tokens=3)
