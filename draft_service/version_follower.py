@@ -106,6 +106,7 @@ class VersionFollower:
         if self._folder.changed() or again:
             self._take(self._folder.contents)
         self._follow_forgotten()
+        self._worker.submit(self.drafter.end_overdue)
         # Read before memory is freed: whatever model an answer counts on to be gone is freed by now.
         earlier, is_free = self.drafter.earlier, self.drafter.is_free
         self._free()

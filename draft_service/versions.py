@@ -2,9 +2,9 @@
 
 One version *serves* new sessions. A new version starts as a *canary*: it drafts for a random share of the sessions
 opened from then on, and a trial compares the two (`version_trial.py`). A better canary becomes the serving version, and
-the previous one is *retired*: it keeps its sessions, and is freed after the last one ends. If the canary fails or is
-not better, its sessions move to the serving version between two passes. There is at most one canary or retired version
-at a time.
+the previous one is *retired*: it keeps its sessions for some minutes, and is freed after the last one ends. If the
+canary fails or is not better, its sessions move to the serving version between two passes. There is at most one canary
+or retired version at a time.
 
 Once a tenant is forgotten, versions that have learned from it are rolled back. A serving version keeps drafting until
 an earlier one is loaded in its place. The last resort is the first version, which is never removed.
@@ -44,6 +44,9 @@ MAX_KNOWN = 96
 
 MAX_PROMOTED = 8
 """Maximum promoted versions that may serve again, the serving one included; beyond it, the earliest are dropped."""
+
+RETIRED_SECONDS = 600.0
+"""Seconds after which the remaining sessions of a retired version move to the serving one."""
 
 HAS_LEARNED = "it has learned from the texts of a tenant that was forgotten"
 
@@ -86,6 +89,7 @@ class VersionedDrafter(Drafter):
         self._trial: VersionTrial[DrafterSession] = VersionTrial(limits)
         """The canary's trial. An ended trial is replaced immediately, since it keeps its sessions in memory."""
         self._retired: Version | None = None
+        self._retired_at = 0.0  # monotonic time
         self._known = {name: self._serving}
         self._of: dict[DrafterSession, Version] = {}
         self._waiting_for_memory: dict[DrafterSession, None] = {}
@@ -256,6 +260,7 @@ class VersionedDrafter(Drafter):
         _stop_checks(version)
         version.state, before.state = State.SERVING, State.RETIRED
         self._serving, self._retired, self._canary = version, before, None
+        self._retired_at = time.monotonic()
         self._promoted = [*self._promoted, version.name][-MAX_PROMOTED:]
         self.outcomes[Outcome.PROMOTED.value] += 1
         log.info("version_promoted", version=version.name, before=before.name, why=self._trial.reason)
@@ -283,6 +288,15 @@ class VersionedDrafter(Drafter):
             self._retired = None
         self._open_waiting()
         return moved
+
+    def end_overdue(self) -> None:
+        """Move the sessions of a retired version to the serving one after RETIRED_SECONDS: a session without a reader
+        may last for ever, and no other version can be tried meanwhile."""
+        version = self._retired
+        if version is not None and time.monotonic() - self._retired_at > RETIRED_SECONDS:
+            moved = self._take_out(version)
+            version.state = State.ENDED
+            log.info("version_ended", version=version.name, moved=moved)
 
     def _end_retired(self) -> None:
         """Free the retired version if it has no sessions left."""

@@ -236,7 +236,9 @@ def _repeated(samples: Sequence[Sample], streams: int) -> list[Sample]:
     that prompts are not cached. They have one tenant: steps are divided among tenants, and learn by tenant."""
     rounds = -(-2 * streams // len(samples))
     return [
-        replace(sample, cache_salt=f"{turn}", sampling=replace(sample.sampling, seed=(sample.sampling.seed + turn) & MASK))
+        replace(
+            sample, cache_salt=f"{turn}", sampling=replace(sample.sampling, seed=(sample.sampling.seed + turn) & MASK)
+        )
         for turn in range(rounds)
         for sample in samples
     ]

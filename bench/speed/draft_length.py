@@ -62,7 +62,9 @@ def configurations(args: argparse.Namespace, exits: contextlib.ExitStack) -> dic
             "seed": args.seed,
             "ignore_end_token": True,
         }
-        return lambda prompt: client.complete(tokens=prompt, cache_salt=uuid.uuid4().hex, **options).completions[0].tokens
+        return lambda prompt: (
+            client.complete(tokens=prompt, cache_salt=uuid.uuid4().hex, **options).completions[0].tokens
+        )
 
     fast, drafted = served("none", "--no-exact"), served(str(args.draft))
     theirs = partial(

@@ -29,6 +29,9 @@ from specdec.wire.tls_files import TlsFiles
 
 log = structlog.get_logger()
 
+TICKS = 4
+"""Waits of the event loop that count as SILENCE_SECONDS of silence."""
+
 SILENCE_SECONDS = 1.5
 """Seconds without any message, not even a heartbeat, after which a draft is given up."""
 
@@ -309,8 +312,18 @@ class Drafts:
                 await stream.write(await outgoing.get())
 
     async def _read(self, stream: Any) -> draft_pb2.DraftResponse:
-        async with asyncio.timeout(SILENCE_SECONDS):
-            response = await stream.read()
+        """Return the next message; TimeoutError after SILENCE_SECONDS of silence. These are counted in ticks of the
+        event loop: if the loop was late itself, as while vLLM holds the GIL, what has arrived is read first."""
+        reading = asyncio.ensure_future(stream.read())
+        try:
+            for _ in range(TICKS):
+                if (await asyncio.wait({reading}, timeout=SILENCE_SECONDS / TICKS))[0]:
+                    break
+            else:
+                raise TimeoutError
+            response = reading.result()
+        finally:
+            reading.cancel()
         if not isinstance(response, draft_pb2.DraftResponse):  # ended without an error, a protocol violation
             none = grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, none, none, "the draft ended the session")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from draft_service import versions
 from draft_service.pass_times import PassTimes
 from draft_service.version import State
 from draft_service.version_loading import LoadedVersion
@@ -50,6 +51,22 @@ def test_a_better_version_is_promoted_and_running_texts_stay() -> None:
     assert (first.state, first.loaded, service.drafter.is_free) == (State.ENDED, None, True)
     assert isinstance(service.drafter.dropped.get_nowait(), LoadedVersion)
     assert not service.failed
+
+
+def test_a_text_that_does_not_end_moves_from_a_retired_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(Guessing(BAD))
+    service.begin("v2", Guessing())
+    running_text = service.open()
+    with pytest.raises(AssertionError, match="does not end"):
+        service.try_on()
+    first = service.version("first")
+    service.drafter.end_overdue()
+    assert first.state is State.RETIRED
+    monkeypatch.setattr(versions, "RETIRED_SECONDS", -1.0)
+    service.drafter.end_overdue()
+    assert (first.state, first.loaded, service.drafter.is_free) == (State.ENDED, None, True)
+    assert service.drafter.version_of(running_text) is service.drafter.serving
+    assert service.proposes(running_text) == {GOOD}
 
 
 def test_a_worse_version_is_rolled_back_within_the_tokens_and_its_texts_go_on() -> None:

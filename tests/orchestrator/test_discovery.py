@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from orchestrator.__main__ import main
 from orchestrator.pods.pods import Pods
+from specdec.serving.pods import discovery as discovery_module
 from specdec.serving.pods.discovery import Discovery
 from specdec.wire.address import Address
 
@@ -41,6 +42,33 @@ class Names:
         if not self.records:
             raise socket.gaierror(socket.EAI_NONAME, "no such name")
         return [(family, type, 6, "", (address, port)) for family, address in self.records]
+
+
+async def test_a_silent_name_server_delays_no_other_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer counts when it comes."""
+    monkeypatch.setattr(discovery_module, "ANSWER_SECONDS", 0.05)
+    names, pods, silence = Names(), Pods(), asyncio.Event()
+    names.records = [(socket.AF_INET, "10.0.0.1")]
+
+    async def resolve(host: str, port: int, *, type: int) -> list[Any]:
+        if host == "silent":
+            await silence.wait()
+            return [(socket.AF_INET, type, 6, "", ("10.0.0.9", port))]
+        return await names(host, port, type=type)
+
+    addresses = [Address.parse("dns:silent:1"), Address.parse("dns:green:1")]
+    discovery = Discovery(addresses, pods, resolve=resolve, again_seconds=0.01)
+    async with asyncio.timeout(10):
+        await discovery.start()
+        assert [pod.address for pod in pods] == ["10.0.0.1:1"]
+        names.records = [(socket.AF_INET, "10.0.0.2")]
+        while [pod.address for pod in pods] != ["10.0.0.2:1"]:
+            await asyncio.sleep(0.005)
+        silence.set()
+        while {pod.address for pod in pods} != {"10.0.0.9:1", "10.0.0.2:1"}:
+            await asyncio.sleep(0.005)
+    await discovery.close()
+    await pods.close()
 
 
 async def test_every_record_of_a_name_is_a_pod() -> None:

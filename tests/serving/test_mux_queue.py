@@ -36,6 +36,30 @@ async def test_what_is_said_at_the_same_time_goes_together() -> None:
     assert bundles == [list(range(64))] * 3
 
 
+async def test_many_small_messages_wait_for_room() -> None:
+    """A commit has some 80 bytes: the limit on frames is reached long before the limit on bytes."""
+    queue = SendQueue()
+    streams = [MuxStream(number, queue) for number in range(1, 257)]
+
+    async def send_all(stream: MuxStream) -> None:
+        for _ in range(100):
+            await stream.send(bytes(80))
+            await asyncio.sleep(0)
+
+    async def write(frames: Sequence[mux_pb2.Frame]) -> None:
+        await asyncio.sleep(0)
+
+    sending = [asyncio.create_task(send_all(stream)) for stream in streams]
+    await asyncio.wait(sending, timeout=1)
+    assert queue.full
+    assert not queue.overflowed.is_set()
+    writing = asyncio.create_task(queue.write(write))
+    await asyncio.wait_for(asyncio.gather(*sending), 30)
+    queue.finish()
+    await writing
+    assert not queue.overflowed.is_set()
+
+
 async def test_a_batch_is_no_larger_than_it_may_be() -> None:
     sizes = []
 

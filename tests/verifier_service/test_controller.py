@@ -342,3 +342,20 @@ def test_what_is_left_of_a_full_batch_is_of_its_kind(most: int) -> None:
             )
             now += STEP
         now += 2 * TUNING.linger_seconds
+
+
+def test_a_stall_during_a_probe_does_not_postpone_the_next_for_hours() -> None:
+    """The process stands still for ten minutes in a step of the first probe; then the draft pays."""
+    controller, batch, now, stalled = SpeculationController(), BatchProfile(1, True, False, False), 0.0, 0.0
+    while now < 2000.0:
+        controller.select(batch, now)
+        mode = controller.mode
+        seconds = 2 / (50.0 if mode is Mode.OFF else 100.0 if stalled else 25.0)
+        if not stalled and now > 3 and mode is Mode.REMOTE_DRAFT:
+            seconds = 600.0
+            stalled = now + seconds
+        now += seconds
+        controller.update(batch, speculated=mode is not Mode.OFF, tokens=2, seconds=seconds, plain_rate=51.0)
+        if stalled and now > stalled + 60 and mode is Mode.REMOTE_DRAFT:
+            return
+    pytest.fail("the draft is not tried again")

@@ -234,7 +234,7 @@ def test_a_text_that_cannot_be_finished_in_time_is_refused_at_once() -> None:
     service.admit(long, now + 0.001)
     load.interval, load.usual_tokens, load.lifetime = 0.1, 400.0, 40.0
     service.admit(long, now + 0.001)
-    load.running = 4
+    load.running, load.idle = 4, False
     with pytest.raises(TooLateError, match=r"would take about 50\.0 s, but its deadline leaves \d+\.\d s") as refused:
         service.admit(long, now + 30)
     assert refused.value.retry_after > 0

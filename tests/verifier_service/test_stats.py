@@ -24,6 +24,14 @@ def test_the_pace_counts_all_that_texts_wait_for() -> None:
     assert stats.interval == pytest.approx(0.15)
 
 
+def test_one_session_of_many_hours_does_not_refuse_the_next_texts() -> None:
+    """A stalled reader may hold memory for hours."""
+    stats = VerifierStats(running=8, usual_tokens=100, interval=0.02, lifetime=5.0, idle=False)
+    stats.finished(257, 6 * 3600.0, 0.1)
+    assert stats.expected_wait(1) < 3
+    assert stats.too_late(100, time.monotonic() + 30, 1) is None
+
+
 def test_a_pod_that_stood_still_takes_texts_again() -> None:
     """One step of half a minute hardly changes the pace; ten slow steps do."""
     stats = VerifierStats(running=1, usual_tokens=100)

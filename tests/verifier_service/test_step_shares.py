@@ -173,6 +173,25 @@ def test_rows_go_by_weight(weight: float, turns: int) -> None:
     assert min(counts) > 0 or turns < 40
 
 
+def test_prompts_repay_an_overdraft_of_decoding_once() -> None:
+    """A tenant's text overdraws its credit, as by one slow mask, and ends; its prompt goes on."""
+    latency = StepLatency((1, 256), [1.0, 256.0])
+    text, own = Entry("text", 1.0, 0, Text()), Entry("prompt", 1.0, 2, Text())
+    prompt: Any = Entry("prompt", 1.0, 1, Text(1000))
+    shares = StepShares(64)
+    divided(shares, [text, own, prompt], latency)
+    shares.credit["prompt"] = -20.0
+    read = 0
+    for _ in range(100):
+        division = divided(shares, [text, prompt], latency)
+        assert division is not None
+        part = division.prompt_seconds["prompt"]
+        chunk = 8 if part > 0 else 0
+        shares.charge("prompt", latency.of(1 + chunk) - latency.of(1) - part)
+        read += chunk
+    assert read >= 70
+
+
 def test_one_tenant_is_never_divided() -> None:
     latency = StepLatency((1, 256), [1.0, 256.0])
     assert StepShares(64).divide([Entry("one", 1.0, i, Text()) for i in range(20)], latency) is None  # type: ignore[misc]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, MutableMapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.errors import InvalidRequestError, OverloadedError, PeerLostError, ServiceError
 from specdec.serving.pods import breaker
 from specdec.serving.validation import MAX_DEPTH
+from specdec.v2 import draft_pb2
 from specdec.vllm import drafts as module
 from specdec.vllm.drafts import FULL_SECONDS, Drafts, Target
 from specdec.vllm.settings import VllmDraftSettings
@@ -180,3 +182,27 @@ async def test_a_refusal_shows_that_a_lost_draft_is_back(directories: Directorie
                 "breaker_closed",
             ]
         drafts.forget([text])
+
+
+async def test_a_late_event_loop_is_not_the_drafts_fault() -> None:
+    """The loop runs in vLLM's worker process, which may hold the GIL for seconds."""
+    loop, arrived, over = asyncio.get_running_loop(), asyncio.Queue[draft_pb2.DraftResponse](), threading.Event()
+
+    class Stream:
+        async def read(self) -> draft_pb2.DraftResponse:
+            return await arrived.get()
+
+    def peer() -> None:
+        while not over.wait(0.1):
+            loop.call_soon_threadsafe(arrived.put_nowait, draft_pb2.DraftResponse())
+
+    reading = asyncio.create_task(Drafts._read(cast("Drafts", None), Stream()))
+    await asyncio.sleep(0)  # it waits
+    sending = threading.Thread(target=peer, daemon=True)
+    sending.start()
+    time.sleep(module.SILENCE_SECONDS + 0.5)  # noqa: ASYNC251 (the loop is late)
+    try:
+        assert isinstance(await reading, draft_pb2.DraftResponse)
+    finally:
+        over.set()
+        sending.join()

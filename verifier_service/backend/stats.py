@@ -61,6 +61,7 @@ class VerifierStats:
     interval: float = 0.0  # seconds from token to token of a session, moving average; 0: unknown
     usual_tokens: float = 0.0  # generated tokens of an ended session, moving average
     lifetime: float = 1.0  # seconds of a session with memory, moving average
+    idle: bool = True  # there was no work since the last step
     _held_up: float = 0.0  # seconds since decoding texts last had a step
 
     def observe(self, rows: int, seconds: StepSeconds, results: Iterable[VerifyResult], proposing: float = 0.0) -> None:
@@ -88,6 +89,7 @@ class VerifierStats:
         """Count the seconds since the end of the last step; after idle time, since the start of this one.
         `texts_waited`: decoding texts sat this step out for a prompt, so its seconds count towards the next one;
         `in_turn`: number of sessions that sit this step out because tenants take turns."""
+        self.idle = False
         self._held_up += seconds
         if texts_waited:
             return
@@ -100,18 +102,19 @@ class VerifierStats:
 
     def forget_pace(self) -> None:
         """Reset the waiting time of texts; called when there is no work."""
-        self._held_up = 0.0
+        self._held_up, self.idle = 0.0, True
 
     def finished(self, tokens: int, seconds: float, smoothing: float) -> None:
-        """Count an ended session: its generated tokens, and its seconds with memory."""
-        self.lifetime += smoothing * (seconds - self.lifetime)
+        """Count an ended session: its generated tokens, and its seconds with memory, which may be hours if its reader
+        has stalled."""
+        self.lifetime += smoothing * (min(seconds, OUTLIER * max(1.0, self.lifetime)) - self.lifetime)
         self.usual_tokens += smoothing * (tokens - self.usual_tokens) if self.usual_tokens else tokens
 
     def too_late(self, most: int, deadline: float | None, waiting: int) -> TooLateError | None:
         """Return the error if a text behind `waiting` others would miss its deadline (`time.monotonic`) at the current
-        pace; None if it would not, if it has no deadline, or if no session is running. The text's expected length is
+        pace; None if it would not, if it has no deadline, or if there is no work. The text's expected length is
         the average of ended texts, at most the `most` tokens that it lacks; 0 if none has ended yet."""
-        if deadline is None or not self.running:
+        if deadline is None or self.idle or not self.running:
             return None
         wait = self.expected_wait(waiting) if waiting else 0.0
         seconds, left = wait + SLOWER * self.interval * min(most, self.usual_tokens), deadline - time.monotonic()

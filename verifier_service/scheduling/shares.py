@@ -10,9 +10,11 @@ lifted:
 
     c_i = max(c_i, max(V, min of c_j over tenants j with new sessions waiting) - BURST * u / w_i)
 
-V is the virtual time of start-time fair queueing (Goyal et al. 1996): the maximum over all steps of the smallest
-counter among tenants in the step or waiting during it. u is the mean cost of a text. So an idle tenant saves up almost
-no credit, and service that a tenant received while alone is not held against it.
+V is a virtual time. After each step it grows by the step's cost divided by the weights of the tenants in the step or
+waiting, as in weighted fair queueing (Demers et al. 1989), and at least to the smallest counter among them, as in
+start-time fair queueing (Goyal et al. 1996). u is the mean cost of a text. So an idle tenant saves up almost no credit,
+service that a tenant received while alone is not held against it, and V passes the counter of a waiting tenant although
+new tenants keep coming.
 
 Prompts of tenant i go before decoding of tenant j in a step (i is urgent, j yields) if
 
@@ -24,7 +26,7 @@ with n = (sessions in the step) / w, and l = (prompt tokens charged but not comp
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from typing import NamedTuple
 
@@ -69,6 +71,7 @@ class TenantShares:
         self._counters: OrderedDict[str, float] = OrderedDict()  # cost over weight; idle tenants in order of leaving
         self._sessions: Counter[str] = Counter()
         self._level = 0.0  # virtual time V
+        self._served = 0.0  # cost since the last step
         self._usual = 0.0  # cost of a text, moving average
 
     @property
@@ -111,9 +114,13 @@ class TenantShares:
         """Charge generated tokens."""
         self._count(entry, GENERATED_COST * tokens)
 
-    def stepped(self, tenants: Collection[str]) -> None:
-        """Advance the virtual time after a step has been charged; `tenants`: tenants in the step or waiting."""
-        self._level = max(self._level, min((self._counters[tenant] for tenant in tenants), default=0.0))
+    def stepped(self, weights: Mapping[str, float]) -> None:
+        """Advance the virtual time after a step has been charged; `weights`: of the tenants in the step or waiting."""
+        if not weights:
+            return
+        served, self._served = self._served, 0.0
+        lowest = min(self._counters[tenant] for tenant in weights)
+        self._level = max(self._level + served / sum(weights.values()), lowest)
 
     def next(self, waiting: Iterable[RunningSession]) -> RunningSession | None:
         """Return the session to admit next: by its tenant's counter, then by its tenant's sessions per weight (smallest
@@ -163,6 +170,7 @@ class TenantShares:
 
     def _count(self, entry: RunningSession, cost: float) -> None:
         entry.cost += cost
+        self._served += cost
         self._counters[entry.tenant] += cost / entry.weight
 
 

@@ -291,8 +291,9 @@ class StepShares:
                 # Rows may cost more after other tenants' rows than estimated in `wanted`.
                 pool.take(tenant, max(0.0, wanted[tenant], of_texts - left))
                 continue
-            # Credit only for sessions that wait (deficit round robin also resets an empty queue); an overdraft stays.
-            division.credit[tenant] = left if waiting else min(0.0, left)
+            # Credit only for sessions that wait (deficit round robin also resets an empty queue). An overdraft stays,
+            # but prompts repay it below: `charge` then carries over what is left of it.
+            division.credit[tenant] = left if waiting else 0.0 if presence.prompts else min(0.0, left)
             if presence.prompts:
                 # Seconds not used by decoding go to the tenant's prompts, unless they are credit for sessions that
                 # wait.

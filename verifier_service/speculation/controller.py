@@ -28,6 +28,10 @@ from verifier_service.backend.result import Mode
 from verifier_service.sessions.session import VerifierSession
 from verifier_service.settings.tuning import DEFAULTS, ControllerTuning
 
+STALL = 40.0
+"""Cap on the seconds of a step, relative to plain decoding of its tokens: in a longer one, the process stood still. In
+a probe, such a step would postpone the next probe for hours."""
+
 
 @dataclass
 class Probe:
@@ -63,6 +67,7 @@ class ModeStats:
 
     def update(self, tokens: int, seconds: float, plain_rate: float, *, speculated: bool) -> None:
         """Add a step in the current mode; `speculated`: it had candidates or other costs of speculation."""
+        seconds = min(seconds, STALL * max(1, tokens) / plain_rate)
         self.clock += seconds
         if self.warmup > 0:
             self.warmup -= seconds

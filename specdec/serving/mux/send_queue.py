@@ -45,7 +45,7 @@ class SendQueue:
     @property
     def full(self) -> bool:
         """True while senders of messages should wait."""
-        return self._bytes >= MAX_UNSENT_BYTES
+        return self._bytes >= MAX_UNSENT_BYTES or self._count >= MAX_UNSENT_FRAMES // 2
 
     def notify_room(self, sender: asyncio.Event) -> None:
         """Set this event as soon as there is room for messages."""

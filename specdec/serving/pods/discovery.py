@@ -26,6 +26,10 @@ AGAIN_SECONDS = 3.0
 breaker notices a dead one."""
 
 
+ANSWER_SECONDS = 2.0
+"""Seconds that a round waits for name servers."""
+
+
 class Resolve(Protocol):
     """A DNS resolver, such as `getaddrinfo` of asyncio's event loops."""
 
@@ -58,6 +62,7 @@ class Discovery:
         self._pods = pods
         self._resolve = resolve or resolved
         self._known: dict[Address, Sequence[str]] = {}
+        self._lookups: dict[Address, asyncio.Task[Sequence[str]]] = {}  # without an answer yet
         self._former: list[str] = []  # pods of replaced addresses, until all names have been resolved once
         self._watching = Periodic(self._look_again, again_seconds, "discovery_failed")
         self._looking = asyncio.Lock()
@@ -79,6 +84,8 @@ class Discovery:
 
     async def close(self) -> None:
         await self._watching.close()
+        for lookup in self._lookups.values():
+            lookup.cancel()
 
     async def _look_again(self) -> None:
         """Resolve the names again, and close the channels of removed pods that are no longer in use."""
@@ -86,12 +93,25 @@ class Discovery:
         await self._pods.close_idle()
 
     async def _look_up(self) -> None:
-        """Resolve all names and update the pods. A name that cannot be resolved now keeps its pods: the circuit
-        breakers know which are alive."""
+        """Resolve all names together and update the pods. A name that cannot be resolved now keeps its pods: circuit
+        breakers know which are alive. A lookup without an answer within ANSWER_SECONDS counts in a later round, so that
+        a silent name server delays no other name."""
         async with self._looking:
+            before, self._lookups = self._lookups, {}
             for address in self._addresses:
+                lookup = before.pop(address, None)
+                self._lookups[address] = lookup or asyncio.create_task(self._servers(address))
+            for lookup in before.values():
+                lookup.cancel()
+            if self._lookups:
+                await asyncio.wait(self._lookups.values(), timeout=ANSWER_SECONDS)
+            for address, lookup in list(self._lookups.items()):
+                if not lookup.done():
+                    log.warning("unresolved", address=address.target, why="the name server has not answered yet")
+                    continue
+                del self._lookups[address]
                 try:
-                    self._known[address] = await self._servers(address)
+                    self._known[address] = lookup.result()
                 except OSError as error:
                     log.warning("unresolved", address=address.target, why=str(error))
             self._drop_former()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 
@@ -123,6 +124,39 @@ def test_priority_orders_the_requests_of_a_tenant_alone() -> None:
     assert [each for each in order if each is not other] == [first, urgent, usual, low]
     assert order.index(other) == 1  # its counter is 0
     check_over(loop, engine, *order)
+
+
+def test_newcomers_do_not_starve_a_tenant_that_was_served_before() -> None:
+    """Two new tenants are present at any time, each with a text."""
+    engine, numbers, newcomers = TextEngine(3), itertools.count(100), list[Client]()
+    loop = step_loop(engine)
+    old = [client(loop, LONG, seed, 30, tenant="old") for seed in range(6)]
+    while sum(each.over for each in old) < 3:
+        for each in old:
+            each.read()
+        loop.turn()
+    for _ in range(3000):
+        newcomers = [each for each in newcomers if not each.over]
+        while len(newcomers) < 2:
+            number = next(numbers)
+            newcomers.append(client(loop, LONG, number, 30, tenant=f"new {number}"))
+        for each in (*old, *newcomers):
+            each.read()
+        loop.turn()
+    assert all(each.over for each in old)
+
+
+def test_no_text_is_too_late_by_a_pace_that_is_over() -> None:
+    """The only text waits for its reader: there is no step in which the pace could change."""
+    loop = step_loop(TextEngine(8), max_unread_tokens=6)
+    lazy = client(loop, 10, 1, 40)
+    while loop.turn() == 0.0:
+        pass
+    assert loop._queue.throttled(lazy.running)
+    loop.stats.interval, loop.stats.usual_tokens = 1000.0, 30.0
+    late = client(loop, 10, 2, 30, deadline=time.monotonic() + 60)
+    loop.turn()
+    assert late.mail.error is None
 
 
 def test_no_step_is_spent_on_a_text_that_cannot_be_finished_in_time() -> None:
