@@ -21,6 +21,9 @@ from specdec.v2 import trace_pb2, trace_pb2_grpc
 ASK_SECONDS = 1.0
 """Timeout in seconds for the answers of the other workers, and again for those of the pods."""
 
+MAX_PART_BYTES = 1 << 20
+"""Maximum size of a pod's part in bytes. Our own services send some kilobytes for each session."""
+
 MAX_AGE_US = 1 << 62
 """Limit on ages from pods, in microseconds: they may report anything."""
 
@@ -76,6 +79,8 @@ class OrchestratorTraceServicer(TraceServicer):
         if (pod := self._pod(address)) is not None:
             try:
                 part = await _ask(pod.channel, request)
+                if (size := part.response.ByteSize()) > MAX_PART_BYTES:
+                    raise LostError(f"its part has {size} bytes, at most {MAX_PART_BYTES} are allowed")
             except grpc.aio.AioRpcError as error:
                 why = _why(error)
             except LostError as error:

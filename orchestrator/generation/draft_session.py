@@ -152,6 +152,9 @@ granted: under CONTRASTIVE, a draft sends a message as soon as it holds four dis
 MAX_EXTEND_BYTES = MAX_BYTES - 64
 """Largest message in bytes. It is relayed to the verifier inside another, slightly longer message."""
 
+MAX_IDS_A_MESSAGE = 1 << 18
+"""Maximum token ids of the partial distributions in a message: twice as many as our own drafts send."""
+
 NODES_FOR_ONE = 64
 BYTES_FOR_ONE = 1 << 20
 """A message costs 1, plus 1 for every 64 candidates (ancestors included) and 1 for every MiB. A message of
@@ -174,6 +177,9 @@ class CandidateFlow:
 
     def violation(self, extend: model_pb2.Extend) -> str:
         """Count a message. Return the rule that it violates, empty if none."""
+        ids = sum(len(distribution.id_gaps) for distribution in extend.distributions)
+        if ids > MAX_IDS_A_MESSAGE:
+            return f"it sends {ids} token ids of distributions in a message, at most {MAX_IDS_A_MESSAGE} are allowed"
         # The committed prefix has a distribution too, so distributions may outnumber candidates by one.
         nodes, size = max(len(extend.tokens), len(extend.parents), len(extend.distributions) - 1), extend.ByteSize()
         self._left -= 1 + nodes // NODES_FOR_ONE + size // BYTES_FOR_ONE

@@ -105,6 +105,10 @@ def tagged_problem(schema: Mapping[str, Any], style: TaggedCall, marker: str, wo
     for name, inner in properties.items():
         if not KEY.fullmatch(name):
             return f"has a property {json.dumps(name)[:80]}, which the model's format cannot name"
+        try:  # the list of a reference's target is written out again for each property that refers to it
+            work.count(f"/properties/{name}", len(_values(resolved(inner, schema)) or ()))
+        except GrammarError as error:
+            return str(error)
         if is_text(types_of(inner, schema)):
             if problem := _string_problem(inner, schema, (style.value[1], marker)):
                 return f"has a property {name} {problem}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import jiter
@@ -227,18 +228,29 @@ def tool_grammar(
     marks = Marks(model.tool_tokens)
     single = chat.single_tool_call or bool(chat.tool_name)
     beside_json = answer is not None and not must and not wanted.marker
-    rules = [*_calls(wanted, marks, single), *_call_rules(tools, wanted, marks, as_json=beside_json)]
     if must:
-        rules.append("start: calls")
+        start: Iterable[str] = ["start: calls"]
     elif answer is None:
-        rules += _beside_text(wanted, marks, single)
+        start = _beside_text(wanted, marks, single)
     else:
-        rules += ["start: calls | answer", *_answer_rules(answer)]
-    found = model_pb2.Grammar(lark="\n".join(rules))
+        start = chain(["start: calls | answer"], _answer_rules(answer))
+    of_calls = _call_rules(tools, wanted, marks, as_json=beside_json)
+    found = model_pb2.Grammar(lark=_joined(chain(_calls(wanted, marks, single), of_calls, start)))
     for field in ("after_token", "opening_token"):
         if answer is not None and answer.HasField(field):
             setattr(found, field, getattr(answer, field))
     return found
+
+
+def _joined(rules: Iterable[str]) -> str:
+    """Return a source of these rules; GrammarError once it is too long: short schemas may expand to many megabytes."""
+    lines, size = list[str](), 0
+    for rule in rules:
+        lines.append(rule)
+        size += len(rule) + 1
+        if size > MAX_SOURCE_BYTES:
+            raise GrammarError(f"takes more than {MAX_SOURCE_BYTES} bytes with the tools written out")
+    return "\n".join(lines)
 
 
 def _answer_rules(answer: model_pb2.Grammar) -> Iterator[str]:

@@ -16,6 +16,7 @@ from specdec.serving.messages import finish_name, query_from
 from specdec.serving.target_logprobs import places_of
 from specdec.serving.validation import MAX_FEATURE_BYTES
 from specdec.v2 import model_pb2, verifier_pb2
+from specdec.wire.decisions import MAX_KEYS
 from specdec.wire.sources import ACCEPTED
 
 SOURCES = frozenset(model_pb2.TokenSource.values()) - {model_pb2.TOKEN_SOURCE_UNSPECIFIED}
@@ -231,6 +232,9 @@ class CommitCheck:
 
     def _wrong_figures(self, commit: verifier_pb2.Commit, _: int) -> str:
         """Check the ranges of the pod's figures."""
+        for name in ("modes", "without", "mode_rates"):
+            if (count := len(getattr(commit.decisions, name))) > MAX_KEYS:
+                return f"its decisions have {count} {name}, at most {MAX_KEYS} are allowed"
         if not 0.0 <= commit.min_candidate_probability <= 1.0:
             return f"its min_candidate_probability is {commit.min_candidate_probability}"
         if commit.preemptions > MAX_PREEMPTIONS or commit.queued_us > MAX_QUEUED_US:

@@ -95,6 +95,11 @@ def _unlink(top: Node, kept: Node) -> None:
             node.children.clear()
 
 
+MAX_REFUSED = 64
+"""Maximum candidates of a message that may be refused by `permits`, which may take long for a grammar; later candidates
+are dropped without being asked about."""
+
+
 class TokenTree:
     """Committed tokens and the candidates below them.
 
@@ -129,6 +134,7 @@ class TokenTree:
         self._sampled = sampled
         # Whether a draw is offered must not depend on its value (see `rejection.py`), so `permits` is ignored.
         self._permits = None if sampled else permits
+        self._refusals = MAX_REFUSED  # left in the message that is being inserted
 
     def insert(self, base: int, paths: Paths, origin: int = 0, *, drafted: bool = False) -> list[Node]:
         """Insert paths starting from the committed text as of `base` tokens; return the new nodes. `drafted` marks them
@@ -139,6 +145,7 @@ class TokenTree:
         if base > self.base:
             raise BaseAheadError(f"candidates start at {base}, the committed text has {self.base} tokens")
         distributions = dict(paths.distributions)
+        self._refusals = MAX_REFUSED
         made: list[Node] = []
         # A place is a node, a length of the committed text, or None for a dropped token.
         places: list[Node | int | None] = [self.root if base == self.base else base]
@@ -174,7 +181,9 @@ class TokenTree:
                 known.logprob = max(known.logprob, min(logprob, 0.0))
             return known
         if not self._sampled:
-            return self.add(place, token, logprob, origin)
+            child = self.add(place, token, logprob, origin) if self._refusals else None
+            self._refusals -= child is None and self._permits is not None and self._refusals > 0
+            return child
         # Siblings must come from one series of draws without replacement, that is, from one message.
         late = bool(place.children) and place.distribution is not row
         if late or row is None or not row.can_draw(token) or len(place.children) == MAX_DRAWS:

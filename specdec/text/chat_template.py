@@ -9,6 +9,7 @@ random numbers.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -84,6 +85,7 @@ class ChatTemplates:
         turns = [_turn(message) for message in messages]
         if continues:
             turns[-1]["content"] += CONTINUED
+        _rendering.left = MAX_ACCESSES
         text = template.render(
             variables,
             messages=turns,
@@ -241,8 +243,37 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+MAX_ACCESSES = 500_000
+"""Maximum accesses to attributes and items, and calls, while a conversation is rendered: some tenths of a second.
+Published templates need fewer than ten per message, but the time of some is quadratic in the number of messages."""
+
+_rendering = threading.local()
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with a budget of accesses."""
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _spend()
+        return super().getitem(obj, argument)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _spend()
+        return super().getattr(obj, attribute)
+
+    def call(__self, *args: Any, **kwargs: Any) -> Any:
+        _spend()
+        return super().call(*args, **kwargs)
+
+
+def _spend() -> None:
+    _rendering.left = getattr(_rendering, "left", MAX_ACCESSES) - 1
+    if _rendering.left < 0:
+        _refuse("the conversation takes too long to render: send fewer messages")
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.globals |= {"raise_exception": _refuse, "dict": _TemplateDict(), "namespace": _TemplateNamespace}

@@ -12,6 +12,9 @@ MAX_REFERENCES, MAX_REFERENCE_CHARACTERS = 32, 1000
 MAX_ALTERNATIVES = 64
 """Maximum alternative schemas of one value, including nested ones; with more, its types count as unknown."""
 
+MAX_LISTED = 10_000
+"""Maximum values listed for one value, over all its alternatives: they are read for each argument of a call."""
+
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 """Values in Python's syntax: some templates write them, and models imitate those."""
 
@@ -52,14 +55,17 @@ def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows; empty if it names none."""
+    """Return the JSON types that a schema allows; empty if it names none, or lists too many values."""
     types: set[str] = set()
-    waiting = [schema]
+    waiting, left = [schema], MAX_LISTED
     for _ in range(MAX_ALTERNATIVES):
         if not waiting:
             break
         found = resolved(waiting.pop(), root)
         named = found.get("type")
+        left -= sum(len(listed) for key in ("enum", "type") if isinstance(listed := found.get(key), list))
+        if left < 0:
+            return frozenset()
         choices: list[object] = next((found[key] for key in ("anyOf", "oneOf") if isinstance(found.get(key), list)), [])
         if isinstance(named, str | list):
             types.update([named] if isinstance(named, str) else (name for name in named if isinstance(name, str)))

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.decoding.proposal import DraftDistribution
-from specdec.decoding.tree import MAX_DRAWS, BaseAheadError, Node, Paths, TokenTree, spell
+from specdec.decoding.tree import MAX_DRAWS, MAX_REFUSED, BaseAheadError, Node, Paths, TokenTree, spell
 from tests.examples import examples
 
 VOCABULARY = 4
@@ -487,3 +487,16 @@ def test_dropped_nodes_do_not_wait_for_the_garbage_collector() -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_a_message_asks_a_grammar_about_few_candidates_that_it_refuses() -> None:
+    asked: list[int] = []
+
+    def permits(parent: Node, token: int) -> bool:
+        asked.append(token)
+        return False
+
+    tree = TokenTree([1], vocabulary=9, last_position=99, permits=permits)
+    for _ in range(2):
+        tree.insert(1, Paths([5] * 1024, [0] * 1024, [-0.1] * 1024))
+    assert len(asked) == 2 * MAX_REFUSED

@@ -53,6 +53,11 @@ def test_a_message_holds_only_so_many() -> None:
     assert flow.violation(extend(MAX_NODES_A_MESSAGE + 1))
 
 
+def test_a_message_has_only_so_many_ids_of_distributions() -> None:
+    rows = [model_pb2.DraftDistribution(id_gaps=[1] * 4096, values=bytes(8192), vocabulary_size=128_000)] * 1000
+    assert "token ids of distributions" in CandidateFlow(256).violation(model_pb2.Extend(distributions=rows))
+
+
 def test_a_draft_that_talks_at_length_is_given_up_sooner() -> None:
     flow = CandidateFlow(256)
     long = extend(MAX_NODES_A_MESSAGE)

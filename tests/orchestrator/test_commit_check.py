@@ -160,6 +160,8 @@ LIES = {
     "preemptions without end": put("preemptions", 2**32 - 1),
     "a queue without end": put("queued_us", 2**64 - 1),
     "more found than there is": put("cached_tokens", 2**32 - 1),
+    "many reasons": lambda found: found.decisions.without.update({str(number): 1 for number in range(33)}),
+    "many modes": lambda found: found.decisions.modes.update({str(number): 1 for number in range(33)}),
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -26,6 +27,26 @@ from tests.cpu_time import taking_less_than
 from tests.models import make
 from tests.text.conversations import model_with
 from tests.tool_templates import TEMPLATES
+
+
+@pytest.mark.parametrize(
+    ("inner", "listed"), [({"$ref": "#/$defs/e"}, ["a"] * 6000), ({"type": "integer"}, [1] * 6000)]
+)
+def test_a_long_list_is_not_written_out_for_every_property(inner: dict[str, Any], listed: list[Any]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {f"p{number}": inner for number in range(1000)},
+        "$defs": {"e": {"enum": listed}},
+        "additionalProperties": False,
+    }
+    tool = generation_pb2.Tool(name="f", parameters=json.dumps(schema), strict=True)
+    chat = generation_pb2.ChatPrompt(tools=[tool])
+    model: Any = SimpleNamespace(takes_tools=True, tool_format=QWEN_CODER, tool_tokens={})
+    with taking_less_than(1.0):
+        if not tool_violations(chat, model):
+            with pytest.raises(GrammarError):
+                tool_grammar(chat, model)
+
 
 WEATHER: dict[str, Any] = {
     "type": "object",

@@ -14,7 +14,7 @@ import pytest
 from specdec.serving.errors import said_by_pod
 from specdec.serving.mux import channel as mux_channel
 from specdec.serving.mux import send_queue
-from specdec.serving.mux.channel import ClientConnection, MuxChannel
+from specdec.serving.mux.channel import MAX_STRAY, ClientConnection, MuxChannel
 from specdec.serving.mux.send_queue import MAX_UNSENT_FRAMES
 from specdec.serving.mux.stream import WINDOW
 from specdec.v2 import mux_pb2, mux_pb2_grpc
@@ -428,4 +428,42 @@ async def test_a_connection_that_does_not_come_about_has_reached_nobody() -> Non
     call = connection.begin(mux_pb2.Begin(method="/tests.Methods/echo"), None, bytes, bytes)
     await asyncio.wait_for(refused.cancelled.wait(), 30)
     assert not call.reached
+    await connection.close()
+
+
+class Saying:
+    """The call of a connection whose service sends these frames."""
+
+    def __init__(self, *frames: mux_pb2.Frame) -> None:
+        self._frames: Any = [mux_pb2.ConnectResponse(frames=[frame]) for frame in frames]
+        self._ended = asyncio.Event()
+
+    async def initial_metadata(self) -> tuple[()]:
+        return ()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    async def read(self) -> Any:
+        if self._frames:
+            return self._frames.pop(0)
+        await self._ended.wait()
+        return grpc.aio.EOF
+
+    async def write(self, request: Any) -> None:
+        pass
+
+    def cancel(self) -> None:
+        self._ended.set()
+
+
+@pytest.mark.parametrize("stray", [[999], [1] * (MAX_STRAY + 1)], ids=["never begun", "ended long ago"])
+async def test_frames_that_no_stream_takes_end_a_connection(stray: list[int]) -> None:
+    end = mux_pb2.Frame(stream=1, end=mux_pb2.End())
+    connection = ClientConnection(Saying(end, *(mux_pb2.Frame(stream=number, message=b"x") for number in stray)))
+    first, second = (connection.begin(mux_pb2.Begin(method="/a/b"), None, bytes, bytes) for _ in range(2))
+    assert await first.read() is grpc.aio.EOF
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await second.read()
+    assert ended.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     await connection.close()

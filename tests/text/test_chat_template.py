@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from orchestrator.requests.model import ServedModel
 from specdec.engine.model_directory import ModelDirectory
+from specdec.text.chat_template import ChatTemplates
 from specdec.text.special_tokens import OF_ARCHITECTURE, OF_CLASS, STANDARD
 from specdec.text.tokenizer import ChatTemplateError, Tokenizer
+from tests.cpu_time import taking_less_than
 from tests.models import make
 from tests.text.conversations import ASKED, CONVERSATIONS, TOOLS, Refused, by_transformers, by_us, model_with, said
 
@@ -216,3 +219,13 @@ def test_what_raise_exception_says_is_told(source: Path, tmp_path: Path) -> None
     assert isinstance(model, ServedModel)
     with pytest.raises(ChatTemplateError, match="the model's chat template failed: only users"):
         model.tokenizer.render([ASKED], NOON)
+
+
+def test_a_template_in_quadratic_time_is_ended(tmp_path: Path) -> None:
+    """As some published templates are."""
+    inner = "{% for i in range(messages|length) %}{% if messages[i]['role'] == 'x' %}{% endif %}{% endfor %}"
+    templates = ChatTemplates({"default": f"{{% for m in messages %}}{inner}{{% endfor %}}"}, {"default": tmp_path})
+    messages = [{"role": "user", "content": "a"}] * 4096
+    with taking_less_than(20.0), pytest.raises(TemplateError, match="takes too long to render: send fewer messages"):
+        templates.render(messages, datetime.now(UTC), {})
+    assert templates.render(messages[:100], datetime.now(UTC), {}) == ""

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.wire.cut_calls import cut_calls
+from specdec.wire.tool_arguments import types_of
 from specdec.wire.tool_calls import ToolCall, ToolCallReader
 from specdec.wire.tool_formats import (
     FORMATS,
@@ -30,6 +31,7 @@ from specdec.wire.tool_formats import (
     ToolFormat,
     written,
 )
+from tests.cpu_time import taking_less_than
 
 WEATHER = ToolCall("weather", '{"city": "Bonn", "days": [1, 2]}')
 TIME = ToolCall("time", "{}")
@@ -393,3 +395,9 @@ def test_json_with_another_name_is_no_call_where_calls_have_no_marker() -> None:
 def test_what_was_cut_before_a_name_stays_text(text: str) -> None:
     reader = ToolCallReader(HERMES)
     assert "".join(str(item) for item in [*reader.push(text), *reader.finish(cut=True)]) == text
+
+
+def test_the_types_of_an_argument_are_found_soon() -> None:
+    root = {"$defs": {"e": {"enum": [1] * 130_000}}}
+    with taking_less_than(0.1):
+        assert types_of({"anyOf": [{"$ref": "#/$defs/e"}] * 63}, root) == frozenset()

@@ -67,7 +67,8 @@ class Rewriter(ABC):
     def __init__(self, root: Mapping[str, Any], work: Work, *, checks: bool) -> None:
         """`checks`: parts that no grammar enforces may be left to a check of the finished text."""
         self.document = Document(root)
-        self.floors = floors(root)  # of the numbers in the document
+        self.floors, size = floors(root)  # of the numbers in the document
+        work.count("", size)
         self.languages = work.languages
         self.count = work.count
         self.checks = checks

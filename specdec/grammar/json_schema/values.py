@@ -17,10 +17,11 @@ def are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def floors(value: Any) -> frozenset[int]:
-    """Return the integers directly below the fractional numbers in a value."""
-    found, ahead = set[int](), [value]
+def floors(value: Any) -> tuple[frozenset[int], int]:
+    """Return the integers directly below the fractional numbers in a value, and how many values it consists of."""
+    found, ahead, size = set[int](), [value], 0
     while ahead:
+        size += 1
         match ahead.pop():
             case dict() as inner:
                 ahead += inner.values()
@@ -28,7 +29,7 @@ def floors(value: Any) -> frozenset[int]:
                 ahead += inner
             case float() as number if math.isfinite(number) and not number.is_integer():
                 found.add(math.floor(number))
-    return frozenset(found)
+    return frozenset(found), size
 
 
 def is_at_most(value: Any, limit: int) -> bool:

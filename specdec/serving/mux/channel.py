@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from specdec.serving.errors import STATUS_DETAILS, ProtocolError, status_details
 from specdec.serving.mux.send_queue import SendQueue
-from specdec.serving.mux.stream import MuxStream, TooLargeError, check_batch
+from specdec.serving.mux.stream import OVERHEAD, WINDOW, MuxStream, TooLargeError, check_batch
 from specdec.v2 import mux_pb2, mux_pb2_grpc
 
 CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -131,6 +130,10 @@ class Carrier:
         await self.channel.close()
 
 
+MAX_STRAY = WINDOW // OVERHEAD + 16
+"""Maximum frames of a stream that may arrive after its end: a window of empty messages, and its other frames."""
+
+
 class ClientConnection:
     """The caller's end of a connection: one gRPC stream and the calls it carries."""
 
@@ -142,7 +145,8 @@ class ClientConnection:
         self._call = call
         self._sending = SendQueue()
         self._calls: dict[int, MuxCall] = {}
-        self._numbers = itertools.count(1)
+        self._last = 0  # number of the last stream
+        self._stray = 0  # number of frames of ended streams that may still come
         self._tasks = tuple(asyncio.create_task(do()) for do in (self._read, self._write, self._end_if_unread))
 
     def begin(
@@ -154,7 +158,7 @@ class ClientConnection:
     ) -> MuxCall:
         if timeout is not None:
             begun.timeout_us = int(1e6 * max(0.0, timeout))
-        number = next(self._numbers)
+        number = self._last = self._last + 1
         call = MuxCall(number, self, self._sending, timeout, serialize, deserialize)
         self._calls[number] = call
         call.send_frame(mux_pb2.Frame(begin=begun))
@@ -171,7 +175,8 @@ class ClientConnection:
 
     def ended(self, call: MuxCall) -> None:
         """Forget a call that has ended; called at least once."""
-        self._calls.pop(call.number, None)
+        if self._calls.pop(call.number, None) is not None:
+            self._stray += MAX_STRAY
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
@@ -209,6 +214,12 @@ class ClientConnection:
                         self.leave()
                     elif (call := self._calls.get(frame.stream)) is not None:
                         call.receive_frame(frame)
+                    elif frame.stream > self._last:
+                        raise ProtocolError(f"a frame of stream {frame.stream}, which has not begun")
+                    else:
+                        self._stray -= 1
+                        if self._stray < 0:
+                            raise ProtocolError("too many frames of streams that have ended")
             end.message = "the connection has ended"
         except grpc.aio.AioRpcError as error:  # the connection's own error, not a stream's
             self.unknown = error.code() is grpc.StatusCode.UNIMPLEMENTED
