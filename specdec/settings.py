@@ -143,7 +143,7 @@ def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the option values in a YAML file; typer.BadParameter for anything else in it."""
     hint = f"'--config' {path}"
     try:
-        content = strict_yaml.load(path)
+        content = strict_yaml.load_text(path)
     except strict_yaml.YamlFileError as error:
         raise typer.BadParameter(str(error), param_hint=hint) from None
     if content is None:
@@ -161,22 +161,12 @@ def _file(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, str) and options[name].nargs > 1:  # split as in the environment
             value = value.split()
         several = value if isinstance(value, list) else [value]
-        if any(isinstance(item, dict | list) or item is None for item in several) or (
-            isinstance(value, list) and not takes_several
-        ):
+        if any(not isinstance(item, str) for item in several) or (isinstance(value, list) and not takes_several):
             raise typer.BadParameter(f"{key} must be one value, is {value}", param_hint=hint)
-        texts = [_text(item, options[name]) for item in several]
-        values[name] = texts if takes_several else texts[0]
+        if name in values:
+            raise typer.BadParameter(f"{_spelled(name)} is given twice, with - and with _", param_hint=hint)
+        values[name] = several if takes_several else several[0]
     return values
-
-
-def _text(value: object, option: Any) -> str | bool:
-    """Return a value of a YAML file as the command line would spell it. YAML reads `off` as false."""
-    if not isinstance(value, bool):
-        return str(value)
-    if getattr(option, "is_flag", False):
-        return value
-    return "on" if value else "off"
 
 
 def _takes_several(option: Any) -> bool:

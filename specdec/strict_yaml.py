@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-MERGE = "tag:yaml.org,2002:merge"
+MERGE, NULL = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:null"
 
 
 class YamlFileError(Exception):
@@ -17,8 +17,18 @@ class YamlFileError(Exception):
 
 def load(path: Path) -> Any:
     """Return the contents of a YAML file; YamlFileError if it is unreadable or invalid."""
+    return _loaded(path, _Loader)
+
+
+def load_text(path: Path) -> Any:
+    """Return the contents of a YAML file with each number, boolean and date as it is spelled, such as 3.10 and off;
+    YamlFileError if it is unreadable or invalid."""
+    return _loaded(path, _TextLoader)
+
+
+def _loaded(path: Path, loader: type[_Loader]) -> Any:
     try:
-        return yaml.load(path.read_text(), _Loader)
+        return yaml.load(path.read_text(), loader)
     except OSError as error:
         raise YamlFileError(error.strerror or str(error)) from None
     except yaml.MarkedYAMLError as error:  # its str quotes the line, perhaps with an API key
@@ -39,3 +49,10 @@ class _Loader(yaml.SafeLoader):
             (_, key), _ = Counter(keys).most_common(1)[0]
             raise yaml.constructor.ConstructorError(None, None, f"{key} is given twice", node.start_mark)
         return node
+
+
+class _TextLoader(_Loader):
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in (MERGE, NULL)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }

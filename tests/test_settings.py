@@ -106,9 +106,9 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_no_setting() -> None:
     assert (found.values["port"], found.unknown) == ("50051", [])
 
 
-@pytest.mark.parametrize("written", ["off", "'off'", "false"])
+@pytest.mark.parametrize("written", ["off", "'off'"])
 def test_off_is_a_word_except_for_a_switch(file: Path, written: str) -> None:
-    """YAML reads `off` as false."""
+    """YAML would read `off` as false."""
 
     def serve(
         store: Annotated[str, typer.Option()] = "memory",
@@ -121,6 +121,12 @@ def test_off_is_a_word_except_for_a_switch(file: Path, written: str) -> None:
     app = typer.Typer(add_completion=False)
     app.command()(configurable("openai", serve))
     assert CliRunner().invoke(app, ["--config", str(file)]).stdout == "off off False\n"
+
+
+@pytest.mark.parametrize("written", ["3.10", "0777", "2026-11-30", "yes", "1e3"])
+def test_a_value_is_taken_as_it_is_spelled(file: Path, written: str) -> None:
+    file.write_text(f"model: {written}\n")
+    assert run("", file).values["model"] == written
 
 
 def test_a_variable_of_a_wrong_name_is_told() -> None:
@@ -143,7 +149,8 @@ def test_a_variable_of_no_service_is_told(monkeypatch: pytest.MonkeyPatch) -> No
         ("share-port: true", "'--config' FILE: share-port is not an option of this service"),
         ("config: other.yaml", "'--config' FILE: config is not an option of this service"),
         ("kv-tokens: 600\nkv-tokens: 700", "kv-tokens is given twice"),
-        ("kv-tokens: [600]", "'--config' FILE: kv-tokens must be one value, is [600]"),
+        ("kv-tokens: 600\nkv_tokens: 700", "kv-tokens is given twice, with - and with _"),
+        ("kv-tokens: [600]", "'--config' FILE: kv-tokens must be one value, is ['600']"),
         ("draft: [[a]]", "draft must be one value"),
         ("model:", "model must be one value, is None"),
         ("- model", "must be a mapping of options, such as log-level: debug"),

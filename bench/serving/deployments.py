@@ -43,8 +43,8 @@ class Deployment(Protocol):
 
     api: str
 
-    async def models(self) -> list[str]:
-        """Return the names of the served models; DeploymentError if it does not answer."""
+    async def models(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the served models, each with its further names; DeploymentError if it does not answer."""
         ...
 
     async def ask(self, prompt: Prompt, request: Request, answer: Answer) -> None:
@@ -66,9 +66,9 @@ class Orchestrators:
         async with AsyncClient(address, max_retries=0, **access.for_client) as client:
             yield cls(client)
 
-    async def models(self) -> list[str]:
+    async def models(self) -> dict[str, tuple[str, ...]]:
         try:
-            return [model.name for model in await self.client.models(timeout=START_SECONDS)]
+            return {model.name: model.aliases for model in await self.client.models(timeout=START_SECONDS)}
         except Unavailable as error:
             raise DeploymentError(f"{error}; if it speaks HTTP, write http:// before its address") from None
         except SpecdecError as error:
@@ -116,12 +116,12 @@ class HttpServer:
         ) as client:
             yield cls(client)
 
-    async def models(self) -> list[str]:
+    async def models(self) -> dict[str, tuple[str, ...]]:
         try:
             answer = await self.client.get("models", timeout=START_SECONDS)
             if not answer.is_success:
                 raise DeploymentError(f"GET {answer.url}: {_refusal(answer)}")
-            return [str(entry["id"]) for entry in answer.json()["data"]]
+            return {str(entry["id"]): () for entry in answer.json()["data"]}
         except httpx2.HTTPError as error:
             raise DeploymentError(f"GET {self.client.base_url}models: {_named(error)}") from None
         except (ValueError, KeyError, TypeError):
@@ -140,9 +140,10 @@ class HttpServer:
 
     async def _stream(self, prompt: Prompt, request: Request, answer: Answer) -> None:
         chat = "messages" in prompt
+        text = prompt["text"] if "text" in prompt else prompt.get("tokens")
         body = {
             "model": request.model,
-            **({"messages": prompt["messages"]} if chat else {"prompt": prompt.get("text") or prompt["tokens"]}),
+            **({"messages": prompt["messages"]} if chat else {"prompt": text}),
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "stream": True,

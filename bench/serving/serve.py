@@ -150,9 +150,10 @@ async def measure(connect: Callable[[], AbstractAsyncContextManager[Deployment]]
         asked = load.request.model
         if asked is None and len(names) != 1:
             raise DeploymentError(f"serves {', '.join(names) or 'no model'}: choose one with --model")
-        if asked is not None and {asked, asked.partition("@")[0]}.isdisjoint(names):  # it may name a revision
+        known = {*names, *(alias for aliases in names.values() for alias in aliases)}
+        if asked is not None and known.isdisjoint((asked, asked.partition("@")[0])):  # it may name a revision
             raise DeploymentError(f"does not serve {asked}, but {', '.join(names) or 'no model'}")
-        report |= {"model": asked or names[0], "api": deployment.api}
+        report |= {"model": asked or next(iter(names)), "api": deployment.api}
         load.request = replace(load.request, model=report["model"])
         await load.run(deployment)
 

@@ -34,11 +34,13 @@ ModelName = Annotated[
 
 
 def one_address(*given: Address | None) -> Address:
-    """Return the first given address, else the first one in $SPECDEC_ADDRESS, which may name several for other
-    commands, else the default of orchestrators; typer.BadParameter for an invalid variable."""
-    for known in given:
-        if known is not None:
-            return known
+    """Return the given address, else the first one in $SPECDEC_ADDRESS, which may name several for other commands, else
+    the default of orchestrators; typer.BadParameter for two given addresses that differ, or an invalid variable."""
+    known = {address for address in given if address is not None}
+    if len(known) > 1:
+        raise typer.BadParameter(f"two addresses are given: {', '.join(sorted(address.target for address in known))}")
+    if known:
+        return known.pop()
     text = os.environ.get(ADDRESS) or f"127.0.0.1:{ports.ORCHESTRATOR}"
     try:
         return parse_addresses(text)[0]

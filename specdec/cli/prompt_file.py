@@ -27,6 +27,15 @@ class PromptFileError(ValueError):
     """The file cannot be used; the message names file and line, and the problem."""
 
 
+TOGETHER = (
+    {"speculation", "drafters"},
+    {"lookahead", "jacobi"},
+    {"json_schema", "regex", "lark", "choice", "grammar_after_token"},
+    {"rule", "alpha", "amateur_temperature", "typical_epsilon", "typical_delta"},
+)
+"""Options that depend on each other: a line that sets one ignores the command's values of the others."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt of a file."""
@@ -84,10 +93,9 @@ class PromptFile:
             names = ", ".join(f"`{name}`" for name in sorted(unknown))
             raise ValueError(f"{names} cannot be set on a line, must be one of {', '.join(sorted(OPTIONS))}")
         options = dict(self._options)
-        if entry.get("drafters") is not None:
-            options.pop("speculation", None)  # both select drafters; the line takes precedence
-        if entry.get("lookahead") is not None or entry.get("jacobi") is not None:
-            options = {name: value for name, value in options.items() if name not in ("lookahead", "jacobi")}
+        for group in TOGETHER:
+            if any(entry.get(name) is not None for name in group):  # the line takes precedence
+                options = {name: value for name, value in options.items() if name not in group}
         options |= {name: value for name, value in entry.items() if value is not None and name != "text"}
         if "logit_bias" in options and isinstance(options["logit_bias"], dict):
             options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}

@@ -153,7 +153,7 @@ def check_begin(text: list[Path] | None, *, resume: bool, traffic: bool = False)
 def take_place(out: Path, *, resume: bool, texts: Sequence[Path]) -> None:
     """Lock `out` until this process ends. End the process unless a training may begin or resume there, and can read its
     `texts`. WriteError if the folder cannot be created."""
-    from specdec.training.files import is_unused, lock, make_folder
+    from specdec.training.files import is_unused, lock, make_folder, remove_leftovers
 
     if not resume:
         if not is_unused(out):
@@ -166,6 +166,7 @@ def take_place(out: Path, *, resume: bool, texts: Sequence[Path]) -> None:
         make_folder(out)
     if out.is_dir() and not lock(out):
         fail(f"{out}: another training is writing there; wait for it, or write elsewhere", ExitStatus.USAGE)
+    remove_leftovers(out)
 
 
 @contextmanager

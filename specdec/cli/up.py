@@ -56,10 +56,11 @@ def _pod(role: str, address: str, process: int) -> dict[str, Any]:
 
 
 def lines(
-    found: Mapping[str, Any], *, https: bool = False, by_key: bool = False, has_model: bool = True
+    found: Mapping[str, Any], *, tls: bool = False, https: bool = False, by_key: bool = False, has_model: bool = True
 ) -> Iterator[str]:
-    """Yield a description as lines: one per service, then how to send requests. `https`: the HTTP API uses TLS;
-    `by_key`: requests need a tenant's API key; `has_model`: a draft model or heads propose candidates."""
+    """Yield a description as lines: one per service, then how to send requests. `tls`: the orchestrator uses TLS, and
+    `https`: the HTTP API does; `by_key`: requests need a tenant's API key; `has_model`: a draft model or heads propose
+    candidates."""
     for role, pod in found["pods"].items():
         parts = [f"{pod['memory_bytes'] / 1e9:.2f} GB of memory now"]
         if "model" in pod:
@@ -70,7 +71,7 @@ def lines(
         yield f"{role:13} {pod['address']:21} {', '.join(parts)}"
     usual = f"127.0.0.1:{ports.ORCHESTRATOR}"
     asked = "" if found["address"] == usual else f" --address {found['address']}"
-    key = " --api-key-file FILE" if by_key else ""
+    key = " --tls-ca FILE" * tls + " --api-key-file FILE" * by_key
     yield f'Try it: {program()} generate "def main("{asked}{key}'
     if openai := found["services"].get("openai"):
         # With tenants, the orchestrator lists its models only to holders of a key.
@@ -216,6 +217,12 @@ def up(
                 "(SPECDEC_ORCHESTRATOR_TLS_CERT); give --openai-orchestrator-tls-ca FILE too",
                 ExitStatus.USAGE,
             )
+        if "models" in configured["orchestrator"]:
+            fail(
+                "--orchestrator-models (SPECDEC_ORCHESTRATOR_MODELS): this command serves one model, --target; run "
+                "`specdec orchestrator` to serve several",
+                ExitStatus.USAGE,
+            )
         models = ModelPaths.chosen(target, draft, local_draft)
         runs_heads = "heads" in of_draft  # draft service with heads: its model is the target, whose features it reads
         others = {"--draft": draft, "--local-draft": local_draft, "--verifier-heads": of_verifier.get("heads")}
@@ -240,6 +247,19 @@ def up(
                     f"to a {role} with TLS without its CA; give --orchestrator-peer-tls-ca FILE too",
                     ExitStatus.USAGE,
                 )
+            if "peer_tls_ca" in of_orchestrator and "tls_cert" not in values:
+                fail(
+                    "--orchestrator-peer-tls-ca (SPECDEC_ORCHESTRATOR_PEER_TLS_CA): the orchestrator cannot connect to "
+                    f"a {role} without TLS; give --{role}-tls-cert FILE and --{role}-tls-key FILE too",
+                    ExitStatus.USAGE,
+                )
+            if "tls_client_ca" in values and "peer_tls_cert" not in of_orchestrator:
+                fail(
+                    f"--{role}-tls-client-ca (SPECDEC_{role.upper()}_TLS_CLIENT_CA): the orchestrator cannot connect "
+                    f"to a {role} that checks clients; give --orchestrator-peer-tls-cert FILE and "
+                    "--orchestrator-peer-tls-key FILE too",
+                    ExitStatus.USAGE,
+                )
         listening = {
             "--verifier-port": (of_verifier, (port and ports.VERIFIER) if verifier_port is None else verifier_port),
             "--draft-port": (of_draft, (port and ports.DRAFT) if draft_port is None else draft_port),
@@ -253,7 +273,8 @@ def up(
         check_apart(addresses)
         wanted = {"target": Wanted(models.target, _placement(of_verifier))}
         if models.local_draft is not None:
-            wanted["local draft"] = Wanted(models.local_draft, replace(_placement(of_verifier), beside=True))
+            placement = replace(_placement(of_verifier), beside=True, weights="stored")
+            wanted["local draft"] = Wanted(models.local_draft, placement)
         if models.draft is not None:
             placement = replace(_placement({"engine": "onnx"} | of_draft), is_draft=True)
             draft_heads = partial(memory_of_draft_heads, of_draft["heads"]) if runs_heads else None
@@ -298,7 +319,7 @@ def up(
             found = description(stack)
             https = "tls_cert" in of_openai
             has_model = any(path is not None for path in (models.draft, models.local_draft, given_heads))
-            shown = lines(found, https=https, by_key=tenants is not None, has_model=has_model)
+            shown = lines(found, tls=secured, https=https, by_key=tenants is not None, has_model=has_model)
             print(json.dumps(found) if json_output else "\n".join(shown), flush=True)
             upkeep = Upkeep(stack, say)
             while not stop:
@@ -332,5 +353,5 @@ def _check_tenants(file: Path) -> None:
 def _placement(values: Mapping[str, object]) -> Placement:
     """Return the placement of a service's model from its options."""
     names = {name: name for name in ("dtype", "device", "kv_tokens", "weights")}
-    names |= {"engine": "kind", "compile": "compiled"}
+    names |= {"engine": "kind", "compile": "compiled", "max_sessions": "sessions"}
     return Placement(**{names[name]: value for name, value in values.items() if name in names})  # type: ignore[arg-type]

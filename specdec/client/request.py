@@ -27,8 +27,8 @@ def put(message: Message, field: str, option: str, value: object) -> None:
     values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
     if is_number and any(isinstance(item, bool) for item in values):  # protobuf would accept True and False as 1 and 0
         raise TypeError(f"{option} = {_shown(value)}: must be a number")
-    if isinstance(value, Mapping) and descriptor.is_repeated and descriptor.message_type is None:
-        raise TypeError(f"{option} = {_shown(value)}: {_wanted(descriptor)}")  # protobuf would take its keys
+    if isinstance(value, str | bytes | Mapping) and descriptor.is_repeated and descriptor.message_type is None:
+        raise TypeError(f"{option} = {_shown(value)}: {_wanted(descriptor)}")  # not its characters or keys
     try:
         message.MergeFrom(type(message)(**{field: value}))
     except UnicodeEncodeError as error:
@@ -125,6 +125,8 @@ def build_request(prompt: str | None = None, **options: Unpack[GenerateOptions])
         raise ValueError("give either speculation or drafters: both select drafters")
     if "lookahead" in given and "jacobi" in given:
         raise ValueError("give either lookahead or jacobi: both are the size of the window")
+    if "allowed_tokens" in given and not given["allowed_tokens"]:  # in the message, an empty list means all tokens
+        raise ValueError("allowed_tokens = []: allows no token, must have at least one")
     if (n := given.get("n")) is not None and isinstance(n, int) and n < 1:
         raise ValueError(f"n = {n}: must be at least 1")  # in the message, 0 means unset
     grammars = [name for name in _GRAMMARS if name in given]

@@ -72,10 +72,10 @@ def draft_candidates(logits: DraftLogits, rows: Sequence[AskedRow], width: int) 
 
 def with_confidence(children: Candidates, confidence: NDArray[np.float64]) -> Candidates:
     """Return the children of n nodes, best first, after setting the best child's probability to `confidence` [n]. The
-    other children share the rest in unchanged proportions. An only child, for example where a grammar leaves no choice,
-    keeps its probability."""
+    other children share the rest in unchanged proportions. Where a grammar leaves one token, it stays certain."""
     logprobs = children.logprobs.copy()
-    several = (logprobs > -np.inf).sum(axis=1) > 1
+    several = (logprobs > -np.inf).sum(axis=1) > 1  # of one candidate, less than certain, the others are not listed
+    several |= (logprobs[:, 0] < 0.0) & (logprobs[:, 0] > -np.inf)
     best = np.clip(confidence[several], MIN_CONFIDENCE, 1.0 - MIN_CONFIDENCE)
     before = np.minimum(np.exp(logprobs[several, 0]), 1.0 - MIN_CONFIDENCE)
     logprobs[several] += (np.log1p(-best) - np.log1p(-before))[:, None]

@@ -94,7 +94,9 @@ class DoctorReport:
     @property
     def problem(self) -> str:
         """Why the requested models, or models on the requested device, cannot run here; "" if they can."""
-        return self._device_problem if self.models is None else self.models.problem
+        of_models = "" if self.models is None else self.models.problem
+        # A target's check includes its device; a draft alone is checked for its own.
+        return of_models or (self._device_problem if self.options.model is None else "")
 
     @property
     def _device_problem(self) -> str:

@@ -41,8 +41,9 @@ def check_replaceable(target: Path, marker: str) -> None:
 @contextmanager
 def replaced(target: Path, marker: str) -> Iterator[Path]:
     """Yield an empty directory to write into, which replaces `target` afterwards, with the permissions that the umask
-    leaves. If an exception is raised, the directory is removed. Services that use an earlier `target` keep the files
-    that they have open."""
+    leaves. If `target` is a link, what it names is replaced. If an exception is raised, the directory is removed.
+    Services that use an earlier `target` keep the files that they have open."""
+    target = target.resolve()
     check_replaceable(target, marker)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target)

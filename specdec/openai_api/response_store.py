@@ -32,10 +32,12 @@ MAX_WAITING = 1024
 WAIT_SECONDS = 10.0
 """Maximum number of calls that wait for the store, and maximum wait in seconds."""
 
+LOCK_SECONDS = 5.0
+"""Maximum wait in seconds for other servers that use the same file."""
+
 _ID = re.compile(r"resp_[0-9a-f]{1,64}")
 
 _SCHEMA = """
-PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, caller TEXT NOT NULL, stored REAL NOT NULL, bytes INTEGER NOT NULL, previous TEXT,
@@ -100,12 +102,31 @@ class ResponseStore:
         self._clock = clock
         self._thread = BoundedThreads("responses", 1, MAX_WAITING)
         try:
+            if file is not None:
+                file.touch(0o600)  # what callers wrote is for this user only; an existing file keeps its permissions
             self._database = sqlite3.connect(
-                ":memory:" if file is None else file, check_same_thread=False, isolation_level=None, timeout=5.0
+                ":memory:" if file is None else file,
+                check_same_thread=False,
+                isolation_level=None,
+                timeout=LOCK_SECONDS,
             )
+            self._use_wal()
             self._database.executescript(_SCHEMA)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise ResponseStoreError(f"{file}: {error}") from error
+
+    def _use_wal(self) -> None:
+        """Set the file's journal mode. SQLite does not wait for the lock that this needs while another server opens the
+        new file, so it is tried again for `LOCK_SECONDS`."""
+        end = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                self._database.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
 
     async def put(self, caller: str, items: Sequence[Json], response: Json) -> bool:
         """Store a response; `items` are the input items of its request. Return False if there is no room for it,

@@ -27,6 +27,9 @@ tokens."""
 PARTIAL = ".partial"
 """Suffix of a file that is being written."""
 
+LEFT = ".tmp??????"
+"""Pattern of the files that safetensors writes first, and leaves if the process is killed."""
+
 
 class WriteError(Exception):
     """Raised, with a one-line message, if a file cannot be written, as on a full disk. The previous file is kept."""
@@ -103,6 +106,12 @@ def lock(folder: Path) -> bool:
     return True
 
 
+def remove_leftovers(out: Path) -> None:
+    """Remove what killed trainings left in a locked folder: each file is as large as the training's state."""
+    for file in out.glob(LEFT):
+        file.unlink(missing_ok=True)
+
+
 def write_texts(out: Path, tokens: Tensor, **further: Tensor) -> None:
     """Write the tokens of a training, int64, to TEXTS: `tokens`, and `further` tensors under their own names."""
     make_folder(out)
@@ -115,7 +124,7 @@ def is_unused(out: Path) -> bool:
     if not out.exists():
         return True
     left = {TEXTS, STATE, *(f"{name}{PARTIAL}" for name in (PLAN, TEXTS, STATE))}
-    return out.is_dir() and {file.name for file in out.iterdir()} <= left
+    return out.is_dir() and all(file.name in left or file.match(LEFT) for file in out.iterdir())
 
 
 def clear(out: Path) -> None:

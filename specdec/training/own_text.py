@@ -35,16 +35,16 @@ class TrainingText:
         if not self.in_memory:
             write_texts(out, self.given, replay=self.replay, own=self.own)
 
-    def check(self, length: int, vocabulary: int, model: str) -> None:
-        """Raise TextError unless the given text, and the replay text if any, each fill two windows of `length` tokens,
-        and all tokens are below `vocabulary`, the width of the `model`'s logits."""
-        for option, tokens in (("--text", self.given), ("--replay", self.replay)):
-            if not len(tokens) and option == "--replay":
+    def check(self, length: int, vocabulary: int, model: str, option: str = "--text") -> None:
+        """Raise TextError unless the given text, which an `option` names, and the replay text if any, each fill two
+        windows of `length` tokens, and all tokens are below `vocabulary`, the width of the `model`'s logits."""
+        for name, tokens in ((option, self.given), ("--replay", self.replay)):
+            if not len(tokens) and name == "--replay":
                 continue
             if len(tokens) < 2 * length:
-                raise TextError(f"{option}: has {len(tokens)} tokens, must have at least {2 * length}: two windows")
+                raise TextError(f"{name}: has {len(tokens)} tokens, must have at least {2 * length}: two windows")
             if (highest := int(tokens.max())) >= vocabulary:
-                raise TextError(f"{option}: has the token {highest}, but the {model}'s vocabulary has {vocabulary} ids")
+                raise TextError(f"{name}: has the token {highest}, but the {model}'s vocabulary has {vocabulary} ids")
 
     def windows(self, length: int, vocabulary: int) -> Windows:
         """Return the windows of the given text and of the own texts whose tokens are all below `vocabulary`."""

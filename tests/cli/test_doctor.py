@@ -158,11 +158,12 @@ def test_no_model_can_be_served_on_a_device_that_is_not_there() -> None:
         ("cuda:0", 1, "CUDA 13.0", ""),
     ],
 )
-def test_a_device_is_checked_without_a_model(device: str, cuda: int, torch: str, problem: str) -> None:
-    report = DoctorReport(DoctorOptions(device=device))
-    vars(report)["machine"] = Machine.here()._replace(cuda=cuda, torch=torch)
-    assert report.problem.startswith(problem)
-    assert bool(report.problem) == bool(problem)
+def test_a_device_is_checked_without_a_target(device: str, cuda: int, torch: str, problem: str) -> None:
+    for draft in (None, DRAFT):
+        report = DoctorReport(DoctorOptions(draft=draft, device=device))
+        vars(report)["machine"] = Machine.here()._replace(cuda=cuda, torch=torch)
+        assert report.problem.startswith(problem)
+        assert bool(report.problem) == bool(problem)
 
 
 def test_a_device_that_is_not_there_is_told() -> None:

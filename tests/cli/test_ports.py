@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from draft_service.__main__ import main as draft
 from orchestrator.__main__ import main as orchestrator
 from specdec import cli, ports
 from specdec.cli.passed_on import passing_on
-from specdec.cli.up import up
+from specdec.cli.up import lines, up
 from specdec.local import DEMO
 from specdec.roles import environment
 from tests.cli.commands import command_of
@@ -129,6 +130,54 @@ def test_tls_of_a_pod_is_refused_where_the_orchestrator_has_no_ca_for_it(role: s
     assert done.returncode == 2
     assert f"--{role}-tls-cert" in done.stderr
     assert "give --orchestrator-peer-tls-ca FILE too" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--orchestrator-peer-tls-ca", "ca.pem"),
+            "a verifier without TLS; give --verifier-tls-cert FILE and --verifier-tls-key FILE too",
+        ),
+        (
+            ("--orchestrator-peer-tls-ca", "a", "--verifier-tls-cert", "c", "--verifier-tls-key", "k"),
+            "a draft without TLS; give --draft-tls-cert FILE and --draft-tls-key FILE too",
+        ),
+        (
+            (
+                *("--orchestrator-peer-tls-ca", "a", "--verifier-tls-cert", "c", "--verifier-tls-key", "k"),
+                *("--verifier-tls-client-ca", "a"),
+            ),
+            "--verifier-tls-client-ca (SPECDEC_VERIFIER_TLS_CLIENT_CA): the orchestrator cannot connect to a verifier "
+            "that checks clients; give --orchestrator-peer-tls-cert FILE and --orchestrator-peer-tls-key FILE too",
+        ),
+    ],
+)
+def test_tls_between_services_is_refused_where_one_side_lacks_it(words: tuple[str, ...], said: str) -> None:
+    done = CliRunner().invoke(cli.app, ["up", "--port", "0", *words])
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_commands_of_an_orchestrator_with_tls_name_its_ca() -> None:
+    found = {"address": f"127.0.0.1:{ports.ORCHESTRATOR}", "pods": {}, "services": {}}
+    ask, *_, why, _ = lines(found, tls=True, by_key=True)
+    assert ask.endswith("--tls-ca FILE --api-key-file FILE")
+    assert why.endswith("stats --tls-ca FILE --api-key-file FILE (an operator's key)")
+
+
+def test_a_file_of_models_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_ORCHESTRATOR_MODELS", str(tmp_path / "models.yaml"))
+    done = CliRunner().invoke(cli.app, ["up", "--port", "0"])
+    assert done.exit_code == 2
+    assert "SPECDEC_ORCHESTRATOR_MODELS" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("a:1", "--address", "b:1"), ("--address", "b:1", "a:1")])
+def test_two_addresses_are_refused(words: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(cli.app, ["stats", *words])
+    assert done.exit_code == 2
+    assert "two addresses are given: a:1, b:1" in done.stderr
 
 
 def test_options_of_the_http_api_need_its_port() -> None:

@@ -97,6 +97,24 @@ def test_a_line_has_the_last_word_on_options(tmp_path: Path) -> None:
     assert len({first.digest, second.digest}) == 2
 
 
+@pytest.mark.parametrize(
+    ("of_command", "of_line"),
+    [
+        ({"regex": "a+"}, {"json_schema": "{}"}),
+        ({"regex": "a+", "grammar_after_token": 5}, {"choice": ["a", "b"]}),
+        ({"rule": "contrastive", "alpha": 0.6, "amateur_temperature": 0.5}, {"rule": "coupled"}),
+        ({"rule": "typical", "typical_delta": 0.2}, {"rule": "contrastive", "alpha": 0.6}),
+        ({"lookahead": [2, 3, 2]}, {"jacobi": 4}),
+    ],
+)
+def test_a_line_replaces_all_that_its_option_replaces(
+    of_command: dict[str, Any], of_line: dict[str, Any], tmp_path: Path
+) -> None:
+    path = written(tmp_path / "prompts.jsonl", {"text": "a"}, {"text": "a", **of_line})
+    first, second = PromptFile(path, of_command).prompts()
+    assert (first.options, second.options) == (of_command, of_line)
+
+
 # --- the file of results ------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ def test_a_cache_folder_is_made_and_counted(tmp_path: Path, monkeypatch: pytest.
     folder = tmp_path / "cache"
     monkeypatch.setenv("SPECDEC_CACHE_DIR", str(folder))
     assert cache() == (folder, "", 0, 0)
-    (folder / "entry").write_bytes(b"12345")
+    (folder / f"kind-{0:040}").write_bytes(b"12345")
     assert cache() == (folder, "", 1, 5)
 
 

@@ -33,6 +33,20 @@ def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: p
         check_replaceable(tmp_path / "out", DESCRIPTION)
 
 
+def test_what_a_link_names_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(2):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("real")
+        with replaced(tmp_path / "link", DESCRIPTION) as folder:
+            (folder / DESCRIPTION).write_text(str(number))
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "real" / DESCRIPTION).read_text() == str(number)
+    monkeypatch.chdir(tmp_path / "real")
+    with replaced(Path(), DESCRIPTION) as folder:
+        (folder / DESCRIPTION).write_text("2")
+    assert (tmp_path / "real" / DESCRIPTION).read_text() == "2"
+
+
 def test_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"), replaced(tmp_path / "out", DESCRIPTION):
         raise OSError("full")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -44,6 +45,23 @@ class Clock:
 
 def response(number: int, previous: str | None = None, size: int = 100) -> dict[str, Any]:
     return {"id": f"resp_{number}", "previous_response_id": previous, "output": ["x" * size]}
+
+
+def test_a_file_is_its_users_alone(tmp_path: Path) -> None:
+    with stored(file=tmp_path / "store"):
+        assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+
+
+def test_servers_may_open_a_new_file_at_once(tmp_path: Path) -> None:
+    """Setting the journal mode fails while another connection holds a lock."""
+    file = tmp_path / "store"
+    with closing(sqlite3.connect(file, isolation_level=None, check_same_thread=False)) as other:
+        other.executescript("CREATE TABLE unrelated (a); BEGIN EXCLUSIVE;")
+        ends = threading.Timer(0.2, other.rollback)
+        ends.start()
+        with stored(file=file):
+            pass
+        ends.join()
 
 
 async def test_stored_responses_are_bounded() -> None:

@@ -145,6 +145,18 @@ def test_a_directory_is_read_once(tmp_path: Path) -> None:
     assert watched.contents[1].model is before.model
 
 
+def test_a_named_template_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    target = make("llama", tmp_path / "target")
+    folder = target / "additional_chat_templates"
+    folder.mkdir()
+    for name in ("default", "tool_use"):
+        (folder / f"{name}.jinja").write_text("before")
+    written(tmp_path, a=target)
+    watched = Watched(ModelsFile(tmp_path / "models.yaml"))
+    (folder / "tool_use.jinja").write_text("afterwards")
+    assert watched.changed()
+
+
 def test_a_directory_may_come_after_the_file_that_names_it(tmp_path: Path) -> None:
     target = make("llama", tmp_path / "target")
     written(tmp_path, a=target)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from specdec.cli.training import take_place
 from specdec.exit_status import ExitStatus
 from specdec.local import DEMO
 from tests.training.processes import run
@@ -28,3 +29,10 @@ def test_one_training_at_a_time_writes_to_a_folder(tmp_path: Path, resume: list[
     assert done.returncode == ExitStatus.USAGE
     # gRPC, loaded by other tests, may log a line between fork and exec.
     assert done.stderr.endswith("specdec: out: another training is writing there; wait for it, or write elsewhere\n")
+
+
+def test_what_a_killed_training_left_is_removed(tmp_path: Path) -> None:
+    for name in ("texts.safetensors.partial", ".tmp67lKtV"):  # the second one is of safetensors
+        (tmp_path / name).write_bytes(b"part")
+    take_place(tmp_path, resume=False, texts=[])
+    assert {file.name for file in tmp_path.iterdir()} == {"texts.safetensors.partial"}

@@ -113,3 +113,9 @@ def test_a_child_without_another_choice_needs_no_confidence() -> None:
     assert np.array_equal(found.logprobs[:2], given.logprobs[:2])
     assert found.tokens.tolist() == [[0, 1], [2, 3], [5, 4]]
     assert np.exp(found.logprobs[2]) == pytest.approx([0.72, 0.1])
+
+
+def test_one_of_several_choices_has_the_confidence() -> None:
+    """Of a chain's children only the best is listed."""
+    found = with_confidence(children_of([[0.9], [1.0], [0.0]]), np.array([0.3, 0.3, 0.3]))
+    assert np.exp(found.logprobs[:, 0]) == pytest.approx([0.3, 1.0, 0.0])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.decoding.calibration import Calibration
 from specdec.decoding.level_tree import FixedTree
 from specdec.decoding.sampling import Sampling
 from tests.verifier_service.fake_heads import COUNT, FakeMedusa, check_over, loop_of, proposer_of, sources
 from tests.verifier_service.fakes import BAD, LANGUAGE, run
 from tests.verifier_service.test_heads_proposers import client
 from verifier_service.backend.result import HEADS
-from verifier_service.proposers.medusa import MedusaProposer
+from verifier_service.proposers.medusa import MedusaProposer, MedusaText
 from verifier_service.step_loop import StepLoop
 
 
@@ -68,3 +71,21 @@ def test_a_head_that_is_always_wrong_loses_probability() -> None:
         ]
     assert one.tokens == one.want
     assert np.mean(probabilities[-10:]) < np.mean(probabilities[:10]) - 0.05
+
+
+def test_padding_is_no_guess() -> None:
+    """A head with fewer guesses than others has padding, whose token is 0."""
+    learned: list[tuple[int, int | None]] = []
+
+    class Recorded(Calibration):
+        def learn(self, depth: int, taken: int | None, logprobs: Iterable[float]) -> None:
+            learned.append((depth, taken))
+
+    unused: Any = None
+    text = MedusaText(
+        *(unused, Recorded(), unused),
+        tokens=np.array([[5, 7], [6, 0]]),
+        logprobs=np.array([[-0.1, -3.0], [-0.1, -np.inf]]),
+    )
+    text.learn(0, [7, 0])
+    assert learned == [(0, 1), (1, None)]

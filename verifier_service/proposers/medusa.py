@@ -133,8 +133,9 @@ class MedusaText(HeadsText):
         if self.proposed != base:
             return
         for head, (token, guesses) in enumerate(zip(committed, self.tokens.tolist(), strict=False)):
-            rank = guesses.index(token) if token in guesses else None
             known = [logprob for logprob in self.logprobs[head].tolist() if logprob > -math.inf]
+            guesses = guesses[: len(known)]  # the rest is padding
+            rank = guesses.index(token) if token in guesses else None
             self.calibration.learn(head, rank, known)
             if rank is None:
                 return

@@ -88,7 +88,7 @@ async def test_a_request_that_takes_too_long_is_an_error(by: str, kind: str) -> 
 @pytest.mark.parametrize("by", ["gRPC", "HTTP"])
 async def test_prompts_of_a_file_are_sent_in_turn(by: str, tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hello"}]}
-    lines = [{"text": "one"}, chat, {"tokens": [5, 6]}]
+    lines = [{"text": ""}, chat, {"tokens": [5, 6]}]
     (tmp_path / "prompts").write_text("\n".join(map(json.dumps, lines)))
     async with deployment(by) as (address, server):
         await load(
@@ -177,6 +177,14 @@ async def test_a_model_that_is_not_served_is_refused(by: str) -> None:
             await load(address, "--model", "other")
         await load(address, "--model", "fake", "--requests", "1")
     assert len(server.calls) == 2
+
+
+@pytest.mark.parametrize("by", ["gRPC", "HTTP"])
+async def test_a_model_may_be_chosen_by_an_alias(by: str) -> None:
+    async with deployment(by) as (address, server):
+        server.aliases = ["best"]
+        await load(address, "--model", "best", "--requests", "1")
+    assert {call.request.model for call in server.calls} == {"best"}
 
 
 @pytest.mark.parametrize(
