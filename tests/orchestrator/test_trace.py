@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.pods.peers import Peers
 from orchestrator.pods.pods import Pods
-from orchestrator.trace import MAX_AGE_US, OrchestratorTraceServicer
+from orchestrator.trace import MAX_AGE_US, MAX_PART_BYTES, OrchestratorTraceServicer
 from orchestrator.workers import Siblings
 from specdec.serving.propagation import bind_metadata
 from specdec.serving.timeline import Timelines
@@ -25,13 +25,15 @@ SECOND = 1_000_000
 
 
 class Telling(TraceServicer):
-    """A pod that answers after `seconds`, with one timeline of these `ages`. It asks no other process."""
+    """A pod that answers after `seconds`, with one timeline of these `ages` and of an event of this `name`. It asks no
+    other process."""
 
-    def __init__(self, *, ages: tuple[int, int] | None = None, seconds: float = 0.0) -> None:
+    def __init__(self, *, ages: tuple[int, int] | None = None, seconds: float = 0.0, name: str = "queued") -> None:
         super().__init__("verifier", Timelines())
         self.asked: list[str] = []
         self._ages = ages
         self._seconds = seconds
+        self._name = name
 
     async def close(self) -> None:
         pass
@@ -43,7 +45,7 @@ class Telling(TraceServicer):
             return await super().GetTrace(request, context)
         begin, event = self._ages
         timeline = trace_pb2.Timeline(service="verifier", age_us=begin, end_age_us=event)
-        timeline.events.add(age_us=event, name="queued")
+        timeline.events.add(age_us=event, name=self._name)
         return trace_pb2.GetTraceResponse(timelines=[timeline])
 
 
@@ -106,6 +108,13 @@ async def test_parts_that_are_missing_are_told_with_the_reason(unused_tcp_port: 
 async def test_a_pod_may_say_anything() -> None:
     told = await trace(Telling(ages=(2**64 - 1, 2**64 - 1)))
     assert told.timelines[1].age_us == MAX_AGE_US
+
+
+async def test_a_part_that_is_too_long_is_left_out() -> None:
+    told = await trace(Telling(ages=(5, 4), name="x" * MAX_PART_BYTES))
+    (missing,) = told.missing
+    assert missing.reason.endswith(f"at most {MAX_PART_BYTES} are allowed")
+    assert [each.service for each in told.timelines] == ["orchestrator"]
 
 
 async def test_whichever_worker_is_asked_tells_what_all_have_recorded(tmp_path: Path) -> None:

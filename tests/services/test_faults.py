@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -45,10 +46,12 @@ async def test_a_cancelled_request_frees_both_sessions(directories: Directories)
 
 
 async def test_a_deadline_frees_both_sessions(directories: Directories) -> None:
-    async with stack(directories.target, directories.near) as services:
-        request = generation_pb2.CompleteRequest(request=request_of(PROMPT, max_tokens=250, ignore_end_token=True))
+    async with stack(directories.target, directories.near, target_delay=lambda: time.sleep(0.05)) as services:
+        asked = request_of(PROMPT, max_tokens=250, ignore_end_token=True, speculation=ALWAYS)
+        call = services.stub.Complete(generation_pb2.CompleteRequest(request=asked), timeout=1.0)
+        await until(lambda: services.verifier_loop.pool.held > 0 and services.draft_slots_used > 0)
         with pytest.raises(grpc.aio.AioRpcError) as late:
-            await services.stub.Complete(request, timeout=0.05)
+            await call
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: services.verifier_loop.pool.held == 0 and services.draft_slots_used == 0)
 

@@ -131,6 +131,7 @@ def test_texts_go_on_while_a_pod_gets_no_memory(run: tuple[Pods, Shortage], leas
     shortage.begin(least)
     assert read_for(pods, SHORT_SECONDS, threading.Event()) >= READERS
     shortage.end()
+    assert shortage.failed > 0
     assert pods.victim.ending() in (None, f"exit status {int(ExitStatus.SHORT_OF_MEMORY)}: memory was short")
     assert [pods.text(number) for number in range(READERS)] == before
 

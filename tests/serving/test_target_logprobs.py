@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specdec.decoding.logprobs import logprobs
@@ -86,22 +86,30 @@ def test_what_is_not_sound_is_refused(messages: list[model_pb2.TargetLogprobs], 
         places_of(messages, 5, 8, 100)
 
 
-@given(
-    st.lists(
-        st.builds(
-            message,
-            st.integers(0, 2**32 - 1) | st.integers(4, 9),
-            st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 99), max_size=70),
-            st.binary(max_size=140),
-        ),
-        max_size=4,
+ANYTHING = st.builds(
+    message,
+    st.integers(0, 2**32 - 1) | st.integers(4, 9),
+    st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 99), max_size=70),
+    st.binary(max_size=140),
+)
+NEARLY_SOUND = st.integers(1, 4).flatmap(
+    lambda count: st.builds(
+        message,
+        st.integers(4, 8),
+        st.lists(st.integers(0, 100), min_size=count, max_size=count, unique=True),
+        st.lists(st.floats(-20.0, 0.0), min_size=count, max_size=count).map(lambda found: sorted(found, reverse=True)),
     )
 )
+
+
+@given(st.lists(ANYTHING, max_size=4) | st.lists(NEARLY_SOUND, min_size=1, max_size=2))
+@example([message(5), message(7)])
 def test_any_bytes_are_refused_or_sound(messages: list[model_pb2.TargetLogprobs]) -> None:
     try:
         found = places_of(messages, 5, 8, 100)
     except ValueError:
         return
+    assert len(found) == len(messages)
     for one in found:
         assert 5 <= one.position < 8
         assert max(one.tokens) < 100

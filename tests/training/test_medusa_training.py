@@ -137,7 +137,11 @@ def test_a_file_that_is_cut_while_it_is_written_costs_nothing(
     training.save(tmp_path)
     (tmp_path / f"{STATE}.partial").write_bytes(b"cut")
     (tmp_path / TEXTS).write_bytes(b"")
-    MedusaTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN).resume(tmp_path)
+    resumed = MedusaTraining(model, Windows(tokens, PLAN.length), PLAN, ORIGIN)
+    resumed.resume(tmp_path)
+    assert resumed.done == 1
+    for one, other in zip(weights_of(training), weights_of(resumed), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_training_of_another_plan_or_target_is_refused(

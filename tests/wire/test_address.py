@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specdec.client import AsyncClient, Client
@@ -45,7 +45,18 @@ def test_a_socket_has_a_path() -> None:
     assert Address.parse("unix:a.sock") == Address("unix:a.sock", ("unix:a.sock",))
 
 
-@given(st.text(max_size=40) | st.text(alphabet="dnsipvux46:/[]., 015a-", max_size=30))
+@given(
+    st.text(max_size=40)
+    | st.text(alphabet="dnsipvux46:/[]., 015a-", max_size=30)
+    | st.tuples(
+        st.sampled_from(["", "dns:", "dns:///", "ipv4:", "ipv6:", "unix:", "unix:///"]),
+        NAMES | IPV4 | IPV6,
+        st.sampled_from([":", ",", ""]),
+        PORTS.map(str) | st.text(max_size=3),
+    ).map("".join)
+)
+@example("dns:a:1")
+@example("ipv4:1.2.3.4:5,6.7.8.9:10")
 def test_whatever_is_accepted_is_spelled_so_that_it_stays_the_same(text: str) -> None:
     found, said = None, ""
     try:

@@ -46,7 +46,7 @@ class ConcurrentEngine(DeviceTextEngine):
 class SlowCommit(SlowGrammar):
     """A grammar of everything whose commits take the time."""
 
-    def allowed(self, path: Sequence[int]) -> None:  # type: ignore[override]
+    def allowed(self, path: Sequence[int]) -> None:
         return None
 
     def commit(self, tokens: Sequence[int]) -> None:
