@@ -107,10 +107,11 @@ class VersionFollower:
             self._take(self._folder.contents)
         self._follow_forgotten()
         self._worker.submit(self.drafter.end_overdue)
-        # Read before memory is freed: whatever model an answer counts on to be gone is freed by now.
+        # In this order: the drafter has counted the last version loaded, and models that it no longer counts are freed.
+        handed_over = self._handed_over is None or self._handed_over.is_set()
         earlier, is_free = self.drafter.earlier, self.drafter.is_free
         self._free()
-        if self._handed_over is not None and not self._handed_over.is_set():
+        if not handed_over:
             return
         if earlier and time.monotonic() >= self._back_at:
             self._go_back(earlier)

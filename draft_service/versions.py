@@ -237,11 +237,11 @@ class VersionedDrafter(Drafter):
         self._promoted = [name for name in self._promoted if name not in (withdrawn.name, version.name)]
         if version.name != self.first:
             self._promoted.append(version.name)
-        self._withdrawn = False
         _stop_checks(version)
         version.state, version.reason = State.SERVING, ""
         log.warning("version_back", version=version.name, instead_of=withdrawn.name)
         self._roll_back(withdrawn, State.FORGOTTEN, HAS_LEARNED)
+        self._withdrawn = False  # last: now that the withdrawn version is dropped, another one may be loaded
 
     # --- trials ---------------------------------------------------------------------------------------
 

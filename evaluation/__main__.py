@@ -233,7 +233,7 @@ def _tokens(samples: Sequence[Sample]) -> int:
 
 def _repeated(samples: Sequence[Sample], streams: int) -> list[Sample]:
     """Return samples for at least two texts per stream: the given ones, repeated with other seeds and cache salts, so
-    that prompts are not cached. They have one tenant: steps are divided among tenants, and learn by tenant."""
+    that prompts are not cached. All have one tenant: verifiers divide steps among tenants, and learn by tenant."""
     rounds = -(-2 * streams // len(samples))
     return [
         replace(

@@ -439,6 +439,7 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
         for entry in self._queue.all:
             self._publisher.send_pending(entry)
             self._queue.remove(entry.session)
+            entry.session.ngrams.gain.close()
             self._forget(entry.session)
             entry.responses.send(error)
         self.pool.forget_prefixes()

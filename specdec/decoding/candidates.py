@@ -74,12 +74,12 @@ def with_confidence(children: Candidates, confidence: NDArray[np.float64]) -> Ca
     """Return the children of n nodes, best first, after setting the best child's probability to `confidence` [n]. The
     other children share the rest in unchanged proportions. Where a grammar leaves one token, it stays certain."""
     logprobs = children.logprobs.copy()
-    several = (logprobs > -np.inf).sum(axis=1) > 1  # of one candidate, less than certain, the others are not listed
-    several |= (logprobs[:, 0] < 0.0) & (logprobs[:, 0] > -np.inf)
-    best = np.clip(confidence[several], MIN_CONFIDENCE, 1.0 - MIN_CONFIDENCE)
-    before = np.minimum(np.exp(logprobs[several, 0]), 1.0 - MIN_CONFIDENCE)
-    logprobs[several] += (np.log1p(-best) - np.log1p(-before))[:, None]
-    logprobs[several, 0] = np.log(best)
+    uncertain = (logprobs > -np.inf).sum(axis=1) > 1
+    uncertain |= (logprobs[:, 0] < 0.0) & (logprobs[:, 0] > -np.inf)  # a single one below 1 has unlisted siblings
+    best = np.clip(confidence[uncertain], MIN_CONFIDENCE, 1.0 - MIN_CONFIDENCE)
+    before = np.minimum(np.exp(logprobs[uncertain, 0]), 1.0 - MIN_CONFIDENCE)
+    logprobs[uncertain] += (np.log1p(-best) - np.log1p(-before))[:, None]
+    logprobs[uncertain, 0] = np.log(best)
     order = (-logprobs).argsort(axis=1, kind="stable")
     return children._replace(
         tokens=np.take_along_axis(children.tokens, order, axis=1), logprobs=np.take_along_axis(logprobs, order, axis=1)

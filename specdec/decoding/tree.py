@@ -96,8 +96,8 @@ def _unlink(top: Node, kept: Node) -> None:
 
 
 MAX_REFUSED = 64
-"""Maximum candidates of a message that may be refused by `permits`, which may take long for a grammar; later candidates
-are dropped without being asked about."""
+"""Maximum candidates of a message that `permits` may refuse, since a grammar may take long; later ones are dropped
+without asking."""
 
 
 class TokenTree:
@@ -181,9 +181,7 @@ class TokenTree:
                 known.logprob = max(known.logprob, min(logprob, 0.0))
             return known
         if not self._sampled:
-            child = self.add(place, token, logprob, origin) if self._refusals else None
-            self._refusals -= child is None and self._permits is not None and self._refusals > 0
-            return child
+            return self.add(place, token, logprob, origin)
         # Siblings must come from one series of draws without replacement, that is, from one message.
         late = bool(place.children) and place.distribution is not row
         if late or row is None or not row.can_draw(token) or len(place.children) == MAX_DRAWS:
@@ -208,13 +206,21 @@ class TokenTree:
             or not math.isfinite(logprob)
             or (parent.token in self._end_tokens and parent is not self.root)
             or self.size >= self._max_nodes
-            or (self._permits is not None and not self._permits(parent, token))
+            or not self._permitted(parent, token)
         ):
             return None
         node = Node(token, position, parent, min(logprob, 0.0), origin)
         parent.children[token] = node
         self.size += 1
         return node
+
+    def _permitted(self, parent: Node, token: int) -> bool:
+        if self._permits is None:
+            return True
+        permitted = self._refusals > 0 and self._permits(parent, token)
+        if not permitted:
+            self._refusals -= 1
+        return permitted
 
     def commit(self, tokens: Sequence[int]) -> list[Node]:
         """Append final tokens and return the surviving nodes below the new root. A node survives iff the new committed

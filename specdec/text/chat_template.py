@@ -245,7 +245,7 @@ def _to_json(
 
 MAX_ACCESSES = 500_000
 """Maximum accesses to attributes and items, and calls, while a conversation is rendered: some tenths of a second.
-Published templates need fewer than ten per message, but the time of some is quadratic in the number of messages."""
+Published templates need fewer than 30 per message, but the time of some is quadratic in the number of messages."""
 
 _rendering = threading.local()
 

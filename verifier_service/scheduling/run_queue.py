@@ -124,9 +124,9 @@ class RunQueue:
         """Charge the tokens of a step to its sessions' tenants."""
         for entry, result in results:
             self.memory_shares.got_tokens(entry, len(result.tokens))
-        waiting = {entry.tenant: entry.weight for entry in self._waiting if not self.throttled(entry)}
+        active = {entry.tenant: entry.weight for entry in self.all if not self.throttled(entry)}
         if results:
-            self.memory_shares.stepped(waiting | {entry.tenant: entry.weight for entry, _ in results})
+            self.memory_shares.stepped(active | {entry.tenant: entry.weight for entry, _ in results})
 
     def throttled(self, entry: RunningSession, ahead: int = 0) -> bool:
         """True if the session, with `ahead` more tokens, is too far ahead of its reader. A `consumed` message, which

@@ -115,10 +115,12 @@ class TenantShares:
         self._count(entry, GENERATED_COST * tokens)
 
     def stepped(self, weights: Mapping[str, float]) -> None:
-        """Advance the virtual time after a step has been charged; `weights`: of the tenants in the step or waiting."""
+        """Advance the virtual time after a step has been charged; `weights`: of the active tenants, whether they are in
+        the step, compute a prompt, or wait."""
         if not weights:
             return
-        served, self._served = self._served, 0.0
+        served = max(0.0, self._served)  # negative after refunds: the following steps make up for that
+        self._served -= served
         lowest = min(self._counters[tenant] for tenant in weights)
         self._level = max(self._level + served / sum(weights.values()), lowest)
 

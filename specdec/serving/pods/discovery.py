@@ -68,7 +68,7 @@ class Discovery:
         self._looking = asyncio.Lock()
 
     async def start(self) -> None:
-        """Resolve every name once, successfully or not; then keep resolving in the background."""
+        """Resolve the names that answer soon; then keep resolving in the background."""
         await self._look_up()
         self._watching.start()
 

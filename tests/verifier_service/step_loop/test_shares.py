@@ -146,6 +146,21 @@ def test_newcomers_do_not_starve_a_tenant_that_was_served_before() -> None:
     assert all(each.over for each in old)
 
 
+def test_the_virtual_time_is_of_all_tenants_that_compute() -> None:
+    """Nine tenants compute long prompts while one decodes. In most steps only the one gets a token."""
+    loop = step_loop(TextEngine(200))
+    decoder, prompts = client(loop, SHORT, 0, 400, tenant="decoder"), dict[int, Client]()
+    for step in range(300):
+        for tenant in range(9):
+            if tenant not in prompts or prompts[tenant].over:
+                prompts[tenant] = client(loop, 400, 10 * step + tenant, 1, tenant=f"prompts {tenant}")
+        for each in (decoder, *prompts.values()):
+            each.read()
+        loop.turn()
+    shares = loop._queue.memory_shares
+    assert shares._level <= max(shares._counters.values())
+
+
 def test_no_text_is_too_late_by_a_pace_that_is_over() -> None:
     """The only text waits for its reader: there is no step in which the pace could change."""
     loop = step_loop(TextEngine(8), max_unread_tokens=6)
