@@ -1,1 +1,1 @@
-"""Container images: a Dockerfile for each role, what their builds and health checks run, and an example for Compose."""
+"""Container images: the Dockerfiles, what their builds and health checks run, and an example for Compose."""

@@ -6,8 +6,8 @@
 #   verifier      the verifier, which also exports drafts to ONNX (`specdec export`) and fills cache folders
 #                 (`specdec warm-up`)
 #
-#   docker build -f deploy/images/Dockerfile --build-arg ROLE=verifier -t specdec-verifier:0.1.0 .
-#   docker build -f deploy/images/Dockerfile --build-arg ROLE=verifier --build-arg DEVICE=cuda \
+#   docker build -f deploy/images/services.Dockerfile --build-arg ROLE=verifier -t specdec-verifier:0.1.0 .
+#   docker build -f deploy/images/services.Dockerfile --build-arg ROLE=verifier --build-arg DEVICE=cuda \
 #       -t specdec-verifier:0.1.0-cuda .
 #
 # docs/images.md lists all build arguments. BASE: any image with Python 3.11 or newer as `python3`, and `venv`.
@@ -42,12 +42,12 @@ ARG TORCH_INDEX=default
 COPY pyproject.toml constraints.txt deploy/images/requirements.py ./
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     case "${ROLE}-${DEVICE}" in \
-        orchestrator-cpu) extras=orchestrator,openai,otel ;; \
+        orchestrator-cpu | orchestrator-cuda) extras=orchestrator,openai,otel ;; \
         draft-cpu) extras=draft,otel ;; \
         draft-cuda) extras=draft-gpu,otel ;; \
         verifier-cpu) extras=verifier,export,otel ;; \
         verifier-cuda) extras=cuda,export,otel ;; \
-        *) echo "DEVICE is ${DEVICE}, should be cpu or, for draft and verifier, cuda" >&2; exit 1 ;; \
+        *) echo "DEVICE is ${DEVICE}, should be cpu or cuda" >&2; exit 1 ;; \
     esac \
     && python3 -m venv --without-pip /opt/specdec \
     && python3 requirements.py pyproject.toml "${EXTRAS:-${extras}}" > requirements.txt \

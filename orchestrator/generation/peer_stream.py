@@ -93,6 +93,7 @@ class PeerStream:
     async def _begin(self, method: Any, request: Any) -> Any:
         """Start the stream, and return the answer to its first request."""
         self._call = method(timeout=self._context.timeout, metadata=carried())
+        self._caught_up = self._clock()  # the session may have waited for admission
         self._watchdog.start()
         with self._watchdog.listening():  # a connection that never comes up counts as silence
             await self._write(request)
@@ -176,4 +177,5 @@ class PeerStream:
             raise LostError("it sends too many heartbeats")
 
     def _on_silence(self) -> None:
+        self._caught_up = self._clock()  # also while writing
         self.abort(LostError(f"silent for {self._context.peers.silence_seconds:g} s", conclusive=True))

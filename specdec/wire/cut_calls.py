@@ -92,8 +92,8 @@ def _tagged_call(text: str, at: int, style: TaggedCall, schemas: Schemas) -> tup
     while True:
         if 0 <= end < at:  # it was part of a value
             end = text.find(style.end, at)
-        key_begin = _behind(text, style.key[0], at)
-        if key_begin < 0 or 0 <= end < key_begin:
+        key_begin = _behind(text, style.key[0], at, end if end >= 0 else len(text))
+        if key_begin < 0:
             break
         key_end = text.find(style.key[1], key_begin)
         begin = -1 if key_end < 0 else _behind(text, style.value[0], key_end + len(style.key[1]))
@@ -114,9 +114,9 @@ def _tagged_call(text: str, at: int, style: TaggedCall, schemas: Schemas) -> tup
     return call if call is None or end >= 0 else ToolCall(name, call.arguments.removesuffix("}")), end
 
 
-def _behind(text: str, mark: str, at: int) -> int:
-    """Return the index after the first `mark` at or after `at`; -1 if there is none."""
-    found = text.find(mark, at)
+def _behind(text: str, mark: str, at: int, end: int | None = None) -> int:
+    """Return the index after the first `mark` in text[at:end]; -1 if there is none."""
+    found = text.find(mark, at, end)
     return found if found < 0 else found + len(mark)
 
 

@@ -111,7 +111,9 @@ def image(role: str) -> Stage:
 def extras_of(role: str) -> dict[str, list[str]]:
     """Return the extras installed in an image, by device."""
     (run,) = SERVICES.stage("dependencies").values("RUN")
-    return {device: extras.split(",") for device, extras in re.findall(rf"{role}-(\w+)\) extras=(\S+)", run.value)}
+    cases = re.findall(r"([\w-]+(?: \| [\w-]+)*)\) extras=(\S+)", run.value)
+    chosen = ((case, extras) for names, extras in cases for case in names.split(" | "))
+    return {case.removeprefix(f"{role}-"): extras.split(",") for case, extras in chosen if role in case}
 
 
 def parameters(service: str) -> dict[str, Any]:

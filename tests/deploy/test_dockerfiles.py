@@ -99,7 +99,7 @@ def test_no_host_is_named_but_that_of_torch(file: Path) -> None:
 @pytest.mark.parametrize("role", ROLES)
 def test_an_image_has_the_extras_of_its_commands(role: str) -> None:
     found = extras_of(role)
-    assert set(found) == ({"cpu"} if role == "orchestrator" else {"cpu", "cuda"})
+    assert set(found) == {"cpu", "cuda"}
     for extras in found.values():
         assert set(extras) <= PROJECT["optional-dependencies"].keys()
         brought = set(requirements(PROJECT, extras))
