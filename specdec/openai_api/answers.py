@@ -110,8 +110,18 @@ class Choice:
         prompt, completion = self.prompt_tokens, self._completion_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def piece(self, chunk: Chunk, seed: int | None) -> Json:
-        """Return a chunk as the choice of a stream event; `seed` is the request's."""
+    def pieces(self, chunk: Chunk, seed: int | None) -> list[Json]:
+        """Return a chunk as the choices of one or two stream events; `seed` is the request's. The end of a text never
+        comes with a call: OpenAI's SDKs look at an event's end first, and would not report that call as complete."""
+        piece = self._piece(chunk, seed)
+        if chunk.finish is None or "tool_calls" not in piece.get("delta", {}):
+            return [piece]
+        ended = {"finish_reason", "stop_reason", "specdec"}
+        end = {name: value for name, value in piece.items() if name in ended}
+        calls = {name: value for name, value in piece.items() if name not in ended}
+        return [calls | {"finish_reason": None}, {"index": self.index, "delta": {}, "logprobs": None} | end]
+
+    def _piece(self, chunk: Chunk, seed: int | None) -> Json:
         own = self._note(chunk, seed)
         piece: Json = {"index": self.index, "text": chunk.text}
         if self._request.chat:

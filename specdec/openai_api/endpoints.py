@@ -170,7 +170,12 @@ class Responses:
         total = 0
         for response_id, ids in by_response.items():
             assert self._store is not None
-            items = await self._store.output(owner, response_id, frozenset(ids.values()))
+            try:
+                items = await self._store.output(owner, response_id, frozenset(ids.values()))
+            except ApiError as error:
+                if error.code != "response_not_found":
+                    raise
+                raise _no_item(*next(iter(ids.items()))) from None
             size = 0
             for index, item_id in ids.items():
                 if item_id not in items:

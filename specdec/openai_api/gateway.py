@@ -398,10 +398,14 @@ async def _events(answer: _Answer, chunks: Chunks) -> AsyncGenerator[Json, None]
                 yield event([part], choice)
             if not chunk.prompt or chunk.tokens or chunk.finish or chunk.resolved:
                 ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
-                yield event([choice.piece(chunk, answer.seeds[number])], choice, **ended)
+                *begun, last = choice.pieces(chunk, answer.seeds[number])
+                for piece in begun:
+                    yield event([piece], choice)
+                yield event([last], choice, **ended)
             found = await anext(chunks, None)
     if request.usage_in_stream:
-        yield frame.piece([], usage=usage_of(answer.choices))
+        of_all = fingerprint(choice.finish for choice in answer.choices)  # SDKs keep that of the last event
+        yield frame.piece([], usage=usage_of(answer.choices), system_fingerprint=of_all)
 
 
 def _numbered(request_id: str, number: int) -> str:

@@ -118,7 +118,7 @@ class ResponseAnswer:
         entries: list[Json] = chat_logprobs(logprobs)["content"] if self._request.includes_logprobs else []
         self._text.append(text)
         if kind == "message":
-            self._item["content"][0]["logprobs"].extend(entries)
+            self._item["content"][0]["logprobs"].extend(entries, ascii=True)
             yield self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=entries)
         else:
             yield self._of_item("response.reasoning_text.delta", content_index=0, delta=text)

@@ -101,6 +101,8 @@ OWN_UNSUPPORTED: Mapping[str, Unsupported] = {
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 INCLUDED = (LOGPROBS, ENCRYPTED)
+OF_WEB_SEARCH = "web_search_call."
+"""Prefix of parts of a web search in `include`: ignored, as an optional web search is."""
 """Accepted values of `include`."""
 
 CARRIER = "specdec:"
@@ -167,13 +169,13 @@ class ResponsesReader:
         self._strict = strict
         self._read_nested()
         check_labels(self.fields)
-        self.items = _input_items(self.fields.get("input"))
         self.stores = flag(self.fields, "store") if "store" in self.fields else None
         """Value of `store`; None if the request leaves it to the server."""
         self.previous = self.fields.get("previous_response_id", "")
         """The id of the response to continue; "" for none."""
         if not isinstance(self.previous, str):
             raise wrong("previous_response_id", self.previous, "text")
+        self.items = _input_items(self.fields.get("input", [] if self.previous else None))
         if (truncation := self.fields.get("truncation", "disabled")) not in TRUNCATIONS:
             raise wrong("truncation", truncation, f"one of {', '.join(TRUNCATIONS)}")
 
@@ -210,6 +212,8 @@ class ResponsesReader:
         chat |= {"tools": [{"type": "function", "function": tool.function} for tool in tools] or None}
         chat["tool_choice"] = chosen(given.get("tool_choice"), tools)
         chat |= {"response_format": _format(given.get("text", {})), **dict(_logprobs(given))}
+        included = given.get("include", ())
+        left_out += [f"include[{number}]" for number, part in enumerate(included) if part not in INCLUDED]
         chat["reasoning_effort"] = given.get("reasoning", {}).get("effort")
         names = {**NAMES, **places_of(tools)}
         try:
@@ -221,7 +225,7 @@ class ResponsesReader:
         return ResponsesRequest(
             chat=parsed.renamed(names, turns.places),
             echoed=echoed(given),
-            includes=frozenset(given.get("include", ())),
+            includes=frozenset(included),
             items=self.items,
             tools=by_name,
             ignored=listed(ignored, strict=self._strict),
@@ -376,7 +380,7 @@ def _logprobs(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if not isinstance(include, list):
         raise wrong("include", include, "a list")
     for value in include:
-        if not isinstance(value, str) or value not in INCLUDED:
+        if not isinstance(value, str) or (value not in INCLUDED and not value.startswith(OF_WEB_SEARCH)):
             raise unsupported("include", f"{value!r} is not supported, must be one of {', '.join(INCLUDED)}")
     if LOGPROBS in include:
         yield "logprobs", True

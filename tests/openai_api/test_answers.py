@@ -64,7 +64,7 @@ async def test_logprobs_of_a_chat_are_those_of_its_content(fields: dict[str, Any
     """An end token is not content, unless the text shows it or token ids are returned too."""
     request = asking(chat=chat, **fields)
     choice = Choice(0, request)
-    streamed = [choice.piece(each, None)["logprobs"] for each in (chunk(), chunk(last=True))]
+    streamed = [choice.pieces(each, None)[0]["logprobs"] for each in (chunk(), chunk(last=True))]
     name = "content" if chat else "tokens"
     assert sum(len(logprobs[name]) for logprobs in streamed if logprobs) == told
     choice = Choice(0, request)
@@ -135,7 +135,7 @@ def test_log_probabilities_are_encoded_as_they_come(chat: bool) -> None:
 def test_a_token_may_be_told_without_what_it_stands_for(chat: bool) -> None:
     """An older orchestrator sends no bytes for the most probable tokens."""
     choice = a_choice(chat=chat)
-    assert choice.piece(chunk(spelt=False), None)["logprobs"]
+    assert choice.pieces(chunk(spelt=False), None)[0]["logprobs"]
     choice.gather(chunk(spelt=False, last=True), None)
     logprobs = json.loads(choice.whole())["logprobs"]
     if chat:

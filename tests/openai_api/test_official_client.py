@@ -78,6 +78,7 @@ async def test_a_stream(chat: bool) -> None:
     *pieces, last = events
     assert last.choices == []
     assert last.usage.completion_tokens == len(TOKENS)
+    assert last.system_fingerprint == pieces[-1].system_fingerprint is not None
     assert all(each.usage is None for each in pieces)
     if chat:
         assert pieces[0].choices[0].delta.role == "assistant"

@@ -343,7 +343,19 @@ async def test_an_empty_id_of_a_previous_response_is_none() -> None:
         first = await create(model="fake", input="one", previous_response_id="")
         assert first.previous_response_id is None
         second = await create(model="fake", input="two", previous_response_id=first.id)
-    assert second.previous_response_id == first.id
+        third = await create(model="fake", previous_response_id=second.id)  # no input of its own
+        with pytest.raises(openai.BadRequestError, match="input: is missing"):
+            await create(model="fake")
+    assert (second.previous_response_id, third.previous_response_id) == (first.id, second.id)
+
+
+def test_parts_of_a_web_search_are_ignored() -> None:
+    """Vercel's AI SDK adds them to `include` wherever a web search is offered."""
+    parts = ["reasoning.encrypted_content", "web_search_call.action.sources"]
+    request = ResponsesReader({"input": "hi", "include": parts}).request()
+    assert request.ignored == ("include[1]",)
+    with pytest.raises(ApiError, match=r"include\[1\]"):
+        ResponsesReader({"input": "hi", "include": parts}, strict=True).request()
 
 
 def test_empty_instructions_are_no_message() -> None:
@@ -359,12 +371,10 @@ async def test_items_are_referred_to_by_their_ids() -> None:
         await create(model="fake", input=[*items, {"role": "user", "content": "two"}])
         turns = [(turn.role, turn.content) for turn in orchestrator.calls[-1].request.chat.messages]
         assert turns == [("user", "one"), ("assistant", TEXT), ("user", "two")]
-        for item, problem in (
-            ("msg_0_0", "not stored here"),
-            (first.output[0].id + "9", "is not a stored item"),
-        ):
-            with pytest.raises(openai.NotFoundError, match=problem):
+        for item in ("msg_0_0", first.output[0].id + "9"):
+            with pytest.raises(openai.NotFoundError, match="is not a stored item") as refused:
                 await create(model="fake", input=[{"type": "item_reference", "id": item}])
+            assert (refused.value.param, refused.value.code) == ("input[0].id", "item_not_found")
 
 
 async def test_references_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

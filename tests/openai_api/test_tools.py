@@ -316,6 +316,7 @@ async def test_a_call_that_was_cut_short_is_a_call(served: Served) -> None:
     assert call.function.arguments.startswith('{"city')
     pieces = [event.choices[0] async for event in await create(**asked, stream=True)]
     assert pieces[-1].finish_reason == "length"
+    assert pieces[-1].delta.tool_calls is None  # SDKs would not report a call that comes with the end as complete
     assert not any(piece.delta.content for piece in pieces)
     (streamed,) = [call for piece in pieces for call in piece.delta.tool_calls or ()]
     assert streamed.function.arguments == call.function.arguments
