@@ -27,13 +27,19 @@ class PromptFileError(ValueError):
     """The file cannot be used; the message names file and line, and the problem."""
 
 
-TOGETHER = (
-    {"speculation", "drafters"},
-    {"lookahead", "jacobi"},
-    {"json_schema", "regex", "lark", "choice", "grammar_after_token"},
-    {"rule", "alpha", "amateur_temperature", "typical_epsilon", "typical_delta"},
+_GRAMMARS = {"json_schema", "regex", "lark", "choice"}
+REPLACED = (
+    ({"speculation", "drafters"}, {"speculation", "drafters"}),
+    ({"lookahead", "jacobi"}, {"lookahead", "jacobi"}),
+    (_GRAMMARS, {*_GRAMMARS, "grammar_after_token"}),
 )
-"""Options that depend on each other: a line that sets one ignores the command's values of the others."""
+"""Options that exclude each other: a line that sets one of a first set ignores the command's options of its second."""
+
+OF_A_RULE = {
+    **dict.fromkeys(("alpha", "amateur_temperature"), "contrastive"),
+    **dict.fromkeys(("typical_epsilon", "typical_delta"), "typical"),
+}
+"""Options of one rule: a line with another rule ignores the command's."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +99,11 @@ class PromptFile:
             names = ", ".join(f"`{name}`" for name in sorted(unknown))
             raise ValueError(f"{names} cannot be set on a line, must be one of {', '.join(sorted(OPTIONS))}")
         options = dict(self._options)
-        for group in TOGETHER:
-            if any(entry.get(name) is not None for name in group):  # the line takes precedence
-                options = {name: value for name, value in options.items() if name not in group}
+        for chosen, replaced in REPLACED:
+            if any(entry.get(name) is not None for name in chosen):  # the line takes precedence
+                options = {name: value for name, value in options.items() if name not in replaced}
+        if (rule := entry.get("rule")) is not None:
+            options = {name: value for name, value in options.items() if OF_A_RULE.get(name, rule) == rule}
         options |= {name: value for name, value in entry.items() if value is not None and name != "text"}
         if "logit_bias" in options and isinstance(options["logit_bias"], dict):
             options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}

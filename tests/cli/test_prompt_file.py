@@ -115,6 +115,22 @@ def test_a_line_replaces_all_that_its_option_replaces(
     assert (first.options, second.options) == (of_command, of_line)
 
 
+@pytest.mark.parametrize(
+    ("of_command", "of_line"),
+    [
+        ({"alpha": 0.2}, {"rule": "contrastive"}),
+        ({"rule": "contrastive"}, {"alpha": 0.3}),
+        ({"rule": "typical", "typical_epsilon": 0.2}, {"typical_delta": 0.5}),
+        ({"regex": "a+"}, {"grammar_after_token": 5}),
+    ],
+)
+def test_a_line_adds_to_what_goes_with_its_option(
+    of_command: dict[str, Any], of_line: dict[str, Any], tmp_path: Path
+) -> None:
+    (only,) = PromptFile(written(tmp_path / "prompts.jsonl", {"text": "a", **of_line}), of_command).prompts()
+    assert only.options == of_command | of_line
+
+
 # --- the file of results ------------------------------------------------------------------------
 
 
