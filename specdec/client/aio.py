@@ -16,7 +16,7 @@ import grpc
 
 from specdec.client.completion import Chunk, Model, Result, read_models, read_result
 from specdec.client.endpoint import Endpoint, Metadata
-from specdec.client.errors import Cancelled
+from specdec.client.errors import Cancelled, read
 from specdec.client.options import GenerateOptions, Message, takes_options
 from specdec.client.request import build_request
 from specdec.client.tokenized import Tokenized, build_tokenize_request, read_tokenized
@@ -97,15 +97,14 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         request = CompleteRequest(request=build_request(prompt, **options))
         request_id, sent = self._identified(request_id, metadata)
         answer = await self._ask(lambda stub: stub.Complete, request, timeout, sent)
-        return replace(read_result(answer), request_id=request_id)
+        return replace(read(read_result, answer), request_id=request_id)
 
     async def models(
         self, *, timeout: float | EllipsisType | None = ..., metadata: Sequence[tuple[str, str | bytes]] = ()
     ) -> list[Model]:
         """Return the models available to requests."""
-        return read_models(
-            await self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout, self._with(metadata))
-        )
+        answer = await self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout, self._with(metadata))
+        return read(read_models, answer)
 
     async def tokenize(
         self,
@@ -148,7 +147,8 @@ class AsyncClient(Endpoint[grpc.aio.Channel]):
         metadata: Sequence[tuple[str, str | bytes]] = (),
     ) -> Tokenized:
         """Return the tokens of the prompt of a `TokenizeRequest`, as `tokenize` does."""
-        return read_tokenized(await self._ask(lambda stub: stub.Tokenize, request, timeout, self._with(metadata)))
+        answer = await self._ask(lambda stub: stub.Tokenize, request, timeout, self._with(metadata))
+        return read(read_tokenized, answer)
 
     async def send_stats(
         self,
@@ -264,7 +264,10 @@ class AsyncStream:
                     break
                 pause = self._transcript.pause(error)
             except asyncio.CancelledError as error:
+                closed = not (self._cancelled or being_cancelled())
                 self._cancelled = True  # grpc.aio ends a call whose reader is cancelled
+                if closed and self._transcript.is_complete:
+                    raise StopAsyncIteration from None
                 raise _seen_as(error) from None
             if pause is None:
                 raise StopAsyncIteration

@@ -18,9 +18,9 @@ A value that does not fit into the request raises Python's ValueError or TypeErr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import cast
+from typing import TypeVar, cast
 from urllib.parse import unquote
 
 import grpc
@@ -33,6 +33,10 @@ from specdec.v2 import generation_pb2
 
 PACKAGE = generation_pb2.DESCRIPTOR.package
 """The protocol of this client, including its version. Servers of another version have no service of this name."""
+
+
+Response = TypeVar("Response")
+Content = TypeVar("Content")
 
 
 class SpecdecError(Exception):
@@ -134,6 +138,17 @@ while sending."""
 _REFUSED = re.compile(r"status: 4\d\d|^Exception ")
 """gRPC's messages for a call refused by an HTTP proxy, or for a message that it cannot serialise or parse. A retry
 would fail in the same way."""
+
+
+def read(reader: Callable[[Response], Content], response: Response | None) -> Content:
+    """Return what the reader makes of a response; ServerError if it is invalid. grpc.aio returns None for a response
+    that it could not parse."""
+    if response is None:
+        raise ServerError("the server's response cannot be parsed", code=grpc.StatusCode.INTERNAL)
+    try:
+        return reader(response)
+    except ValueError as error:
+        raise ServerError(f"the server's response is invalid: {error}", code=grpc.StatusCode.INTERNAL) from error
 
 
 def from_rpc(error: grpc.RpcError) -> SpecdecError:

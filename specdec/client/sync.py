@@ -14,7 +14,7 @@ import grpc
 
 from specdec.client.completion import Chunk, Model, Result, read_models, read_result
 from specdec.client.endpoint import Endpoint, Metadata
-from specdec.client.errors import Cancelled
+from specdec.client.errors import Cancelled, read
 from specdec.client.options import GenerateOptions, Message, takes_options
 from specdec.client.request import build_request
 from specdec.client.retries import Retries
@@ -66,7 +66,7 @@ class Client(Endpoint[grpc.Channel]):
         request = CompleteRequest(request=build_request(prompt, **options))
         request_id, sent = self._identified(request_id, metadata)
         answer = self._ask(lambda stub: stub.Complete, request, timeout, sent)
-        return replace(read_result(answer), request_id=request_id)
+        return replace(read(read_result, answer), request_id=request_id)
 
     def models(
         self, *, timeout: float | EllipsisType | None = ..., metadata: Sequence[tuple[str, str | bytes]] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from specdec.client.completion import Chunk, read_chunk
-from specdec.client.errors import ServerError, SpecdecError, Unavailable, from_rpc, is_loss
+from specdec.client.errors import ServerError, SpecdecError, Unavailable, from_rpc, is_loss, read
 from specdec.client.retries import Retries
 from specdec.client.tally import Tally
 from specdec.v2.generation_pb2 import GenerateRequest, GenerateResponse, ResolvedRequest
@@ -30,12 +30,9 @@ class Transcript:
         self._tally = Tally()
         self._before_seconds = 0.0
 
-    def take(self, response: GenerateResponse) -> Chunk:
+    def take(self, response: GenerateResponse | None) -> Chunk:
         """Record a response and return its chunk; ServerError if it is invalid."""
-        try:
-            return self._take(response)
-        except ValueError as error:
-            raise ServerError(f"the server's response is invalid: {error}", code=grpc.StatusCode.INTERNAL) from error
+        return read(self._take, response)
 
     def _take(self, response: GenerateResponse) -> Chunk:
         if response.HasField("seed"):
@@ -67,6 +64,10 @@ class Transcript:
         self._empty = False
         return read_chunk(response, before_seconds=self._before_seconds)
 
+    @property
+    def is_complete(self) -> bool:
+        return self._unfinished <= 0
+
     def end(self) -> None:
         """Note that the server closed the stream; ServerError if something is missing."""
         if self._unfinished > 0:
@@ -77,7 +78,7 @@ class Transcript:
 
         Raise the error if the stream cannot be resumed, Cancelled if the client was closed.
         """
-        if self._unfinished <= 0:
+        if self.is_complete:
             return None  # complete: a broken connection does not matter
         if self._empty:
             return self._retries.pause(error)

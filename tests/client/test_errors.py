@@ -6,11 +6,14 @@ import pickle
 
 import grpc
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 
 from specdec.client import InvalidRequest, ServerError, SpecdecError, Unavailable
-from specdec.client.errors import ERRORS, REASONS, from_rpc, is_loss
+from specdec.client.completion import read_result
+from specdec.client.errors import ERRORS, REASONS, from_rpc, is_loss, read
+from specdec.v2 import generation_pb2
 
 
 def failure(code: grpc.StatusCode, details: bytes = b"", message: str = "no") -> grpc.aio.AioRpcError:
@@ -91,3 +94,13 @@ def test_errors_survive_pickling() -> None:
 )
 def test_a_message_that_is_too_long_is_not_sent_again(said: str) -> None:
     assert type(from_rpc(failure(grpc.StatusCode.RESOURCE_EXHAUSTED, message=said))) is InvalidRequest
+
+
+BEYOND = generation_pb2.ResolvedRequest(time=Timestamp(seconds=10**12))
+
+
+@pytest.mark.parametrize("answer", [None, generation_pb2.CompleteResponse(resolved=BEYOND)])
+def test_an_invalid_answer_is_the_servers_fault(answer: generation_pb2.CompleteResponse | None) -> None:
+    """For grpc.aio, None is a response that cannot be parsed."""
+    with pytest.raises(ServerError, match=r"cannot be parsed|is invalid"):
+        read(read_result, answer)

@@ -160,6 +160,18 @@ async def test_a_connection_that_breaks_by_the_transports_own_words_is_left(
     assert len(server.calls) == 2
 
 
+async def test_a_closed_client_ends_a_complete_stream(connect: Any) -> None:
+    """The last chunk has arrived, the status of the call has not."""
+    async with FakeServer(Act(None, "hold")) as server, connect(server) as client:
+        stream = client.generate("hi")
+        chunks = []
+        async for chunk in stream:
+            chunks.append(chunk)
+            if chunk.finish is not None:
+                await client.close()
+    assert written(chunks) == (TEXT, TOKENS)
+
+
 async def test_only_unavailable_is_retried(connect: Any) -> None:
     async with FakeServer(Act(6, "abort", grpc.StatusCode.ABORTED)) as server, connect(server) as client:
         with pytest.raises(ServerError) as caught:
