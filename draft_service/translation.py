@@ -64,10 +64,16 @@ class Translation:
 
     def prompt(self, tokens: Sequence[int]) -> list[int]:
         """Return a prompt in the draft's tokens, with the tokens that its tokenizer adds to a text, such as a BOS
-        token. Never empty. Characters that the last tokens leave incomplete are lost."""
+        token. Never empty. Characters that the last tokens leave incomplete become U+FFFD."""
         begins = bool(tokens) and tokens[0] == self._begin
         text = self._target.decode(tokens[1:] if begins else tokens, special=True)
-        return self._draft.encode(text) or [self._unspelled]
+        own = self._draft.encode(text) or [self._unspelled]
+        size = len(self._to_target)
+        if max(own) < size:
+            return own
+        # A tokenizer may have special tokens beyond the model's vocabulary, and a prompt may spell them.
+        beyond = {token: self._longest_pieces(self._draft.piece(token)) for token in set(own) if token >= size}
+        return [piece for token in own for piece in beyond.get(token, (token,))]
 
     def spelled(self, tokens: Iterable[int]) -> list[int]:
         """Return these tokens of the target in the draft's tokens: at least one for each."""

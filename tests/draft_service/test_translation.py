@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from functools import cache
@@ -234,3 +235,16 @@ def test_a_text_that_outgrows_the_draft_gets_no_candidates() -> None:
 def test_contrastive_needs_the_targets_tokenizer(translation: Translation) -> None:
     drafter = LanguageModelDrafter(Engine(), translation=translation)
     assert drafter.rules == {Rule.COUPLED, Rule.REJECTION}
+
+
+def test_a_prompt_has_no_token_beyond_the_drafts_vocabulary(tmp_path: Path) -> None:
+    """Its tokenizer has a special token more than the model, as Gemma's for text do."""
+    tokenizer = sentencepiece(WORDS)
+    tokenizer.add_special_tokens(["<image_soft_token>"])
+    path, size = directory(tokenizer, tmp_path / "draft").path, tokenizer.get_vocab_size() - 1
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+    draft = ModelDirectory(path)
+    own = Translation(draft, TARGET).prompt(tokenizer_of(TARGET).encode("see <image_soft_token> a"))
+    assert max(own) < size
+    assert b"image_soft_token" in spelled(draft, own)
