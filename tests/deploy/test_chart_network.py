@@ -185,6 +185,8 @@ class TestNetwork:
         things = render(merged(SMALL, at("tls", tls)))
         assert config(things, templates(things)["specdec-verifier-a"])["tls-client-name"] == [name]
         certificates = of_kind(things, "Certificate")
+        # cert-manager's own default is a third of the duration: 720h would contradict shorter durations.
+        assert not any("renewBefore" in certificate["spec"] for certificate in certificates.values())
         assert name in certificates["specdec-orchestrator"]["spec"][field]
         assert name not in certificates["specdec-verifier"]["spec"].get(field, [])
 

@@ -62,6 +62,15 @@ class TestPlacement:
         (download,) = spec["initContainers"]
         assert download["resources"] == {"requests": {"cpu": "1"}, "limits": {"memory": "2Gi", "cpu": "8"}}
 
+    def test_a_download_has_no_request_above_its_limit(self) -> None:
+        cores = at("verifiers/a", {"resources": {"requests": {"cpu": "8"}}})
+        own = {"requests": {"memory": "4Gi"}, "limits": {"cpu": "2"}}
+        source = {"modelVolume": {"download": {"image": "example.org/fetch:1", "sizeLimit": "9Gi", "resources": own}}}
+        spec = templates(render(merged(SMALL | SOURCES | source, cores)))["specdec-verifier-a"]["spec"]
+        (download,) = spec["initContainers"]
+        both = {"cpu": "2", "memory": "4Gi"}
+        assert download["resources"] == {"requests": both, "limits": both}
+
 
 class TestRollouts:
     def test_a_share_restarts_nothing(self) -> None:

@@ -24,14 +24,15 @@ spec:
   initContainers:
     - name: download
       {{- /* Kubernetes gives a pod cores of its own only if all its containers have limits of CPU and memory. */}}
-      {{- $fetching := dict "resources" (dict "limits" (dict "memory" "2Gi")) }}
+      {{- $resources := dict "limits" (dict "memory" "2Gi") }}
       {{- range $part := list "requests" "limits" }}
       {{- with dig $part "cpu" "" (default dict $w.resources) }}
-      {{- include "specdec.lay" (list $fetching.resources (dict $part (dict "cpu" .))) }}
+      {{- include "specdec.lay" (list $resources (dict $part (dict "cpu" .))) }}
       {{- end }}
       {{- end }}
-      {{- include "specdec.lay" (list $fetching (omit $w.modelVolume.download "sizeLimit" "env" | deepCopy)) }}
-      {{- toYaml $fetching | nindent 6 }}
+      {{- include "specdec.layResources" (list $resources (default dict $w.modelVolume.download.resources)) }}
+      {{- toYaml (omit $w.modelVolume.download "sizeLimit" "env" "resources") | nindent 6 }}
+      resources:{{ toYaml $resources | nindent 8 }}
       env:
         - {name: HOME, value: /tmp}
         {{- with $w.modelVolume.download.env }}{{ toYaml . | nindent 8 }}{{ end }}

@@ -58,7 +58,7 @@ resources, those of the values. */}}
 {{- define "specdec.layResources" -}}
 {{- $computed := index . 0 }}{{ $given := deepCopy (index . 1) }}
 {{- range $part, $other := dict "requests" "limits" "limits" "requests" }}
-{{- range $name := keys (get $computed $part) }}
+{{- range $name := keys (dig $part dict $computed) }}
 {{- with dig $other $name "" $given }}{{ $_ := set (get $computed $part) $name . }}{{ end }}
 {{- end }}
 {{- end }}
@@ -68,7 +68,7 @@ resources, those of the values. */}}
 {{/* The resources of a Job that exports a draft: it holds the weights, the traced model and its graph. Takes the Job's
 values. */}}
 {{- define "specdec.exportResources" -}}
-{{- $resources := dict "requests" (dict "ephemeral-storage" "3Gi") "limits" (dict "ephemeral-storage" "3Gi") }}
+{{- $resources := dict "requests" (dict "cpu" "1" "ephemeral-storage" "3Gi") "limits" (dict "ephemeral-storage" "3Gi") }}
 {{- if .modelGiB }}
 {{- range $part := list "requests" "limits" }}
 {{- $_ := set (get $resources $part) "memory" (printf "%dMi" (include "specdec.memoryFor" (list $.modelGiB 4) | int64)) }}
