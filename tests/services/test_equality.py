@@ -159,6 +159,7 @@ async def check(
                 )
                 compare(want, got, f"random {heads.name}, {at_once} at once", every)
                 assert accepted < drafted
+    in_time = 0
     for heads in fed_ones:
         fed: dict[str, Any] = {"draft_heads": heads, "target_delay": slow_target}
         async with stack(directories.target, directories.target, **fed) as services:
@@ -167,7 +168,9 @@ async def check(
                     services, requests[::every], tokens, at_once=at_once, speculation=ALWAYS
                 )
                 compare(want, got, f"random {heads.name} in a draft service, {at_once} at once", every)
-                assert accepted < drafted
+                in_time += drafted
+                assert accepted <= drafted
+    assert in_time > 0  # of many texts at once, few or none
 
 
 async def test_tokens_do_not_depend_on_drafting(directories: Directories) -> None:
