@@ -36,11 +36,12 @@ class Names:
     def __init__(self) -> None:
         self.records: list[tuple[int, str]] = []
         self.asked = 0
+        self.error = socket.EAI_NONAME
 
     async def __call__(self, host: str, port: int, *, type: int) -> list[Any]:
         self.asked += 1
         if not self.records:
-            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+            raise socket.gaierror(self.error, "no such name")
         return [(family, type, 6, "", (address, port)) for family, address in self.records]
 
 
@@ -66,6 +67,29 @@ async def test_a_silent_name_server_delays_no_other_name(monkeypatch: pytest.Mon
             await asyncio.sleep(0.005)
         silence.set()
         while {pod.address for pod in pods} != {"10.0.0.9:1", "10.0.0.2:1"}:
+            await asyncio.sleep(0.005)
+    await discovery.close()
+    await pods.close()
+
+
+async def test_a_name_without_records_loses_its_pods_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their addresses may be given to pods of another model. A failing name server says nothing about them."""
+    monkeypatch.setattr(discovery_module, "FORGET_SECONDS", 0.1)
+    names, pods = Names(), Pods()
+    names.records = [(socket.AF_INET, "10.0.0.1")]
+    discovery = Discovery([Address.parse("dns:green:1")], pods, resolve=names, again_seconds=0.01)
+    async with asyncio.timeout(10):
+        await discovery.start()
+        names.records, names.error = [], socket.EAI_AGAIN
+        asked = names.asked
+        while names.asked < asked + 30:
+            await asyncio.sleep(0.005)
+        assert [pod.address for pod in pods] == ["10.0.0.1:1"]
+        names.error = socket.EAI_NONAME
+        while list(pods):
+            await asyncio.sleep(0.005)
+        names.records = [(socket.AF_INET, "10.0.0.2")]
+        while [pod.address for pod in pods] != ["10.0.0.2:1"]:
             await asyncio.sleep(0.005)
     await discovery.close()
     await pods.close()

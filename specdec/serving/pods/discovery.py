@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -28,6 +29,11 @@ breaker notices a dead one."""
 
 ANSWER_SECONDS = 2.0
 """Seconds that a round waits for name servers."""
+
+FORGET_SECONDS = 60.0
+"""Seconds for which a name that has lost its records keeps its pods. Afterwards their addresses may be other pods'."""
+
+NO_RECORDS = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 
 class Resolve(Protocol):
@@ -62,6 +68,7 @@ class Discovery:
         self._pods = pods
         self._resolve = resolve or resolved
         self._known: dict[Address, Sequence[str]] = {}
+        self._lost: dict[Address, float] = {}  # time since which a name has no records
         self._lookups: dict[Address, asyncio.Task[Sequence[str]]] = {}  # without an answer yet
         self._former: list[str] = []  # pods of replaced addresses, until all names have been resolved once
         self._watching = Periodic(self._look_again, again_seconds, "discovery_failed")
@@ -93,9 +100,9 @@ class Discovery:
         await self._pods.close_idle()
 
     async def _look_up(self) -> None:
-        """Resolve all names together and update the pods. A name that cannot be resolved now keeps its pods: circuit
-        breakers know which are alive. A lookup without an answer within ANSWER_SECONDS counts in a later round, so that
-        a silent name server delays no other name."""
+        """Resolve all names together and update the pods. A name that cannot be resolved now keeps its pods, for
+        FORGET_SECONDS if it has no records: circuit breakers know which are alive. A lookup without an answer within
+        ANSWER_SECONDS counts in a later round, so that a silent name server delays no other name."""
         async with self._looking:
             before, self._lookups = self._lookups, {}
             for address in self._addresses:
@@ -112,8 +119,13 @@ class Discovery:
                 del self._lookups[address]
                 try:
                     self._known[address] = lookup.result()
+                    self._lost.pop(address, None)
                 except OSError as error:
                     log.warning("unresolved", address=address.target, why=str(error))
+                    if error.errno in NO_RECORDS and address in self._known:
+                        now = time.monotonic()
+                        if now - self._lost.setdefault(address, now) >= FORGET_SECONDS:
+                            self._known[address] = ()
             self._drop_former()
             self._pods.become([*self._listed(), *self._former])
 
@@ -125,6 +137,7 @@ class Discovery:
         """Forget the pods of addresses that are no longer current. Drop former pods that current addresses list too;
         drop all once every name is resolved."""
         self._known = {address: self._known[address] for address in self._addresses if address in self._known}
+        self._lost = {address: self._lost[address] for address in self._addresses if address in self._lost}
         listed = set(self._listed())
         unresolved = any(address not in self._known for address in self._addresses)
         self._former = [pod for pod in self._former if unresolved and pod not in listed]
