@@ -54,6 +54,8 @@ class Detokenizer:
             if self._characters.whole_after(token):
                 whole = count
         self._context = context[:whole]  # ends with a whole character
+        if context and not whole:  # only bytes, whose text later ones may change: any other text keeps a leading space
+            self._context = tokenizer.encode("a", special=False)
         self._pending, broken = self._characters.left_open(context[whole:])  # not yet spelt
         self._spelt = len(self._decode(self._context + self._pending)) - broken  # leading characters not to return
 

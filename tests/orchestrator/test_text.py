@@ -172,7 +172,7 @@ def test_pieces_join_to_what_transformers_decodes(
 def test_a_text_goes_on_behind_its_prompt(kinds: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
     tokenizer = kinds[kind]
     prompt, tokens = data.draw(ids(tokenizer)), data.draw(ids(tokenizer))
-    prompt = [*tokenizer.encode("a", special=False), *prompt]
+    prompt = [*tokenizer.encode(data.draw(st.sampled_from(["a", "\u20ac"])), special=False), *prompt]
     before, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + tokens)
     assume(before and not before.endswith("\ufffd"))  # otherwise the prompt may end inside a character
     assume(whole.startswith(before))  # otherwise a run of bytes that the prompt has begun is cut
