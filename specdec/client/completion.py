@@ -122,7 +122,7 @@ class Finish:
     reproducible: bool  # True: repeating the request gives the same tokens
     reasoning_tokens: int  # part of `completion_tokens`
     schema_check: SchemaCheck | None = None  # None: the grammar enforces all of the schema, or there is none
-    kept_for_learning: bool = False  # True: a draft service keeps the text to learn from it (`learn`)
+    kept_for_learning: bool = False  # True: a draft service keeps the text to learn from it; if resumed, perhaps a part
 
 
 @dataclass(frozen=True)

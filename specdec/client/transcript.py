@@ -25,6 +25,7 @@ class Transcript:
         self._samples = max(1, request.n)
         self._unfinished = self._samples
         self._empty = True
+        self._resumed = False
         self._prompt_tokens = 0  # tokens of the prompt received
         self._repeated = 0  # how many of these will arrive again after a retry
         self._tally = Tally()
@@ -61,6 +62,8 @@ class Transcript:
             self._request.ClearField("prompt_logprobs")
         if response.HasField("finish"):
             self._unfinished -= 1
+            if self._resumed and self._request.learn:  # a draft of the interrupted part may have kept that
+                response.finish.kept_for_learning = True
         self._empty = False
         return read_chunk(response, before_seconds=self._before_seconds)
 
@@ -89,6 +92,7 @@ class Transcript:
             raise _not_resumed("the server sent no seed, which resuming needs", error) from error
         pause = self._retries.pause(error, begun=True)
         self._tally.broke_off()
+        self._resumed = True
         return pause
 
     def ask(self) -> tuple[str, GenerateRequest, float | None]:

@@ -160,6 +160,13 @@ async def test_a_connection_that_breaks_by_the_transports_own_words_is_left(
     assert len(server.calls) == 2
 
 
+@pytest.mark.parametrize("learn", [False, True])
+async def test_an_interrupted_part_may_be_kept_for_learning(connect: Any, learn: bool) -> None:
+    async with FakeServer(Act(7, "abort")) as server, connect(server) as client:
+        *_, last = [chunk async for chunk in client.generate("hi", learn=learn)]
+    assert last.finish.kept_for_learning == learn
+
+
 async def test_a_closed_client_ends_a_complete_stream(connect: Any) -> None:
     """The last chunk has arrived, the status of the call has not."""
     async with FakeServer(Act(None, "hold")) as server, connect(server) as client:
