@@ -60,9 +60,10 @@ def test_a_tenant_forgotten_elsewhere_counts_while_a_version_is_loaded(
     found.add("v1", tenant="acme")
     promoted(found, "v1")
     found.add("v2", at=200)
-    end, load = threading.Event(), found.loader.load
+    begun, end, load = threading.Event(), threading.Event(), found.loader.load
 
     def slow(*given: Any) -> Any:
+        begun.set()
         assert end.wait(10)
         return load(*given)
 
@@ -70,6 +71,7 @@ def test_a_tenant_forgotten_elsewhere_counts_while_a_version_is_loaded(
     looking = threading.Thread(target=found.follower.look)
     looking.start()
     try:
+        assert begun.wait(10)
         Forgotten(tmp_path).add("acme")
         deadline = time.monotonic() + 10
         while not found.service.drafter.earlier and time.monotonic() < deadline:
