@@ -31,8 +31,8 @@ WAITED_SECONDS = 0.001
 """Minimum duration of a read that had to wait for its message."""
 
 CURRENT_SECONDS = 1.0
-"""A message says something about the pod's present state if a read has waited for one within this time. A text whose
-client reads slowly may have a minute of messages before it."""
+"""Maximum seconds since a read last waited for its message, if messages are to show the pod's present state. A text
+whose client reads slowly may be a minute behind."""
 
 MAX_OPENED_BYTES = 1 << 14
 """Maximum size of `opened` in bytes. A sub-message of `opened` is kept for the whole session and pins the whole buffer
@@ -63,7 +63,7 @@ class PeerStream:
         self._call: Call | None = None
         self._aborted_by: Exception | None = None
         self._clock = clock or (lambda: time.monotonic())  # looked up at each call: `evaluation` replaces the clock
-        self._caught_up = self._clock()  # time of the last message that was read as soon as it arrived
+        self._caught_up = self._clock()  # time at which no message was left to read
         # Heartbeats left in the token bucket after the last heartbeat.
         self._heartbeats, self._last_heartbeat = float(MAX_HEARTBEATS), self._clock()
         self._writing = asyncio.Lock()  # gRPC allows one write at a time; waiters go in order
@@ -86,8 +86,7 @@ class PeerStream:
 
     @property
     def is_current(self) -> bool:
-        """Whether the last message was read soon after it arrived: otherwise it says nothing about the pod's present
-        state."""
+        """True if messages are read soon after they arrive. Older ones say nothing about the pod's present state."""
         return self._clock() - self._caught_up <= CURRENT_SECONDS
 
     async def _begin(self, method: Any, request: Any) -> Any:
@@ -177,5 +176,5 @@ class PeerStream:
             raise LostError("it sends too many heartbeats")
 
     def _on_silence(self) -> None:
-        self._caught_up = self._clock()  # also while writing
+        self._caught_up = self._clock()  # the silence is of now, also if a write noticed it
         self.abort(LostError(f"silent for {self._context.peers.silence_seconds:g} s", conclusive=True))

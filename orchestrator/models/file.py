@@ -30,7 +30,7 @@ from specdec import strict_yaml
 from specdec.engine.gguf_file import open_model
 from specdec.engine.model_file import ModelDirectoryError
 from specdec.serving.echo import echo
-from specdec.text.chat_template import FOLDER
+from specdec.text.chat_template import TEMPLATES_FOLDER
 from specdec.wire.address import Address
 from specdec.wire.file_version import Version, version_of
 
@@ -177,7 +177,7 @@ def _text_version(directory: Path, chat_template: Path | None) -> Version:
     try:
         if directory.is_file():
             return version_of(directory, *template)
-        files = (*directory.iterdir(), *(directory / FOLDER).glob("*"))
+        files = (*directory.iterdir(), *(directory / TEMPLATES_FOLDER).glob("*"))
         return version_of(*sorted(file for file in files if file.suffix in READ), *template)
     except OSError:
         return ()

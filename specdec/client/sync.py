@@ -72,7 +72,8 @@ class Client(Endpoint[grpc.Channel]):
         self, *, timeout: float | EllipsisType | None = ..., metadata: Sequence[tuple[str, str | bytes]] = ()
     ) -> list[Model]:
         """Return the models available to requests."""
-        return read_models(self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout, self._with(metadata)))
+        answer = self._ask(lambda stub: stub.ListModels, ListModelsRequest(), timeout, self._with(metadata))
+        return read(read_models, answer)
 
     def tokenize(
         self,
@@ -105,7 +106,7 @@ class Client(Endpoint[grpc.Channel]):
             tools=tools,
             template_arguments=template_arguments,
         )
-        return read_tokenized(self._ask(lambda stub: stub.Tokenize, request, timeout, self._with(metadata)))
+        return read(read_tokenized, self._ask(lambda stub: stub.Tokenize, request, timeout, self._with(metadata)))
 
     def close(self) -> None:
         """Cancel all calls and close all connections."""

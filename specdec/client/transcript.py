@@ -69,6 +69,7 @@ class Transcript:
 
     @property
     def is_complete(self) -> bool:
+        """True once every sample has its finish."""
         return self._unfinished <= 0
 
     def end(self) -> None:

@@ -101,9 +101,10 @@ OWN_UNSUPPORTED: Mapping[str, Unsupported] = {
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 INCLUDED = (LOGPROBS, ENCRYPTED)
+"""Supported values of `include`."""
+
 OF_WEB_SEARCH = "web_search_call."
-"""Prefix of parts of a web search in `include`: ignored, as an optional web search is."""
-"""Accepted values of `include`."""
+"""Prefix of the values of `include` for a web search. They are ignored, as an optional web search is."""
 
 CARRIER = "specdec:"
 """Prefix of `encrypted_content`, which carries the reasoning text for clients that return only this field."""

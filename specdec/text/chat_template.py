@@ -26,8 +26,8 @@ from jinja2.utils import Namespace
 from specdec.engine.model_file import Fields, ModelDirectoryError, in_one_line, read_fields, read_text
 
 FILE = "chat_template.jinja"
-FOLDER = "additional_chat_templates"
-"""Further templates, by name: `FOLDER/tool_use.jinja`."""
+TEMPLATES_FOLDER = "additional_chat_templates"
+"""Further templates, by name: `TEMPLATES_FOLDER/tool_use.jinja`."""
 
 PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
 """Files of processors, in which some models publish their template instead of in the tokenizer's files."""
@@ -137,7 +137,7 @@ _Found = dict[str, tuple[str, Path]]
 
 
 def _own_files(directory: Path) -> _Found:
-    folder = directory / FOLDER
+    folder = directory / TEMPLATES_FOLDER
     try:
         names = sorted(file.name for file in folder.iterdir() if file.suffix == ".jinja")
     except (FileNotFoundError, NotADirectoryError):

@@ -164,12 +164,11 @@ async def check(
         fed: dict[str, Any] = {"draft_heads": heads, "target_delay": slow_target}
         async with stack(directories.target, directories.target, **fed) as services:
             for at_once, every in ((1, lone), (8, 1)):
-                got, drafted, accepted = await run_all(
+                got, drafted, _ = await run_all(
                     services, requests[::every], tokens, at_once=at_once, speculation=ALWAYS
                 )
                 compare(want, got, f"random {heads.name} in a draft service, {at_once} at once", every)
                 in_time += drafted
-                assert accepted <= drafted
     assert in_time > 0  # of many texts at once, few or none
 
 

@@ -124,8 +124,8 @@ class RunQueue:
         """Charge the tokens of a step to its sessions' tenants."""
         for entry, result in results:
             self.memory_shares.got_tokens(entry, len(result.tokens))
-        active = {entry.tenant: entry.weight for entry in self.all if not self.throttled(entry)}
         if results:
+            active = {entry.tenant: entry.weight for entry in self.all if not self.throttled(entry)}
             self.memory_shares.stepped(active | {entry.tenant: entry.weight for entry, _ in results})
 
     def throttled(self, entry: RunningSession, ahead: int = 0) -> bool:

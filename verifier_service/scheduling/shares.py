@@ -10,9 +10,10 @@ lifted:
 
     c_i = max(c_i, max(V, min of c_j over tenants j with new sessions waiting) - BURST * u / w_i)
 
-V is a virtual time. After each step it grows by the step's cost divided by the weights of the tenants in the step or
-waiting, as in weighted fair queueing (Demers et al. 1989), and at least to the smallest counter among them, as in
-start-time fair queueing (Goyal et al. 1996). u is the mean cost of a text. So an idle tenant saves up almost no credit,
+V is a virtual time. After each step it grows by the step's cost, divided by the sum of the weights of all active
+tenants, as in weighted fair queueing (Demers et al. 1989), and at least to the smallest counter among them, as in
+start-time fair queueing (Goyal et al. 1996). A tenant is active if one of its sessions is in the step, computes its
+prompt, or waits. u is the mean cost of a text. So an idle tenant saves up almost no credit,
 service that a tenant received while alone is not held against it, and V passes the counter of a waiting tenant although
 new tenants keep coming.
 
@@ -115,10 +116,7 @@ class TenantShares:
         self._count(entry, GENERATED_COST * tokens)
 
     def stepped(self, weights: Mapping[str, float]) -> None:
-        """Advance the virtual time after a step has been charged; `weights`: of the active tenants, whether they are in
-        the step, compute a prompt, or wait."""
-        if not weights:
-            return
+        """Advance the virtual time after a step has been charged; `weights`: of the active tenants, at least one."""
         served = max(0.0, self._served)  # negative after refunds: the following steps make up for that
         self._served -= served
         lowest = min(self._counters[tenant] for tenant in weights)
