@@ -182,9 +182,14 @@ def make_app(
         ClientDisconnect: _answer_nothing,
         Exception: _answer_mistake,
     }
-    browsers = Middleware(
-        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=TOLD
-    )
+
+    def for_browsers(answering: ASGIApp) -> ASGIApp:
+        if not origins:
+            return answering
+        return CORSMiddleware(
+            answering, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=TOLD
+        )
+
     app = Starlette(
         routes=[
             *(
@@ -213,10 +218,9 @@ def make_app(
             Route(PING, health, methods=["GET", "POST"]),
             Route(LIVE, live),
         ],
-        middleware=[browsers] if origins else [],
         exception_handlers=handlers,
     )
-    return _Outermost(app)
+    return _Outermost(app, for_browsers)
 
 
 class _Admission:
@@ -244,8 +248,11 @@ class _Outermost:
     """The outermost layer. It assigns request ids for answers and logs, answers requests cut off at the end of a drain,
     and closes connections with unread bodies."""
 
-    def __init__(self, app: Starlette) -> None:
-        self._app = app
+    def __init__(self, app: Starlette, for_browsers: Callable[[ASGIApp], ASGIApp]) -> None:
+        """`for_browsers` adds the headers without which a browser keeps an answer from its page. It is applied outside
+        Starlette, whose answers to unexpected exceptions bypass its own middleware."""
+        self._app = for_browsers(app)
+        self._for_browsers = for_browsers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Request(scope).headers.get(REQUEST_ID)
@@ -276,7 +283,8 @@ class _Outermost:
             except asyncio.CancelledError:  # by the server, at the drain's deadline
                 log.warning("cut_off", path=scope["path"])
                 if not begun:
-                    await _answered(Request(scope), shutting_down())(scope, body.receive, naming)
+                    answer = self._for_browsers(_answered(Request(scope), shutting_down()))
+                    await answer(scope, body.receive, naming)
             except Exception:  # already answered, where possible
                 log.exception("request_failed", path=scope["path"])
 

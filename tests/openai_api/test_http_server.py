@@ -166,6 +166,20 @@ async def test_pages_may_read_the_headers_that_are_told() -> None:
     assert b"access-control-expose-headers: x-request-id, retry-after" in answer
 
 
+async def test_pages_may_read_that_the_server_is_at_fault() -> None:
+    def fails() -> bytes:
+        raise RuntimeError
+
+    async with (
+        FakeServer() as orchestrator,
+        front(orchestrator.address, origins=["https://a.example"], metrics=fails) as http,
+    ):
+        request = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\norigin: https://a.example\r\n\r\n"
+        answer = await told(http.address, request)
+    assert answer.startswith(b"HTTP/1.1 500 ")
+    assert b"access-control-allow-origin: https://a.example" in answer
+
+
 @pytest.mark.parametrize("text", ["*", "https://a.example", "http://localhost:3000", "https://[::1]:8000", "app://x"])
 def test_an_origin_is_taken(text: str) -> None:
     assert origin(text) == text
@@ -180,16 +194,20 @@ def test_what_no_browser_sends_as_its_origin_is_refused(text: str) -> None:
 
 
 async def test_what_a_drain_cuts_off_is_told_to_ask_elsewhere() -> None:
-    async with FakeServer(Act(tokens=0, then="hold")) as orchestrator, front(orchestrator.address) as http:
+    async with (
+        FakeServer(Act(tokens=0, then="hold")) as orchestrator,
+        front(orchestrator.address, origins=["https://a.example"]) as http,
+    ):
         host, _, port = http.address.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(post(ASKED))
+        writer.write(post(ASKED, headers=b"origin: https://a.example\r\n"))
         await asyncio.wait_for(orchestrator.held.wait(), 10)
         await http.server.stop()
         answer = await asyncio.wait_for(reader.read(), 10)
         writer.close()
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"use another one" in answer
+    assert b"access-control-allow-origin: https://a.example" in answer
 
 
 @pytest.mark.parametrize(
