@@ -48,7 +48,7 @@ class ToolCallReader:
         self._cursor.over = True
         rest = list(self._read(""))
         behind = rest[-1] if len(rest) > 1 and isinstance(rest[-2], ToolCall) else None  # what follows the last call
-        if begun and all(isinstance(item, str) for item in rest):
+        if len(begun) > sum(isinstance(item, ToolCall) for item in rest):
             rest = begun
         elif cut and isinstance(behind, str) and self._format.begins_tag(behind.strip()):
             rest.pop()
@@ -61,7 +61,7 @@ class ToolCallReader:
         begin: int | None = None  # where the scanned call begins in `text`; None: in the held text
         if self._scan is None:
             text, self._held = "".join((*self._held, text)), []
-        cursor.text, cursor.at = text, 0
+        cursor.push(text)
         while True:
             if self._scan is None:
                 begin = self._beginning(text, cursor.at)

@@ -38,6 +38,21 @@ class Cursor:
         """Place in the piece; negative after a return to characters of earlier pieces, which ends the scan."""
         self.over = False
         """True if the text is complete."""
+        self._passed = 0  # characters of earlier pieces
+
+    def push(self, text: str) -> None:
+        """Go on with the next piece."""
+        self._passed += len(self.text)
+        self.text, self.at = text, 0
+
+    @property
+    def place(self) -> int:
+        """The place among all pieces of a scan, for `return_to`."""
+        return self._passed + self.at
+
+    def return_to(self, place: int) -> None:
+        """Move back to an earlier place."""
+        self.at = place - self._passed
 
     def peek(self) -> Generator[None, None, str]:
         """Return the next character; empty at the end of the text."""
@@ -179,21 +194,29 @@ def _named_call(cursor: Cursor, style: NamedCall) -> Scan:
 def _tagged_calls(cursor: Cursor, style: TaggedCall, marker: str, schemas: Schemas) -> Scan:
     calls: list[ToolCall] = []
     while True:
+        place = cursor.place
         yield from cursor.run(_SPACE)
         if style.name[0]:
             ends = (style.after,) if calls else ()
             if (yield from cursor.one_of(style.name[0], *ends)) != style.name[0]:
                 return calls or None
-        name = yield from cursor.run(_TAGGED_NAME)
-        if not name or (style.name[1] and not (yield from cursor.one_of(style.name[1]))):
-            return None
-        arguments = yield from _tagged_arguments(cursor, style, marker, schemas.get(name, {}))
-        call = None if arguments is None else tool_call(name, arguments)
+        call = yield from _tagged_call(cursor, style, marker, schemas)
         if call is None:
-            return None
+            cursor.return_to(place)  # of several calls, those before the failed one stay
+            return calls or None
         calls.append(call)
         if not style.end:  # one tag ends both the call and the list of calls
             return calls
+
+
+def _tagged_call(
+    cursor: Cursor, style: TaggedCall, marker: str, schemas: Schemas
+) -> Generator[None, None, ToolCall | None]:
+    name = yield from cursor.run(_TAGGED_NAME)
+    if not name or (style.name[1] and not (yield from cursor.one_of(style.name[1]))):
+        return None
+    arguments = yield from _tagged_arguments(cursor, style, marker, schemas.get(name, {}))
+    return None if arguments is None else tool_call(name, arguments)
 
 
 def _tagged_arguments(

@@ -128,6 +128,22 @@ def test_text_without_calls_is_kept_however_it_is_cut(tool_format: ToolFormat, t
             '<minimax:tool_call><invoke name="time"></invoke><invoke name="time"></invoke></minimax:tool_call>',
             ("", [TIME, TIME]),
         ),
+        (
+            MINIMAX,
+            '<minimax:tool_call><invoke name="time"></invoke>\n<invoke name=time></invoke></minimax:tool_call>',
+            ("<invoke name=time></invoke></minimax:tool_call>", [TIME]),
+        ),
+        (
+            MINIMAX,
+            '<minimax:tool_call><invoke name="time"></invoke><invoke name="f"><parameter name="a">b',
+            ('<invoke name="f"><parameter name="a">b', [TIME]),
+        ),
+        (
+            MINIMAX,
+            '<minimax:tool_call><invoke name="time"></invoke><invoke name="f"><parameter name="a">1e999</parameter>'
+            '</invoke></minimax:tool_call> <minimax:tool_call><invoke name="time"></invoke></minimax:tool_call>',
+            ('<invoke name="f"><parameter name="a">1e999</parameter></invoke></minimax:tool_call> ', [TIME, TIME]),
+        ),
     ],
 )
 def test_what_models_write(tool_format: ToolFormat, text: str, wanted: tuple[str, list[ToolCall]]) -> None:
@@ -220,6 +236,8 @@ LONG = [
     (GLM, "<tool_call>", "f"),
     (GLM, "", "<tool_call>f<arg_key>a"),
     (GLM, "<tool_call>f", "<arg_key>a</arg_key>"),
+    (MINIMAX, "", '<minimax:tool_call><invoke name="f"></invoke><invoke name="f"><parameter name="a">'),
+    (MINIMAX, "<minimax:tool_call>", '<invoke name="f"></invoke>'),
 ]
 
 
