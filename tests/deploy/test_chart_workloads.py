@@ -47,29 +47,37 @@ class TestPlacement:
         (job,) = of_kind(render(merged(EVERYTHING, gpus, own)), "Job").values()
         assert job["spec"]["template"]["spec"]["nodeSelector"] == {"kind": "large"}
 
+    def test_a_download_takes_what_the_service_has(self) -> None:
+        """A quota refuses a pod if one of its containers does not name CPU or disk."""
+        download, service = downloading({})
+        assert download["requests"] == {name: service["requests"][name] for name in ("cpu", "ephemeral-storage")}
+        disk = service["limits"]["ephemeral-storage"]
+        assert download["limits"] == {"memory": "2Gi", "ephemeral-storage": disk}
+
     def test_a_download_leaves_a_pod_its_own_cores(self) -> None:
         """Kubernetes wants limits of CPU and memory on every container of the pod."""
-        cores = at("verifiers/a", {"resources": {"limits": {"cpu": "8"}}})
-        source = {"modelVolume": {"download": {"image": "example.org/fetch:1", "sizeLimit": "9Gi"}}}
-        spec = templates(render(merged(SMALL | SOURCES | source, cores)))["specdec-verifier-a"]["spec"]
-        (download,) = spec["initContainers"]
-        assert download["resources"] == {"limits": {"memory": "2Gi", "cpu": "8"}}
+        download, _ = downloading({"limits": {"cpu": "8"}})
+        assert download["limits"]["cpu"] == download["requests"]["cpu"] == "8"
+        assert download["limits"]["memory"] == "2Gi"
 
     def test_a_download_requests_no_more_than_the_pod(self) -> None:
-        cores = at("verifiers/a", {"resources": {"requests": {"cpu": "1"}, "limits": {"cpu": "8"}}})
-        source = {"modelVolume": {"download": {"image": "example.org/fetch:1", "sizeLimit": "9Gi"}}}
-        spec = templates(render(merged(SMALL | SOURCES | source, cores)))["specdec-verifier-a"]["spec"]
-        (download,) = spec["initContainers"]
-        assert download["resources"] == {"requests": {"cpu": "1"}, "limits": {"memory": "2Gi", "cpu": "8"}}
+        download, _ = downloading({"requests": {"cpu": "1"}, "limits": {"cpu": "8"}})
+        assert (download["requests"]["cpu"], download["limits"]["cpu"]) == ("1", "8")
 
     def test_a_download_has_no_request_above_its_limit(self) -> None:
-        cores = at("verifiers/a", {"resources": {"requests": {"cpu": "8"}}})
         own = {"requests": {"memory": "4Gi"}, "limits": {"cpu": "2"}}
-        source = {"modelVolume": {"download": {"image": "example.org/fetch:1", "sizeLimit": "9Gi", "resources": own}}}
-        spec = templates(render(merged(SMALL | SOURCES | source, cores)))["specdec-verifier-a"]["spec"]
-        (download,) = spec["initContainers"]
-        both = {"cpu": "2", "memory": "4Gi"}
-        assert download["resources"] == {"requests": both, "limits": both}
+        download, service = downloading({"requests": {"cpu": "8"}}, own)
+        both = {"cpu": "2", "memory": "4Gi", "ephemeral-storage": service["limits"]["ephemeral-storage"]}
+        assert download == {"requests": both, "limits": both}
+
+
+def downloading(resources: Object, of_download: Object | None = None) -> tuple[Object, Object]:
+    """Return the resources of a pod's download and of its service, which has the given ones in the values."""
+    source = {"image": "example.org/fetch:1", "sizeLimit": "9Gi", "resources": of_download or {}}
+    pool = at("verifiers/a", {"resources": resources})
+    values = merged(SMALL | SOURCES | {"modelVolume": {"download": source}}, pool)
+    spec = templates(render(values))["specdec-verifier-a"]["spec"]
+    return spec["initContainers"][0]["resources"], spec["containers"][0]["resources"]
 
 
 class TestRollouts:

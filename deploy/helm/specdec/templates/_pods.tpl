@@ -23,12 +23,14 @@ spec:
   {{- if and $w.modelVolume.download (ne $w.role "openai") }}
   initContainers:
     - name: download
-      {{- /* Kubernetes gives a pod cores of its own only if all its containers have limits of CPU and memory. */}}
+      {{- /* CPU and disk as of the service, so the pod needs no more for it. A quota of the namespace refuses pods with
+      containers that do not name them, and Kubernetes gives cores of its own only to pods whose containers all have
+      limits of CPU and memory. */}}
       {{- $resources := dict "limits" (dict "memory" "2Gi") }}
+      {{- $ofService := include "specdec.resources" $w | fromYaml }}
       {{- range $part := list "requests" "limits" }}
-      {{- with dig $part "cpu" "" (default dict $w.resources) }}
-      {{- include "specdec.lay" (list $resources (dict $part (dict "cpu" .))) }}
-      {{- end }}
+      {{- $shared := pick (dig $part dict $ofService) "cpu" "ephemeral-storage" }}
+      {{- include "specdec.lay" (list $resources (dict $part $shared)) }}
       {{- end }}
       {{- include "specdec.layResources" (list $resources (default dict $w.modelVolume.download.resources)) }}
       {{- toYaml (omit $w.modelVolume.download "sizeLimit" "env" "resources") | nindent 6 }}
