@@ -25,6 +25,7 @@ from specdec.engine.placement import Placement, WantedDtype
 from specdec.exit_status import ExitStatus
 from specdec.local.stack import Stack
 from specdec.roles import PACKAGES, load
+from specdec.serving.process.listening import ListenError, check_apart, check_free, from_here
 
 ANSWER_SECONDS = 5.0
 
@@ -33,8 +34,8 @@ ALWAYS_SET = SET_BY_UP | {"log_level", "drain_seconds"}
 
 
 def description(stack: Stack) -> dict[str, Any]:
-    """Return the address for clients, the addresses of all services, and for each pod its model, placement and
-    memory; for the orchestrator the names of its models."""
+    """Return the address for clients on this machine, the addresses at which all services listen, and for each pod its
+    model, placement and memory; for the orchestrator the names of its models."""
     pods = {role: _pod(role, address, stack.children[role].process.pid) for role, address in stack.addresses.items()}
     return {"address": stack.address, "services": stack.addresses, "pods": pods}
 
@@ -77,7 +78,7 @@ def lines(
         # With tenants, the orchestrator lists its models only to holders of a key.
         models = found["pods"]["orchestrator"].get("models", [])
         known = f" OPENAI_API_KEY=none (model {models[0]})" if models else " OPENAI_API_KEY=KEY" if by_key else ""
-        yield f"With any OpenAI client: OPENAI_BASE_URL=http{'s' * https}://{openai}/v1{known}"
+        yield f"With any OpenAI client: OPENAI_BASE_URL=http{'s' * https}://{from_here(openai)}/v1{known}"
     else:
         yield f"No HTTP API: --openai-port {ports.OPENAI} adds it."
     if not has_model:
@@ -182,7 +183,6 @@ def up(
     from specdec.local.child import DRAIN_SECONDS
     from specdec.local.upkeep import Upkeep
     from specdec.serving.process import logs
-    from specdec.serving.process.listening import ListenError, check_apart, check_free
     from specdec.text.check import check_text
 
     logs.configure("up", "warning")  # so that a closed stderr or a full disk under it does not stop the services

@@ -28,6 +28,7 @@ from specdec.engine.unsupported import UnsupportedModelError
 from specdec.local.child import DRAIN_SECONDS, Child, LocalError, stop
 from specdec.local.models import ModelPaths
 from specdec.roles import PACKAGES
+from specdec.serving.process.listening import from_here
 
 START_SECONDS = 1800.0
 """Start-up timeout of all services in seconds, long enough for large weights on slow disks."""
@@ -44,9 +45,9 @@ PROGRAMS = {role: (package,) for role, package in PACKAGES.items()}
 class Stack:
     """A running stack: verifier, orchestrator and, if wanted, draft service and OpenAI's HTTP API."""
 
-    address: str  # of the orchestrator
+    address: str  # of the orchestrator, for programs on this machine
     children: dict[str, Child]
-    addresses: dict[str, str]  # of all services, by role
+    addresses: dict[str, str]  # where all services listen, by role
 
     @classmethod
     @contextlib.contextmanager
@@ -141,14 +142,14 @@ class Stack:
             await_ready(*list(children))
             patience = max(MIN_FAILOVER_SECONDS, 2 * (time.monotonic() - begin))
             peers = ["--failover-seconds", f"{patience:.0f}"]
-            peers += (word for role, address in addresses.items() for word in (f"--{role}", route(address)))
+            peers += (word for role, address in addresses.items() for word in (f"--{role}", route(from_here(address))))
             ours = ("--port", str(port), "--trust-drafts")
             spawn("orchestrator", models.target, *ours, *peers, *orchestrator_options)
             await_ready("orchestrator")
             if openai_options is not None:
-                spawn("openai", None, "--orchestrator", addresses["orchestrator"], *openai_options)
+                spawn("openai", None, "--orchestrator", from_here(addresses["orchestrator"]), *openai_options)
                 await_ready("openai")
-            yield cls(addresses["orchestrator"], children, addresses)
+            yield cls(from_here(addresses["orchestrator"]), children, addresses)
         finally:
             stop(children.values(), drain_seconds, forced)
 

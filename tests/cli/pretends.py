@@ -1,5 +1,5 @@
-"""A service that does nothing: it is ready immediately, or fails in the phase named by `--fails-in`. Like a service, it
-ends with its parent only if it was told to."""
+"""A service that does nothing: it is ready immediately at port 1 of `--host`, or fails in the phase named by
+`--fails-in`. Like a service, it ends with its parent only if it was told to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if __name__ == "__main__":
         print(f"starting imports\nstarting {phase}\nstarting quantising, 0.10 of 0.20 GB", flush=True)
         print("draft: no space", file=sys.stderr)
         sys.exit(1)
-    print("ready 127.0.0.1:1", flush=True)
+    host = sys.argv[sys.argv.index("--host") + 1] if "--host" in sys.argv else "127.0.0.1"
+    print(f"ready {host}:1", flush=True)
     if "--stop-with-stdin" in sys.argv:
         sys.stdin.read()
     else:

@@ -46,6 +46,14 @@ ANY_HOST = frozenset({"0.0.0.0", "::", ""})
 """Hosts that mean all interfaces."""
 
 
+def from_here(address: str) -> str:
+    """Return the address at which programs on this machine reach a server that listens on HOST:PORT: for all interfaces
+    the loopback interface, since no certificate names 0.0.0.0."""
+    host, _, port = address.rpartition(":")
+    loopback = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+    return f"{loopback.get(host, host)}:{port}"
+
+
 def check_apart(addresses: Mapping[str, tuple[str, int]]) -> None:
     """Raise ListenError if two services are given the same port. `addresses`: (host, port) by the option that sets the
     port; port 0 means any free one."""
