@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -75,8 +76,7 @@ def _with_bans(
             problem = f"has {len(word)} characters, must have 1 to {MAX_BAD_WORD_CHARACTERS}, not only white space"
             violations.append((field, problem))
             return sampling
-        for text in (bare, f" {bare}"):
-            tokens = tuple(model.tokenizer.encode(text, special=False))
+        for tokens in _spellings(model, bare):
             if not 0 < len(tokens) <= MAX_BANNED_SEQUENCE_TOKENS:
                 problem = f"is {len(tokens)} tokens of this model, must be 1 to {MAX_BANNED_SEQUENCE_TOKENS}"
                 violations.append((field, problem))
@@ -89,3 +89,18 @@ def _with_bans(
                 sequences.add(tokens)
     needed = frozenset(tokens for tokens in sequences if tokens[-1] not in banned)
     return replace(sampling, banned_tokens=frozenset(banned), banned_sequences=needed)
+
+
+def _spellings(model: ServedModel, word: str) -> Iterator[tuple[int, ...]]:
+    """Yield a word's tokens alone, after a space, and after a line break. Tokenizers such as Llama 2's put a space
+    before a text, so a word alone is not spelled as one after a bracket, but one after a line break is."""
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(model.tokenizer.encode(text, special=False))
+
+    yield encode(word)
+    yield encode(f" {word}")
+    before, both = encode("\n"), encode(f"\n{word}")
+    if before != both[: len(before)]:  # the tokenizer joins them, or strips line breaks
+        return
+    yield both[len(before) :]

@@ -110,7 +110,7 @@ class GenerateOptions(TypedDict, total=False):
     ]
     bad_words: Annotated[
         Sequence[str] | None,
-        "Texts that are never generated in their usual tokens, alone or after a space.",
+        "Texts that are never generated in their usual tokens: alone, after a space or after a line break.",
     ]
     seed: Annotated[int | None, "Sampling seed. Default: drawn by the server, and sent in the first chunk."]
 

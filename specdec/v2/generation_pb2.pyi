@@ -551,9 +551,9 @@ class SamplingParameters(google.protobuf.message.Message):
 
     @property
     def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Words, or other texts, that are not generated. Each is tokenized alone and after a space; its last token is never
-        chosen if the text, prompt included, ends with its other tokens. At most 256, each of at most 256 characters and 64
-        tokens.
+        """Words, or other texts, that are not generated. Each is tokenized alone, after a space and after a line break; its
+        last token is never chosen if the text, prompt included, ends with its other tokens. At most 256, each of at most 256
+        characters and 64 tokens.
         """
 
     def __init__(

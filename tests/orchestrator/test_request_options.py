@@ -19,7 +19,7 @@ from specdec.serving.errors import InvalidRequestError, PromptTooLongError
 from specdec.v2 import generation_pb2 as pb
 from specdec.v2 import model_pb2, verifier_pb2
 from tests.models import make
-from tests.text.tokenizers import directory, word_level
+from tests.text.tokenizers import directory, sentencepiece, word_level
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 BEGIN, END, POINT, WORLD, HELLO, W0 = 2, 3, 4, 6, 7, 8
@@ -118,6 +118,15 @@ def test_a_bad_word_is_banned_after_a_space_too(byte_level: ServedModel) -> None
     assert len(spelled) == 2
     for word in ("no way", "  no way"):
         assert parsed(byte_level, sampling=sampling(bad_words=[word])).sampling.banned_sequences == spelled
+
+
+def test_a_bad_word_is_banned_without_the_space_that_a_tokenizer_adds(tmp_path: Path) -> None:
+    """Such a tokenizer never makes the token of a text that begins with the word, but a model may write it after a
+    bracket."""
+    adding = sentencepiece(["world", " world"])
+    model = ServedModel.of(directory(adding, tmp_path / "m"))
+    found = parsed(model, sampling=sampling(bad_words=["world"])).sampling
+    assert {adding.token_to_id("world"), adding.token_to_id("\u2581world")} <= found.banned_tokens
 
 
 def test_the_last_message_may_be_continued(model: ServedModel) -> None:
