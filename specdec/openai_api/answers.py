@@ -40,7 +40,7 @@ class Frame:
         """Return the complete answer as JSON, including the already encoded fields `others`; all choices must have
         ended. Prompt token ids are a field of a chat's answer, but of each choice in completions."""
         kind = "chat.completion" if self.chat else "text_completion"
-        fields = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(c.finish for c in choices))
+        fields = self._framed(kind, usage=usage_of(choices), system_fingerprint=fingerprint(choices))
         fields |= self.ignored_json
         parts = {"choices": json_list(choice.whole() for choice in choices), **others}
         if self.chat and (prompt := choices[0].encoded_prompt):
@@ -87,12 +87,18 @@ class Choice:
         self._logprobs = EncodedLogprobs(self._logprobs_of)
         self._prompt = prompt or AnsweredPrompt()
         self._own: Json = {}
+        self._model = ""  # fingerprint of the model's weights
         self._finish: Finish | None = None
 
     @property
     def finish(self) -> Finish:
         assert self._finish is not None
         return self._finish
+
+    @property
+    def computed_by(self) -> str:
+        """The fingerprints of the model and of its numerics; the sample must have ended."""
+        return f"{self._model} {self.finish.numerics}"
 
     @property
     def first_sample(self) -> bool:
@@ -232,6 +238,7 @@ class Choice:
         own: Json = {}
         self._completion_tokens += len(chunk.tokens)
         self._last_token = chunk.tokens[-1] if chunk.tokens else self._last_token
+        self._model = chunk.model_fingerprint or self._model
         if chunk.resolved is not None:
             resolved = asdict(chunk.resolved)
             resolved["time"] = None if chunk.resolved.time is None else chunk.resolved.time.isoformat()
@@ -299,10 +306,11 @@ def usage_of(choices: Sequence[Choice]) -> Json:
     }
 
 
-def fingerprint(finishes: Iterable[Finish]) -> str:
-    """Return a hash of the numerics: equal hashes and seeds mean equal tokens."""
-    numerics = sorted({finish.numerics for finish in finishes})
-    return f"fp_{hashlib.sha256(' '.join(numerics).encode()).hexdigest()[:16]}"
+def fingerprint(choices: Iterable[Choice]) -> str:
+    """Return a hash of the model and the numerics of finished choices: with equal hashes and seeds, a prompt's tokens
+    get the same answer."""
+    found = sorted({choice.computed_by for choice in choices})
+    return f"fp_{hashlib.sha256(' '.join(found).encode()).hexdigest()[:16]}"
 
 
 def statistics(finish: Finish) -> Json:

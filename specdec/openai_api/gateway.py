@@ -397,14 +397,14 @@ async def _events(answer: _Answer, chunks: Chunks) -> AsyncGenerator[Json, None]
             for part in answer.echo(number, chunk):  # one event each: a prompt may have megabytes
                 yield event([part], choice)
             if not chunk.prompt or chunk.tokens or chunk.finish or chunk.resolved:
-                ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([chunk.finish])}
                 *begun, last = choice.pieces(chunk, answer.seeds[number])
+                ended: Json = {} if chunk.finish is None else {"system_fingerprint": fingerprint([choice])}
                 for piece in begun:
                     yield event([piece], choice)
                 yield event([last], choice, **ended)
             found = await anext(chunks, None)
     if request.usage_in_stream:
-        of_all = fingerprint(choice.finish for choice in answer.choices)  # SDKs keep that of the last event
+        of_all = fingerprint(answer.choices)  # SDKs keep that of the last event
         yield frame.piece([], usage=usage_of(answer.choices), system_fingerprint=of_all)
 
 

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.json_format import ParseDict
 
 from specdec.client.completion import Chunk, Finish, read_chunk
-from specdec.openai_api.answers import Choice, statistics
+from specdec.openai_api.answers import Choice, fingerprint, statistics
 from specdec.openai_api.event_stream import typed_event_of
 from specdec.openai_api.json_text import EncodedList, Json, encoded
 from specdec.openai_api.logprobs import of_text
@@ -48,6 +48,19 @@ def chunk(*, spelt: bool = True, last: bool = False) -> Chunk:
     if last:
         ParseDict({"reason": "FINISH_REASON_STOP"}, response.finish)
     return read_chunk(response)
+
+
+def test_a_fingerprint_is_of_the_weights_too() -> None:
+    """Two revisions on equal devices have equal numerics."""
+
+    def of(model: str, numerics: str) -> str:
+        choice = Choice(0, asking(chat=False))
+        choice.gather(read_chunk(pb.GenerateResponse(text="a", tokens=[97], model_fingerprint=model)), 1)
+        choice.gather(read_chunk(pb.GenerateResponse(finish=pb.Finish(numerics_fingerprint=numerics))), 1)
+        return fingerprint([choice])
+
+    assert of("1", "a") == of("1", "a")
+    assert len({of("1", "a"), of("2", "a"), of("1", "b")}) == 3
 
 
 @pytest.mark.parametrize(
