@@ -71,7 +71,8 @@ class Endpoint(Generic[Channel]):
 
         `timeout` in seconds bounds a call including its retries; None: unbounded. `max_retries` bounds the consecutive
         retries of an unavailable address; new tokens reset the count. An address that has answered before is retried
-        for at least ten seconds, unless `max_retries` is 0.
+        for at least ten seconds, and a text in progress waits for room at a full server for at least 90 s, unless
+        `max_retries` is 0.
 
         Without `credentials` the connection is not encrypted. `api_key`, for servers with authentication, and
         `metadata` are sent with every call. `options` are gRPC channel arguments.

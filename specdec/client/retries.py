@@ -79,6 +79,9 @@ _MAX_RETRY_AFTER = 60.0  # cap on a server's `retry_after`
 _RETURN_SECONDS = 10.0
 """Minimum seconds to wait for the return of a server that has answered before: restarting an orchestrator, as in
 `specdec up`, takes several seconds."""
+_ROOM_SECONDS = 90.0
+"""Minimum seconds for which a text in progress waits for room at a server: at a tenant's limit, places become free only
+as other texts end."""
 _PERMANENT_TRIES_OF_A_NAME = 3
 """Permanent refusals (`_PERMANENT`) after which a name is given up. A name may resolve to several servers, and each try
 reaches the next one."""
@@ -110,7 +113,8 @@ class Retries:
         self._failures: Counter[str] = Counter()  # consecutive ones, by address
         self._permanent: Counter[str] = Counter()  # permanent refusals among these
         self._left_out: set[str] = set()  # addresses given up
-        self._refusal: SpecdecError | None = None  # the last refusal after which an address was given up
+        self._refusal: SpecdecError | None = None  # of an address given up, or of a full server: the last one
+        self._full = False  # one of the consecutive failures was a full server's
         self._failing_since = 0.0  # time of the first of the consecutive failures
         self._begin = clock()
         self._timeout = timeout
@@ -132,7 +136,7 @@ class Retries:
         self._failures.clear()
         self._permanent.clear()
         self._left_out.clear()
-        self._refusal = None
+        self._refusal, self._full = None, False
         self._rotation.answered(self.address)
 
     def check_open(self) -> None:
@@ -164,11 +168,13 @@ class Retries:
                 self._refusal = seen
         elif lost:
             self._rotation.failed(self.address)
+        else:
+            self._refusal, self._full = seen, True
         if self._left_out.issuperset(self._rotation.addresses):
             raise seen from error
         self.address = self._rotation.take(self._failures, self._left_out)
         again = self._failures[self.address]
-        if again > self._most and not self._may_return:
+        if again > self._most and not self._may_recover:
             raise (self._refusal or seen) from error  # a refusal explains more than a lost connection
         if not again:
             return 0.0  # another server may work: no pause
@@ -184,11 +190,12 @@ class Retries:
         return pause
 
     @property
-    def _may_return(self) -> bool:
-        """True while it is too early to give up on a server that has answered before; False if the caller wants no
-        retries."""
+    def _may_recover(self) -> bool:
+        """True while it is too early to give up on a server that has answered before, or that is full; False if the
+        caller wants no retries."""
         known = any(self._rotation.is_known(address) for address in self._failures if address not in self._left_out)
-        return known and self._most > 0 and self._clock() - self._failing_since < _RETURN_SECONDS
+        patience = _ROOM_SECONDS if self._full else _RETURN_SECONDS if known else 0.0
+        return self._most > 0 and self._clock() - self._failing_since < patience
 
 
 def _most_permanent(address: str) -> int:

@@ -10,7 +10,7 @@ from google.rpc import code_pb2, error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.client import Cancelled, Unavailable
+from specdec.client import Cancelled, Overloaded, Unavailable
 from specdec.client.errors import InvalidRequest
 from specdec.client.retries import Retries, Rotation
 from tests.client.fake_server import rich
@@ -44,6 +44,19 @@ class Settled(Gone):
     def trailing_metadata(self) -> tuple[Any, ...]:
         changed = error_details_pb2.ErrorInfo(reason="MODEL_CHANGED", domain="specdec")
         status = rich(code_pb2.UNAVAILABLE, changed).status
+        assert status is not None
+        return (("grpc-status-details-bin", status.SerializeToString()),)
+
+
+class Full(Gone):
+    """The error of a server at a tenant's limit."""
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def trailing_metadata(self) -> tuple[Any, ...]:
+        limit = error_details_pb2.ErrorInfo(reason="TENANT_LIMIT", domain="specdec")
+        status = rich(code_pb2.RESOURCE_EXHAUSTED, limit).status
         assert status is not None
         return (("grpc-status-details-bin", status.SerializeToString()),)
 
@@ -106,6 +119,19 @@ def test_a_refusal_is_an_answer() -> None:
     with pytest.raises(InvalidRequest):
         a_call(rotation, clock).pause(Refused())
     assert tries(a_call(rotation, clock), clock)[1] >= 10
+
+
+@pytest.mark.parametrize("most", [1, RETRIES])
+def test_a_text_waits_for_room_when_its_server_is_gone(most: int) -> None:
+    clock = Clock()
+    rotation = Rotation(["a", "b"], clock)
+    call = a_call(rotation, clock, most)
+    call.progressed()
+    gone, begin = call.address, clock.now
+    with pytest.raises(Overloaded):
+        while True:
+            clock.now += call.pause(Gone() if call.address == gone else Full(), begun=True)
+    assert 90 <= clock.now - begin < 93
 
 
 def test_who_wants_no_retries_gets_none() -> None:
