@@ -217,7 +217,7 @@ class Gateway:
         number: int,
     ) -> AsyncGenerator[Chunk, None]:
         async with self._client() as client:
-            if request.echo:
+            if request.echo and not prompts[number].begun:  # a retry must not spend a tenant's limit on it again
                 prompts[number].begin(await _text(client, request, number, caller))
             message = request.message(number)
             async with (

@@ -47,10 +47,13 @@ class AnsweredPrompt:
         self._entries_top = entries
         self._entries: list[str] = []
         self._untold = False  # the text has not been streamed
+        self.begun = False
+        """True once `begin` was called."""
 
     def begin(self, text: bytes | None) -> None:
         """Set the text that precedes the prompt's completions; must be called before their first chunk. None: the text
         is built from the tokens."""
+        self.begun = True
         if text is None:
             self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         else:

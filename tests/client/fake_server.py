@@ -85,6 +85,7 @@ class FakeServer(GenerationServiceServicer):
         self.refused_peers: list[str] = []  # one entry for each call without a known key
         self.calls: list[Call] = []
         self.listings: list[Call] = []
+        self.tokenized: list[pb.TokenizeRequest] = []
         self.stats = pb.GenerationServiceGetStatsResponse()
         self.stats_requests: list[pb.GenerationServiceGetStatsRequest] = []
         self.called = asyncio.Event()
@@ -164,6 +165,7 @@ class FakeServer(GenerationServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         """Return the text's bytes as tokens, after a special token 0."""
+        self.tokenized.append(request)
         await self._play_end(
             await self._begin(pb.GenerateRequest(text=request.text, model=request.model), context), context
         )

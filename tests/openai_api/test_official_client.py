@@ -388,6 +388,16 @@ async def test_the_last_prompts_wait_for_a_limit_per_minute() -> None:
     assert {call.metadata[PROMPTS] for call in server.calls} == {"3"}
 
 
+async def test_a_prompt_that_waits_for_a_limit_is_decoded_once() -> None:
+    """Decoding counts against the limit too."""
+    limited = rich(RESOURCE_EXHAUSTED, ErrorInfo(reason="TENANT_LIMIT"))
+    async with FakeServer(*3 * [Act()], limited, Act()) as server, front(server.address) as http:
+        answer = await http.client.completions.create(model="fake", prompt=[[104], [105]], extra_body={"echo": True})
+    assert [choice.text[0] for choice in answer.choices] == ["h", "i"]
+    assert sorted(request.tokens.ids[0] for request in server.tokenized) == [104, 105]
+    assert len(server.calls) == 5
+
+
 async def test_each_prompt_tells_its_seed() -> None:
     async with FakeServer() as server, front(server.address) as http:
         answer = await http.client.completions.create(model="fake", prompt=["a", "b"])
