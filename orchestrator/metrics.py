@@ -16,7 +16,8 @@ from specdec.v2 import generation_pb2
 
 ERRORS = {
     *(kind.reason for kind in STATUS if kind not in (PeerLostError, PermissionDeniedError)),
-    *("VERIFIER_LOST", "DRAFT_REQUIRED", "MODEL_CHANGED", "WRONG_TENANT", "LEARNING_NOT_PERMITTED"),
+    *("VERIFIER_LOST", "DRAFT_REQUIRED", "MODEL_CHANGED", "MODEL_UNREADABLE"),
+    *("WRONG_TENANT", "LEARNING_NOT_PERMITTED"),
 }
 """Error reasons of failed requests."""
 

@@ -7,7 +7,7 @@ import protobuf from "protobufjs";
 const details = protobuf.loadSync(fileURLToPath(new URL("rpc_details.proto", import.meta.url)));
 
 /** Reasons of a server that cannot serve a text soon, while another one may. */
-const SETTLED = ["DRAFT_REQUIRED", "MODEL_CHANGED", "PROMPT_CHANGED", "VERIFIER_LOST"];
+const SETTLED = ["DRAFT_REQUIRED", "MODEL_CHANGED", "MODEL_UNREADABLE", "PROMPT_CHANGED", "VERIFIER_LOST"];
 
 /** Statuses of a broken connection, unless a server gave a reason or a proxy refused the call by HTTP. */
 const BROKEN = ["CANCELLED", "INTERNAL", "UNKNOWN"];

@@ -164,7 +164,7 @@ class Catalog:
 def _cannot_be_read(asked: str) -> PeerLostError:
     """Return the error for a configured model that cannot be read here: another orchestrator may serve it."""
     problem = f"model: {echo(asked)} is configured, but this orchestrator cannot read its directory"
-    return PeerLostError(problem, "VERIFIER_LOST")
+    return PeerLostError(problem, "MODEL_UNREADABLE")
 
 
 def largest(revisions: Iterable[Revision]) -> Revision:

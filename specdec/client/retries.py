@@ -86,10 +86,10 @@ _PERMANENT_TRIES_OF_A_NAME = 3
 """Permanent refusals (`_PERMANENT`) after which a name is given up. A name may resolve to several servers, and each try
 reaches the next one."""
 _WAITED = ("DRAFT_REQUIRED", "VERIFIER_LOST")
-_PERMANENT = ("MODEL_CHANGED", "PROMPT_CHANGED", *_WAITED)
-"""Reasons for a permanent refusal: the server has another model or chat template, or has waited in vain for a draft or
-a verifier. Another server may serve the text; this one will not soon. A refusal after a wait (`_WAITED`) gives up a
-name at once, since the wait has taken long."""
+_PERMANENT = ("MODEL_CHANGED", "MODEL_UNREADABLE", "PROMPT_CHANGED", *_WAITED)
+"""Reasons for a permanent refusal: the server has another model or chat template, cannot read the model, or has waited
+in vain for a draft or a verifier. Another server may serve the text; this one will not soon. A refusal after a wait
+(`_WAITED`) gives up a name at once, since the wait has taken long."""
 _PERMANENT_ONCE_BEGUN = (*_PERMANENT, "UNKNOWN_MODEL")
 """The same for a text in progress: a server may not yet, or no longer, know the text's revision."""
 

@@ -39,10 +39,13 @@ class Gone(grpc.RpcError):
 
 
 class Settled(Gone):
-    """The error of a server that serves another model."""
+    """The error of a server that serves another model, or refuses for another reason that stays."""
+
+    def __init__(self, reason: str = "MODEL_CHANGED") -> None:
+        self._reason = reason
 
     def trailing_metadata(self) -> tuple[Any, ...]:
-        changed = error_details_pb2.ErrorInfo(reason="MODEL_CHANGED", domain="specdec")
+        changed = error_details_pb2.ErrorInfo(reason=self._reason, domain="specdec")
         status = rich(code_pb2.UNAVAILABLE, changed).status
         assert status is not None
         return (("grpc-status-details-bin", status.SerializeToString()),)
@@ -151,6 +154,17 @@ def test_a_server_that_refuses_permanently_is_left_for_one_that_may_come_back() 
     assert call.address == broken
     clock.now += call.pause(Gone(), begun=True)
     assert call.address == broken
+
+
+@pytest.mark.parametrize(("reason", "most"), [("MODEL_UNREADABLE", 3), ("VERIFIER_LOST", 1)])
+def test_a_server_that_cannot_read_a_model_has_not_waited(reason: str, most: int) -> None:
+    """The other servers of its name are tried at once."""
+    clock = Clock()
+    call = a_call(Rotation(["orchestrator:50050"], clock), clock)
+    for _ in range(most - 1):
+        clock.now += call.pause(Settled(reason))
+    with pytest.raises(Unavailable):
+        call.pause(Settled(reason))
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,9 @@ def test_what_cannot_be_read_here_may_be_served_elsewhere(name: str, lost: bool)
     catalog.missing = [("big", "b"), ("gone", "a")]
     request = generation_pb2.GenerateRequest(model=name)
     if lost:
-        with pytest.raises(PeerLostError, match="cannot read its directory"):
+        with pytest.raises(PeerLostError, match="cannot read its directory") as caught:
             catalog.choose(request)
+        assert caught.value.reason == "MODEL_UNREADABLE"
     else:
         assert catalog.choose(request).name == "a"
     for unknown in ("big@c", "gone@b", "other"):
