@@ -7,6 +7,7 @@ that revision is ready, since another revision would give it other tokens. The c
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from array import array
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ PART = 4096
 TURNS = 16
 """Limits on the hashed parts of a seeded request: PART characters or tokens at each end of a prompt or chat turn, and
 TURNS turns at each end of a conversation."""
+
+BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 class TrafficTarget(Protocol):
@@ -63,20 +66,26 @@ def _ends(request: generation_pb2.GenerateRequest) -> bytes:
 
 
 def choose(revisions: Sequence[Chosen], point: float) -> Chosen:
-    """Return the revision at a point of [0, 1), which is divided among the revisions by share. Revisions that are not
-    ready are skipped, unless none is ready. At least one revision must have a share above 0."""
+    """Return the revision at a point of [0, 1), which is divided among the revisions by share. The part of a revision
+    that is not ready is divided among the others by share, unless none is ready. At least one revision must have a
+    share above 0."""
     left = [revision for revision in revisions if revision.share > 0]
-    first = chosen = _at(left, point)
-    while not chosen.ready and len(left) > 1:
+    first = None
+    while left:
+        chosen, point = _at(left, point)
+        if chosen.ready:
+            return chosen
+        first = first or chosen
         left.remove(chosen)
-        chosen = _at(left, point)
-    return chosen if chosen.ready else first
+    assert first is not None
+    return first
 
 
-def _at(revisions: Sequence[Chosen], point: float) -> Chosen:
+def _at(revisions: Sequence[Chosen], point: float) -> tuple[Chosen, float]:
+    """Return the revision at a point, and the point's place within that revision's part."""
     wanted = point * sum(revision.share for revision in revisions)
-    for revision in revisions[:-1]:
+    for revision in revisions:
+        if wanted < revision.share:
+            break
         wanted -= revision.share
-        if wanted < 0:
-            return revision
-    return revisions[-1]
+    return revision, min(max(wanted / revision.share, 0.0), BELOW_ONE)  # rounding errors must not leave [0, 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
@@ -57,6 +59,16 @@ def test_shares_are_met() -> None:
     found = Counter(choose(revisions, point_of(request)).name for _ in range(20_000))
     assert set(found) == {0, 2, 3}
     assert chisquare([found[0], found[2], found[3]], [10_000, 9_000, 1_000]).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_what_is_not_ready_is_divided_by_share(order: tuple[int, ...]) -> None:
+    """In any order of the revisions."""
+    revisions = [Revision(0, 45.0, ready=False), Revision(1, 10.0), Revision(2, 45.0)]
+    points = (number / 10_000 for number in range(10_000))
+    found = Counter(choose([revisions[number] for number in order], point).name for point in points)
+    assert found[1] == pytest.approx(10_000 * 10 / 55, abs=5)
+    assert found[0] == 0
 
 
 def test_seeds_meet_the_shares_as_well() -> None:
