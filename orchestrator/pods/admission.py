@@ -28,6 +28,9 @@ STALE_SECONDS = 2.5
 """Lifetime of a report in seconds. A pod reports its capacity about once a second on each of its sessions, so an older
 report is out of date."""
 
+REFUSED_SECONDS = 0.05
+"""Seconds that other requests are refused after a refusal by the verifier. It is short because every ended text makes
+room; it only keeps a flood from asking repeatedly."""
 
 MAX_UINT32 = 2**32 - 1
 """Largest value of a message's uint32."""
@@ -70,6 +73,13 @@ class PodLoad:
         """Record a report of the pod, valid for `seconds` or until the next one."""
         self._reported, self._reported_until = reported, self._clock() + seconds
         self._others = max(0, reported.sessions - self.ours - self.opening)
+
+    def refused(self, retry_after: float) -> None:
+        """Note that the pod had no room for a session, valid for REFUSED_SECONDS. A refusal tells nothing about the
+        sessions of other processes: those known before count."""
+        known = min(self.ours + self._others, MAX_UINT32)
+        self._reported = model_pb2.PodCapacity(sessions=known, wait_us=int(1e6 * retry_after))
+        self._reported_until = self._clock() + REFUSED_SECONDS
 
     @property
     def reported(self) -> model_pb2.PodCapacity | None:
@@ -163,10 +173,6 @@ from here to the verifier. For a tenant without an opening in flight, the limit 
 MAX_WAITING = 16
 """Limit on a tenant's requests that wait for places of its cancelled openings; more are refused before parsing."""
 
-REFUSED_SECONDS = 0.05
-"""Seconds that other requests are refused after a refusal by the verifier. It is short because every ended text makes
-room; it only keeps a flood from asking repeatedly."""
-
 
 class LeftAloneError(Exception):
     """The verifier is not asked: other requests have just found it unresponsive."""
@@ -211,8 +217,7 @@ class Admission:
             except (TenantLimitError, GrammarPendingError, TooLateError):
                 raise  # concerns only this request
             except OverloadedError as refusal:
-                full = model_pb2.PodCapacity(sessions=load.ours, wait_us=int(1e6 * refusal.retry_after))
-                load.report(full, REFUSED_SECONDS)
+                load.refused(refusal.retry_after)
                 raise
             finally:
                 load.opening -= 1

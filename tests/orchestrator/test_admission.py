@@ -167,3 +167,17 @@ async def test_a_verifier_that_does_not_answer_is_found_out_once() -> None:
     results = await asyncio.gather(*entering, return_exceptions=True)
     assert asked == 1
     assert [type(r) for r in results].count(LeftAloneError) == 19
+
+
+async def test_a_refusal_tells_nothing_of_other_processes_sessions() -> None:
+    """The next caller is told the number known before, and the full pod is not taken for the emptiest."""
+    load = PodLoad(Clock())
+    admission = Admission(load, Breaker())
+    load.report(model_pb2.PodCapacity(sessions=640, room=1))
+    with pytest.raises(OverloadedError, match="of the verifier"):
+        async with admission.opening("a"):
+            raise OverloadedError("of the verifier", 3.0)
+    with pytest.raises(OverloadedError, match="has 640 sessions"):
+        async with admission.opening("b"):
+            pass
+    assert load.sessions == 640
