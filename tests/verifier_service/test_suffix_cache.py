@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import chisquare
 
 from specdec.decoding.lookahead import Lookahead
-from specdec.decoding.sampling import Sampling
+from specdec.decoding.query import RequestSampler
+from specdec.decoding.sampling import Rule, Sampling
 from specdec.decoding.speculation import OWN_DRAFTERS, CandidateSource
-from tests.verifier_service.fakes import BAD, Client, TextEngine, run, step_loop
+from specdec.decoding.tree import TokenTree
+from tests.verifier_service.fakes import BAD, LANGUAGE, Client, TextEngine, run, step_loop
 from verifier_service.backend.request import Policy
 from verifier_service.backend.result import LOOKAHEAD, NGRAM
 from verifier_service.proposers.suffix_cache import BREAK, MAX_TENANTS, SuffixCache
+from verifier_service.sessions.ngram import SessionNgrams
 
 SOUND = Sampling(banned_tokens=frozenset({BAD}))
 
@@ -72,6 +77,15 @@ def test_who_asks_again_is_answered_in_fewer_steps(second: dict[str, Any], most:
         sources = [source for result in client.mail.results for source in result.sources]
     assert (steps[1] < steps[0] / 3) is heard
     assert (sources.count(NGRAM) > 40) is heard
+
+
+def test_the_longest_match_of_all_texts_is_the_candidate_under_rejection() -> None:
+    """In a tree with draws, one candidate alone has each place."""
+    shared = np.array([*range(100, 116), 200, 201], dtype=np.int32)
+    tree = TokenTree([115, 99, *range(100, 116)], vocabulary=300, last_position=500, sampled=True)
+    ngrams = SessionNgrams(tree.committed, 500, RequestSampler(Sampling()))
+    ngrams.propose(tree, 0.0, shared, every=True, sampled=True)
+    assert list(tree.root.children) == [200]
 
 
 @pytest.mark.parametrize(

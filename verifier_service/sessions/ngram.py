@@ -122,17 +122,25 @@ class SessionNgrams:
         self._skipped = 0
         least = math.log(max(tuning.min_probability, break_even * tuning.break_even_share))
         text = self._text[: self._length]
-        for tokens, match in continuations(text, text[-MAX_MATCH:], tuning.branches, tuning.depth) if lookups else ():
-            # A continuation reaching the end of the text wraps around: the text is assumed to repeat itself.
-            self._insert_lookup(tree, np.resize(tokens, tuning.depth), match, least, sampled)
-        if shared is not None and lookups:
-            for tokens, match in continuations(shared, text[-MAX_MATCH:], tuning.branches, tuning.depth):
+        if lookups:
+            for tokens, match in self._looked_up(text, shared):
                 self._insert_lookup(tree, tokens, match, least, sampled)
         if self.pool is not None and windows:
             for ngram in self.pool.after(int(text[-1])):
                 logprobs = self.lookahead_confidence.logprobs(1, len(ngram), -math.inf if every else least)
                 self._insert(tree, ngram[: len(logprobs)], logprobs, 1, LOOKAHEAD, sampled)
         return True
+
+    def _looked_up(self, text: Tokens, shared: Tokens | None) -> list[tuple[Tokens, int]]:
+        """Return what followed the text's last tokens, in the text and in `shared` texts, and the length of each match.
+        The longest match comes first, since in a tree with draws (REJECTION) the first candidate of a place stays."""
+        branches, depth = self._tuning.branches, self._tuning.depth
+        last = text[-MAX_MATCH:]
+        # A continuation reaching the end of the text wraps around: the text is assumed to repeat itself.
+        found = [(np.resize(tokens, depth), match) for tokens, match in continuations(text, last, branches, depth)]
+        if shared is not None:
+            found += continuations(shared, last, branches, depth)
+        return sorted(found, key=lambda one: -one[1])
 
     def _insert_lookup(self, tree: TokenTree, tokens: Tokens, match: int, least: float, sampled: bool) -> None:
         logprobs = self.lookup_confidence.logprobs(match, len(tokens), least)
