@@ -79,6 +79,29 @@ def test_who_asks_again_is_answered_in_fewer_steps(second: dict[str, Any], most:
     assert (sources.count(NGRAM) > 40) is heard
 
 
+def test_a_repeated_seed_still_follows_the_target_under_rejection() -> None:
+    """Candidates from the same seed's earlier draws would depend on the random numbers that decide about them. The
+    false-alarm probability is 10^-6."""
+    loop = step_loop(TextEngine(40), suffix_cache_tokens=4000)
+    prompt = [*([2, 3, 4, 5, 6, 7, 8, 9] * 8), 10]  # its last token has no earlier occurrence
+    policy = Policy(frozenset({CandidateSource.NGRAM}), 8, 0.0, forced=True)
+    logits = LANGUAGE.logits(LANGUAGE.number_of(prompt)).astype(float)
+    target = np.exp(logits - logits.max())
+    target[BAD] = 0.0
+    target /= target.sum()
+    counts = np.zeros(len(target))
+    for seed in range(300):
+        sampling = Sampling(temperature=1.0, seed=seed, banned_tokens=frozenset({BAD}))
+        for repeated in (False, True):
+            client = Client(loop, prompt, 2, sampling=sampling, rule=Rule.REJECTION, policy=policy)
+            run(loop, client)
+            counts[client.tokens[0]] += repeated
+    likely = target > 0.01
+    found = [*counts[likely], counts[~likely].sum()]
+    wanted = 300 * np.array([*target[likely], target[~likely].sum()])
+    assert chisquare(found, wanted).pvalue > 1e-6
+
+
 def test_the_longest_match_of_all_texts_is_the_candidate_under_rejection() -> None:
     """In a tree with draws, one candidate alone has each place."""
     shared = np.array([*range(100, 116), 200, 201], dtype=np.int32)

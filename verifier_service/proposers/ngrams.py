@@ -14,7 +14,9 @@ from verifier_service.verification.tree_verification import TreeVerification
 
 class LookupProposer(Proposer):
     """N-gram lookup for all sessions. A session keeps its own text (`ngram.py`); this object keeps `cached_tokens`
-    tokens of each tenant's finished texts, except texts with a cache salt."""
+    tokens of each tenant's finished texts, except texts with a cache salt, and except draws under REJECTION: a request
+    with the same seed would meet its own tokens as candidates, and the draw after a rejected candidate would use the
+    random number that had chosen it."""
 
     def __init__(self, cached_tokens: int) -> None:
         self._cache = SuffixCache(cached_tokens)
@@ -44,5 +46,6 @@ class LookupProposer(Proposer):
             )
 
     def finished(self, session: VerifierSession) -> None:
-        if not session.request.cache_salt:
+        drawn = session.samples_candidates and session.request.sampler.sampling.temperature > 0
+        if not session.request.cache_salt and not drawn:
             self._cache.add(session.request.tenant, session.tree.committed)
