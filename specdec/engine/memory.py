@@ -13,6 +13,7 @@ from typing import Any
 from specdec.decoding.block_hashes import HASHED_TOKENS
 from specdec.engine.cpu_count import MEMBERSHIP, MOUNT, Cgroup, cgroups
 from specdec.engine.unsupported import UnsupportedModelError
+from specdec.engine.working_memory import MAX_STEP_CANDIDATES
 
 SHARE = 0.5
 TEXTS = 64
@@ -61,9 +62,10 @@ def slots_for(
 
 def slots_wanted(context: int, device: str) -> int:
     """Return the number of slots for TEXTS texts, but at least MIN_SLOTS, and enough for one text as long as the
-    model's context."""
+    model's context. The verifier sets aside the slots for a step's candidates, the block of the padding slot, and what
+    exceeds a whole block."""
     length = min(context, TEXT_TOKENS) if device == "cpu" else context
-    return max(MIN_SLOTS, context, TEXTS * length)
+    return max(MIN_SLOTS, context + MAX_STEP_CANDIDATES + 2 * HASHED_TOKENS, TEXTS * length)
 
 
 def slots_within(free: int, slot_bytes: int, wanted: int, working: int, row_bytes: int) -> int:
