@@ -347,9 +347,11 @@ class VerifierSession:
 
     def wait_estimate(self, now: float, break_even: float, *, drafted: bool) -> WaitEstimate:
         """Return the session's wait estimate. `drafted`: whether it uses a remote draft. Without one, it gains nothing
-        by waiting, and its own candidates are delayed."""
+        by waiting, and its own candidates are delayed; nor does it before its last token, which the step itself
+        brings, unless the rule needs the draft's distribution."""
         best = self.candidates()
-        if not drafted or self.policy.patience <= 0:
+        at_last = self.tree.base + 1 >= self.end and not self.needs_draft
+        if not drafted or self.policy.patience <= 0 or at_last:
             return WaitEstimate(best.expected)
         return self.draft_timing.wait_estimate(
             self.tree.base,

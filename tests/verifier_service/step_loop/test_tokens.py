@@ -99,6 +99,15 @@ class TestTokens:
         assert rest.tokens == whole.tokens[11:]
         check_over(loop, engine, whole, rest)
 
+    @pytest.mark.parametrize("most", [2, 3])
+    def test_the_last_token_waits_for_no_candidate(self, most: int) -> None:
+        """The step brings it anyway."""
+        loop = step_loop(TextEngine(10), FixedLatency(1e-5, of_any=0.005), controller=Decided(Mode.REMOTE_DRAFT))
+        one = client(loop, 5, 1, most, policy=Policy(REMOTE, 8, 0.05))
+        turns(loop, 1)
+        one.read()
+        assert (loop.turn() == 0.0) is (most == 2)  # else: the delay until candidates are likely here
+
     @pytest.mark.parametrize("asked", [False, True])
     def test_rejected_candidates_are_reported(self, asked: bool) -> None:
         """In preorder: those on side branches, and those below the last accepted candidate. Only if asked for."""
