@@ -104,10 +104,11 @@ class TextStream:
         mark: int | None = None,
         drops_space: bool = False,
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         """`shown` and `special` are the Detokenizer's. `mark` is a hidden token before the text. With `drops_space`,
         white space at the beginning is dropped; with `include_stop`, the text includes the stop string or the end
-        token."""
+        token. No stop string that ends within the first `min_tokens` tokens ends the text."""
         self._tokenizer = tokenizer
         self._drops_space = drops_space
         self._detokenizer = Detokenizer(tokenizer, prompt, shown, special=special)
@@ -117,8 +118,10 @@ class TextStream:
         self._include_stop = include_stop
         self._stop = StopStrings(stop, tokenizer, unshown, include_stop=include_stop)
         self._stop.pass_over(unshown)
+        self._early = min_tokens  # further tokens in which no stop string may end
 
     def push(self, token: int) -> Spelt:
+        self._count()
         spelt = self._release(self._detokenizer.push(token))
         return spelt if spelt.stop or self.shows(token) else self._pass_over(token, spelt.text)
 
@@ -131,6 +134,7 @@ class TextStream:
         a stop string."""
         if self._include_stop:
             return self.push(token)
+        self._count()
         spelt = self._release(self._detokenizer.flush())
         return spelt if spelt.stop else self._pass_over(token, spelt.text)
 
@@ -138,6 +142,11 @@ class TextStream:
         """Return the text held back; called after the last token."""
         spelt = self._release(self._detokenizer.flush())
         return spelt if spelt.stop else Spelt(spelt.text + self._stop.rest())
+
+    def _count(self) -> None:
+        """Count the next token."""
+        self._stop.early = self._early > 0
+        self._early -= 1
 
     def _pass_over(self, token: int, before: str) -> Spelt:
         spelt = self._stop.pass_over(self._text_of(token))
@@ -181,6 +190,9 @@ class StopStrings:
         self._with_special = tuple(
             text for text in stop if tokenizer.names_special_token(text) or (unshown and unshown in text)
         )
+        self.early = False
+        """True while added text may not end a stop string (`min_tokens`)."""
+        self._early_held = self._early_spelt = 0  # leading characters of the next two in which none may end
         self._held = ""  # shown text that may be the beginning of a stop string
         self._spelt = ""  # the end of the text with special tokens: may be the beginning of one with a special token
         self._is_shown: list[int] = []  # by character of `_spelt`: 1 if it is shown, else 0
@@ -203,11 +215,14 @@ class StopStrings:
 
     def _search(self, added: str, is_shown: int) -> Spelt:
         held = self._held
-        found = [(at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
         if self._with_special:
             self._spelt += added
             self._is_shown += [is_shown] * len(added)
-            places = [(self._spelt.find(stop), stop) for stop in self._with_special]
+        if self.early:
+            self._early_held, self._early_spelt = len(held), len(self._spelt)
+        found = [(at, stop) for stop in self._stop if (at := _find(held, stop, self._early_held)) >= 0]
+        if self._with_special:
+            places = [(_find(self._spelt, stop, self._early_spelt), stop) for stop in self._with_special]
             found += [(len(held) - sum(self._is_shown[at:]), stop) for at, stop in places if at >= 0]
         if found:
             # The earliest stop string; the longer of two at the same place.
@@ -218,7 +233,13 @@ class StopStrings:
         self._spelt, self._is_shown = self._spelt[spelt:], self._is_shown[spelt:]
         final = len(held) - max(sum(self._is_shown), *(overlap(held, stop) for stop in self._stop))
         self._held = held[final:]
+        self._early_held, self._early_spelt = max(0, self._early_held - final), max(0, self._early_spelt - spelt)
         return Spelt(held[:final])
+
+
+def _find(text: str, stop: str, early: int) -> int:
+    """Return the place of a stop string that ends after the first `early` characters; -1 if there is none."""
+    return text.find(stop, max(0, early - len(stop) + 1))
 
 
 MAX_SPACE_BEFORE_MARK = 8
@@ -234,6 +255,8 @@ class SampleText:
     def __init__(self, sample: Sample, tokenizer: Tokenizer) -> None:
         self._sample = sample
         self._tokenizer = tokenizer
+        self.reasoning_tokens = 0
+        """Tokens of the reasoning so far, including its marks."""
         reasoning = sample.reasoning
         # The opening mark, while it may still come: only white space may precede it.
         self._opening = None if reasoning is None or reasoning.begun else reasoning.opening
@@ -244,8 +267,6 @@ class SampleText:
             for stop in sample.stop
             if (token := tokenizer.added_token(stop)) is not None and token in sample.end_tokens
         }
-        self.reasoning_tokens = 0
-        """Tokens of the reasoning so far, including its marks."""
 
     def take_space(self, tokens: Sequence[int]) -> int | None:
         """Take the white space before the opening mark, if these tokens continue with the mark; return its number of
@@ -312,4 +333,5 @@ class SampleText:
             mark=mark,
             drops_space=mark is not None and sample.grammar is None,
             include_stop=sample.include_stop,
+            min_tokens=sample.min_tokens - self.reasoning_tokens,
         )

@@ -67,7 +67,7 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: Annotated[
         int | None, "Maximum tokens to generate. Default: the model's own, else until the context is full."
     ]
-    min_tokens: Annotated[int | None, "Minimum tokens before an end token."]
+    min_tokens: Annotated[int | None, "Minimum tokens before an end token or the end of a stop string."]
     stop: Annotated[str | Sequence[str] | None, "Stop strings: the text ends before the first one."]
     include_stop: Annotated[bool | None, "The text includes the stop string or end token that ended it."]
     show_special_tokens: Annotated[bool | None, "The text includes special tokens, except the end token."]

@@ -103,7 +103,7 @@ class GenerateRequest(google.protobuf.message.Message):
     the model's `max_new_tokens`, else until the context is full.
     """
     min_tokens: builtins.int
-    """Minimum tokens before an end token or stop id may be chosen."""
+    """Minimum tokens before an end token or stop id may be chosen, or a stop string may end the text."""
     ignore_end_token: builtins.bool
     """Continue past the model's end tokens."""
     n: builtins.int

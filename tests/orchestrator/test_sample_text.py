@@ -98,6 +98,13 @@ def test_stop_strings_end_the_answer_alone(model: ServedModel) -> None:
     assert list(found.tokens) == [b, c, CLOSE, c, b, c]
 
 
+@pytest.mark.parametrize(("least", "text"), [(5, "c"), (6, "cbcb"), (7, "cbcb")])
+def test_the_minimum_of_tokens_counts_the_reasoning(model: ServedModel, least: int, text: str) -> None:
+    b, c = model.tokenizer.encode("bc", special=False)
+    sample = sample_of(model, begun=True, stop=("bc",), min_tokens=least)
+    assert told(model, sample, [b, c, CLOSE, c, b, c, b]).text == text
+
+
 @pytest.mark.parametrize("last", [END, 70])
 def test_reasoning_that_never_ends_is_no_answer(model: ServedModel, last: int) -> None:
     """The reasoning includes text held back at the end, and the end token."""

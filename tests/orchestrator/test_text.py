@@ -84,6 +84,29 @@ def test_stop_strings_cut_where_they_first_occur(tokenizer: Tokenizer, text: str
     assert not any(s in before for s in stops)
 
 
+@settings(max_examples=examples(150))
+@given(
+    text=st.text(alphabet="ab ", max_size=20),
+    stops=st.lists(st.text(alphabet="ab ", min_size=1, max_size=4), min_size=1, max_size=3),
+    least=st.integers(0, 12),
+)
+def test_stop_strings_end_after_the_minimum_of_tokens(
+    tokenizer: Tokenizer, text: str, stops: list[str], least: int
+) -> None:
+    """They may begin before, as in vLLM."""
+    tokens = tokenizer.encode(text, special=False)
+    assume(len(tokens) == len(text))
+    wanted = (text, "")
+    for count in range(least + 1, len(text) + 1):
+        places = [(text.find(stop, max(0, least - len(stop) + 1), count), stop) for stop in stops]
+        if found := [(at, -len(stop), stop) for at, stop in places if at >= 0]:
+            at, _, stop = min(found)
+            wanted = (text[:at], stop)
+            break
+    pieces, stop = spell(TextStream(tokenizer, [], stops, min_tokens=least), tokens)
+    assert ("".join(pieces), stop) == wanted
+
+
 @given(text=st.text(alphabet="ab \u00e9\U0001f600", max_size=30), data=st.data())
 def test_a_replay_goes_on_where_it_broke_off(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     tokens = tokenizer.encode(text, special=False)
@@ -274,6 +297,15 @@ def test_hidden_text_that_no_stop_string_can_reach_is_not_kept(tokenizer: Tokeni
         assert stream.push(token).text == ""
     assert len(stream._stop._spelt) < 100
     assert stream.finish().text == "a"
+
+
+def test_special_tokens_before_the_minimum_of_tokens_complete_no_stop_string(tokenizer: Tokenizer) -> None:
+    (a,), pad = tokenizer.encode("a", special=False), tokenizer.special_token(PAD)
+    assert pad is not None
+    stream = TextStream(tokenizer, [], [f"a{PAD}"], min_tokens=2)
+    assert spell(stream, [a, pad, a, pad, a])[1] == f"a{PAD}"
+    pieces, stop = spell(TextStream(tokenizer, [], [f"a{PAD}"], min_tokens=4), [a, pad, a, pad, a])
+    assert ("".join(pieces), stop) == ("aaa", "")
 
 
 def test_the_end_token_may_complete_a_stop_string(tokenizer: Tokenizer) -> None:
