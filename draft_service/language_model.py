@@ -231,6 +231,9 @@ class LanguageModelDrafter(Drafter):
         self._sessions: dict[DrafterSession, ModelSession] = {}
         self._virtual_times: dict[str, float] = {}  # virtual time (rows over weight) of tenants with sessions
         self._level = 0.0  # maximum over all passes of the smallest virtual time among their tenants
+        self.rows_expanded = 0
+        """Rows of the last `expand`; 0 if it had no pass."""
+        self._carried = 0.0  # part of a row left over by rounding, added to the next pass that shares its limit
         self._probe = EngineProbe(engine)
 
     @classmethod
@@ -290,8 +293,15 @@ class LanguageModelDrafter(Drafter):
             return 0.0  # another version has expanded the root: read the text in advance
         return session.best_logprob()
 
-    def expand(self, sessions: Sequence[DrafterSession]) -> Mapping[DrafterSession, Exception]:
+    def expand(
+        self, sessions: Sequence[DrafterSession], among: Sequence[DrafterSession] = ()
+    ) -> Mapping[DrafterSession, Exception]:
+        """Expand as in the base class. `among`: these sessions and those of other versions, which have a pass each in
+        the same step. All passes then share the limits of one by their number of sessions, so that a session gets
+        equally many nodes from each version."""
         begin = time.monotonic()
+        share = len(sessions) / len(among) if among else 1.0
+        rows = self._rows_of(share)
         packer = self.engine.packer()
         expanding: list[ModelSession] = []
         reading: list[ModelSession] = []
@@ -302,11 +312,15 @@ class LanguageModelDrafter(Drafter):
         computed: list[Computed] = []
         failed: dict[DrafterSession, Exception] = {}
         try:
-            self._plan_nodes(packer, expanding, planned, self._break_even(expanding, reading))
+            self._plan_nodes(packer, expanding, planned, self._break_even(expanding, reading, share), rows)
             if reading:
-                for model_session, most in _shared_by_tenant(reading, self._prompt_rows(reading, expanding)):
+                prompt_rows = max(1, math.ceil(share * self._prompt_rows(reading, expanding)))
+                for model_session, most in _shared_by_tenant(reading, prompt_rows):
                     planned.append(model_session)
                     model_session.plan_text(packer, most)
+            self.rows_expanded = len(packer.tokens)
+            if not planned:  # this pass's share is less than a row
+                return {}
             logits = self._forward(packer.pack())
             if self._translation is not None:
                 logits = self._translation.logits(logits)
@@ -331,33 +345,50 @@ class LanguageModelDrafter(Drafter):
     def recover(self) -> bool:
         return self._probe.recovers()
 
-    def _break_even(self, expanding: Sequence[ModelSession], reading: Sequence[ModelSession]) -> float:
-        """Return the path logprob above which a further node of a session pays in the coming pass."""
+    def _rows_of(self, share: float) -> int:
+        """Return the number of rows in the next pass with a share of the limit. What is lost by rounding is carried
+        over."""
+        if share == 1.0:
+            return self._rows
+        self._carried += share * self._rows
+        rows = int(self._carried)
+        self._carried -= rows
+        return rows
+
+    def _break_even(self, expanding: Sequence[ModelSession], reading: Sequence[ModelSession], share: float) -> float:
+        """Return the path logprob above which a further node of a session pays in the coming pass. All passes that
+        share a limit count as one, with sessions like these."""
         if self.times is None:
             return -math.inf
         # The pass contains every session's best node in any case. For a session that lacks only a correction's token,
         # the best node is the root.
         best = [math.exp(session.session.best_logprob()) for session in expanding]
         best += [1.0 for session in reading if session.pending_text == 1 and not session.session.policy.paused]
+        best *= round(1 / share)
         probability = self.times.break_even(best[: self._rows]) if best else 0.0
         return math.log(probability) if probability > 0 else -math.inf
 
     def _plan_nodes(
-        self, packer: Packer, expanding: Sequence[ModelSession], planned: list[ModelSession], break_even: float
+        self,
+        packer: Packer,
+        expanding: Sequence[ModelSession],
+        planned: list[ModelSession],
+        break_even: float,
+        rows: int,
     ) -> None:
-        """Plan the nodes of a pass and append their sessions to `planned`: each session's best, and further ones whose
-        path logprob reaches `break_even`. Rows are shared max-min fairly among tenants by weight, regardless of their
-        session counts; within a tenant the best sessions come first."""
+        """Plan up to `rows` nodes of a pass and append their sessions to `planned`: each session's best, and further
+        ones whose path logprob reaches `break_even`. Rows are shared max-min fairly among tenants by weight, regardless
+        of their session counts; within a tenant the best sessions come first."""
         tenants = _by_tenant(expanding)
         weights = {tenant: own[0].session.request.weight for tenant, own in tenants.items()}
         # Start-time fair queueing, as in the verifier's `TenantShares`: a new tenant starts at the level, and one that
         # was idle has saved up no more than the rows of a pass.
         virtual_times = {
-            tenant: max(self._virtual_times.get(tenant, self._level), self._level - self._rows / weight)
+            tenant: max(self._virtual_times.get(tenant, self._level), self._level - rows / weight)
             for tenant, weight in weights.items()
         }
         wanted = {tenant: float(self._rows_per_session * len(own)) for tenant, own in tenants.items()}
-        pool, parts, left = Pool(self._rows, weights), dict[str, float](), self._rows
+        pool, parts, left = Pool(rows, weights), dict[str, float](), rows
         for tenant in pool.order(wanted):
             parts[tenant] = pool.part(tenant)
             pool.take(tenant, min(parts[tenant], wanted[tenant]))

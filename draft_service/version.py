@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from draft_service.drafter import Drafter
+from draft_service.language_model import LanguageModelDrafter
 from draft_service.version_loading import LoadedVersion
 from draft_service.version_trial import Outcome
 
@@ -61,6 +61,6 @@ class Version:
     busy: float = 0.0  # seconds spent in passes
 
     @property
-    def drafter(self) -> Drafter:
+    def drafter(self) -> LanguageModelDrafter:
         assert self.loaded is not None
         return self.loaded.drafter

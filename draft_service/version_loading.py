@@ -19,7 +19,6 @@ import numpy as np
 import structlog
 
 from draft_service import expansion_width
-from draft_service.drafter import Drafter
 from draft_service.language_model import LanguageModelDrafter
 from draft_service.pass_times import PassTimes
 from draft_service.translation import Translation
@@ -63,7 +62,7 @@ class VersionRefusedError(Exception):
 class LoadedVersion:
     """A version's model in memory."""
 
-    drafter: Drafter
+    drafter: LanguageModelDrafter
     fingerprint: str  # of config and weights
     times: PassTimes | None = None
     widest: int = 0  # nodes of the largest pass that `times` describes

@@ -13,7 +13,8 @@ Moving a session to another version neither loses nor changes its text. The node
 still judges them by the distributions that they were drawn from (REJECTION). The other version adds children only to
 nodes that have none. CONTRASTIVE is not served: there the draft's distribution decides on tokens.
 
-In a step, each version with sessions to expand runs exactly one pass, so that the comparison is fair.
+In a step, each version with sessions to expand runs exactly one pass. During a trial these passes share the limits of
+one, so that the comparison is fair.
 """
 
 from __future__ import annotations
@@ -384,7 +385,7 @@ class VersionedDrafter(Drafter):
         for version, own in of_versions.items():
             begin = time.monotonic()
             try:
-                lost = version.drafter.expand(own)
+                lost = version.drafter.expand(own, sessions if self._canary is not None else ())
             except Exception as error:  # the serving version's error goes to the loop, after the others' passes
                 if version is self._serving:
                     broken = error if isinstance(error, ExpansionError) else ExpansionError(own, error)
@@ -396,7 +397,8 @@ class VersionedDrafter(Drafter):
             elif lost:  # if a session is at fault instead, it will fail at the serving version, too
                 self._fail(version, next(iter(lost.values())))
                 continue
-            self._passed(version, time.monotonic() - begin)
+            if version.drafter.rows_expanded:  # otherwise its share of this step was less than a row
+                self._passed(version, time.monotonic() - begin)
         if broken is not None:
             raise broken
         return failed

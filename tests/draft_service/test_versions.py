@@ -20,6 +20,7 @@ from draft_service.version_trial import SPEED_PASSES, TrialLimits
 from draft_service.versions import MAX_KNOWN
 from specdec.decoding.sampling import Rule
 from specdec.engine.learned_from import LearnedFrom, tenant_digest
+from tests.draft_service.fakes import session
 from tests.draft_service.versioned import BAD, GOOD, LIMITS, Guessing, Service, loaded, not_a_number
 
 
@@ -32,6 +33,23 @@ def test_sessions_are_drawn_for_the_canary_while_there_is_one() -> None:
     assert [version and version.name for version in versions] == ["first", "v2", "first"]
     assert [version.sessions for version in service.drafter.known] == [2, 1]
     assert (canary.state, service.drafter.is_free) == (State.CANARY, False)
+
+
+def test_equal_versions_guess_equally_much_beside_many_texts() -> None:
+    """If each version had a whole pass, the canary's few texts would get more nodes each than those of the other."""
+    service = Service(Guessing(), TrialLimits(share=0.1, tokens=1 << 30))
+    canary = service.begin("v2", Guessing())
+    texts = [service.open(is_new=number % 10 == 0, what=session(tokens=500, max_nodes=24)) for number in range(60)]
+    for _ in range(50):
+        service.loop.turn()
+        service.loop.turn()
+        for text in texts:  # the target accepts up to seven candidates, and adds a token
+            accepted, node = 0, text.tree.root
+            while accepted < 7 and GOOD in node.children:
+                accepted, node = accepted + 1, node.children[GOOD]
+            service.loop.commit(text, text.tree.base, [GOOD] * (accepted + 1), time.monotonic())
+    first = service.version("first")
+    assert canary.guessed / canary.committed == pytest.approx(first.guessed / first.committed, abs=0.05)
 
 
 def test_a_better_version_is_promoted_and_running_texts_stay() -> None:
