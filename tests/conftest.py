@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,19 @@ def heeding_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def unused_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set `http_proxy` to a listening socket, which nothing may connect to."""
+    for name in ("grpc_proxy", "https_proxy", "no_grpc_proxy", "no_proxy"):  # gRPC prefers them
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        yield
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -59,13 +59,14 @@ class Access:
     def channel(self, target: str) -> grpc.Channel:
         """Return a channel to a server."""
         if self.credentials is None:
-            return grpc.insecure_channel(target)
+            return grpc.insecure_channel(target, self.options)
         return grpc.secure_channel(target, self.credentials, self.options)
 
     @property
-    def options(self) -> tuple[tuple[str, str], ...]:
-        """Options of each channel."""
-        return () if self.tls_name is None else (("grpc.ssl_target_name_override", self.tls_name),)
+    def options(self) -> tuple[tuple[str, str | int], ...]:
+        """Options of each channel. Commands connect directly: `http_proxy` of the environment is for the web."""
+        name = () if self.tls_name is None else (("grpc.ssl_target_name_override", self.tls_name),)
+        return (("grpc.enable_http_proxy", 0), *name)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

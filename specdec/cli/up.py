@@ -16,6 +16,7 @@ import grpc
 import typer
 
 from specdec import ports
+from specdec.cli.access import OPEN
 from specdec.cli.failure import fail, program, say
 from specdec.cli.passed_on import SET_BY_UP, Values, arguments
 from specdec.cli.pod_stats import NoSuchServiceError, ask
@@ -45,7 +46,7 @@ def _pod(role: str, address: str, process: int) -> dict[str, Any]:
     if role == "openai":  # no model
         return found
     # A service that does not answer is busy or dead; `Upkeep` handles that, and start-up continues.
-    with contextlib.suppress(grpc.RpcError, NoSuchServiceError), grpc.insecure_channel(address) as channel:
+    with contextlib.suppress(grpc.RpcError, NoSuchServiceError), OPEN.channel(address) as channel:
         seen = ask(channel, ANSWER_SECONDS).as_json()
         if identity := seen.get("identity"):
             found["model"] = identity["model"]

@@ -36,6 +36,8 @@ _OPTIONS: dict[str, int | str] = {
     "grpc.keepalive_timeout_ms": 10_000,
     "grpc.http2.ping_timeout_ms": 10_000,
     "grpc.http2.max_pings_without_data": 0,
+    # Orchestrators are reached directly, also where `http_proxy` is set for the web.
+    "grpc.enable_http_proxy": 0,
     # A long completion with log-probabilities exceeds gRPC's default of 4 MiB.
     "grpc.max_receive_message_length": 64 * 1024 * 1024,
 }
@@ -75,7 +77,8 @@ class Endpoint(Generic[Channel]):
         `max_retries` is 0.
 
         Without `credentials` the connection is not encrypted. `api_key`, for servers with authentication, and
-        `metadata` are sent with every call. `options` are gRPC channel arguments.
+        `metadata` are sent with every call. `options` are gRPC channel arguments, and override the client's own. The
+        client ignores `http_proxy` of the environment; `("grpc.enable_http_proxy", 1)` makes it use that proxy.
         """
         self._rotation = Rotation(_targets(address))
         self._timeout = _checked(timeout)

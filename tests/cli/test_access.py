@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import grpc
@@ -46,6 +47,23 @@ async def test_the_name_that_is_given_is_looked_for(tmp_path: Path, name: str | 
                     await client.models()
             else:
                 assert await client.models() == []
+    finally:
+        await server.stop(None)
+
+
+@pytest.mark.usefixtures("unused_proxy")
+async def test_commands_reach_a_server_without_the_proxy_of_the_web() -> None:
+    server = grpc.aio.server()
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(Models(), server)  # type: ignore[abstract]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    allowed = access()
+    try:
+        with allowed.channel(f"127.0.0.1:{port}") as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            await asyncio.to_thread(stub.ListModels, generation_pb2.ListModelsRequest(), timeout=20)
+        async with AsyncClient(f"127.0.0.1:{port}", **allowed.for_client, max_retries=0, timeout=20) as client:
+            assert await client.models() == []
     finally:
         await server.stop(None)
 

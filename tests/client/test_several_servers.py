@@ -51,6 +51,14 @@ async def test_calls_take_turns(connect: Any) -> None:
     assert (len(one.calls), len(other.calls)) == (4, 4)
 
 
+@pytest.mark.usefixtures("unused_proxy")
+async def test_servers_are_reached_without_the_proxy_of_the_web(connect: Any) -> None:
+    async with FakeServer() as one, FakeServer() as other, connect(one, other) as client:
+        for _ in range(2):
+            await client.complete("hi")
+    assert (len(one.calls), len(other.calls)) == (1, 1)
+
+
 async def test_a_server_that_fails_is_left_alone(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "_MIN_REST", 60.0)
     always = itertools.repeat(BREAK)

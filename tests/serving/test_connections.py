@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from specdec.serving import watched
-from specdec.serving.pods.connections import CHECK_SECONDS, SecureConnections
+from specdec.serving.pods.connections import CHECK_SECONDS, SecureConnections, connect
 from specdec.serving.tls import server_credentials
 from specdec.wire.tls_files import Contents, TlsError, TlsFiles
 from tests.captured_logs import captured_logs
@@ -43,6 +43,20 @@ async def test_a_certificate_must_be_for_the_name(
         ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/specdec.v2.Nothing/Nothing")
         code = await ask(b"", timeout=20).code()
         assert code is (grpc.StatusCode.UNIMPLEMENTED if reached else grpc.StatusCode.UNAVAILABLE)
+    finally:
+        await channel.close()
+        await server.stop(None)
+
+
+@pytest.mark.usefixtures("unused_proxy")
+async def test_pods_are_reached_without_the_proxy_of_the_web() -> None:
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    channel = connect(address)
+    try:
+        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/specdec.v2.Nothing/Nothing")
+        assert await ask(b"", timeout=20).code() is grpc.StatusCode.UNIMPLEMENTED
     finally:
         await channel.close()
         await server.stop(None)

@@ -51,9 +51,11 @@ PEER_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.enable_http_proxy", 0),
 )
 """Options of channels to other services. A returning service is found within a second instead of gRPC's two minutes,
-and a dead connection is dropped long before TCP's quarter of an hour."""
+and a dead connection is dropped long before TCP's quarter of an hour. Services connect directly: `http_proxy` of the
+environment is for the web."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
