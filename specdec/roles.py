@@ -25,6 +25,11 @@ PACKAGES = {
 """The package of each role of `specdec up`; `python -m` runs it."""
 
 
+PYTHON = (sys.executable, "-P")
+"""The interpreter for child processes, without the working directory on its path: a user's `queue.py` must not run in
+place of the library's. With `environment()` it finds the packages of a checkout."""
+
+
 def environment() -> dict[str, str]:
     """Return the environment for running a service by `python -m`."""
     path = os.pathsep.join(filter(None, (str(FOLDER), os.environ.get("PYTHONPATH"))))

@@ -10,13 +10,13 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from specdec.engine.derived_models import make_user_cache, place_of_conversion, user_cache
 from specdec.engine.model_directory import ModelDirectory
 from specdec.engine.model_file import ModelDirectoryError, add_sample, opened
 from specdec.exit_status import how_it_ended
+from specdec.roles import PYTHON, environment
 
 MARKER = "gguf.json"
 """File in a converted model that describes its GGUF file and its kinds of weights."""
@@ -61,9 +61,9 @@ def _converted(file: Path) -> Path:
         target = _without_cache(why) / digest.hexdigest()[:24] / file.stem
     if not (target / MARKER).is_file():
         shutil.rmtree(target, ignore_errors=True)  # what a cleaner of the cache left
-        command = [sys.executable, "-m", "specdec.cli", "import-gguf", "--stop-with-stdin", str(file), str(target)]
+        command = [*PYTHON, "-m", "specdec.cli", "import-gguf", "--stop-with-stdin", str(file), str(target)]
         # If this process dies, the child's stdin closes, and the child removes its partial output.
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment()) as process:
             status = process.wait()
         if status:
             seen = ", see the line above" if status > 0 else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 
 from specdec.engine.start_phases import ON_STDOUT
 from specdec.exit_status import how_it_ended
-from specdec.roles import environment
+from specdec.roles import PYTHON, environment
 
 DRAIN_SECONDS = 2.0
 """Default drain deadline in seconds for running requests."""
@@ -40,7 +39,7 @@ class Child:
     @classmethod
     def start(cls, name: str, *command: str) -> Child:
         process = subprocess.Popen(
-            [sys.executable, *command],
+            [*PYTHON, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

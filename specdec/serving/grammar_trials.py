@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import signal
-import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
@@ -25,6 +24,7 @@ import structlog
 
 from specdec.grammar.grammar import Grammar
 from specdec.grammar.stacks import TRIAL_STACK_BYTES
+from specdec.roles import PYTHON, environment
 from specdec.serving.echo import cut
 from specdec.serving.errors import PROBLEM_BYTES, InternalError, OverloadedError, TenantLimitError
 from specdec.serving.fair_turns import FairTurns
@@ -253,7 +253,7 @@ class TrialProcess:
     """A process that tries one grammar after another. It starts with the first question."""
 
     def __init__(self, model: Path, seconds: float) -> None:
-        self._command = (sys.executable, "-m", "specdec.grammar.trial", str(model), str(seconds))
+        self._command = (*PYTHON, "-m", "specdec.grammar.trial", str(model), str(seconds))
         self.process: Process | None = None
 
     @property
@@ -286,7 +286,9 @@ class TrialProcess:
 
     async def _start(self) -> Process:
         try:
-            self.process = process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, stdout=PIPE)
+            self.process = process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=PIPE, stdout=PIPE, env=environment()
+            )
         except OSError as error:  # too many processes or open files, or no memory
             log.error("trial_process_start_failed", why=str(error))
             raise InternalError from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +32,16 @@ def test_a_service_that_is_not_ready_is_refused_with_the_reason(code: str, secon
             child.until_ready(seconds)
     finally:
         stop([child])
+
+
+def test_a_service_runs_no_files_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "queue.py").write_text("open('executed', 'w')")
+    (tmp_path / "orchestrator").mkdir()
+    (tmp_path / "orchestrator" / "__main__.py").write_text("open('executed', 'w')")
+    monkeypatch.chdir(tmp_path)
+    child = Child.start("service", "-m", "orchestrator", "--help")
+    try:
+        assert child.process.wait(60) == 0
+    finally:
+        stop([child])
+    assert not (tmp_path / "executed").exists()

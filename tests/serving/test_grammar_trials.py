@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -123,11 +122,21 @@ async def test_texts_do_not_wait_while_a_grammar_that_passed_is_tried_again(monk
 
 async def test_a_process_that_cannot_be_started_is_no_fault_of_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     async with trying() as trials:
-        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        monkeypatch.setattr(module, "PYTHON", ("/nowhere/python", "-P"))
         with pytest.raises(InternalError):
             await trials.verdict(GOOD)
         monkeypatch.undo()
         assert (await trials.verdict(GOOD)).problem == ""
+
+
+async def test_a_process_runs_no_files_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("open('executed', 'w')")
+    monkeypatch.chdir(tmp_path)
+    async with trying() as trials:
+        assert (await trials.verdict(GOOD)).problem == ""
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.usefixtures("all_pass")

@@ -213,6 +213,17 @@ def test_a_file_is_converted_once(file: Path, model: ModelDirectory, tmp_path: P
     assert (second.path / "model.safetensors").stat().st_mtime_ns == written
 
 
+def test_a_conversion_runs_no_files_of_the_working_directory(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = tmp_path / "empty.gguf"
+    file.write_bytes(b"GGUF\3\0\0\0")
+    (tmp_path / "queue.py").write_text("open('executed', 'w')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelDirectoryError, match="was not converted: exit status 2, see the line above"):
+        open_model(file)
+    assert not (tmp_path / "executed").exists()
+
+
 @pytest.mark.verify
 def test_a_conversion_by_command_leaves_stdin_to_the_script(file: Path, tmp_path: Path) -> None:
     """As in a loop that reads the names of files from its stdin."""
