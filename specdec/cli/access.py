@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import grpc
 import typer
 
 from specdec import ports
 from specdec.command_line import addresses
+from specdec.serving.process.listening import joined
 from specdec.signatures import parameters_of, with_parameters
-from specdec.wire.address import Address, parse_addresses
+from specdec.wire.address import Address, may_be_several, parse_addresses
 from specdec.wire.tls_files import TlsError, TlsFiles, channel_credentials
 
 ADDRESS = "SPECDEC_ADDRESS"
@@ -48,6 +50,12 @@ def one_address(*given: Address | None) -> Address:
         raise typer.BadParameter(str(error), param_hint=f"'{ADDRESS}'") from None
 
 
+class Resolve(Protocol):
+    """A DNS resolver, such as `socket.getaddrinfo`."""
+
+    def __call__(self, host: str, port: int, *, type: int) -> Sequence[tuple[Any, ...]]: ...
+
+
 @dataclass(frozen=True)
 class Access:
     """Credentials of a command's calls: TLS, and an API key."""
@@ -61,6 +69,24 @@ class Access:
         if self.credentials is None:
             return grpc.insecure_channel(target, self.options)
         return grpc.secure_channel(target, self.credentials, self.options)
+
+    def to_servers(self, address: Address, resolve: Resolve = socket.getaddrinfo) -> dict[str, Access]:
+        """Return the access to every server of an address, by gRPC target. A DNS name other than localhost has one
+        server for each record, and its servers' certificates must be for the name. If it has records of both families,
+        those of IPv4 count, as when services listen on a name. OSError if a name cannot be resolved."""
+        found: dict[str, Access] = {}
+        for server in address.servers or (address.target,):
+            if not may_be_several(server):
+                found[server] = self
+                continue
+            name, _, port = server.removeprefix("dns:///").rpartition(":")
+            records = resolve(name, int(port), type=socket.SOCK_STREAM)
+            families = {family for family, *_ in records}
+            used = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+            access = self if self.credentials is None else replace(self, tls_name=self.tls_name or name)
+            hosts = sorted({record[0] for family, *_, record in records if family == used})
+            found |= {joined(host, int(port)): access for host in hosts}
+        return found
 
     @property
     def options(self) -> tuple[tuple[str, str | int], ...]:

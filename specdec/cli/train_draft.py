@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from specdec.cli.access import OPEN, Access, with_access
+from specdec.cli.access import OPEN, Access, Resolve, with_access
 from specdec.cli.failure import end_on_sigterm, fail, say
 from specdec.cli.training import (
     Device,
@@ -82,8 +83,8 @@ def train_draft(
             callback=optional_addresses,
             metavar="ADDRESSES",
             help="Also train on the texts that these draft services keep to learn from, comma-separated: HOST:PORT "
-            "each. --api-key-file has the key of their --learn-key-file. The texts stay in memory: such a training "
-            "cannot be resumed.",
+            "each. A DNS name means every server that it has a record for. --api-key-file has the key of their "
+            "--learn-key-file. The texts stay in memory: such a training cannot be resumed.",
         ),
     ] = None,
     served_labels: Annotated[
@@ -181,7 +182,7 @@ def train_draft(
             rate=rate or (UNTRAINED_RATE if untrained else RATE),
             seed=seed,
         )
-        kept = None if traffic is None else _read(traffic, allowed)
+        kept = None if traffic is None else kept_traffic(traffic, allowed)
         options = DraftOptions(text or [], own_tokens, replay or [], replay_share, device, kept, served_labels)
         work = prepared(big, small, options, plan, out, resume=resume)
         stops, limit = Stops(), TimeLimit(minutes)
@@ -226,14 +227,20 @@ def _check_served_labels(traffic: str | None, loss: str, others: Mapping[str, ob
             fail(f"--served-labels: cannot be combined with {option}, which has no labels", ExitStatus.USAGE)
 
 
-def _read(addresses: str, allowed: Access) -> TrainingTraffic:
-    """Return the texts that draft services keep; TextError if a service does not return its texts."""
+def kept_traffic(addresses: str, allowed: Access, resolve: Resolve = socket.getaddrinfo) -> TrainingTraffic:
+    """Return the texts that all servers of these addresses keep; TextError if one does not return its texts."""
+    from specdec.training.texts import TextError
     from specdec.training.traffic import TrainingTraffic, kept_texts
 
     texts, begin = [], time.time()
     for at in parse_addresses(addresses):
-        with allowed.channel(at.target) as channel:
-            texts += kept_texts(at.target, channel, allowed.metadata, TRAFFIC_SECONDS)
+        try:
+            servers = allowed.to_servers(at, resolve)
+        except OSError as error:
+            raise TextError(f"--traffic: {at.target}: cannot be resolved ({error.strerror})") from None
+        for target, access in servers.items():
+            with access.channel(target) as channel:
+                texts += kept_texts(target, channel, access.metadata, TRAFFIC_SECONDS)
     found = TrainingTraffic.of(texts, begin)
     say(f"{len(found.texts)} kept texts of {len(found.tenants)} tenants")
     return found

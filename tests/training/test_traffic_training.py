@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -9,11 +10,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import torch
 
+from specdec.cli.access import Access
+from specdec.cli.train_draft import kept_traffic
 from specdec.engine.learned_from import LEARNED_FROM, LearnedFrom, tenant_digest
 from specdec.engine.model_directory import COMPLETE, ModelDirectory
 from specdec.roles import environment
@@ -119,12 +123,12 @@ def test_random_weights_have_learned_from_nobody(tmp_path: Path) -> None:
 
 
 @contextmanager
-def keeping() -> Iterator[str]:
+def keeping(host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
     server = grpc.server(ThreadPoolExecutor(1))
     learning_pb2_grpc.add_LearningServiceServicer_to_server(Keeping(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"{host}:{port}")
     server.start()
-    yield f"127.0.0.1:{port}"
+    yield f"{host}:{port}"
     server.stop(None)
 
 
@@ -133,6 +137,23 @@ def test_texts_are_read_from_a_draft_service() -> None:
         assert kept_texts(address, channel, (("authorization", "Bearer k"),), 10.0) == messages()
         with pytest.raises(TextError, match=rf"--traffic: {address}: .*the key is wrong"):
             kept_texts(address, channel, (), 10.0)
+
+
+def test_texts_are_read_from_every_server_behind_a_name() -> None:
+    asked = []
+
+    def resolve(host: str, port: int, *, type: int) -> list[tuple[Any, ...]]:
+        asked.append(host)
+        return [(socket.AF_INET, type, 0, "", (f"127.0.0.{number}", port)) for number in (1, 2)]
+
+    with keeping() as address:
+        port = int(address.rpartition(":")[2])
+        with pytest.raises(TextError, match=rf"--traffic: 127\.0\.0\.2:{port}: "):
+            kept_traffic(f"drafts.example:{port}", Access(None, "k"), resolve)
+        with keeping("127.0.0.2", port):
+            found = kept_traffic(f"drafts.example:{port}", Access(None, "k"), resolve)
+    assert asked == ["drafts.example"] * 2
+    assert len(found.texts) == len(messages())  # those of both are the same
 
 
 def test_the_command_learns_from_served_labels_and_says_whose(tmp_path: Path) -> None:
