@@ -15,7 +15,7 @@ from rich.console import Console
 from specdec import ports
 from specdec.cli.access import OPEN, Access, ModelName, Orchestrators, with_access
 from specdec.cli.conversation import Conversation, LeaveError
-from specdec.cli.failure import described, fail
+from specdec.cli.failure import described, fail, from_stdin
 from specdec.cli.report import CompletionReport
 from specdec.cli.shown import coloured, for_stdout, speculation_lines, styled
 from specdec.cli.waiting import WaitReporter
@@ -110,7 +110,8 @@ def _greet(client: Client, waiting: WaitReporter, wanted: str | None, address: s
 
 def _turn(client: Client, waiting: WaitReporter, conversation: Conversation, asks: str) -> None:
     """Read a line at the prompt `asks`, and run its command or answer its question."""
-    line = input(asks).removeprefix("\ufeff").removesuffix("\r")  # stdin may be a file from a Windows editor: BOM, CR
+    line = from_stdin(lambda: input(asks))
+    line = line.removeprefix("\ufeff").removesuffix("\r")  # stdin may be a file from a Windows editor: BOM, CR
     if not line.strip():
         return
     if line.startswith("/") and not line.startswith("//"):

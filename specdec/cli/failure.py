@@ -121,6 +121,19 @@ def open_missing_streams() -> None:
             setattr(sys, name, stream)
 
 
+def from_stdin(read: Callable[[], str]) -> str:
+    """Return what `read` reads from stdin; ValueError, which names stdin, if it cannot be decoded."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin: {error}") from None
+
+
+def prompt_text(prompt: str) -> str:
+    """Return the text of a PROMPT argument, which `-` has on stdin; ValueError as in `from_stdin`."""
+    return from_stdin(sys.stdin.read) if prompt == "-" else prompt
+
+
 def _discard_output() -> None:
     """Discard the buffer of stdout, since flushing it at exit would make the interpreter print an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from specdec import ports
 from specdec.cli.access import OPEN, Access, ModelName, Orchestrators, with_access
-from specdec.cli.failure import fail, say
+from specdec.cli.failure import fail, prompt_text, say
 from specdec.cli.many import generate_many
 from specdec.cli.prompt_file import PromptFile, PromptFileError
 from specdec.cli.refusals import by_option, named_by_option
@@ -297,7 +297,7 @@ def generate(
         "typical_delta": typical_delta,
     }
     try:
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = None if prompt is None else prompt_text(prompt)
         build_request(text, **options)
     except (ValueError, TypeError) as error:  # a value that does not fit into a message
         fail(named_by_option(str(error), options), ExitStatus.USAGE)

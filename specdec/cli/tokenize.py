@@ -10,7 +10,7 @@ import typer
 
 from specdec import ports
 from specdec.cli.access import OPEN, Access, ModelName, Orchestrators, with_access
-from specdec.cli.failure import fail
+from specdec.cli.failure import fail, prompt_text
 from specdec.cli.waiting import WaitReporter
 from specdec.client import Client, Piece
 from specdec.command_line import duration
@@ -34,13 +34,10 @@ def tokenize(
     allowed: Access = OPEN,
 ) -> None:
     """Print the tokens of a prompt, a line each: id and text. Nothing is generated."""
-    try:
-        text = sys.stdin.read() if prompt == "-" else prompt
-    except UnicodeDecodeError as error:
-        fail(f"stdin: {error}", ExitStatus.USAGE)
     if chat and not special:
         fail("--no-special is for plain text: a chat template adds special tokens itself", ExitStatus.USAGE)
     try:
+        text = prompt_text(prompt)
         with (
             Client(address, timeout=timeout, **allowed.for_client) as client,
             WaitReporter(address, access=allowed),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from specdec.cli.refusals import by_option, named_by_option
 from specdec.client import InvalidRequest
+from specdec.exit_status import ExitStatus
 
 OPTIONS: dict[str, Any] = dict.fromkeys(("temperature", "lookahead", "jacobi", "expansion", "stop", "speculation"))
 
@@ -46,3 +50,12 @@ def test_a_refusal_without_fields_is_told_as_it_is() -> None:
 )
 def test_a_value_that_fits_no_message_is_told_by_its_option(problem: str, told: str) -> None:
     assert named_by_option(problem, OPTIONS) == told
+
+
+@pytest.mark.parametrize("words", [("generate", "-"), ("tokenize", "-"), ("chat",)])
+def test_stdin_that_is_no_text_is_named(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "specdec.cli", *words, "--address", "127.0.0.1:1"]
+    strict = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, input=b"\xff\n", capture_output=True, env=strict, check=False, timeout=60)
+    why = b"'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"
+    assert (done.returncode, done.stdout, done.stderr) == (ExitStatus.USAGE, b"", b"specdec: stdin: %s\n" % why)
