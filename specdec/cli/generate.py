@@ -425,13 +425,14 @@ def _summarise(report: CompletionReport, options: Mapping[str, Any], *, in_colou
     """Print the summary of a completion on stderr: speed, schema check and sources of tokens."""
     seconds, finish = report.seconds, report.finish
     s, count = finish.speculation, len(report.tokens)
-    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     err.print()
     err.print(
-        f"[dim]{count} tokens in {seconds:.2f} s ({count / seconds:.0f}/s), "
+        f"{count} tokens in {seconds:.2f} s ({count / seconds:.0f}/s), "
         f"{s.mean_tokens_per_step:.2f} a step, {s.accepted} of {s.offered} candidates accepted; "
         f"{without_draft(s, options)}{finish.reason}, seed {report.seed}, "
-        f"request {report.request_id}[/dim]"
+        f"request {report.request_id}",
+        style="dim",
     )
     if (check := finish.schema_check) is not None and not check.ok:
         broken = f"{check.keyword} does not hold at {check.path}"

@@ -144,7 +144,7 @@ async def generate_many(
         out.begin()
         kept = len(out)
     left = (prompt for prompt in file.prompts() if out is None or prompt not in out)
-    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     start, tokens, done = time.monotonic(), 0, 0
     failed: list[ExitStatus] = []

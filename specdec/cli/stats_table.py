@@ -35,7 +35,7 @@ def table(address: str, seen: PodStats, before: PodStats | None) -> Iterator[str
 def grid(address: str, seen: PodStats, before: PodStats | None) -> Table:
     """Return the snapshot as a table for a terminal: a long text wraps between words, aligned with its start."""
     shown = Table.grid(padding=(0, 1))
-    shown.title, shown.title_justify, shown.title_style = printable(f"{seen.role} at {address}"), "left", ""
+    shown.title, shown.title_justify = Text(printable(f"{seen.role} at {address}")), "left"
     shown.add_column(min_width=WIDTH, no_wrap=True, style="dim")
     shown.add_column(overflow="fold")
     for name, text in subjects(seen, before):

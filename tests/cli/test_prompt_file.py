@@ -325,9 +325,8 @@ async def test_what_is_done_first_comes_first() -> None:
 
 
 async def test_a_failing_prompt_is_an_entry_and_the_rest_goes_on(tmp_path: Path) -> None:
-    prompts = written(
-        tmp_path / "p.jsonl", {"text": "a"}, {"tokens": [1]}, {"messages": [{"role": "u", "content": "c"}]}
-    )
+    named = tmp_path / "p:100"  # `:100:` is an emoji to rich
+    prompts = written(named, {"text": "a"}, {"tokens": [1]}, {"messages": [{"role": "u", "content": "c"}]})
     async with FakeServer(Act(), REFUSED) as server:
         status, said, complained = await run(server, "--prompt-file", prompts, "--json", "--concurrency", 1)
     assert status == 65

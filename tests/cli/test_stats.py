@@ -320,6 +320,13 @@ def test_a_terminal_gets_texts_broken_between_words() -> None:
     assert any(line.startswith(" " * 14) and line.strip() for line in shown)
 
 
+def test_a_terminal_gets_an_ipv6_address() -> None:
+    console = Console(file=io.StringIO(), width=60, highlight=False)
+    console.print(grid("[fd00::5]:50051", snapshot("verifier", VERIFIER), None))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[0].rstrip() == "verifier at [fd00::5]:50051"
+
+
 async def test_a_watch_at_a_terminal_is_drawn_in_place(services: dict[str, str]) -> None:
     ours, theirs = pty.openpty()
     command = (sys.executable, "-m", "specdec.cli", "stats", services["draft"], "--watch", "0.1")
