@@ -62,7 +62,7 @@ def stats(
     show = _Json(at.target) if json_output else _Lines(at.target)
     with allowed.channel(at.target) as opened, contextlib.ExitStack() as exits:
         if watch is not None and not json_output and sys.stdout.isatty():
-            show = exits.enter_context(_Redrawn(at.target))
+            show = exits.enter_context(Redrawn(at.target, Console(highlight=False)))
         while True:
             try:
                 seen = ask(opened, timeout, allowed.metadata)
@@ -109,12 +109,13 @@ class _Json(_Lines):
         self._before = seen
 
 
-class _Redrawn(_Lines):
-    """Shows the last snapshot in place, on a terminal. A problem is shown below it until the next snapshot."""
+class Redrawn(_Lines):
+    """Shows the last snapshot in place, on a terminal. Until the next snapshot a problem is shown above it: rich crops
+    what is too high for the terminal at the bottom."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, console: Console) -> None:
         super().__init__(target)
-        self._live = Live(console=Console(highlight=False), auto_refresh=False, redirect_stdout=False)
+        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False)
         self._shown = Table.grid()
 
     def __enter__(self) -> Self:
@@ -130,7 +131,7 @@ class _Redrawn(_Lines):
         self._before = seen
 
     def problem(self, line: str) -> None:
-        self._live.update(Group(self._shown, Text(line, style="red")), refresh=True)
+        self._live.update(Group(Text(line, style="red"), self._shown), refresh=True)
 
 
 def _error_line(error: Exception, target: str, timeout: float) -> tuple[str, ExitStatus]:

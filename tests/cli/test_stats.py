@@ -31,6 +31,7 @@ from orchestrator.pods.pods import Pods
 from orchestrator.requests.model import ServedModel
 from orchestrator.servicer import GenerationServicer
 from specdec.cli.pod_stats import PodStats, Stats
+from specdec.cli.stats import Redrawn
 from specdec.cli.stats_table import grid, percent, span, table
 from specdec.engine.model_directory import ModelDirectory
 from specdec.exit_status import ExitStatus
@@ -345,6 +346,15 @@ async def test_a_watch_at_a_terminal_is_drawn_in_place(services: dict[str, str])
     os.close(ours)
     assert b"\x1b[1A" in seen  # the cursor goes up over the last block
     assert b"Traceback" not in seen
+
+
+def test_a_problem_is_seen_on_a_low_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=60, height=5)
+    with Redrawn("h:1", console) as shown:
+        shown(snapshot("verifier", VERIFIER))
+        shown.problem("specdec: h:1: no answer within 5 s")
+        assert isinstance(console.file, io.StringIO)
+        assert "no answer within 5 s" in console.file.getvalue()
 
 
 def _drain(end: int) -> None:
