@@ -48,7 +48,7 @@ def export(
 
     logs.configure("export", "warning")  # before checks that log, and libraries that write to stderr
     try:
-        check_replaceable(out, DESCRIPTION)
+        check_replaceable(out, DESCRIPTION, model)
         directory = check_model(Wanted(model, Placement("eager")))
         there = ", replacing the export there" if (out / DESCRIPTION).is_file() else ""
         say(f"exporting {model} to {out} in {dtype}{there}; large models take minutes")

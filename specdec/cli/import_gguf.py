@@ -36,7 +36,7 @@ def import_gguf(
     logs.configure("import-gguf", "warning")  # before the import of libraries that write to stderr
     try:
         check_gguf(file)
-        check_replaceable(out, MARKER)
+        check_replaceable(out, MARKER, file)
         say(f"converting {file} ({file.stat().st_size / 1e9:.3g} GB) to {out}")
         end_on_sigterm()
         if stop_with_stdin:

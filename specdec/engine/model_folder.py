@@ -25,12 +25,14 @@ STALE_SECONDS = 3600.0
 """An unfinished folder without new files for this long is considered abandoned."""
 
 
-def check_replaceable(target: Path, marker: str) -> None:
+def check_replaceable(target: Path, marker: str, source: Path | None = None) -> None:
     """Raise ModelDirectoryError if a path exists, unless it is an empty directory or has this marker. A mount point
-    cannot be replaced, whatever it contains."""
+    cannot be replaced, whatever it contains, and neither can a folder with the `source` of the new one."""
     if os.path.ismount(target):
         raise ModelDirectoryError(f"{target}: is a mount point, which cannot be replaced: name a folder in it")
     if not target.exists() or (target / marker).is_file():
+        if source is not None and source.resolve().is_relative_to(target.resolve()):
+            raise ModelDirectoryError(f"{target}: is not replaced, because it contains the source, {source}")
         return
     if not target.is_dir() or any(target.iterdir()):
         raise ModelDirectoryError(
@@ -39,12 +41,13 @@ def check_replaceable(target: Path, marker: str) -> None:
 
 
 @contextmanager
-def replaced(target: Path, marker: str) -> Iterator[Path]:
+def replaced(target: Path, marker: str, source: Path | None = None) -> Iterator[Path]:
     """Yield an empty directory to write into, which replaces `target` afterwards, with the permissions that the umask
-    leaves. If `target` is a link, what it names is replaced. If an exception is raised, the directory is removed.
-    Services that use an earlier `target` keep the files that they have open."""
+    leaves. ModelDirectoryError as in `check_replaceable`. If `target` is a link, what it names is replaced. If an
+    exception is raised, the directory is removed. Services that use an earlier `target` keep the files that they have
+    open."""
     target = target.resolve()
-    check_replaceable(target, marker)
+    check_replaceable(target, marker, source)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target)
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")

@@ -68,6 +68,14 @@ MISTAKES = (
         USAGE,
         "notes: is not replaced, because it contains something other than an exported model",
     ),
+    Mistake(
+        "specdec export onnx/target onnx", USAGE, "onnx: is not replaced, because it contains the source, onnx/target"
+    ),
+    Mistake(
+        "specdec import-gguf converted/a.gguf converted",
+        USAGE,
+        "converted: is not replaced, because it contains the source, converted/a.gguf",
+    ),
     Mistake("specdec train-heads target notes --text notes", USAGE, "notes: is not empty; continue with --resume, or"),
     Mistake(
         "specdec train-heads target new --text notes --kind eagle3 --layers 2", USAGE, "--layers: is for --kind medusa"

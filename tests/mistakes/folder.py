@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from specdec.engine.gguf_file import MARKER
+from specdec.engine.model_directory import DESCRIPTION
 from tests.models import make
 
 
 def furnish(folder: Path) -> None:
-    """Write `target` and `draft`, broken copies of `target` named by their defect, and prompt files."""
+    """Write `target` and `draft`, broken copies of `target` named by their defect, derived models, and prompt
+    files."""
     target = make("llama", folder / "target")
     make("llama", folder / "draft", seed=1, num_hidden_layers=1)
 
@@ -48,5 +51,10 @@ def furnish(folder: Path) -> None:
     (folder / "models.yaml").write_text(f"models: {{big: {{revisions: {{a: {revision}, b: {revision}}}}}}}\n")
     (folder / "big.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     (folder / "dangling").symlink_to("gone")
+    for derived, marker in (("onnx", DESCRIPTION), ("converted", MARKER)):
+        (folder / derived).mkdir()
+        (folder / derived / marker).write_text("{}")
+    shutil.copytree(target, folder / "onnx" / "target")
+    (folder / "converted" / "a.gguf").write_bytes(b"GGUF\3\0\0\0")
     (folder / "notes").mkdir()
     (folder / "notes" / "readme.txt").write_text("Mine.\n")

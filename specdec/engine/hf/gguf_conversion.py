@@ -82,7 +82,7 @@ def convert(
     transformers_logging.disable_progress_bar()
     try:
         # The libraries also read other files next to the one they are given, such as another model's tokenizer.
-        with tempfile.TemporaryDirectory(prefix="specdec-gguf-") as alone, replaced(target, MARKER) as folder:
+        with tempfile.TemporaryDirectory(prefix="specdec-gguf-") as alone, replaced(target, MARKER, file) as folder:
             (Path(alone) / file.name).symlink_to(file.absolute())
             _convert(file, Path(alone), folder, dtype, progress)
     except ModelDirectoryError:

@@ -133,9 +133,9 @@ def export(
     float32. If `bits` is None, weights get the fewest bits that give an overlap of MIN_OVERLAP or more on a sample
     text; models smaller than MIN_QUANTISED_BYTES, and models in float16, are then not quantised. Returns the agreement
     of a quantised export with the model; None if the export is not quantised, or in float16. An earlier export in
-    `target` is replaced. Any other content stays, and ModelDirectoryError is raised.
+    `target` is replaced. Any other content stays, and so does the model itself: ModelDirectoryError is raised.
     """
-    check_replaceable(target, DESCRIPTION)
+    check_replaceable(target, DESCRIPTION, directory.path)
     model = load(directory, DTYPES[dtype], "cpu")
     ReferenceCheck.of(model, directory.vocabulary)  # raises an error if the model does not run in this dtype
     drop_file_pages(".safetensors")
@@ -149,7 +149,7 @@ def export(
     with _quiet(directory.name):
         program = _trace(model, attends)
     traced = program.model
-    with replaced(target, DESCRIPTION) as folder:
+    with replaced(target, DESCRIPTION, directory.path) as folder:
         for name in COPIED:
             if (directory.path / name).is_file():
                 shutil.copy(directory.path / name, folder / name)
