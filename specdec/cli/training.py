@@ -153,11 +153,13 @@ def check_begin(text: list[Path] | None, *, resume: bool, traffic: bool = False)
 def take_place(out: Path, *, resume: bool, texts: Sequence[Path]) -> None:
     """Lock `out` until this process ends. End the process unless a training may begin or resume there, and can read its
     `texts`. WriteError if the folder cannot be created."""
-    from specdec.training.files import is_unused, lock, make_folder, remove_leftovers
+    from specdec.training.files import PLAN, is_unused, lock, make_folder, remove_leftovers
 
     if not resume:
+        if (out / PLAN).is_file():
+            fail(f"{out}: has an unfinished training; continue with --resume, or write elsewhere", ExitStatus.USAGE)
         if not is_unused(out):
-            fail(f"{out}: is not empty; continue with --resume, or write elsewhere", ExitStatus.USAGE)
+            fail(f"{out}: is not empty; write elsewhere", ExitStatus.USAGE)
         for file in texts:  # before minutes of loading, and before the folder is made
             try:
                 file.open("rb").close()

@@ -76,7 +76,7 @@ MISTAKES = (
         USAGE,
         "converted: is not replaced, because it contains the source, converted/a.gguf",
     ),
-    Mistake("specdec train-heads target notes --text notes", USAGE, "notes: is not empty; continue with --resume, or"),
+    Mistake("specdec train-heads target notes --text notes", USAGE, "notes: is not empty; write elsewhere"),
     Mistake(
         "specdec train-heads target new --text notes --kind eagle3 --layers 2", USAGE, "--layers: is for --kind medusa"
     ),
@@ -92,7 +92,9 @@ MISTAKES = (
         "specdec train-draft target foreign new --text notes", USAGE, "the tokenizers of target and foreign differ"
     ),
     Mistake(
-        "specdec train-draft target draft notes --text notes", USAGE, "notes: is not empty; continue with --resume"
+        "specdec train-draft target draft begun --text notes",
+        USAGE,
+        "begun: has an unfinished training; continue with --resume, or write elsewhere",
     ),
     Mistake(
         "specdec train-draft target draft new --text a --replay-share 0.5", USAGE, "--replay-share: needs --replay"

@@ -9,12 +9,13 @@ from typing import Any
 
 from specdec.engine.gguf_file import MARKER
 from specdec.engine.model_directory import DESCRIPTION
+from specdec.training.files import PLAN
 from tests.models import make
 
 
 def furnish(folder: Path) -> None:
-    """Write `target` and `draft`, broken copies of `target` named by their defect, derived models, and prompt
-    files."""
+    """Write `target` and `draft`, broken copies of `target` named by their defect, derived models, a begun
+    training, and prompt files."""
     target = make("llama", folder / "target")
     make("llama", folder / "draft", seed=1, num_hidden_layers=1)
 
@@ -56,5 +57,7 @@ def furnish(folder: Path) -> None:
         (folder / derived / marker).write_text("{}")
     shutil.copytree(target, folder / "onnx" / "target")
     (folder / "converted" / "a.gguf").write_bytes(b"GGUF\3\0\0\0")
+    (folder / "begun").mkdir()
+    (folder / "begun" / PLAN).write_text("{}")
     (folder / "notes").mkdir()
     (folder / "notes" / "readme.txt").write_text("Mine.\n")

@@ -12,6 +12,7 @@ import pytest
 from specdec.cli.training import take_place
 from specdec.exit_status import ExitStatus
 from specdec.local import DEMO
+from specdec.training.files import PLAN
 from tests.training.processes import run
 
 
@@ -29,6 +30,21 @@ def test_one_training_at_a_time_writes_to_a_folder(tmp_path: Path, resume: list[
     assert done.returncode == ExitStatus.USAGE
     # gRPC, loaded by other tests, may log a line between fork and exec.
     assert done.stderr.endswith("specdec: out: another training is writing there; wait for it, or write elsewhere\n")
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        (PLAN, "has an unfinished training; continue with --resume, or write elsewhere"),
+        ("notes.txt", "is not empty; write elsewhere"),
+    ],
+)
+def test_a_folder_in_use_is_refused(file: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(SystemExit) as end:
+        take_place(tmp_path, resume=False, texts=[])
+    assert end.value.code == ExitStatus.USAGE
+    assert capsys.readouterr().err == f"specdec: {tmp_path}: {why}\n"
 
 
 def test_what_a_killed_training_left_is_removed(tmp_path: Path) -> None:
