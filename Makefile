@@ -1,6 +1,7 @@
 # Targets: setup demo real test verify verify-faults verify-real gpu vllm clients check proto bench bench-peers
 # bench-llama llama-sources.
 PYTHON ?= python3
+OLDEST := $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 VENV := .venv
 BIN := $(VENV)/bin
 # Index for torch; empty: PyPI, whose build for Linux is CUDA's. For the CPU's build:
@@ -31,10 +32,19 @@ setup: $(VENV)/.done  ## Everything for CPUs, into .venv.
 help:  ## This list.
 	@sed -n 's/^\([a-z-]*\):[^#]*## */  \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
+# One line for a Python of any age.
+CHECK_VERSION = import sys; found = "%d.%d" % sys.version_info[:2]; \
+    sys.version_info >= tuple(map(int, "$(OLDEST)".split("."))) or sys.exit("$(PYTHON) is Python " + found + \
+    ", specdec needs $(OLDEST) or newer: name one, as in `make $(firstword $(MAKECMDGOALS) setup) PYTHON=python3.12`")
+PRINT_VERSION := import sys; print("%d.%d" % sys.version_info[:2])
+
+# `venv` leaves an existing interpreter as it is, so an environment of another version is cleared.
 # -qq leaves out setuptools' general advice on editable installations.
 $(VENV)/.done: pyproject.toml constraints.txt
+	@$(PYTHON) -c '$(CHECK_VERSION)'
 	@echo "Installing torch, transformers and specdec into $(VENV): some minutes."
-	$(PYTHON) -m venv $(VENV)
+	@if [ "$$($(BIN)/python -c '$(PRINT_VERSION)' 2>/dev/null)" = "$$($(PYTHON) -c '$(PRINT_VERSION)')" ]; \
+	then $(PYTHON) -m venv $(VENV); else $(PYTHON) -m venv --clear $(VENV); fi
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
 	$(BIN)/pip install -qq --constraint constraints.txt --editable '.[dev]'

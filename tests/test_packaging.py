@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -110,3 +111,54 @@ def test_the_readme_installs_the_torch_that_the_verifier_wants() -> None:
 def test_the_version_is_that_of_the_distribution() -> None:
     assert specdec.__version__ == PROJECT["project"]["version"]
     assert importlib.import_module("specdec") is specdec
+
+
+def python_of(version: str, file: Path) -> Path:
+    """Write an interpreter that reports this version, prints its other calls, and fails them."""
+    number = tuple(map(int, version.split(".")))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1" = -c ] && exec {sys.executable} -c "import sys; sys.version_info = {number}; $2"\n'
+        'echo "called: $@"; exit 9\n'
+    )
+    file.chmod(0o755)
+    return file
+
+
+def set_up(folder: Path, version: str) -> subprocess.CompletedProcess[str]:
+    """Run `make setup` in a folder with an interpreter of this version, as far as its first call."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    return make(folder, "setup", f"PYTHON={python_of(version, folder / 'stub')}")
+
+
+def make(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `make` in a folder, as if the tests were not run by `make` themselves."""
+    outer = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        ["make", *words], cwd=folder, env=outer | variables, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_an_old_python_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+    done = set_up(tmp_path, "3.10.0")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[0] == (
+        f"{tmp_path / 'stub'} is Python 3.10, specdec needs 3.11 or newer: name one, as in "
+        "`make setup PYTHON=python3.12`"
+    )
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "call"),
+    [(None, "-m venv --clear .venv"), ("3.10.1", "-m venv --clear .venv"), ("3.12.5", "-m venv .venv")],
+)
+def test_an_environment_of_another_python_is_cleared(before: str | None, call: str, tmp_path: Path) -> None:
+    if before is not None:
+        python_of(before, tmp_path / ".venv" / "bin" / "python")
+    done = set_up(tmp_path, "3.12.1")
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1] == f"called: {call}"
