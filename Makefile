@@ -161,15 +161,18 @@ $(PROTO_DONE):
 	build/proto/bin/pip install --quiet grpcio-tools==$(GRPC_TOOLS) protobuf==$(PROTOBUF) mypy-protobuf==$(MYPY_PROTOBUF)
 	touch $@
 
+# Without --prefix, npm would install into a parent folder that has packages of its own.
 $(BUF_DONE):
 	rm -f build/.buf-*
-	mkdir -p build && cd build && npm install --silent --no-audit --no-fund --ignore-scripts @bufbuild/buf@$(BUF_VERSION)
+	mkdir -p build
+	npm install --prefix build --no-save --silent --no-audit --no-fund --ignore-scripts @bufbuild/buf@$(BUF_VERSION)
 	touch $@
 
-# Packages of the Node client, which a test runs if node is installed.
+# Packages of the Node client, which a test runs if node is installed. Without npm there is no stamp: they are installed
+# once there is npm.
 examples/node/node_modules/.done: examples/node/package-lock.json
-	if command -v npm >/dev/null; then cd examples/node && npm ci --silent --no-audit --no-fund --ignore-scripts; fi
-	mkdir -p $(@D) && touch $@
+	if command -v npm >/dev/null; then \
+	    cd examples/node && npm ci --silent --no-audit --no-fund --ignore-scripts && touch node_modules/.done; fi
 
 clean:
 	rm -rf $(VENV) build

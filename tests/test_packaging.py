@@ -162,3 +162,49 @@ def test_an_environment_of_another_python_is_cleared(before: str | None, call: s
     done = set_up(tmp_path, "3.12.1")
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1] == f"called: {call}"
+
+
+NPM = '#!/bin/sh\necho "$@" >> calls\nmkdir -p node_modules build/node_modules\n'
+"""Stands for npm: records its calls in the working directory."""
+
+
+def programs(folder: Path, *names: str) -> str:
+    """Return a PATH with these programs and nothing else."""
+    folder.mkdir()
+    for name in names:
+        found = shutil.which(name)
+        assert found is not None
+        (folder / name).symlink_to(found)
+    return str(folder)
+
+
+def test_packages_of_node_are_installed_once_there_is_npm(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (node := tmp_path / "examples" / "node").mkdir(parents=True)
+    (node / "package-lock.json").touch()
+    stamp = node / "node_modules" / ".done"
+    path = programs(tmp_path / "bin", "make", "sh", "mkdir", "touch", "sed")
+    stamp_name = str(stamp.relative_to(tmp_path))
+    assert make(tmp_path, stamp_name, PATH=path).returncode == 0
+    assert not stamp.exists()
+    (tmp_path / "bin" / "npm").write_text(NPM)
+    (tmp_path / "bin" / "npm").chmod(0o755)
+    for _ in range(2):
+        assert make(tmp_path, stamp_name, PATH=path).returncode == 0
+    assert stamp.exists()
+    assert (node / "calls").read_text().split()[0] == "ci"
+    assert len((node / "calls").read_text().splitlines()) == 1
+
+
+def test_buf_is_installed_into_the_build_folder(tmp_path: Path) -> None:
+    """npm otherwise chooses the nearest folder upwards that has packages or a package.json."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    path = programs(tmp_path / "bin", "make", "sh", "mkdir", "touch", "rm", "sed")
+    (tmp_path / "bin" / "npm").write_text(NPM)
+    (tmp_path / "bin" / "npm").chmod(0o755)
+    (version,) = re.findall(r"^BUF_VERSION := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert make(tmp_path, f"build/.buf-{version}", PATH=path).returncode == 0
+    words = (tmp_path / "calls").read_text().split()
+    assert words[0] == "install"
+    assert words[words.index("--prefix") + 1] == "build"
+    assert words[-1] == f"@bufbuild/buf@{version}"
