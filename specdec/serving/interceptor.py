@@ -200,11 +200,28 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return call
 
 
+class _CallContext:
+    """A call's context. A write that fails because the caller has left ends the method like any other cancelled
+    call."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def write(self, response: Any) -> None:
+        try:
+            await self._context.write(response)
+        except grpc.aio.InternalError:  # gRPC cancels the method only after it fails a blocked write
+            raise asyncio.CancelledError from None
+
+
 def _no_request() -> InvalidRequestError:
     return InvalidRequestError([("request", "is missing: the call ended without a request")])
 
 
-async def _run(behaviour: Callable[..., Any], request: Any, context: Context) -> Any:
+async def _run(behaviour: Callable[..., Any], request: Any, context: Context | _CallContext) -> Any:
     """Run a method; return its response, or None if it writes its responses to the context."""
     if not inspect.isasyncgenfunction(behaviour):
         return await behaviour(request, context)
@@ -223,7 +240,7 @@ def guarded(behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
 
     async def call(requests: Any, context: Context) -> None:
         try:
-            await _run(behaviour, requests, context)
+            await _run(behaviour, requests, _CallContext(context))
         except Exception as error:
             await _answer(error, context)
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import AsyncExitStack
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from orchestrator.models.stats import OrchestratorStats
 from orchestrator.text.transcript import Statistics
 from specdec.serving.errors import DeadlineError
+from specdec.serving.timeline import Timeline, Timelines
 from specdec.v2 import generation_pb2, model_pb2
+from tests.hostile.keyless_grpc import RawConnection
+from tests.stack import served, until
+
+CALLS = 10
 
 
 class Text(SimpleNamespace):
@@ -73,3 +80,43 @@ def test_decisions_of_samples_are_summed() -> None:
             pass
     assert OrchestratorStats.summed([stats, stats]).decisions.modes == {"off": 8}
     assert stats.decisions.without == {"plain_faster": 4}
+
+
+class Endless:
+    """A service whose answers never end."""
+
+    name = "tests.Endless"
+    path = f"/{name}/Answer"
+
+    def __init__(self) -> None:
+        self.stats = OrchestratorStats()
+        self.timelines: list[Timeline] = []
+
+    def register(self, server: Any) -> None:
+        methods: dict[str, Any] = {"Answer": grpc.unary_stream_rpc_method_handler(self._answer, bytes, bytes)}
+        server.add_registered_method_handlers(self.name, methods)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.name, methods),))
+
+    async def close(self) -> None:
+        pass
+
+    async def _answer(self, request: bytes, context: Any) -> None:
+        with self.stats.request("default"), Timelines().begin("generate") as timeline:
+            self.timelines.append(timeline)
+            while True:
+                await context.write(bytes(1 << 20))
+
+
+async def test_a_caller_who_leaves_during_a_blocked_write_has_cancelled() -> None:
+    """gRPC fails the write before it cancels the call. The connection's window is smaller than the message."""
+    service = Endless()
+    async with served(service) as (address, _):
+        async with AsyncExitStack() as callers:
+            for _ in range(CALLS):
+                caller = await callers.enter_async_context(RawConnection(address))
+                caller.send("whole", 1, Endless.path)
+            await until(lambda: service.stats.running_requests == CALLS)
+        await until(lambda: not service.stats.running_requests)
+    assert (service.stats.cancelled, service.stats.failed) == (CALLS, {})
+    ended = [(timeline.error, timeline.has("closed_by_caller")) for timeline in service.timelines]
+    assert ended == [("", True)] * CALLS
