@@ -225,7 +225,7 @@ class SampleTranscript:
         rename_reason(commit.decisions, NO_DRAFTER, self._why_no_drafter)
         add_decisions(statistics.decisions, commit.decisions)
         if self._found is None:  # after a failover, `cached_tokens` is the resumed text's count
-            self._found = commit.cached_tokens
+            self._found = min(commit.cached_tokens, len(self._sample.prompt))  # it may count text that a client resumes
 
     @property
     def _why_no_drafter(self) -> str:

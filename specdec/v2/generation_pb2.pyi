@@ -1022,7 +1022,7 @@ class Usage(google.protobuf.message.Message):
     completion_tokens: builtins.int
     """Tokens generated, resumed ones included."""
     cached_tokens: builtins.int
-    """Tokens of the prompt (and of resumed text) found in the prefix cache."""
+    """Tokens of the prompt found in the prefix cache."""
     reasoning_tokens: builtins.int
     """Generated tokens of the reasoning, its marks included."""
     def __init__(
@@ -1626,7 +1626,7 @@ class GenerationServiceGetStatsResponse(google.protobuf.message.Message):
     prompt_tokens: builtins.int
     """Counter: their prompt tokens."""
     cached_tokens: builtins.int
-    """Counter: of these, and of resumed text, tokens found in a verifier's prefix cache."""
+    """Counter: of these, tokens found in a verifier's prefix cache."""
     generated_tokens: builtins.int
     """Counter: tokens generated, without resumed ones."""
     steps: builtins.int

@@ -44,6 +44,26 @@ def test_tokens_of_logprobs_are_spelt_whatever_the_verifier_says(tmp_path: Path)
     assert [list(each.top_bytes) for each in response.logprobs] == [[spelt(each), spelt(3)] for each in tokens]
 
 
+@pytest.mark.parametrize(("found", "counted"), [(8, 8), (36, 10)])
+def test_cached_tokens_are_the_prompts_alone(tmp_path: Path, found: int, counted: int) -> None:
+    """A verifier counts those of the whole text, which a client may resume far behind its prompt."""
+    model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
+    asked = generation_pb2.GenerateRequest(
+        tokens=generation_pb2.TokenPrompt(ids=range(50, 60)), generated_tokens=[60] * 30, sampling={"seed": 1}
+    )
+    sample = parse(asked, model).samples[0]
+    transcript = SampleTranscript(sample, model, 0.0)
+    transcript.take(
+        verifier_pb2.Commit(
+            committed=model_pb2.Committed(base=30, tokens=[5]),
+            sources=[model_pb2.TOKEN_SOURCE_PLAIN],
+            steps=1,
+            cached_tokens=found,
+        )
+    )
+    assert (transcript.usage.prompt_tokens, transcript.usage.cached_tokens) == (10, counted)
+
+
 def test_impossible_decisions_do_not_end_the_text(tmp_path: Path) -> None:
     model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
     asked = generation_pb2.GenerateRequest(text="abc", speculation=SPECULATIONS["off"])
