@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import h11
 from starlette.datastructures import MutableHeaders
@@ -24,6 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from specdec.openai_api.bodies import EVICTABLE, LINGER_BYTES, LINGER_SECONDS
 from specdec.openai_api.callers import network_of
 from specdec.openai_api.errors import ApiError, overloaded
+from specdec.openai_api.event_stream import FAILED
 from specdec.openai_api.routes import PROBES
 
 MAX_HEADER_BYTES = 32 << 10
@@ -77,7 +78,9 @@ NO_ROOM_ANSWER = plain_answer(NO_ROOM)
 class Connections:
     """The connections being served, and the choice of one to evict for a new one."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, refused: Callable[[int], None] = lambda _: None) -> None:
+        """`refused` is called with the status of each answer that a connection gives without the application."""
+        self.refused = refused
         self._most = most
         self._by_network: dict[str, dict[HttpConnection, None]] = {}  # longest-waiting first
         self._served = 0
@@ -147,8 +150,9 @@ class HttpConnection(H11Protocol):
         elif self._all.health_only < MAX_HEALTH_ONLY:
             self._all.health_only += 1
             self._health_only = True
-            self.app = health_alone(self.app)
+            self.app = health_alone(self.app, self._all.refused)
         else:
+            self._all.refused(NO_ROOM.status)
             transport.write(NO_ROOM_ANSWER)
             transport.close()
             return
@@ -286,7 +290,10 @@ class HttpConnection(H11Protocol):
         self._refused = True
         self._ahead.clear()
         self._wait(over=True)
-        if not self._is_idle:
+        if self._is_idle:
+            self._all.refused(error.status)
+        else:
+            cast("Any", self.cycle.scope)[FAILED] = error.status  # uvicorn's type has only the specification's keys
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self._is_idle or not self.cycle.response_started:
@@ -321,9 +328,9 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
-def health_alone(app: ASGIApp) -> ASGIApp:
+def health_alone(app: ASGIApp, refused: Callable[[int], None]) -> ASGIApp:
     """Return the application for a connection above the limit. It serves one request: a health check is answered, so
-    that probes see a live server; anything else gets 503."""
+    that probes see a live server; anything else is `refused` with 503."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def closing(message: Message) -> None:
@@ -334,6 +341,7 @@ def health_alone(app: ASGIApp) -> ASGIApp:
         if scope["method"] in ("GET", "HEAD") and scope["path"] in PROBES:
             await app(scope, receive, closing)
         else:
+            refused(NO_ROOM.status)
             await JSONResponse(NO_ROOM.body, NO_ROOM.status, NO_ROOM.headers)(scope, receive, closing)
 
     return answer

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -53,13 +53,15 @@ class HttpServer:
         *,
         tls: ServerTls | None = None,
         most_connections: int = MAX_CONNECTIONS,
+        refused: Callable[[int], None] = lambda _: None,
         keep_alive_seconds: int = KEEP_ALIVE_SECONDS,
         drain_seconds: float = 0.0,
         header_seconds: float = HEADER_SECONDS,
         unread_seconds: float = UNREAD_SECONDS,
     ) -> None:
         """Serve at the listener's address. At `most_connections`, idle connections are evicted for new ones. Without an
-        idle one, a new connection is answered with 503 and closed; a health check is still answered."""
+        idle one, a new connection is answered with 503 and closed; a health check is still answered. `refused` is
+        called with the status of each answer that does not come from the application."""
         logger = logging.getLogger("uvicorn.error")
         logger.setLevel(logging.ERROR)  # no warnings about callers' mistakes
         logger.addFilter(_is_no_cut_off)
@@ -71,7 +73,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=_protocol(header_seconds, Connections(most_connections)),
+                http=_protocol(header_seconds, Connections(most_connections, refused)),
                 ws="none",
                 backlog=ACCEPTED_AT_ONCE,
                 lifespan="off",

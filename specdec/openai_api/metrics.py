@@ -18,7 +18,7 @@ UNTIMED = frozenset({*PROBES, METRICS})
 """Routes whose latency is not measured: they are requested every few seconds and answered immediately."""
 
 OTHER = "other"
-"""The route label of paths with variables, of the page's files, and of unknown paths."""
+"""The route label of paths with variables, of the page's files, of unknown paths, and of refused connections."""
 
 
 class Counted:
@@ -56,6 +56,10 @@ class Counted:
             self._ended[route, str(status)] += 1
             if not untimed:
                 self._seconds.observe(time.monotonic() - begin)
+
+    def refused(self, status: int) -> None:
+        """Count a request that its connection has answered, without the application."""
+        self._ended[OTHER, str(status)] += 1
 
     def metrics(self) -> list[Metric]:
         families = Families("openai")

@@ -89,6 +89,7 @@ async def serve(
         listener,
         tls=tls,
         most_connections=most_connections,
+        refused=app.refused,
         keep_alive_seconds=keep_alive_seconds,
         drain_seconds=settings.drain_seconds,
     )

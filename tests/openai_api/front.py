@@ -59,7 +59,7 @@ async def front(
             metrics=metrics,
         )
         app = Counted(made, ROUTES)
-        server = HttpServer(app, bound("127.0.0.1", 0), most_connections=most_connections)
+        server = HttpServer(app, bound("127.0.0.1", 0), most_connections=most_connections, refused=app.refused)
         await server.start()
         address = f"127.0.0.1:{server.port}"
         try:

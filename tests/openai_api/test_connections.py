@@ -21,7 +21,7 @@ from specdec.openai_api.callers import network_of
 from specdec.openai_api.connections import HttpConnection
 from specdec.openai_api.errors import overloaded
 from tests.client.fake_server import Act, FakeServer
-from tests.openai_api.front import front
+from tests.openai_api.front import Front, front
 from tests.openai_api.test_http_server import ASKED, hello, post, serving, told
 from tests.openai_api.ticking import Ticking
 from tests.stack import until
@@ -96,6 +96,12 @@ async def test_idle_connections_of_the_busiest_address_give_way_first() -> None:
         assert await closed(many) == [True, False, False]
 
 
+def counted(http: Front) -> dict[str, float]:
+    """Return the numbers of ended requests by status."""
+    (requests,) = [metric for metric in http.app.metrics() if metric.name == "specdec_openai_requests"]
+    return {sample.labels["status"]: sample.value for sample in requests.samples}
+
+
 async def test_connections_with_a_request_never_give_way() -> None:
     """If all are busy, a new connection is answered 503, except for /health, which probes request."""
     health = b"GET /health HTTP/1.1\r\nhost: x\r\n"
@@ -112,6 +118,8 @@ async def test_connections_with_a_request_never_give_way() -> None:
         answer = await told(http.address, health + b"\r\n" + GET + b"\r\n")
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert answer.count(b"HTTP/1.1") == 1  # and nothing after it
+        await until(lambda: http.app.running == 2)
+        assert counted(http) == {"503": 1, "200": 1}
         assert await closed([*working, *others]) == [False, False]
 
 
@@ -124,6 +132,7 @@ async def test_connections_far_above_the_limit_are_refused_unread(monkeypatch: p
     ):
         await until(lambda: len(orchestrator.calls) == 1)
         assert (await told(http.address, b"")).startswith(b"HTTP/1.1 503 ")
+        assert counted(http) == {"503": 1}
 
 
 LINE = b"GET / HTTP/1.1\r\nhost: x\r\n"
@@ -162,6 +171,23 @@ async def test_headers_beyond_the_limits_are_refused(
     assert json.loads(last.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
     assert problem in last
     assert answer.count(b"HTTP/1.1") == 1 + bool(before)
+
+
+@pytest.mark.parametrize(
+    ("request_", "wanted"),
+    [
+        (LINE + MANY, "431"),
+        (b"nonsense\r\n\r\n", "400"),
+        (CHUNKED.replace(b"/ ", b"/v1/completions ", 1) + b"no size of a chunk\r\n", "400"),
+    ],
+    ids=["many", "nonsense", "chunk"],
+)
+async def test_refused_requests_are_counted(request_: bytes, wanted: str) -> None:
+    async with FakeServer() as orchestrator, front(orchestrator.address) as http:
+        answer = await told(http.address, request_)
+        assert answer.startswith(b"HTTP/1.1 " + wanted.encode())
+        await until(lambda: http.app.running == 0)
+        assert counted(http) == {wanted: 1}
 
 
 async def test_an_invalid_chunk_before_a_reset_is_no_mistake_of_the_server() -> None:
