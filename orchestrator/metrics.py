@@ -24,8 +24,8 @@ ERRORS = {
 FALLBACKS = ("no_draft", "draft_lost", "draft_useless", "tokenizer_mismatch", "protocol_mismatch", "late")
 """Reasons why a text continues without the draft it asked for."""
 
-STATES = ("closed", "open", "half_open", "unfit")
-"""States of pods: their circuit breaker's, or unfit."""
+STATES = ("closed", "half_open", "open", "unfit")
+"""States of pods, from best to worst: their circuit breaker's, or unfit."""
 
 MODEL = ("model_name", "revision")
 """Labels of counts by revision. Both are empty for requests for unknown models."""
@@ -149,13 +149,15 @@ def metrics(
         MODEL,
         {key: counts.whole for key, counts in served.items()},
     )
-    pods: Counter[Key] = Counter({(role, state): 0 for role in ("verifier", "draft") for state in STATES})
+    states: dict[Key, str] = {}  # the worst one of each pod: revisions that share a pod judge it separately
     sessions: Counter[Key] = Counter()
     for role, views in (("verifier", reported.verifiers), ("draft", reported.drafts)):
         for view in views:
-            if (role, view.address) not in sessions:  # one pod may draft for several revisions
-                pods[role, "unfit" if view.unfit_reason else _state(view.breaker)] += 1
-            sessions[role, view.address] += view.sessions
+            pod, state = (role, view.address), "unfit" if view.unfit_reason else _state(view.breaker)
+            states[pod] = max(state, states.get(pod, state), key=STATES.index)
+            sessions[pod] += view.sessions
+    pods: Counter[Key] = Counter({(role, state): 0 for role in ("verifier", "draft") for state in STATES})
+    pods.update((role, state) for (role, _), state in states.items())
     found.gauges("pods", "Pods, by role and state: the circuit breaker's, or unfit.", ("role", "state"), pods)
     found.gauges("pod_sessions", "Open sessions of this orchestrator at a pod.", ("role", "address"), sessions)
     return found.made

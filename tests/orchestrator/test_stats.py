@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import AsyncExitStack
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
+from orchestrator.metrics import metrics
 from orchestrator.models.stats import OrchestratorStats
 from orchestrator.text.transcript import Statistics
 from specdec.serving.errors import DeadlineError
@@ -80,6 +82,30 @@ def test_decisions_of_samples_are_summed() -> None:
             pass
     assert OrchestratorStats.summed([stats, stats]).decisions.modes == {"off": 8}
     assert stats.decisions.without == {"plain_faster": 4}
+
+
+def test_a_shared_draft_is_counted_once_in_its_worst_state() -> None:
+    """Revisions judge it separately, and the order of their views does not matter."""
+    closed, half, broken = (
+        generation_pb2.PodView(address="d:1", breaker=breaker, sessions=1)
+        for breaker in (
+            generation_pb2.BREAKER_STATE_CLOSED,
+            generation_pb2.BREAKER_STATE_HALF_OPEN,
+            generation_pb2.BREAKER_STATE_OPEN,
+        )
+    )
+    unfit = generation_pb2.PodView(
+        address="d:1", breaker=generation_pb2.BREAKER_STATE_CLOSED, unfit_reason="tokenizer_mismatch", sessions=1
+    )
+    by_badness = [(closed, "closed"), (half, "half_open"), (broken, "open"), (unfit, "unfit")]
+    for (better, _), (worse, wanted) in pairwise(by_badness):
+        for views in ((better, worse), (worse, better)):
+            found = {
+                metric.name.removeprefix("specdec_orchestrator_"): metric.samples
+                for metric in metrics(generation_pb2.GenerationServiceGetStatsResponse(drafts=views), {}, {})
+            }
+            assert [pod.labels for pod in found["pods"] if pod.value] == [{"role": "draft", "state": wanted}]
+            assert [pod.value for pod in found["pod_sessions"]] == [2]
 
 
 class Endless:
