@@ -62,7 +62,12 @@ def metrics(reported: verifier_pb2.GetStatsResponse, stats: VerifierStats) -> li
 
     lengths = stats.accepted_lengths
     modes: dict[tuple[str, ...], float] = {(mode,): mode == stats.mode for mode in Mode}
-    found.gauges("speculation_mode", "1 for the latest mode chosen by adaptive speculation, else 0.", ("mode",), modes)
+    found.gauges(
+        "speculation_mode",
+        "1 for the mode of adaptive speculation in the last step, else 0; all 0 if it chose for no text.",
+        ("mode",),
+        modes,
+    )
     found.counter(
         "spec_decode_num_drafts",
         "Steps of sessions with candidates (a step with n such sessions counts n times).",

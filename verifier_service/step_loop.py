@@ -324,8 +324,9 @@ class StepLoop(EngineWorker[VerifierSession], SessionBackend):
     def _complete(self, step: _Launched, batches: Sequence[Batch], proposed: ProposalStats, waited: float) -> None:
         """Verify a step and commit it."""
         plan, begun = step.plan, step.begun
+        self.stats.mode = self._speculation.mode if batches else ""
         if batches:
-            self.stats.mode, self.stats.rates = self._speculation.mode, self._speculation.rates
+            self.stats.rates = self._speculation.rates
 
         # 1. Wait for the forward pass and verify all trees.
         grammars = grammar_seconds(plan.entries)

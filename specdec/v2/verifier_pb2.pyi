@@ -753,7 +753,9 @@ class GetStatsResponse(google.protobuf.message.Message):
     serving: builtins.bool
     """Whether the pod accepts sessions (its health is SERVING)."""
     mode: builtins.str
-    """Mode of adaptive speculation of most sessions in the last step, as in SpeculationDecisions.modes; empty: none yet."""
+    """Mode of adaptive speculation of most sessions in the last step, as in SpeculationDecisions.modes; empty: it chose
+    for no text.
+    """
     @property
     def fast_paths_off(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Fast paths disabled in this process, one line each: name, reason and cost."""

@@ -51,7 +51,7 @@ class VerifierStats:
     forward: float = 0.0  # seconds of steps in forward passes
     proposing: float = 0.0  # seconds of proposers before steps
     delayed: float = 0.0  # seconds of step delay
-    mode: str = ""  # last choice of adaptive speculation; empty: none yet
+    mode: str = ""  # choice of adaptive speculation in the last step; empty: it chose for no text
     rates: Mapping[str, float] | None = None  # tokens a second by mode, as last measured; never modified, only replaced
     decisions: DecisionSums = field(default_factory=DecisionSums)
     sources: dict[int, int] = field(default_factory=lambda: dict.fromkeys(map(int, TokenSource), 0))  # tokens
