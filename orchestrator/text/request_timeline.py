@@ -31,6 +31,7 @@ def operation(request: generation_pb2.GenerateRequest) -> str:
 
 def record_parsed(timeline: Timeline, request: Request) -> None:
     sample = request.samples[0]  # samples differ only in their seeds
+    timeline.texts = len(request.samples)
     timeline.set(
         max_tokens=sample.max_tokens,
         temperature=sample.sampling.temperature,
@@ -92,7 +93,7 @@ class SampleTimeline:
         finally:
             usage, statistics = transcript.usage, transcript.statistics
             self._timeline.add(
-                cached_tokens=usage.cached_tokens,
+                cached_tokens=0 if self._which.get("sample") else usage.cached_tokens,  # once, as the prompt's tokens
                 generated_tokens=transcript.generated_tokens,
                 steps=statistics.steps,
                 offered=statistics.offered,

@@ -47,6 +47,10 @@ class Timeline:
         self.ended: float | None = None
         self.error = ""  # reason of the ServiceError; "" without one
         self.attributes: dict[str, Value] = {}
+        self.texts = 1
+        """Number of texts of the request or session, each with an event `finish` at its end."""
+        self.finished = 0
+        """Number of these events, including a dropped one."""
         self.events: list[Event] = []
         self.dropped_events = 0
 
@@ -55,6 +59,7 @@ class Timeline:
         the limit, an event in the middle is dropped."""
         if self.ended is not None:
             return
+        self.finished += name == "finish"
         self.events.append(Event(time.monotonic(), name, {key: _cut(value) for key, value in attributes.items()}))
         if len(self.events) > FIRST_EVENTS + LAST_EVENTS:
             del self.events[FIRST_EVENTS]
@@ -115,7 +120,7 @@ class Timelines:
         try:
             yield timeline
         except asyncio.CancelledError:  # the usual end of a session at a pod, after its text is complete
-            if not timeline.has("finish"):
+            if timeline.finished < timeline.texts:
                 timeline.event("closed_by_caller")
             raise
         except Exception as error:

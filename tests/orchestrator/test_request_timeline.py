@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from orchestrator.text.request_timeline import MAX_EXPLANATION, FailoverEvents, FailoverReason, SampleTimeline
+from orchestrator.requests.model import ServedModel
+from orchestrator.requests.parsing import parse
+from orchestrator.text.request_timeline import (
+    MAX_EXPLANATION,
+    FailoverEvents,
+    FailoverReason,
+    SampleTimeline,
+    record_parsed,
+)
 from orchestrator.text.transcript import SampleTranscript, Statistics
+from specdec.engine.model_directory import ModelDirectory
 from specdec.serving.timeline import Timeline
 from specdec.v2 import generation_pb2, model_pb2
 from tests.captured_logs import captured_logs
+from tests.models import make
 
 
 @pytest.mark.parametrize(
@@ -57,6 +68,18 @@ def test_the_end_says_who_proposed_and_what_decided() -> None:
         "n-grams: 1 of 3 steps had candidates; 2 had none: no candidate is worth its row",
         "n-grams: 2 of 3 steps had candidates; 1 had none: no candidate is worth its row",
     ]
+
+
+def test_cached_tokens_of_a_prompt_count_once(tmp_path: Path) -> None:
+    model = ServedModel.of(ModelDirectory(make("llama", tmp_path / "m")))
+    request = parse(generation_pb2.GenerateRequest(text="abc", n=2), model)
+    timeline, ended = Timeline(), transcript()
+    record_parsed(timeline, request)
+    ended.usage.cached_tokens = 1
+    for sample in reversed(request.samples):
+        with SampleTimeline(timeline, sample).figures(ended):
+            pass
+    assert (timeline.texts, timeline.attributes["cached_tokens"]) == (2, 1)
 
 
 def test_a_faulty_verifier_does_not_fill_a_timeline() -> None:

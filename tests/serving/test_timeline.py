@@ -24,11 +24,12 @@ def _unbound() -> Iterator[None]:
     bind_trace_context(())
 
 
-def ends(timelines: Timelines, error: BaseException, *events: str) -> None:
-    """End a call with `error` after these events."""
+def ends(timelines: Timelines, error: BaseException, *events: str, texts: int = 1) -> None:
+    """End a call of some texts with `error` after these events."""
 
     def call() -> None:
         with timelines.begin("generate", model="m") as timeline:
+            timeline.texts = texts
             for event in events:
                 timeline.event(event)
             raise error
@@ -106,6 +107,14 @@ def test_a_caller_that_leaves_before_the_end_is_told() -> None:
     ends(timelines, asyncio.CancelledError())
     ends(timelines, asyncio.CancelledError(), "finish")
     assert [(each.error, names(each)) for each in timelines.find("r")] == [("", ["closed_by_caller"]), ("", ["finish"])]
+
+
+def test_a_caller_that_leaves_before_the_end_of_every_text_is_told() -> None:
+    timelines = Timelines()
+    bind_metadata({"x-request-id": "r"})
+    ends(timelines, asyncio.CancelledError(), "finish", texts=2)
+    ends(timelines, asyncio.CancelledError(), "finish", "finish", texts=2)
+    assert [names(timeline)[1:] for timeline in timelines.find("r")] == [["closed_by_caller"], ["finish"]]
 
 
 class Spans:
