@@ -335,6 +335,12 @@ class DraftSession:
             self._context.events.record("draft_resumed" if paused else "draft_paused", self._stream.pod)
         return self._evaluate(commit)
 
+    def on_finish(self) -> None:
+        """Send a draft that keeps the text the tokens held back during a pause: it keeps what it has received."""
+        if self._stream.pod in self._context.keepers:
+            for message in self._control.held_back():
+                self._stream.send(message)
+
     def _await_first(self, *, wanted: bool) -> None:
         """Abort the session if the draft has sent nothing yet and candidates have been wanted for too long: its device
         may be stuck although its service answers."""

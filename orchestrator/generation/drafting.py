@@ -142,6 +142,11 @@ class Drafting:
         if self._session is not None and self._session.on_commit(commit):
             self._backoff.progressed()
 
+    def on_finish(self) -> None:
+        """Note that the text is complete: with its last commit, or at a stop string."""
+        if self._session is not None:
+            self._session.on_finish()
+
     def _fallback_reason(self, commit: verifier_pb2.Commit) -> str:
         """Return why the steps of a commit had no draft although the text asked for one. Empty if they had one, if
         there is no draft service, or if the text needs a draft: such a text waits instead."""

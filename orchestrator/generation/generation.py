@@ -105,6 +105,7 @@ class Generation:
                         response.resolved.CopyFrom(resolved(self._context.sample, self._asked_as))
                         first = False
                     if response.HasField("finish"):
+                        self._drafting.on_finish()
                         self._complete_finish(response.finish)
                         timeline.finish(response.finish)
                         self._complete = True

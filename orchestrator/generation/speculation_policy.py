@@ -147,6 +147,11 @@ class DraftControl:
         if learns:
             self._unsent.overruled.extend(commit.committed.overruled)
         if not self.paused or len(self._unsent.tokens) >= PAUSED_COMMIT_TOKENS:
+            yield from self.held_back()
+
+    def held_back(self) -> Iterator[draft_pb2.DraftRequest]:
+        """Yield a message with the tokens that were held back, if any."""
+        if self._unsent.tokens:
             yield draft_pb2.DraftRequest(committed=self._unsent)
             self._unsent = model_pb2.Committed()
 

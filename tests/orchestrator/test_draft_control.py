@@ -60,6 +60,14 @@ def test_it_pauses_while_nothing_pays_and_hears_of_many_tokens_together() -> Non
     assert not draft_control.paused
 
 
+def test_what_a_pause_has_held_back_is_sent_once() -> None:
+    draft_control, text = DraftControl(draft_pb2.DraftPolicy(paused=True), needed=False), Text()
+    assert [*draft_control.messages(text.commit(1.0)), *draft_control.messages(text.commit(1.0))] == []
+    (message,) = draft_control.held_back()
+    assert (message.committed.base, list(message.committed.tokens)) == (10, [11, 12])
+    assert list(draft_control.held_back()) == []
+
+
 def test_what_the_target_found_likely_is_for_a_draft_that_learns() -> None:
     """It comes with the tokens of its commit, even after a pause."""
     for learns in (True, False):

@@ -28,10 +28,13 @@ from specdec.exit_status import ExitStatus
 from specdec.local import DEMO
 from specdec.local.child import Child, stop
 from specdec.serving.target_logprobs import MAX_TOP, places_of
-from specdec.v2 import draft_pb2, draft_pb2_grpc, learning_pb2, learning_pb2_grpc, verifier_pb2
+from specdec.v2 import draft_pb2, draft_pb2_grpc, learning_pb2, learning_pb2_grpc, model_pb2, verifier_pb2
 from tests.searched import files_with, holders, packed_forms
 from tests.services.conftest import Directories
-from tests.stack import ALWAYS, Stack, long_steps, stack, until
+from tests.services.test_draft_sessions import DRAFT
+from tests.stack import ALWAYS, Stack, long_steps, request_of, stack, until
+from tests.verifier_service.fakes import Decided
+from verifier_service.backend.result import Mode
 from verifier_service.backend.session_backend import BackendSession
 from verifier_service.servicer import VerifierServicer
 
@@ -75,6 +78,27 @@ async def test_consent_decides_what_is_kept(directories: Directories, tmp_path: 
         done = await run(*command)
         assert done.returncode == ExitStatus.REFUSED
         assert "it may still keep the texts" in done.stderr
+
+
+async def test_a_text_that_ends_while_its_draft_is_paused_is_kept_to_its_end(directories: Directories) -> None:
+    """It is shorter than the tokens held back from a paused draft."""
+    controller, complete = Decided(Mode.REMOTE_DRAFT), False
+    options: dict[str, Any] = {"traffic": Traffic(10_000), "learning_key": KEY, "target_delay": long_steps}
+    async with stack(directories.target, directories.near, controller=controller, **options) as services:
+        for first in range(10, 20):
+            request = request_of([first, *PROMPT], max_tokens=40, ignore_end_token=True, speculation=DRAFT, learn=True)
+            controller.decided = Mode.REMOTE_DRAFT
+            tokens: list[int] = []
+            async for response in services.stub.Generate(request):
+                tokens += response.tokens
+                if model_pb2.TOKEN_SOURCE_REMOTE_DRAFT in response.sources:
+                    controller.decided = Mode.OFF
+            await until(lambda: services.draft_slots_used == 0)
+            *_, text = await kept(services)
+            complete = list(text.tokens) == [first, *PROMPT, *tokens]
+            if complete:  # the last message may come too late
+                break
+    assert complete
 
 
 def planted(tenant: str) -> list[int]:
