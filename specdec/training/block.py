@@ -39,6 +39,7 @@ from specdec.training.layers import (
     layer_fields,
     layer_sizes,
     learned,
+    output_head,
     read_features,
     rotary_of,
 )
@@ -253,7 +254,6 @@ def _untrained(shape: BlockShape, model: PreTrainedModel, seed: int) -> BlockWei
     effect, and the confidence is one half."""
     begun = Untrained(seed, model.device)
     table: Any = model.get_input_embeddings()
-    output: Any = model.get_output_embeddings()
     hidden, queries, keys = shape.hidden, shape.heads * shape.width, shape.kv_heads * shape.width
 
     def layer() -> BlockLayer:
@@ -280,7 +280,7 @@ def _untrained(shape: BlockShape, model: PreTrainedModel, seed: int) -> BlockWei
         layers=[layer() for _ in range(shape.layers)],
         last_norm=begun.norm(hidden),
         embeddings=table.weight.detach(),
-        output=output.weight.detach().float(),
+        output=output_head(model),
         markov=markov,
         confidence=(torch.zeros(1, hidden + shape.rank, device=model.device), torch.zeros(1, device=model.device)),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -45,6 +46,14 @@ def check_features(model: PreTrainedModel, trains: str) -> None:
             f"{type(model).__name__}: has embeddings of {table.weight.shape[1]} and an output head of "
             f"{output.weight.shape[1]} columns, must have {stream}, as its layers, to train {trains}"
         )
+
+
+def output_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Return a target's output head in float32, with its bias if it has one, as a function from states to logits."""
+    head: Any = model.get_output_embeddings()
+    weight = head.weight.detach().float()
+    bias = None if head.bias is None else head.bias.detach().float()
+    return lambda states: F.linear(states, weight, bias)
 
 
 def rotary_of(width: int, device: torch.device) -> Rotary:

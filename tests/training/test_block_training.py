@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -36,7 +37,7 @@ from specdec.training.plan import Origin
 from specdec.training.texts import PROMPT_TOKENS, Windows, continuations, tokens_of
 from specdec.v2 import generation_pb2, model_pb2
 from tests.margins import Oracle
-from tests.models import VOCABULARY, make
+from tests.models import VOCABULARY, make, save
 from tests.stack import stack
 from tests.training.test_eagle3_training import close, features_in_service, gradients_of, weights_of
 from tests.verifier_service.fakes import Decided
@@ -199,6 +200,18 @@ def test_a_written_draft_is_the_trained_one(
     training = unsettled(training_of(model, windows))
     files = check_written(training, model, directory, windows.trained[0], tmp_path / "draft")
     assert files.config.layers == (1,)
+
+
+def test_a_bias_of_the_targets_output_head_counts_in_training(windows: Windows, tmp_path: Path) -> None:
+    """It counts in service: the served draft applies the target's own output head."""
+    config = transformers.PhiConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    phi = transformers.PhiForCausalLM(config)
+    torch.nn.init.normal_(phi.lm_head.bias)
+    directory = ModelDirectory(save(phi, tmp_path / "phi"))
+    model = load_target(directory, "cpu")
+    check_written(unsettled(training_of(model, windows)), model, directory, windows.trained[0], tmp_path / "draft")
 
 
 @pytest.mark.verify
